@@ -1,0 +1,1 @@
+"""Offline: measured operator times -> step model -> discrete-event engine -> lookup table -> validation."""
