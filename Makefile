@@ -1,0 +1,111 @@
+# One command to play, one to test:
+#
+#   make serve   install what the server needs, build it, serve on http://localhost:7860   (PORT=, WORKERS=)
+#   make test    install what the tests need and run all of them
+#
+# Everything is installed into .venv from the pinned requirement files. A stamp file per step remembers what is done.
+
+PORT ?= 7860
+WORKERS ?= 1
+VENV ?= .venv
+BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# On Linux the default build of torch brings several GB of CUDA packages. A machine without a GPU is better served by a
+# CPU build: name its file here (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
+TORCH ?= torch==2.13.0
+TESTS ?= tests
+
+BIN := $(VENV)/bin
+PYTHON := $(BIN)/python
+STAMPS := $(VENV)/.stamps
+PACKAGES := inferencegym simulator env grader agents server
+# A module is compiled when its .pxd lies beside it; changing either of the two rebuilds.
+DECLARATIONS := $(foreach package,$(PACKAGES),$(shell find $(package) -name '*.pxd' 2>/dev/null))
+COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
+# Requirement files are complete and hashed, so pip has nothing to resolve (and OpenEnv's unused dependencies stay out).
+PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+PINNED := $(PIP_INSTALL) --no-deps --require-hashes
+
+.PHONY: help serve install dev rl test test-fast soak check lint types format bench pins build clean
+
+help:
+	@sed -n '3,4p' Makefile | cut -c 3-
+	@echo '  make check | format | bench | soak | pins | build | clean'
+
+# --- Installing ----------------------------------------------------------------------------------------------------
+
+install: $(STAMPS)/package
+dev: $(STAMPS)/dev $(STAMPS)/package
+rl: $(STAMPS)/rl $(STAMPS)/package
+build: $(STAMPS)/package
+
+$(PYTHON):
+	@test -n "$(BOOTSTRAP_PYTHON)" || { echo 'Python 3.11 or newer is needed and was not found.' >&2; exit 1; }
+	@$(BOOTSTRAP_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Python 3.11 or newer is needed: set BOOTSTRAP_PYTHON=/path/to/it' >&2; exit 1; }
+	$(BOOTSTRAP_PYTHON) -m venv $(VENV)
+
+$(STAMPS)/build: requirements-build.txt | $(PYTHON)
+	$(PINNED) -r requirements-build.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/server: requirements.txt $(STAMPS)/build
+	$(PINNED) -r requirements.txt
+	@touch $@
+
+$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/server
+	$(PINNED) -r requirements-dev.txt
+	@touch $@
+
+$(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
+	$(PINNED) -r requirements-rl.txt
+	$(PIP_INSTALL) '$(TORCH)'
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# --- Running -------------------------------------------------------------------------------------------------------
+
+serve: $(STAMPS)/package
+	PORT=$(PORT) WORKERS=$(WORKERS) exec $(BIN)/server
+
+bench: $(STAMPS)/dev $(STAMPS)/package
+	@for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(PYTHON) "$$benchmark" || exit 1; done
+
+# --- Checking ------------------------------------------------------------------------------------------------------
+
+# The quick tests first, on two processes; the slow ones only when those pass.
+test: $(STAMPS)/rl $(STAMPS)/package
+	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
+	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
+
+test-fast: $(STAMPS)/dev $(STAMPS)/package
+	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
+
+soak: $(STAMPS)/dev $(STAMPS)/package
+	$(PYTHON) -m pytest $(TESTS) -m soak
+
+check: lint types
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(STAMPS)/dev
+	$(BIN)/mypy
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+pins: $(STAMPS)/dev
+	UV=$(BIN)/uv scripts/pin_requirements.sh
+
+# --- Cleaning ------------------------------------------------------------------------------------------------------
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache $(STAMPS)/package
+	find $(PACKAGES) -name '*.so' -delete
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
