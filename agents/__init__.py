@@ -1,0 +1,1 @@
+"""Policies, from naive to learned, and their evaluation."""

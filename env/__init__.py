@@ -1,0 +1,1 @@
+"""Episode engine: batch first, with scalar and vector faces."""

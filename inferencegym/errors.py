@@ -1,0 +1,125 @@
+"""The exception tree. Every class carries a stable ``code`` (for programs) and the HTTP status a server answers with.
+
+``InferenceGymError``
+    ``InvalidActionError``      an action field is missing, of the wrong type or out of range (422)
+    ``InvalidConfigError``      an episode or task setting is unknown or out of range (422)
+    ``UnknownTaskError``        no task has this id (422)
+    ``UnknownSessionError``     no session has this id (404)
+    ``NotResetError``           a step came before the first reset (409)
+    ``EpisodeDoneError``        a step came after the end of the episode (400)
+    ``StepConflictError``       another action was already accepted for this step (409)
+    ``MalformedLogError``       an episode log does not have the documented form (422)
+    ``ForgedLogError``          a log disagrees with the replay of its own actions (422)
+    ``DataFormatError``         an input file cannot be read as what it claims to be (422)
+    ``TableError``              the lookup table is missing, damaged or of another version (503)
+    ``StoreError``              the session store cannot answer now (503)
+    ``CapacityError``           the server holds as many sessions as it may (503)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class InferenceGymError(Exception):
+    """Base of everything this package raises on purpose."""
+
+    code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500
+
+
+class InvalidActionError(InferenceGymError, ValueError):
+    """An action field is missing, of the wrong type or out of range. (HTTP 422)"""
+
+    code = "invalid_action"
+    http_status = 422
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field}={value!r} is not allowed: {field} must be {allowed}")
+
+
+class InvalidConfigError(InferenceGymError, ValueError):
+    """A setting of an episode, a task or the server is unknown or out of range. (HTTP 422)"""
+
+    code = "invalid_config"
+    http_status = 422
+
+
+class UnknownTaskError(InferenceGymError, LookupError):
+    """No task has this id. (HTTP 422)"""
+
+    code = "unknown_task"
+    http_status = 422
+
+
+class UnknownSessionError(InferenceGymError, LookupError):
+    """No session has this id: reset to get one. (HTTP 404)"""
+
+    code = "unknown_session"
+    http_status = 404
+
+
+class NotResetError(InferenceGymError, RuntimeError):
+    """A step came before the first reset. (HTTP 409)"""
+
+    code = "not_reset"
+    http_status = 409
+
+
+class EpisodeDoneError(InferenceGymError, RuntimeError):
+    """A step came after the end of the episode: reset to start the next one. (HTTP 400)"""
+
+    code = "episode_done"
+    http_status = 400
+
+
+class StepConflictError(InferenceGymError, RuntimeError):
+    """Another action was already accepted for this step number. (HTTP 409)"""
+
+    code = "step_conflict"
+    http_status = 409
+
+
+class MalformedLogError(InferenceGymError, ValueError):
+    """An episode log does not have the documented form; the message names step and field. (HTTP 422)"""
+
+    code = "malformed_log"
+    http_status = 422
+
+
+class ForgedLogError(InferenceGymError, ValueError):
+    """A log disagrees with the replay of its own actions; the message names the first step that does. (HTTP 422)"""
+
+    code = "forged_log"
+    http_status = 422
+
+
+class DataFormatError(InferenceGymError, ValueError):
+    """An input file cannot be read as what it claims to be; nothing was written. (HTTP 422)"""
+
+    code = "data_format"
+    http_status = 422
+
+
+class TableError(InferenceGymError, RuntimeError):
+    """The lookup table is missing, damaged or of another version. (HTTP 503)"""
+
+    code = "table"
+    http_status = 503
+
+
+class StoreError(InferenceGymError, RuntimeError):
+    """The session store cannot answer now; nothing was changed. (HTTP 503)"""
+
+    code = "store"
+    http_status = 503
+
+
+class CapacityError(InferenceGymError, RuntimeError):
+    """The server holds as many sessions as it may; try again later. (HTTP 503)"""
+
+    code = "capacity"
+    http_status = 503

@@ -1,0 +1,1 @@
+"""Measured data, lookup table and serving dynamics."""
