@@ -39,7 +39,9 @@ def extensions() -> list[Extension]:
         for declaration in sorted((ROOT / package).rglob("*.pxd")):
             module = declaration.with_suffix(".py").relative_to(ROOT)
             if not (ROOT / module).is_file():
-                raise FileNotFoundError(f"{declaration.relative_to(ROOT)} declares types for {module}, which is missing")
+                raise FileNotFoundError(
+                    f"{declaration.relative_to(ROOT)} declares types for {module}, which is missing"
+                )
             name = ".".join(module.with_suffix("").parts)
             found.append(Extension(name, [module.as_posix()], extra_compile_args=COMPILE_ARGS))
     return found
@@ -66,7 +68,7 @@ def compiled_modules() -> list[Extension]:
     if not found:
         return []
     # The generated C files go under build/, away from the sources.
-    built: list[Extension] = cythonize(
+    built: list[Extension] = cythonize(  # type: ignore[no-untyped-call]
         found, build_dir="build/cython", compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1
     )
     return built
