@@ -42,33 +42,38 @@ $(PYTHON):
 	@test -n "$(BOOTSTRAP_PYTHON)" || { echo 'Python 3.11 or newer is needed and was not found.' >&2; exit 1; }
 	@$(BOOTSTRAP_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'Python 3.11 or newer is needed: set BOOTSTRAP_PYTHON=/path/to/it' >&2; exit 1; }
-	$(BOOTSTRAP_PYTHON) -m venv $(VENV)
+	@$(BOOTSTRAP_PYTHON) -m venv $(VENV)
 
 $(STAMPS)/build: requirements-build.txt | $(PYTHON)
-	$(PINNED) -r requirements-build.txt
+	@$(PINNED) -r requirements-build.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/server: requirements.txt $(STAMPS)/build
-	$(PINNED) -r requirements.txt
+	@echo 'Installing what the server needs into $(VENV) (once, about half a minute)'
+	@$(PINNED) -r requirements.txt
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/server
-	$(PINNED) -r requirements-dev.txt
+	@echo 'Installing the tests and linters'
+	@$(PINNED) -r requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
-	$(PINNED) -r requirements-rl.txt
-	$(PIP_INSTALL) '$(TORCH)'
+	@echo 'Installing what trains agents ($(TORCH) and Stable-Baselines3)'
+	@$(PINNED) -r requirements-rl.txt
+	@$(PIP_INSTALL) '$(TORCH)'
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@echo 'Building the package'
+	@# The one warning kept quiet says that an editable install shadows folders of the same name: they are the package.
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # --- Running -------------------------------------------------------------------------------------------------------
 
 serve: $(STAMPS)/package
-	PORT=$(PORT) WORKERS=$(WORKERS) exec $(BIN)/server
+	INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
 
 bench: $(STAMPS)/dev $(STAMPS)/package
 	@for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(PYTHON) "$$benchmark" || exit 1; done

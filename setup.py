@@ -29,6 +29,8 @@ DIRECTIVES = {
     "initializedcheck": False,
     "cdivision": True,
     "infer_types": True,
+    # Annotations are for readers and type checkers; C types come from the .pxd alone.
+    "annotation_typing": False,
 }
 
 
@@ -57,6 +59,9 @@ class BuildWithManifest(build_py):
         super().run()
         base = ROOT if self.editable_mode else Path(self.build_lib)
         shutil.copyfile(ROOT / MANIFEST, base / "inferencegym" / MANIFEST)
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), MANIFEST]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         packaged = str(Path(self.build_lib) / "inferencegym" / MANIFEST)

@@ -1,0 +1,64 @@
+# InferenceGym's server: CPU only, no compiler and no pip in the final image, runs as an unprivileged user on a
+# read-only file system.
+#
+#   docker build -t inferencegym . && docker run -p 7860:7860 inferencegym
+
+FROM python:3.11-slim AS builder
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /src
+
+# The requirements change seldom, so their layers are built once.
+COPY requirements-build.txt requirements.txt ./
+RUN python3 -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements-build.txt
+# The lists are complete (--no-deps): what OpenEnv asks for and the server does not use is left out. Files are
+# byte-compiled here, because the running server may not write; the packages' own tests are dead weight.
+RUN python3 -m venv --without-pip /opt/venv \
+    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
+        -r requirements.txt \
+    && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
+    && rm -rf /opt/venv/lib/python3.11/site-packages/pyarrow/include
+
+COPY pyproject.toml setup.py LICENSE README.md openenv.yaml ./
+COPY inferencegym/ inferencegym/
+COPY simulator/ simulator/
+COPY env/ env/
+COPY grader/ grader/
+COPY agents/ agents/
+COPY server/ server/
+RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheel . \
+    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /opt/wheel/*.whl
+
+
+FROM python:3.11-slim
+
+# Spaces run containers as user 1000; nothing in the image belongs to it.
+RUN useradd --uid 1000 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin gym
+
+COPY --from=builder /opt/venv /opt/venv
+# Cloud providers of OpenEnv look for the manifest here and start the server from this directory.
+COPY openenv.yaml README.md /app/env/
+WORKDIR /app/env
+
+# OpenEnv's providers expect port 8000, Spaces expect 7860: the server listens on both. The web page is always on;
+# `openenv push` adds the last variable when a Dockerfile does not mention it.
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    INFERENCEGYM_HOST=0.0.0.0 \
+    INFERENCEGYM_PORT=7860 \
+    INFERENCEGYM_ALSO_PORT=8000 \
+    ENABLE_WEB_INTERFACE=true
+
+USER 1000
+EXPOSE 7860 8000
+
+HEALTHCHECK --interval=15s --timeout=5s --start-period=10s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['INFERENCEGYM_PORT']}/health\", timeout=4)"]
+
+CMD ["server"]
