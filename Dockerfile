@@ -16,12 +16,14 @@ COPY requirements-build.txt requirements.txt ./
 RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements-build.txt
 # The lists are complete (--no-deps): what OpenEnv asks for and the server does not use is left out. Files are
-# byte-compiled here, because the running server may not write; the packages' own tests are dead weight.
+# byte-compiled here, because the running server may not write. The packages' own tests, and Arrow's headers and
+# network protocol, are dead weight.
 RUN python3 -m venv --without-pip /opt/venv \
     && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
         -r requirements.txt \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
-    && rm -rf /opt/venv/lib/python3.11/site-packages/pyarrow/include
+    && cd /opt/venv/lib/python3.11/site-packages/pyarrow \
+    && rm -rf include src *flight*
 
 COPY pyproject.toml setup.py LICENSE README.md openenv.yaml ./
 COPY inferencegym/ inferencegym/
