@@ -76,7 +76,7 @@ serve: $(STAMPS)/package
 	INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
 
 bench: $(STAMPS)/dev $(STAMPS)/package
-	@for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(PYTHON) "$$benchmark" || exit 1; done
+	@set -e; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$benchmark"; $(PYTHON) "$$benchmark"; done
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,15 @@
+"""Programs that tests start for real."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+
+def program(name: str) -> str:
+    """Path of an installed program such as ``redis-server`` or ``chromium``; the test fails, saying what to do, without it."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.fail(f"{name} is not installed: run scripts/install_test_servers.sh as root, or install it by hand")
+    return path
