@@ -1,0 +1,340 @@
+"""The traffic controller as an environment: one batch that steps B episodes, with a scalar and a vector face.
+
+The tasks have no randomness: their traffic is fixed, so every seed gives the same episode. A seed is accepted and
+recorded all the same, because ``(task_id, seed, config, actions)`` is what an episode of any family is made of.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.traffic import (
+    ACCEPT_SHARES,
+    ACTION_NAMES,
+    DEFAULT_TASK_ID,
+    TrafficAction,
+    TrafficConfig,
+    TrafficState,
+    TrafficTask,
+    get_traffic_task,
+    parse_action,
+    traffic_config,
+)
+from simulator.traffic import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    TrafficParams,
+    TrafficServer,
+    allowed_rates,
+    incoming_rates,
+    initial,
+    step,
+)
+from simulator.traffic_score import EpisodeTotals, final_score, step_reward
+
+MAX_SEED: Final = 2**63 - 1
+
+_Rows = TypeVar("_Rows", TrafficServer, EpisodeTotals)
+
+_SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficStep:
+    """What one step of B episodes gave.
+
+    ``observation`` is ``(B, 7)`` in the order of :data:`inferencegym.traffic.STATE_FIELDS`, ``reward`` and ``done`` are
+    ``(B,)``, ``metrics`` holds ``(B,)`` arrays under the names of a log entry.
+    """
+
+    observation: FloatArray
+    reward: FloatArray
+    done: BoolArray
+    metrics: dict[str, Any]
+
+
+class TrafficBatch:
+    """B episodes of one task and one configuration, stepped together.
+
+    A row equals the same episode played alone, bit for bit. A row whose episode is over stays as it is, with reward 0,
+    until it is reset; the metrics of such a step mean nothing.
+    """
+
+    def __init__(self, task: TrafficTask, n_rows: int, config: TrafficConfig | None = None) -> None:
+        self.task = task
+        self.config = config or task.config
+        self.n_rows = n_rows
+        self.params = TrafficParams.from_config(self.config)
+        self.incoming = incoming_rates(task.pattern, task.episode_length, self.config.traffic_scale)
+        self.reset()
+
+    def reset(self, rows: BoolArray | None = None) -> FloatArray:
+        """Start all episodes, or those that the mask ``rows`` ``(B,)`` names, and return the observation ``(B, 7)``."""
+        fresh_server = initial(self.params, np.full(self.n_rows, self.incoming[0]))
+        fresh_totals = EpisodeTotals.zeros(self.n_rows)
+        if rows is None:
+            self.server, self.totals = fresh_server, fresh_totals
+            self.done = np.zeros(self.n_rows, dtype=np.bool_)
+        else:
+            self.server = _merge(rows, fresh_server, self.server)
+            self.totals = _merge(rows, fresh_totals, self.totals)
+            self.done = self.done & ~rows
+        return self.observation()
+
+    def step(self, actions: ArrayLike) -> TrafficStep:
+        """Take one step with action indices ``(B,)`` of :data:`inferencegym.traffic.ACTION_NAMES`."""
+        share = _SHARES[_action_indices(actions, self.n_rows)]
+        incoming = self.incoming[self.totals.steps]
+        allowed = allowed_rates(incoming, share)
+        server = step(self.params, self.server.queue_requests, allowed)
+        reward = step_reward(self.params, share, server)
+        totals = self.totals.add(self.task.grade, server, allowed, incoming)
+        if self.done.any():
+            server, totals = _merge(self.done, self.server, server), _merge(self.done, self.totals, totals)
+            reward = np.where(self.done, 0.0, reward)
+        self.server, self.totals = server, totals
+        self.done = server.crashed | (totals.steps >= self.task.episode_length)
+        metrics = {
+            "incoming_requests": incoming,
+            "allowed_requests": allowed,
+            "accept_rate": share,
+            "cpu_usage": server.cpu_share,
+            "memory_usage": server.memory_share,
+            "queue_length": server.queue_requests,
+            "avg_latency": server.latency_ms,
+            "crashed": server.crashed,
+        }
+        return TrafficStep(self.observation(), reward, self.done, metrics)
+
+    def observation(self) -> FloatArray:
+        """The state of every row, ``(B, 7)``."""
+        server = self.server
+        columns = (
+            server.cpu_share,
+            server.memory_share,
+            self.incoming[self.totals.steps],
+            server.queue_requests,
+            server.latency_ms,
+            self.totals.steps,
+            server.crashed,
+        )
+        return np.stack(columns, axis=1, dtype=np.float64, casting="unsafe")
+
+    def final_score(self) -> FloatArray:
+        """Score of every row as if its episode ended now, ``(B,)`` in [0, 1]."""
+        return final_score(self.task.grade, self.totals, self.task.episode_length)
+
+
+class TrafficEnv:
+    """One episode at a time: the scalar face, with the words of the published HTTP document.
+
+    ``actions`` holds the actions accepted so far in their JSON form; with task, seed and configuration they are the
+    episode, and playing them again gives it back. ``episode_log`` is what graders read.
+    """
+
+    family: Final = "traffic"
+
+    def __init__(self, task_id: str = DEFAULT_TASK_ID, seed: int = 42, config: Mapping[str, Any] | None = None) -> None:
+        self._task = get_traffic_task(task_id)
+        self._overrides = dict(config or {})
+        self._config = traffic_config(self._overrides, self._task.config)
+        self.seed = _check_seed(seed)
+        self.session_id = ""
+        self.actions: list[dict[str, Any]] = []
+        self.episode_log: list[dict[str, Any]] = []
+        self.cumulative_reward = 0.0
+        self._batch: TrafficBatch | None = None
+
+    @property
+    def task_id(self) -> str:
+        """The id of the current task."""
+        return self._task.task_id
+
+    @property
+    def task(self) -> TrafficTask:
+        """The current task."""
+        return self._task
+
+    @property
+    def config(self) -> TrafficConfig:
+        """The settings in force."""
+        return self._config
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode is over, by a crash or because its steps are taken; False before the first reset."""
+        return self._batch is not None and bool(self._batch.done[0])
+
+    def reset(
+        self,
+        seed: int | None = None,
+        task_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> TrafficState:
+        """Start an episode and return its first state; what is None stays as it was.
+
+        ``config`` holds overrides of the task's own settings and replaces earlier ones. Raises
+        :class:`UnknownTrafficTaskError` or :class:`InvalidConfigError`, and then the running episode goes on.
+        """
+        task = self._task if task_id is None else get_traffic_task(task_id)
+        overrides = self._overrides if config is None else config
+        checked = traffic_config(overrides, task.config)
+        self.seed = self.seed if seed is None else _check_seed(seed)
+        self._task, self._config, self._overrides = task, checked, dict(overrides)
+        self.session_id = session_id or str(uuid.uuid4())
+        self.actions, self.episode_log = [], []
+        self.cumulative_reward = 0.0
+        self._batch = TrafficBatch(task, 1, checked)
+        return self.observation()
+
+    def step(self, action: TrafficAction | str | Mapping[str, Any]) -> tuple[TrafficState, float, bool, dict[str, Any]]:
+        """Let a share of the next second's requests through.
+
+        Returns state, reward, done and info; the last info also has ``final_score`` and ``episode_done``. Raises
+        :class:`InvalidActionError`, :class:`NotResetError` before the first reset and :class:`EpisodeDoneError` after
+        the end.
+        """
+        batch = self._running()
+        chosen = parse_action(action)
+        result = batch.step(np.array([chosen.index]))
+        reward = float(result.reward[0])
+        metrics = {name: values[0].item() for name, values in result.metrics.items()}
+        taken = {"action": chosen.value}
+        self.episode_log.append(
+            {"timestep": len(self.actions), "action": taken, "reward": reward, "metrics": metrics},
+        )
+        self.actions.append(taken)
+        self.cumulative_reward += reward
+        return self.observation(), reward, self.done, self._info(metrics)
+
+    def observation(self) -> TrafficState:
+        """The current state. Raises :class:`NotResetError` before the first reset."""
+        batch = self._started()
+        server, taken = batch.server, int(batch.totals.steps[0])
+        return TrafficState(
+            cpu_usage=float(server.cpu_share[0]),
+            memory_usage=float(server.memory_share[0]),
+            request_rate=float(batch.incoming[taken]),
+            queue_length=int(server.queue_requests[0]),
+            avg_latency=float(server.latency_ms[0]),
+            step=taken,
+            crashed=bool(server.crashed[0]),
+        )
+
+    def observation_dict(self) -> dict[str, Any]:
+        """The current state in JSON form."""
+        return self.observation().to_dict()
+
+    def state(self) -> dict[str, Any]:
+        """The current state and where the episode stands, flat, in JSON form."""
+        seen = self.observation()
+        return {
+            **seen.to_dict(),
+            "session_id": self.session_id,
+            "task_id": self.task_id,
+            "seed": self.seed,
+            "step_count": seen.step,
+            "max_steps": self._task.episode_length,
+            "cumulative_reward": self.cumulative_reward,
+            "done": self.done,
+            "workload_phase": self._task.pattern.phase(seen.step),
+        }
+
+    def config_dict(self) -> dict[str, Any]:
+        """The settings in force, in JSON form; a reset with them starts the same episode."""
+        return self._config.to_dict()
+
+    def final_score(self) -> float:
+        """Score of the episode as if it ended now, in [0, 1]; final once :attr:`done`."""
+        return float(self._started().final_score()[0])
+
+    def _info(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        info = {
+            "incoming_requests": metrics["incoming_requests"],
+            "allowed_requests": metrics["allowed_requests"],
+            "accept_rate": metrics["accept_rate"],
+            "crashed": metrics["crashed"],
+            "episode_step": len(self.actions),
+            "max_steps": self._task.episode_length,
+            "server_capacity": self._config.server_capacity,
+        }
+        if self.done:
+            info |= {"final_score": self.final_score(), "episode_done": True}
+        return info
+
+    def _started(self) -> TrafficBatch:
+        if self._batch is None:
+            raise NotResetError("no episode has been started: call reset() first")
+        return self._batch
+
+    def _running(self) -> TrafficBatch:
+        batch = self._started()
+        if batch.done[0]:
+            raise EpisodeDoneError(
+                f"the episode ended after {len(self.actions)} of {self._task.episode_length} steps: reset to start anew"
+            )
+        return batch
+
+
+class VectorTrafficEnv:
+    """N episodes that restart by themselves, with Gymnasium's five return values and its next-step autoreset.
+
+    The step after an episode's end ignores that row's action, starts its next episode, and returns its first
+    observation with reward 0. Observations are ``(N, 7)`` float64, actions ``(N,)`` integers.
+    """
+
+    def __init__(self, task_id: str, num_envs: int, config: Mapping[str, Any] | None = None) -> None:
+        if num_envs < 1:
+            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
+        task = get_traffic_task(task_id)
+        self.num_envs = num_envs
+        self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
+
+    def reset(self, seed: int | None = None) -> tuple[FloatArray, dict[str, Any]]:
+        """Start all episodes. The seed changes nothing: these tasks have no randomness."""
+        if seed is not None:
+            _check_seed(seed)
+        return self.batch.reset(), {}
+
+    def step(self, actions: ArrayLike) -> tuple[FloatArray, FloatArray, BoolArray, BoolArray, dict[str, Any]]:
+        """Observation, reward, terminated (a crash), truncated (all steps taken) and info, one row per episode.
+
+        ``info`` holds the ``(N,)`` metrics of the step, and ``final_score`` where ``_final_score`` is set.
+        """
+        restarted = self.batch.done.copy()
+        result = self.batch.step(actions)
+        observation = self.batch.reset(restarted) if restarted.any() else result.observation
+        ended = self.batch.done
+        terminated = ended & self.batch.server.crashed
+        info = {**result.metrics, "final_score": self.batch.final_score(), "_final_score": ended.copy()}
+        return observation, result.reward, terminated, ended & ~terminated, info
+
+
+def _check_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
+    return seed
+
+
+def _merge(rows: BoolArray, chosen: _Rows, other: _Rows) -> _Rows:
+    """``chosen`` in the rows of the mask, ``other`` elsewhere."""
+    return replace(other, **{n: np.where(rows, getattr(chosen, n), getattr(other, n)) for n in chosen.__slots__})
+
+
+def _action_indices(actions: ArrayLike, n_rows: int) -> IntArray:
+    indices = np.asarray(actions)
+    allowed = f"{n_rows} integers from 0 to {len(ACTION_NAMES) - 1}, one for each episode"
+    if indices.shape != (n_rows,) or not np.issubdtype(indices.dtype, np.integer):
+        raise InvalidActionError("actions", actions, allowed)
+    if indices.min() < 0 or indices.max() >= len(ACTION_NAMES):
+        raise InvalidActionError("actions", actions, allowed)
+    return indices.astype(np.int64, copy=False)
