@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import email.parser
+import importlib.metadata
 import importlib.util
 import re
 import shlex
@@ -26,6 +28,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import inferencegym
+from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agents", "env", "grader", "inferencegym", "server", "simulator")
@@ -123,6 +126,33 @@ def test_pins_satisfy_the_ranges_of_the_package(name: str, extras: list[str]) ->
         if requirement.name != "torch" and (pin is None or not requirement.specifier.contains(pin.version)):
             wrong[str(requirement)] = pin
     assert wrong == {}, "run `make pins`"
+
+
+def imported_distributions(package: str) -> dict[str, str]:
+    """Third-party distributions that a package imports anywhere, functions included, and one file that does."""
+    found: dict[str, str] = {}
+    owners = importlib.metadata.packages_distributions()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [node.module]
+            for top in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - set(PACKAGES):
+                for distribution in owners.get(top, [top]):
+                    found[canonicalize_name(distribution)] = str(path.relative_to(ROOT))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_imported_library_is_a_declared_dependency(package: str) -> None:
+    declared = [*PROJECT["project"]["dependencies"]]
+    for extra in ("redis", "rl", "ray", "report") if package == "agents" else ("redis",):
+        declared += PROJECT["project"]["optional-dependencies"][extra]
+    names = {canonicalize_name(Requirement(entry).name) for entry in declared}
+    undeclared = {name: path for name, path in imported_distributions(package).items() if name not in names}
+    # Cython's shadow module comes with the build requirements and is only imported where a module is compiled.
+    undeclared.pop("cython", None)
+    assert undeclared == {}
 
 
 def test_no_file_names_a_registry_host() -> None:
@@ -367,13 +397,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 
 @pytest.fixture
-def container(image: Image) -> Iterator[tuple[dict[str, str], str, str]]:
+def container(image: Image, tmp_path: Path) -> Iterator[tuple[dict[str, str], str, str]]:
     """The image's command, started with its own environment on two free ports: (environment, url, other url)."""
     port, also = free_port(), free_port()
     environment = image.environment() | {
         "INFERENCEGYM_PORT": str(port),
         "INFERENCEGYM_ALSO_PORT": str(also),
         "INFERENCEGYM_HOST": "127.0.0.1",
+        "HOME": str(tmp_path),
     }
     command = yaml.safe_load(only(dockerfile_stages()[-1], "CMD"))
     command[0] = shutil.which(command[0], path=environment["PATH"])
@@ -418,6 +449,12 @@ def test_the_image_is_small_and_holds_no_installer(image: Image) -> None:
     subprocess.run([installed / "bin/python", "-c", needed], cwd=image.root, check=True)
     names = {path.name for path in (installed / "lib/python3.11/site-packages").iterdir()}
     assert names & {"pip", "setuptools", "Cython", "torch", "pandas", "gradio", "openai"} == set()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "docker-compose.yml", "Makefile"])
+def test_deployment_files_set_only_settings_that_the_server_has(name: str) -> None:
+    used = set(re.findall(r"INFERENCEGYM_([A-Z_]+)", (ROOT / name).read_text(encoding="utf-8")))
+    assert used - {field.upper() for field in Settings.model_fields} == set()
 
 
 def test_compose_serves_development_and_two_replicas_behind_a_proxy() -> None:

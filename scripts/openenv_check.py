@@ -1,0 +1,162 @@
+"""Ask OpenEnv's own validator for its three verdicts: the directory, the runtime graders, and a running server.
+
+    .venv/bin/python scripts/openenv_check.py
+
+The runtime graders normally build an image and start it with Docker. Here they talk to the server started as a plain
+process, so they also run where no Docker daemon does; the two checks that need isolation are reported as skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openenv.validation import Level, run_validation
+from openenv.validation.types import ProviderCapability
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+HEALTHY_WITHIN_S = 20.0
+
+# What the runtime graders play. The manifest of the repository has no `execution` block: with one, a plain
+# `openenv validate` fails on every machine without Docker.
+EXECUTION = """
+  execution:
+    kind: openenv_ws
+    probe_path: validation/runtime.json
+    dockerfile: Dockerfile
+    context: "."
+    agent_boundary: api
+"""
+PROBE = {
+    "plan_schema_version": "1",
+    "reset": {"episode_id": "validate-001", "seed": 7, "options": {"task_id": 1, "config": {"episode_length": 4}}},
+    "actions": [
+        {"batch_size": 32},
+        {"batch_size": 128, "quant_tier": 1},
+        {"batch_size": 256, "spec_length": 2, "kv_budget": 0.8},
+        {"batch_size": 64, "prefill_disagg": True},
+    ],
+}
+
+
+def main() -> int:
+    """Print every verdict; 0 when none of them is a failure."""
+    with tempfile.TemporaryDirectory(prefix="openenv-check-") as folder:
+        tree = copy_of_the_tree(Path(folder) / "tree")
+        directory = openenv("validate", str(tree), "--level", "static")
+        with served() as running:
+            url = openenv("validate", "--url", running.base_url)
+        runtime = runtime_graders(tree, Path(folder) / "artifacts")
+    return max(directory, url, runtime)
+
+
+def openenv(*arguments: str) -> int:
+    """Run OpenEnv's command line; what it prints is the report."""
+    return subprocess.run([BIN / "openenv", *arguments], check=False).returncode
+
+
+def runtime_graders(tree: Path, artifacts: Path) -> int:
+    """Play the probe through OpenEnv's graders; a grader that fails or cannot run makes it 1."""
+    manifest = tree / "openenv.yaml"
+    manifest.write_text(manifest.read_text(encoding="utf-8").rstrip() + EXECUTION, encoding="utf-8")
+    (tree / "validation").mkdir()
+    (tree / "validation/runtime.json").write_text(json.dumps(PROBE), encoding="utf-8")
+    report = run_validation(tree, max_level=Level.RUNTIME, provider=ProcessProvider(), artifacts_dir=artifacts)
+    print("Runtime graders, on a plain process")
+    for check in report.results:
+        print(f"  {check.status.value.upper():5} {check.check_id} {'; '.join(check.evidence)}")
+    print(f"Verdict: {report.verdict.value.upper()}")
+    return int(report.verdict.value == "fail")
+
+
+def copy_of_the_tree(destination: Path) -> Path:
+    """What git tracks: the validator refuses the symbolic links of a virtual environment."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (destination / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, destination / name)
+    return destination
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server process as the validator's providers describe a container."""
+
+    process: subprocess.Popen[bytes]
+    base_url: str
+
+    def inspect(self) -> dict[str, Any]:
+        """What the report says about the container."""
+        return {"pid": self.process.pid}
+
+    def logs(self, max_bytes: int = 65536) -> str:
+        """The server writes to this process's own output."""
+        return ""
+
+    def stop(self) -> None:
+        """End the server; it has ten seconds to finish what it does."""
+        self.process.terminate()
+        self.process.wait(10)
+
+
+class ProcessProvider:
+    """Starts the server as a process where OpenEnv's own provider would start a container."""
+
+    name = "local process, no isolation"
+    capabilities = frozenset({ProviderCapability.IMAGE_BUILD})
+    supported_network_modes = frozenset({"public", "no-network"})
+
+    def build(self, root: Path, execution: object) -> str:
+        """There is no image; the validator wants the form of a digest."""
+        return "sha256:" + "0" * 64
+
+    def start(self, spec: object) -> RunningServer:
+        """A healthy server on a free port."""
+        return start_server()
+
+
+@contextmanager
+def served() -> Iterator[RunningServer]:
+    """A server for the length of a block."""
+    running = start_server()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def start_server() -> RunningServer:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"INFERENCEGYM_PORT": str(port), "INFERENCEGYM_HOST": "127.0.0.1"}
+    process = subprocess.Popen([BIN / "server"], cwd=ROOT, env=environment)
+    running = RunningServer(process, f"http://127.0.0.1:{port}")
+    deadline = time.monotonic() + HEALTHY_WITHIN_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{running.base_url}/health", timeout=1) as answer:
+                if answer.status == 200:
+                    return running
+        except OSError:
+            time.sleep(0.1)
+    process.kill()
+    raise RuntimeError(f"no healthy answer within {HEALTHY_WITHIN_S} s: start `{BIN / 'server'}` by hand to see why")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
