@@ -65,6 +65,10 @@ class EpisodeTotals:
             short_queue_steps=self.short_queue_steps + (server.queue_requests < short_queue_limit(grade)),
         )
 
+    def rows(self, index: IntArray) -> EpisodeTotals:
+        """The episodes at these positions."""
+        return EpisodeTotals(*(getattr(self, name)[index] for name in self.__slots__))
+
     def survived_steps(self) -> IntArray:
         """Steps taken without a crash."""
         return self.steps - self.crashed

@@ -1,0 +1,113 @@
+"""Scores of the traffic controller's episodes, from their logs alone: nothing is run here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from inferencegym.errors import InvalidActionError, MalformedLogError
+from inferencegym.traffic import TrafficTask, get_traffic_task, parse_action
+from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, short_queue_limit
+
+METRICS: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency")
+"""The numbers that scores are made of."""
+
+
+def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Score an episode of a traffic task.
+
+    ``episode_log`` is :attr:`env.traffic_env.TrafficEnv.episode_log`. Returns ``score`` in [0, 1], the same number as
+    the environment's ``final_score``, ``breakdown`` (its ingredients) and ``feedback`` (a sentence). An empty log
+    scores 0; one that stops early counts the missing steps as not survived. Raises
+    :class:`UnknownTrafficTaskError`, or :class:`MalformedLogError` naming step and field.
+    """
+    task = get_traffic_task(task_id)
+    totals = _totals(task, episode_log)
+    if not len(episode_log):
+        return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
+    score = float(final_score(task.grade, totals, task.episode_length)[0])
+    return {"score": score, "breakdown": _breakdown(task, totals), "feedback": _feedback(task, totals, score)}
+
+
+def _totals(task: TrafficTask, episode_log: object) -> EpisodeTotals:
+    if not isinstance(episode_log, Sequence) or isinstance(episode_log, (str, bytes)):
+        raise MalformedLogError("episode_log must be a list of steps")
+    if len(episode_log) > task.episode_length:
+        raise MalformedLogError(
+            f"episode_log has {len(episode_log)} steps: an episode of {task.task_id} has at most {task.episode_length}"
+        )
+    limit = short_queue_limit(task.grade)
+    latency = allowed = incoming = 0.0
+    short_queue_steps, crashed = 0, False
+    # Added up step by step, as the environment does: another order could change the last digit.
+    for i, entry in enumerate(episode_log):
+        if crashed:
+            raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow")
+        metrics = _checked_metrics(i, entry)
+        latency += metrics["avg_latency"]
+        allowed += metrics["allowed_requests"]
+        incoming += metrics["incoming_requests"]
+        short_queue_steps += metrics["queue_length"] < limit
+        crashed = metrics["crashed"]
+    return EpisodeTotals(
+        steps=np.array([len(episode_log)]),
+        crashed=np.array([crashed]),
+        latency_ms=np.array([latency]),
+        allowed=np.array([allowed]),
+        incoming=np.array([incoming]),
+        short_queue_steps=np.array([short_queue_steps]),
+    )
+
+
+def _checked_metrics(i: int, entry: object) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics")
+    if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
+        raise MalformedLogError(f"step {i}: timestep={entry.get('timestep')!r} is not allowed: it must be {i}")
+    try:
+        parse_action(entry.get("action"))
+    except InvalidActionError as error:
+        raise MalformedLogError(f"step {i}: {error}") from error
+    metrics = entry.get("metrics")
+    if not isinstance(metrics, Mapping):
+        raise MalformedLogError(f"step {i}: metrics must be an object")
+    for name in METRICS:
+        value = metrics.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise MalformedLogError(f"step {i}: metrics.{name}={value!r} is not allowed: it must be a number >= 0")
+    if metrics["allowed_requests"] > metrics["incoming_requests"]:
+        raise MalformedLogError(f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests")
+    if not isinstance(metrics.get("crashed"), bool):
+        raise MalformedLogError(f"step {i}: metrics.crashed={metrics.get('crashed')!r} must be true or false")
+    return metrics
+
+
+def _breakdown(task: TrafficTask, totals: EpisodeTotals) -> dict[str, float]:
+    parts = {
+        "survived_share": float(totals.survived_steps()[0] / task.episode_length),
+        "crashed": float(totals.crashed[0]),
+        "mean_latency_ms": float(totals.mean_latency_ms()[0]),
+        "throughput": float(totals.throughput()[0]),
+    }
+    if "floor_factor" in task.grade.params:
+        parts["latency_factor"] = float(latency_factor(task.grade.params, totals.mean_latency_ms())[0])
+    if "short_queue_requests" in task.grade.params:
+        parts["short_queue_share"] = float(totals.short_queue_share()[0])
+    return parts
+
+
+def _feedback(task: TrafficTask, totals: EpisodeTotals, score: float) -> str:
+    steps, length = int(totals.steps[0]), task.episode_length
+    if totals.crashed[0]:
+        ending = f"The server crashed at step {steps} of {length}: throttle before a spike, request_rate announces it."
+    elif steps < length:
+        ending = f"The log stops after {steps} of {length} steps: the rest counts as not survived."
+    else:
+        ending = f"All {length} steps survived."
+    return (
+        f"{ending} Mean latency {float(totals.mean_latency_ms()[0]):.0f} ms, "
+        f"{100 * float(totals.throughput()[0]):.0f} % of the requests served. Score {score:.3f}."
+    )
