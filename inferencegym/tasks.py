@@ -112,9 +112,9 @@ class EpisodeConfig:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TaskSpec:
-    """One task of the serving family, complete."""
+    """One task of the serving family, complete. Compared by identity: the registry holds one object per task."""
 
     task_id: TaskId
     name: str
