@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inferencegym.errors import InvalidConfigError
+
 FloatArray = NDArray[np.float64]
 
 MEASURED_DIR = Path(__file__).resolve().parents[1] / "data" / "measured"
@@ -57,7 +59,7 @@ def spec_acceptance(dataset: str = "sharegpt", method: str = "eagle") -> dict[in
         if (row["dataset"], row["method"]) == (dataset, method)
     }
     if not found:
-        raise ValueError(f"No acceptance was measured for dataset {dataset!r} with method {method!r}; see the README beside the data.")
+        raise InvalidConfigError(f"no acceptance was measured for dataset {dataset!r} with method {method!r}: see {MEASURED_DIR.name}/README.md")
     return found
 
 
