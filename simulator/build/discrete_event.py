@@ -1,16 +1,17 @@
 """Iteration-level discrete-event simulation of continuous batching: the reference for the fluid dynamics.
 
-A fleet of identical replicas serves one queue. Every replica runs iterations of the operator model back to back: it decodes
-its resident sequences and prefills prompts, fused (``chunked``) or in iterations of their own (``prefill_first``), as its
-engine profile says. The KV cache is handed out in blocks; when it runs out, the sequence admitted last is preempted and later
-recomputed. Nothing is averaged: every request has its own arrival, first token and finish.
+A fleet of identical replicas serves one queue. Every replica runs iterations of the operator model back to back: it
+decodes its resident sequences and prefills prompts, fused (``chunked``) or in iterations of their own
+(``prefill_first``), as its engine profile says. The KV cache is handed out in blocks; when it runs out, the sequence
+admitted last is preempted and later recomputed. Nothing is averaged: every request has its own arrival, first token
+and finish.
 
-Rules of the queue: highest class first, first come first served within a class. A replica takes a request when a slot and
-cache for the prompt are free and no other replica that could take it has fewer requests. A bounded queue refuses the
-youngest request of the lowest class.
+Rules of the queue: highest class first, first come first served within a class. A replica takes a request when a slot
+and cache for the prompt are free and no other replica that could take it has fewer requests. A bounded queue refuses
+the youngest request of the lowest class.
 
-With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots and cache
-blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
+With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots
+and cache blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _ARRIVAL, _HANDED_OVER, _ITERATION_END, _PREFILL_END, _WAKE = range(5)
 class Fleet:
     """Identical replicas behind one queue, and how each is configured.
 
-    ``batch_size`` bounds the sequences of one replica, ``kv_pool_tokens`` its KV cache. ``acceptance[j]`` is the probability
-    that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions. ``queue_limit`` bounds
-    the requests waiting in the shared queue; ``None`` means no bound.
+    ``batch_size`` bounds the sequences of one replica, ``kv_pool_tokens`` its KV cache. ``acceptance[j]`` is the
+    probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
+    ``queue_limit`` bounds the requests waiting in the shared queue; ``None`` means no bound.
     """
 
     model: OperatorModel
@@ -58,9 +59,13 @@ class Fleet:
         if min(self.batch_size, self.replicas) < 1:
             raise InvalidConfigError(f"batch_size={self.batch_size}, replicas={self.replicas}: both must be at least 1")
         if self.kv_pool_tokens < BLOCK_TOKENS:
-            raise InvalidConfigError(f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {BLOCK_TOKENS}")
+            raise InvalidConfigError(
+                f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {BLOCK_TOKENS}"
+            )
         if len(self.acceptance) < self.draft_tokens:
-            raise InvalidConfigError(f"draft_tokens={self.draft_tokens} needs as many acceptance probabilities, got {len(self.acceptance)}")
+            raise InvalidConfigError(
+                f"draft_tokens={self.draft_tokens} needs as many acceptance probabilities, got {len(self.acceptance)}"
+            )
 
     def handover_ms(self, tokens: int) -> float:
         """Time to hand the cache of ``tokens`` over the link, ms."""
@@ -78,8 +83,15 @@ class Requests:
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
-        if not n == len(self.prompt_tokens) == len(self.output_tokens) == (n if self.priority is None else len(self.priority)):
-            raise InvalidConfigError("arrival_s, prompt_tokens, output_tokens and priority must have one entry per request")
+        if (
+            not n
+            == len(self.prompt_tokens)
+            == len(self.output_tokens)
+            == (n if self.priority is None else len(self.priority))
+        ):
+            raise InvalidConfigError(
+                "arrival_s, prompt_tokens, output_tokens and priority must have one entry per request"
+            )
         if n and (np.min(self.prompt_tokens) < 1 or np.min(self.output_tokens) < 1):
             raise InvalidConfigError("prompt_tokens and output_tokens must be at least 1")
 
@@ -88,8 +100,9 @@ class Requests:
 class Outcome:
     """What became of every request, ``(n,)`` arrays in the order given, and what the fleet did.
 
-    Times are seconds from the start; NaN where a request was refused. ``rejected`` marks requests refused by a full queue or
-    too long for the whole cache. ``busy_ms`` sums over GPUs; ``peak_kv_tokens`` is the fullest cache of any replica.
+    Times are seconds from the start; NaN where a request was refused. ``rejected`` marks requests refused by a full
+    queue or too long for the whole cache. ``busy_ms`` sums over GPUs; ``peak_kv_tokens`` is the fullest cache of any
+    replica.
     """
 
     arrival_s: FloatArray
@@ -129,13 +142,15 @@ class Outcome:
 
 
 def serve(fleet: Fleet, requests: Requests, seed: int = 0) -> Outcome:
-    """Serve requests that arrive on their own schedule (open loop). ``seed`` draws which drafted tokens are accepted."""
+    """Serve requests that arrive on their own schedule (open loop); ``seed`` draws which drafts are accepted."""
     simulation = _Simulation(fleet, requests, seed, clients=None)
     return simulation.run()
 
 
-def serve_closed(fleet: Fleet, prompt_tokens: IntArray, output_tokens: IntArray, clients: int, seed: int = 0) -> Outcome:
-    """Serve ``clients`` that each send their next request when the last one is answered (closed loop).
+def serve_closed(
+    fleet: Fleet, prompt_tokens: IntArray, output_tokens: IntArray, clients: int, seed: int = 0
+) -> Outcome:
+    """Serve ``clients`` that each send their next request when the last is answered (closed loop).
 
     Requests are handed out in order; the run ends when all are answered.
     """
@@ -178,7 +193,9 @@ class _Replica:
         self.transit_blocks = 0
         self.transit_tokens = 0
         self.preempted: deque[int] = deque()
-        self.chunks: list[tuple[_Prefill, int]] = []  # what the iteration under way prefills (disaggregated: on its own GPU)
+        self.chunks: list[
+            tuple[_Prefill, int]
+        ] = []  # what the iteration under way prefills (disaggregated: on its own GPU)
         self.decoding = False
         self.idle = True
         self.prefill_idle = True
@@ -302,7 +319,7 @@ class _Simulation:
                 self._schedule(0.0, _WAKE, 0, replica.index)
 
     def _free_slots(self) -> int:
-        """Slots that the requests now waiting will take at the next iterations: they do not count against the queue's limit."""
+        """Slots that waiting requests will take at the next iterations: those do not count against the limit."""
         return sum(max(self.fleet.batch_size - replica.load(), 0) for replica in self.replicas)
 
     def _refuse(self, request: int) -> None:
@@ -330,7 +347,12 @@ class _Simulation:
             return None
         load = replica.load()
         for other in self.replicas:
-            if other.load() < load and not other.preempted and other.in_flight() < self.fleet.batch_size and self._fits(other, request):
+            if (
+                other.load() < load
+                and not other.preempted
+                and other.in_flight() < self.fleet.batch_size
+                and self._fits(other, request)
+            ):
                 return None
         return request
 
@@ -414,7 +436,9 @@ class _Simulation:
 
     def _take_chunks(self, replica: _Replica) -> list[tuple[_Prefill, int]]:
         """Prompt tokens for the next iteration: prompts under way first, then new requests, up to the token budget."""
-        budget = self.model.chunk_budget(replica.n * self.growth if self.chunked and not self.fleet.disaggregated else 0)
+        budget = self.model.chunk_budget(
+            replica.n * self.growth if self.chunked and not self.fleet.disaggregated else 0
+        )
         whole = not self.chunked
         taken: list[tuple[_Prefill, int]] = []
         for prefill in replica.prefilling:
@@ -495,7 +519,7 @@ class _Simulation:
         cached = replica.token_sum + sum(prefill.done for prefill in replica.prefilling) + replica.transit_tokens
         self.peak_tokens = max(self.peak_tokens, cached)
 
-    # Disaggregated prefill ---------------------------------------------------------------------------------------------
+    # Disaggregated prefill -----------------------------------------------------------------------------------
 
     def _begin_prefill(self, replica: _Replica) -> None:
         replica.chunks = self._take_chunks(replica)

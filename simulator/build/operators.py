@@ -4,18 +4,21 @@ A Llama-3-8B iteration that decodes for B sequences (k draft tokens verified for
 
     T = layers * [G(m) + E(m) + A_dec(B, context) + A_pre(chunks)] + H(rows) + o0 + o1 * sequences
 
-with m = B * (k + 1) + prefill tokens. Every term is a measured curve (``simulator/data/measured``), taken on an A100-80GB:
+with m = B * (k + 1) + prefill tokens. Every term is a measured curve (``simulator/data/measured``), taken on an
+A100-80GB:
 
-* G, the four GEMMs of a layer: Vidur's exact shapes up to 128 rows; aiconfigurator's (bilinear in n and k) from 512 rows,
-  because Vidur's are 13-20 % slow there; a blend in log m between. INT8 (SmoothQuant W8A8) and INT4 (W4A16) multiply G by the
-  ratio of TensorRT-LLM's kernels to its bf16 kernels at the same m.
+* G, the four GEMMs of a layer: Vidur's exact shapes up to 128 rows; aiconfigurator's (bilinear in n and k) from 512
+  rows, because Vidur's are 13-20 % slow there; a blend in log m between. INT8 (SmoothQuant W8A8) and INT4 (W4A16)
+  multiply G by the ratio of TensorRT-LLM's kernels to its bf16 kernels at the same m.
 * E, norms, rotary embedding, activation, residual adds: Vidur.
-* A_dec and A_pre, attention: aiconfigurator. Sequences prefilled in one step share a launch: the batched measurements give the cost.
+* A_dec and A_pre, attention: aiconfigurator. Sequences prefilled in one step share a launch: the batched measurements
+  give the cost.
 * H, the LM head: aiconfigurator, scaled to Llama-3's vocabulary.
 * o0, o1 and the GEMM scale: the engine profile (``simulator/data/profiles.json``).
 
-On another card with the same compute units the bandwidth-bound parts scale with memory bandwidth; a GEMM combines the time to stream
-its weights with the time to compute, overlapping as much as its measured curve says. Times are milliseconds for the whole model throughout.
+On another card with the same compute units the bandwidth-bound parts scale with memory bandwidth; a GEMM combines the
+time to stream its weights with the time to compute, overlapping as much as its measured curve says. Times are
+milliseconds for the whole model throughout.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator card, in decimal GB: what an engine plans with (``memory_budget_gb``) and beyond what it runs out of memory."""
+    """One accelerator card. Memory in decimal GB.
+
+    An engine sizes its KV pool to ``memory_budget_gb`` and runs out of memory beyond ``memory_limit_gb``.
+    """
 
     name: str
     bandwidth_gb_s: float
@@ -67,11 +73,11 @@ class Hardware:
 class EngineProfile:
     """What a serving engine adds to its kernels, and how it schedules.
 
-    An iteration costs ``step_overhead_ms + sequence_overhead_ms * sequences`` on top of the kernels; ``gemm_scale`` corrects
-    the GEMM library; ``ttft_offset_ms`` is what a client sees beyond the iterations (tokenising, transport).
-    ``scheduler`` is ``chunked`` (decodes and up to ``max_batched_tokens`` in one iteration) or ``prefill_first`` (whole
-    prompts in iterations of their own, before any decode). ``reserve_output`` admits a request only when the cache has room
-    for its whole output, so nothing is ever preempted.
+    An iteration costs ``step_overhead_ms + sequence_overhead_ms * sequences`` on top of the kernels; ``gemm_scale``
+    corrects the GEMM library; ``ttft_offset_ms`` is what a client sees beyond the iterations (tokenising, transport).
+    ``scheduler`` is ``chunked`` (decodes and up to ``max_batched_tokens`` in one iteration) or ``prefill_first``
+    (whole prompts in iterations of their own, before any decode). ``reserve_output`` admits a request only when the
+    cache has room for its whole output, so nothing is ever preempted.
     """
 
     name: str
@@ -113,7 +119,9 @@ def weights_gb(tier: str) -> float:
 def _entry(kind: str, name: str) -> dict[str, Any]:
     table = profiles()[kind]
     if name not in table:
-        raise InvalidConfigError(f"{kind}={name!r} is unknown: choose one of {', '.join(table)}, or add it to {PROFILES_PATH.name}")
+        raise InvalidConfigError(
+            f"{kind}={name!r} is unknown: choose one of {', '.join(table)}, or add it to {PROFILES_PATH.name}"
+        )
     entry: dict[str, Any] = table[name]
     return entry
 
@@ -157,7 +165,9 @@ class OperatorModel:
         head_rows = rows + (len(chunks) if n_first is None else n_first)
         time = self.linear_ms(rows + sum(chunk.tokens for chunk in chunks)) + self.head_ms(head_rows)
         if n_decode:
-            time += self.decode_attention_ms(n_decode, context_tokens) + self.draft_ms(n_decode, context_tokens, draft_tokens)
+            time += self.decode_attention_ms(n_decode, context_tokens) + self.draft_ms(
+                n_decode, context_tokens, draft_tokens
+            )
         if chunks:
             time += self.prefill_attention_ms(chunks)
         return time + self.profile.step_overhead_ms + self.profile.sequence_overhead_ms * (n_decode + len(chunks))
@@ -168,9 +178,14 @@ class OperatorModel:
 
     def prefill_ms(self, prompt_tokens: int) -> float:
         """A prompt alone on an idle engine, from the first chunk to its first token."""
-        return sum(self.step_ms(0, 0.0, (chunk,), n_first=last) for chunk, last in self._split(prompt_tokens, self.chunk_budget(0)))
+        return sum(
+            self.step_ms(0, 0.0, (chunk,), n_first=last)
+            for chunk, last in self._split(prompt_tokens, self.chunk_budget(0))
+        )
 
-    def prefill_marginal_ms(self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0) -> float:
+    def prefill_marginal_ms(
+        self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0
+    ) -> float:
         """What one prompt adds to the iterations of a batch that is decoding anyway, when it comes alone.
 
         Short prompts hide behind the weight streaming of the decode batch; see ``prefill_saturated_ms`` for a crowd.
@@ -179,9 +194,13 @@ class OperatorModel:
             return self.prefill_ms(prompt_tokens)
         alone = self.step_ms(n_decode, context_tokens, (), draft_tokens)
         pieces = self._split(prompt_tokens, self.chunk_budget(n_decode * (draft_tokens + 1)))
-        return sum(self.step_ms(n_decode, context_tokens, (chunk,), draft_tokens, last) - alone for chunk, last in pieces)
+        return sum(
+            self.step_ms(n_decode, context_tokens, (chunk,), draft_tokens, last) - alone for chunk, last in pieces
+        )
 
-    def prefill_saturated_ms(self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0) -> float:
+    def prefill_saturated_ms(
+        self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0
+    ) -> float:
         """What one prompt adds per iteration when prompts like it fill the engine's whole token budget."""
         budget = self.chunk_budget(n_decode * (draft_tokens + 1) if self.profile.scheduler == "chunked" else 0)
         if prompt_tokens >= budget:
@@ -190,14 +209,16 @@ class OperatorModel:
         together = [Chunk(prompt_tokens)] * crowd
         if self.profile.scheduler == "prefill_first":
             return self.step_ms(0, 0.0, together) / crowd
-        extra = self.step_ms(n_decode, context_tokens, together, draft_tokens) - self.step_ms(n_decode, context_tokens, (), draft_tokens)
+        extra = self.step_ms(n_decode, context_tokens, together, draft_tokens) - self.step_ms(
+            n_decode, context_tokens, (), draft_tokens
+        )
         return extra / crowd
 
     def chunk_budget(self, decode_rows: int) -> int:
         """Prompt tokens that fit into an iteration beside ``decode_rows`` rows of decoding.
 
-        Never below a quarter of the engine's budget: an engine that decodes more rows than its budget is deployed with a
-        larger one, else it would never prefill again.
+        Never below a quarter of the engine's budget: an engine that decodes more rows than its budget is deployed
+        with a larger one, else it would never prefill again.
         """
         budget = self.profile.max_batched_tokens
         return max(budget - decode_rows, budget // 4)
@@ -231,8 +252,8 @@ class OperatorModel:
     def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
         """Causal attention of all layers for chunks that are prefilled together.
 
-        Sequences share a launch: the cost is that of the longest one alone, or the sum of per-sequence costs as measured in
-        large batches, whichever is more.
+        Sequences share a launch: the cost is that of the longest one alone, or the sum of per-sequence costs as
+        measured in large batches, whichever is more.
         """
         alone, batched = _prefill_attention()
         longest = max(_after_prefix(alone, chunk) for chunk in chunks)
@@ -335,8 +356,8 @@ def _linear_curves() -> _LinearCurves:
 def _layer_gemm(times: measured.GemmTimes, qkv: tuple[int, ...]) -> FloatArray:
     """The four GEMMs of a layer over the measured row counts, from shapes around Llama-3-8B's.
 
-    QKV is 4096 -> 6144 (the mean of ``qkv`` widths), gate and up 4096 -> 28672 between 16384 and 65536, down 14336 -> 4096
-    between 12288 and 16384.
+    QKV is 4096 -> 6144 (the mean of ``qkv`` widths), gate and up 4096 -> 28672 between 16384 and 65536, down 14336 ->
+    4096 between 12288 and 16384.
     """
     at = times.latency_ms
     qkv_ms = np.mean([at[width, 4096] for width in qkv], axis=0)
@@ -404,7 +425,9 @@ def _prefill_attention() -> tuple[list[float], list[float]]:
     tokens = np.arange(MAX_PREFILL + 1, dtype=float)
 
     def dense(values: FloatArray) -> list[float]:
-        curve = np.interp(tokens, np.concatenate(([0.0], lengths)), np.concatenate(([0.0], np.maximum.accumulate(values))))
+        curve = np.interp(
+            tokens, np.concatenate(([0.0], lengths)), np.concatenate(([0.0], np.maximum.accumulate(values)))
+        )
         return [float(value) for value in curve]
 
     return dense(alone), dense(batched)
@@ -430,10 +453,10 @@ MEASURED, INTERPOLATED, MODELLED, EXTRAPOLATED = range(4)
 def support(tier: str, n_decode: int, context_tokens: int, prompt_tokens: int, draft_tokens: int) -> int:
     """How well measurements cover the operator times behind one decode batch and one prompt.
 
-    0 measured: every kernel was timed at exactly this shape. 1 interpolated: between measured shapes or row counts, or a
-    measured ratio of quantised to bf16 kernels on neighbouring shapes. 2 modelled: rests on the draft model's cost, which is
-    composed and not measured. 3 extrapolated: beyond the measured range of some kernel. The transfer from the measured
-    80 GB card to another applies to every answer alike and is not counted.
+    0 measured: every kernel was timed at exactly this shape. 1 interpolated: between measured shapes or row counts,
+    or a measured ratio of quantised to bf16 kernels on neighbouring shapes. 2 modelled: rests on the draft model's
+    cost, which is composed and not measured. 3 extrapolated: beyond the measured range of some kernel. The transfer
+    from the measured 80 GB card to another applies to every answer alike and is not counted.
     """
     grid, rows = _decode_attention(), n_decode * (draft_tokens + 1)
     i = np.searchsorted(grid.batch, n_decode)
@@ -445,5 +468,7 @@ def support(tier: str, n_decode: int, context_tokens: int, prompt_tokens: int, d
     if draft_tokens:
         return MODELLED
     on_grid = grid.batch[i] == n_decode and grid.context[j] == context_tokens
-    exact_gemm = tier == "FP16" and max(rows, prompt_tokens) <= 128 and {rows, prompt_tokens} <= set(_linear_curves().rows)
+    exact_gemm = (
+        tier == "FP16" and max(rows, prompt_tokens) <= 128 and {rows, prompt_tokens} <= set(_linear_curves().rows)
+    )
     return MEASURED if on_grid and exact_gemm else INTERPOLATED

@@ -1,32 +1,32 @@
 """Builds the lookup table: every configuration of the action grid, at every prompt length, on one card.
 
-Two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``, ``prefill_saturated_ms``)
-are step times that the serving dynamics compose. The saturated columns (``ttft_*``, ``tpot_ms``, ``tps``, ``cost_per_1k``)
-come from the discrete-event engine: ``batch_size`` clients in a closed loop on one replica, prompts of the bucket's length,
-log-normal outputs of 128 tokens. They answer for an engine that always has ``batch_size`` requests in hand.
+Two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``,
+``prefill_saturated_ms``) are step times that the serving dynamics compose. The saturated columns (``ttft_*``,
+``tpot_ms``, ``tps``, ``cost_per_1k``) come from the discrete-event engine: ``batch_size`` clients in a closed loop on
+one replica, prompts of the bucket's length, log-normal outputs of 128 tokens. They answer for an engine that always
+has ``batch_size`` requests in hand.
 
-| column | meaning |
-|---|---|
-| batch_size | concurrent requests served at most |
-| kv_budget | share of the free memory given to the KV cache |
-| spec_length | draft tokens per verify step, 0 = off |
-| quant_tier | 0 = FP16, 1 = INT8 (W8A8), 2 = INT4 (W4A16) |
-| prompt_len_bucket | index into ``PROMPT_TOKENS`` |
-| ttft_p50_ms, ttft_p99_ms | time to first token, the engine's TTFT offset included |
-| tpot_ms | median over requests of the time per output token |
-| tps | output tokens per second |
-| gpu_mem_gb | weights, activations, sequences, draft model, KV pool; decimal GB; may exceed the card (that is the OOM) |
-| cost_per_1k | GPUs / (tps / 1000), at a price of 1 per GPU and second |
-| decode_ms | one decode iteration with ``batch_size`` resident sequences at a context of the bucket's length, drafting and verification included, whatever the KV budget |
-| prefill_ms | a prompt alone on an idle engine |
-| prefill_marginal_ms | what one prompt adds to the iterations of a batch of ``batch_size`` that decodes anyway |
-| prefill_saturated_ms | the same per prompt when such prompts fill the engine's token budget |
-| kv_capacity_tokens | tokens that the KV pool holds |
-| support | how well measurements cover the operator times of the row: 0 measured, 1 interpolated, 2 modelled, 3 extrapolated |
+* ``batch_size``: concurrent requests served at most
+* ``kv_budget``: share of the free memory given to the KV cache
+* ``spec_length``: draft tokens per verify step, 0 = off
+* ``quant_tier``: 0 = FP16, 1 = INT8 (W8A8), 2 = INT4 (W4A16)
+* ``prompt_len_bucket``: index into ``PROMPT_TOKENS``
+* ``ttft_p50_ms``, ``ttft_p99_ms``: time to first token, the engine's TTFT offset included
+* ``tpot_ms``: median over requests of the time per output token
+* ``tps``: output tokens per second
+* ``gpu_mem_gb``: weights, activations, sequences, draft model and KV pool, decimal GB; an OOM above the card's limit
+* ``cost_per_1k``: GPUs / (tps / 1000), at a price of 1 per GPU and second
+* ``decode_ms``: one decode iteration with ``batch_size`` resident sequences at a context of the bucket's length,
+  drafting and verification included, whatever the KV budget
+* ``prefill_ms``: a prompt alone on an idle engine
+* ``prefill_marginal_ms``: what one prompt adds to the iterations of a batch of ``batch_size`` that decodes anyway
+* ``prefill_saturated_ms``: the same per prompt when such prompts fill the engine's token budget
+* ``kv_capacity_tokens``: tokens that the KV pool holds
+* ``support``: how well measurements cover the operator times, 0 measured, 1 interpolated, 2 modelled, 3 extrapolated
 
-``support`` is :func:`simulator.build.operators.support` at the row's batch, prompt and draft length. A row whose pool cannot
-hold a single request of this workload is simulated with a pool that holds exactly one, so that it serves one request at a time,
-and is marked 3. The table of the 40 GB card has no such row.
+``support`` is :func:`simulator.build.operators.support` at the row's batch, prompt and draft length. A row whose pool
+cannot hold a single request of this workload is simulated with a pool that holds exactly one, so that it serves one
+request at a time, and is marked 3. The table of the 40 GB card has no such row.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def build_table(
             rows.extend(part)
     rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
-    table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata({METADATA_KEY: json.dumps(table_metadata(hardware, engine))})
+    table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
+        {METADATA_KEY: json.dumps(table_metadata(hardware, engine))}
+    )
     path = Path(out_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path, compression="snappy", row_group_size=len(rows))
@@ -151,19 +153,16 @@ def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
 
 
 def kv_capacity_tokens(hardware_name: str, tier: str, kv_budget: float, spec_length: int) -> int:
-    """Tokens that the KV pool holds: ``kv_budget`` of the memory that weights, activations, workspace and drafting leave."""
-    memory, model = profiles()["memory"], profiles()["model"]
-    taken = weights_gb(tier) + memory["activations_gb"] + memory["workspace_gb"] + memory["speculation_gb"] * (spec_length > 0)
-    pool_gb = kv_budget * (hardware(hardware_name).memory_budget_gb - taken)
-    return math.floor(pool_gb * 1e9 / model["kv_bytes_per_token"])
+    """Tokens that the KV pool holds."""
+    pool_gb = _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
+    return math.floor(pool_gb * 1e9 / int(profiles()["model"]["kv_bytes_per_token"]))
 
 
 def gpu_memory_gb(hardware_name: str, tier: str, kv_budget: float, spec_length: int, batch_size: int) -> float:
     """Memory that a replica takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
-    memory = profiles()["memory"]
-    fixed = weights_gb(tier) + memory["activations_gb"] + memory["speculation_gb"] * (spec_length > 0)
-    pool_gb = kv_budget * (hardware(hardware_name).memory_budget_gb - fixed - memory["workspace_gb"])
-    return float(fixed + memory["per_sequence_gb"] * batch_size + pool_gb)
+    per_sequence_gb = float(profiles()["memory"]["per_sequence_gb"])
+    fixed_gb = _fixed_gb(tier, spec_length) + per_sequence_gb * batch_size
+    return fixed_gb + _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
 
 
 def table_metadata(hardware_name: str, engine_name: str) -> dict[str, Any]:
@@ -193,10 +192,10 @@ def table_metadata(hardware_name: str, engine_name: str) -> dict[str, Any]:
 
 
 def output_lengths(n: int) -> IntArray:
-    """``n`` log-normal output lengths (tokens, mean ``OUTPUT_TOKENS``) in an order whose every stretch is representative.
+    """``n`` log-normal output lengths (tokens, mean ``OUTPUT_TOKENS``), every stretch of them representative.
 
-    Quantiles follow the golden-ratio sequence instead of random draws: nothing to seed, and neighbouring rows of the table
-    differ by their configuration alone.
+    Quantiles follow the golden-ratio sequence instead of random draws: nothing to seed, and neighbouring rows of the
+    table differ by their configuration alone.
     """
     quantiles = (0.5 + np.arange(n) * (math.sqrt(5.0) - 1.0) / 2.0) % 1.0
     log_mean = math.log(OUTPUT_TOKENS) - OUTPUT_LOG_SIGMA**2 / 2.0
@@ -205,7 +204,9 @@ def output_lengths(n: int) -> IntArray:
     return rounded
 
 
-def saturated(model: OperatorModel, batch_size: int, prompt_tokens: int, pool_tokens: int, spec_length: int) -> Saturated:
+def saturated(
+    model: OperatorModel, batch_size: int, prompt_tokens: int, pool_tokens: int, spec_length: int
+) -> Saturated:
     """Steady state of one replica with ``batch_size`` clients in a closed loop."""
     # Clients beyond what the cache can ever hold only wait. They need not be simulated: first come first served, each
     # lengthens every wait by the time between two departures (Little's law).
@@ -256,6 +257,20 @@ def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, 
         "kv_capacity_tokens": capacity,
         "support": EXTRAPOLATED if capacity < largest_request else support(part.tier, batch_size, prompt, prompt, k),
     }
+
+
+def _fixed_gb(tier: str, spec_length: int) -> float:
+    """What is allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
+    memory = profiles()["memory"]
+    return (
+        weights_gb(tier) + float(memory["activations_gb"]) + (float(memory["speculation_gb"]) if spec_length else 0.0)
+    )
+
+
+def _kv_pool_gb(hardware_name: str, tier: str, kv_budget: float, spec_length: int) -> float:
+    """The KV pool, decimal GB: ``kv_budget`` of what is left of the card's budget beside a workspace."""
+    workspace_gb = float(profiles()["memory"]["workspace_gb"])
+    return kv_budget * (hardware(hardware_name).memory_budget_gb - _fixed_gb(tier, spec_length) - workspace_gb)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """How far the step model and the committed table are from runs on real A100s.
 
-The measured runs are static batches of LLM-Inference-Bench (Argonne) on A100-40GB cards: ``batch`` equal prompts at once, the time
-until the last of ``batch * output_len`` tokens. vLLM's rows split into six that fitted the two overheads of the ``vllm_v0``
-profile and the rest, which nothing was fitted to; TensorRT-LLM's are compared with the kernels alone.
+The measured runs are static batches of LLM-Inference-Bench (Argonne) on A100-40GB cards: ``batch`` equal prompts at
+once, the time until the last of ``batch * output_len`` tokens. vLLM's rows split into six that fitted the two
+overheads of the ``vllm_v0`` profile and the rest, which nothing was fitted to; TensorRT-LLM's are compared with the
+kernels alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import pyarrow.parquet as pq
 
 from simulator.build import measured
 from simulator.build.discrete_event import Fleet, Requests, serve
-from simulator.build.operators import EngineProfile, OperatorModel, engine, hardware, operator_model, profiles, weights_gb
+from simulator.build.operators import (
+    EngineProfile,
+    OperatorModel,
+    engine,
+    hardware,
+    operator_model,
+    profiles,
+    weights_gb,
+)
 
 CARD = "a100-40gb"
 TABLE_PATH = Path(__file__).resolve().parents[1] / "data" / "traces_llama3_8b.parquet"
@@ -63,7 +72,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Errors of a group of comparisons, as fractions: median and 90th percentile of the absolute one, mean of the signed one."""
+    """Relative errors of some comparisons: of their absolute values median, p90 and worst; ``bias`` is the mean."""
 
     group: str
     rows: int
@@ -76,7 +85,9 @@ class ErrorSummary:
 def argonne_rows() -> list[StaticBatch]:
     """The single-GPU A100 rows of Llama-3-8B in FP16 for vLLM and TensorRT-LLM, each configuration once."""
     return [
-        StaticBatch(row["Framework"], int(row["batch"]), int(row["input_len"]), int(row["output_len"]), float(row["latency_s"]))
+        StaticBatch(
+            row["Framework"], int(row["batch"]), int(row["input_len"]), int(row["output_len"]), float(row["latency_s"])
+        )
         for row in measured.rows("argonne_llama3_8b_e2e.csv")
         if row["Hardware"] == "Nvidia A100 GPU"
         and row["n_gpu"] == "1"
@@ -89,7 +100,8 @@ def argonne_rows() -> list[StaticBatch]:
 def argonne_comparisons() -> list[Comparison]:
     """Predict every measured batch with the discrete-event engine under its framework's profile."""
     return [
-        Comparison(row, batch_latency_s(operator_model(CARD, "FP16", ENGINE_OF_FRAMEWORK[row.framework]), row)) for row in argonne_rows()
+        Comparison(row, batch_latency_s(operator_model(CARD, "FP16", ENGINE_OF_FRAMEWORK[row.framework]), row))
+        for row in argonne_rows()
     ]
 
 
@@ -101,8 +113,8 @@ def argonne_errors() -> list[ErrorSummary]:
 def table_vs_argonne(table_path: Path | str = TABLE_PATH) -> list[ErrorSummary]:
     """Errors of batch latencies composed from a table's ``decode_ms`` and ``prefill_saturated_ms``.
 
-    Only rows that fit the cache: the composition has no preemption. The table speaks for its own engine profile, so part of
-    the error is the difference between that engine and the measured one.
+    Only rows that fit the cache: the composition has no preemption. The table speaks for its own engine profile, so
+    part of the error is the difference between that engine and the measured one.
     """
     table = _TableSteps(Path(table_path))
     rows = [row for row in argonne_rows() if row.fits_cache()]
@@ -111,7 +123,9 @@ def table_vs_argonne(table_path: Path | str = TABLE_PATH) -> list[ErrorSummary]:
 
 def batch_latency_s(model: OperatorModel, row: StaticBatch) -> float:
     """Predicted latency of a static batch: all requests arrive at once on an idle engine."""
-    requests = Requests(np.zeros(row.batch), np.full(row.batch, row.input_tokens), np.full(row.batch, row.output_tokens))
+    requests = Requests(
+        np.zeros(row.batch), np.full(row.batch, row.input_tokens), np.full(row.batch, row.output_tokens)
+    )
     return serve(Fleet(model, row.batch, _pool_tokens()), requests).makespan_s()
 
 
@@ -138,14 +152,18 @@ def summarise(group: str, comparisons: Sequence[Comparison]) -> ErrorSummary:
     """Error figures of some comparisons."""
     error = np.array([c.relative_error() for c in comparisons])
     size = np.abs(error)
-    return ErrorSummary(group, len(error), float(np.median(size)), float(np.quantile(size, 0.9)), float(size.max()), float(error.mean()))
+    return ErrorSummary(
+        group, len(error), float(np.median(size)), float(np.quantile(size, 0.9)), float(size.max()), float(error.mean())
+    )
 
 
 def _by_group(comparisons: Sequence[Comparison]) -> list[ErrorSummary]:
     groups: dict[str, Callable[[StaticBatch], bool]] = {
         "vLLM, calibration": lambda row: row.is_calibration(),
         "vLLM, held out": lambda row: row.framework == "vLLM" and not row.is_calibration(),
-        "vLLM, held out, fits the cache": lambda row: row.framework == "vLLM" and not row.is_calibration() and row.fits_cache(),
+        "vLLM, held out, fits the cache": lambda row: (
+            row.framework == "vLLM" and not row.is_calibration() and row.fits_cache()
+        ),
         "TensorRT-LLM, nothing fitted": lambda row: row.framework == "TensorRT-LLM",
         "TensorRT-LLM, fits the cache": lambda row: row.framework == "TensorRT-LLM" and row.fits_cache(),
     }
@@ -163,7 +181,7 @@ def _model(profile: EngineProfile) -> OperatorModel:
 
 
 class _TableSteps:
-    """Step times of a lookup table (FP16, no drafting, whole KV budget), log-log interpolated over batch and context."""
+    """Step times of a lookup table (FP16, no drafting, whole KV budget), log-log over batch and context."""
 
     def __init__(self, path: Path) -> None:
         from simulator.build.table import PROMPT_TOKENS
