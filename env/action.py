@@ -1,0 +1,88 @@
+"""Actions between their three forms: the dataclass, JSON, and rows of five numbers.
+
+HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). The array codec for learners clamps to the
+bounds and snaps to the nearest allowed value, and says so here: a policy that explores must not crash an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, SPEC_LENGTHS, QuantTier, ServeAction
+from simulator.serving import SPEC_INDEX, ServingFleet
+
+ACTION_SIZE: Final = len(ACTION_FIELDS)
+ACTION_LOW: Final = np.array([f.low for f in ACTION_FIELDS.values()])
+ACTION_HIGH: Final = np.array([f.high for f in ACTION_FIELDS.values()])
+FORCED: Final = np.array([f.default for f in ACTION_FIELDS.values()])
+"""Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
+
+_SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
+# Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
+_SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[:-1]))) - 1.0
+
+
+def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
+    """True (5,) for every knob that a task offers."""
+    return np.array([name in active_actions for name in ACTION_FIELDS])
+
+
+def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Allowed actions nearest to rows of five numbers (B, 5); masked knobs take their forced values.
+
+    NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
+    ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on from 0.5.
+    """
+    a = np.where(mask & ~np.isnan(actions), actions, FORCED)
+    snapped = np.clip(a, ACTION_LOW, ACTION_HIGH)
+    snapped[:, 1] = _SPEC_VALUES[np.searchsorted(_SPEC_EDGES, snapped[:, 1])]
+    snapped[:, 2:] = np.rint(snapped[:, 2:])
+    snapped[:, 3] = snapped[:, 3] >= 0.5
+    return snapped
+
+
+def write_actions(fleet: ServingFleet, actions: NDArray[np.float64]) -> None:
+    """Set the knobs of all rows from allowed actions (B, 5)."""
+    fleet.kv_budget[:] = actions[:, 0]
+    fleet.spec_index[:] = np.searchsorted(_SPEC_VALUES, actions[:, 1])
+    fleet.batch_size[:] = actions[:, 2]
+    fleet.disagg[:] = actions[:, 3]
+    fleet.tier[:] = actions[:, 4]
+
+
+def write_action(fleet: ServingFleet, row: int, action: ServeAction) -> None:
+    """Set the knobs of one row from a valid action."""
+    fleet.kv_budget[row] = action.kv_budget
+    fleet.spec_index[row] = SPEC_INDEX[action.spec_length]
+    fleet.batch_size[row] = action.batch_size
+    fleet.disagg[row] = action.prefill_disagg
+    fleet.tier[row] = action.quant_tier.value
+
+
+def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
+    """The action with the knobs that a task does not offer set to their forced values."""
+    return ServeAction(
+        kv_budget=action.kv_budget if "kv_budget" in active_actions else NAIVE_ACTION.kv_budget,
+        spec_length=action.spec_length if "spec_length" in active_actions else NAIVE_ACTION.spec_length,
+        batch_size=action.batch_size if "batch_size" in active_actions else NAIVE_ACTION.batch_size,
+        prefill_disagg=action.prefill_disagg if "prefill_disagg" in active_actions else NAIVE_ACTION.prefill_disagg,
+        quant_tier=action.quant_tier if "quant_tier" in active_actions else NAIVE_ACTION.quant_tier,
+    )
+
+
+def to_row(action: ServeAction) -> NDArray[np.float64]:
+    """The five numbers of an action."""
+    return np.array(
+        [action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value],
+        dtype=np.float64,
+    )
+
+
+def from_row(row: NDArray[np.float64]) -> ServeAction:
+    """The action of five allowed numbers."""
+    kv, spec, batch, disagg, tier = row.tolist()
+    return ServeAction(kv, int(spec), int(batch), disagg >= 0.5, QuantTier(int(tier)))

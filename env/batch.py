@@ -1,0 +1,165 @@
+"""The only code that steps serving episodes: B rows of one task at once. Scalar and vector faces are thin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from env.action import action_mask, snap, write_actions
+from env.observation import OBSERVATION_SIZE, ObservationKernel
+from env.reward import RewardKernel
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
+from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
+from simulator.serving import ServingFleet, params_of
+from simulator.tables import FloatArray, ServingTables, load_tables
+from simulator.workload import traffic_of
+
+
+class ServingBatch:
+    """B episodes of one task, stepping together; rows are independent and identical to the same episode alone.
+
+    ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]`` (B,)
+    are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays the seed
+    ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic.
+    """
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        n_rows: int,
+        config: EpisodeConfig | None = None,
+        tables: ServingTables | None = None,
+        calibration: Calibration | None = None,
+        n_loads: int | None = None,
+    ) -> None:
+        self.task = task
+        self.n_rows = n_rows
+        self.config = config or task.config()
+        self.tables = tables or load_tables()
+        self.calibration = calibration or get_calibration(task.task_id)
+        self.n_loads = n_rows if n_loads is None else n_loads
+        self.traffic = traffic_of(task, self.tables)
+        params = params_of(task, self.tables, self.calibration.price)
+        self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads)
+        self.metric: Mapping[str, FloatArray] = self.fleet.metric
+        self.mask = action_mask(task.active_actions)
+        self.seeds = np.full(self.n_loads, -1, dtype=np.int64)
+        self.observation = np.zeros((n_rows, OBSERVATION_SIZE))
+        self.reward = np.zeros(n_rows)
+        self.reward_terms = np.zeros((4, n_rows))
+        self._observe = self._observation_kernel()
+        self._reward = self._reward_kernel()
+
+    @property
+    def time(self) -> NDArray[np.int64]:
+        """Steps taken by each row, (B,)."""
+        rows: NDArray[np.int64] = self.fleet.state.rows["time"]
+        return rows
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """Rows whose episode has ended, (B,)."""
+        ended: NDArray[np.bool_] = self.time >= self.config.episode_length
+        return ended
+
+    def reset(self, seeds: Sequence[int] | NDArray[np.int64], rows: Iterable[int] | None = None) -> FloatArray:
+        """Start episodes and return the observations (B, 14).
+
+        ``seeds`` has one entry per workload (``n_loads``) for all rows, or one per row in ``rows`` when only these
+        restart (which needs one workload per row).
+        """
+        chosen = range(self.n_loads) if rows is None else list(rows)
+        for load, seed in zip(chosen, seeds, strict=True):
+            self.fleet.set_load(load, self.traffic.draw(int(seed), self.config.episode_length))
+            self.seeds[load] = int(seed)
+        self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
+        self._write_first(range(self.n_rows) if rows is None else chosen)
+        return self.observation
+
+    def step(self, actions: NDArray[np.float64]) -> FloatArray:
+        """Play one second with these actions (B, 5) and return the observations (B, 14).
+
+        Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
+        """
+        if actions.shape != (self.n_rows, len(self.mask)):
+            raise InvalidActionError("actions", actions.shape, f"an array of shape ({self.n_rows}, {len(self.mask)})")
+        self._check_playable()
+        write_actions(self.fleet, snap(actions, self.mask))
+        self.advance()
+        return self.observation
+
+    def advance(self, lo: int = 0, hi: int | None = None) -> None:
+        """Play one second in rows ``lo`` to ``hi`` with the knobs as they stand in the fleet."""
+        hi = self.n_rows if hi is None else hi
+        self.fleet.step(lo, hi)
+        self._reward.compute(lo, hi)
+        self._observe.write(lo, hi)
+
+    def _check_playable(self) -> None:
+        if self.seeds[0] < 0:
+            raise NotResetError("step before reset: call reset first")
+        if self.done.any():
+            row = int(np.argmax(self.done))
+            raise EpisodeDoneError(f"row {row}: the episode has ended; reset it to start the next one")
+
+    def _write_first(self, rows: Iterable[int]) -> None:
+        """An idle fleet with the naive knobs: what an agent sees before its first action."""
+        index = np.fromiter(rows, dtype=np.int64)
+        self.fleet.metrics[:, index] = 0.0
+        first = idle_metrics(self.fleet)
+        for name, value in first.items():
+            self.metric[name][index] = value
+        for row in index:
+            self._observe.write(int(row), int(row) + 1)
+
+    def _observation_kernel(self) -> ObservationKernel:
+        stats = self.fleet.params.stats
+        share = stats.shares / stats.shares.sum() if stats.shares.sum() > 0 else np.full(len(stats.names), 1.0)
+        constants = {
+            "n_classes": len(stats.names),
+            "nominal_prompt": float(stats.prompt_mean @ share),
+            "nominal_share": share,
+            "class_slot": np.array([PRIORITY_CLASSES.index(n) for n in stats.names], dtype=np.int64),
+        }
+        state = self.fleet.state.rows
+        names = ("time", "prompt_window_requests", "prompt_window_tokens", "rate_ema", "cost_so_far", "class_window")
+        arrays: dict[str, Any] = {name: state[name] for name in names}
+        metrics = ("queue_requests", "kv_occupancy", "ttft_p50_ms", "tpot_ms", "violation_share", "gpu_memory_gb")
+        arrays |= {name: self.metric[name] for name in (*metrics, "spec_accept_rate")}
+        return ObservationKernel(constants, {**arrays, "observation": self.observation})
+
+    def _reward_kernel(self) -> RewardKernel:
+        weights = self.config.weights
+        constants = {
+            "alpha": weights.alpha,
+            "beta": weights.beta,
+            "gamma": weights.gamma,
+            "delta": weights.delta,
+            "max_throughput_tps": self.calibration.max_throughput_tps,
+            "slo_ms": self.task.slo_target_ms,
+            "budget_per_step": self.task.cost_budget / self.task.episode_length,
+        }
+        names = ("tokens_per_sec", "ttft_p50_ms", "violation_share", "cost_per_1k")
+        arrays: dict[str, Any] = {name: self.metric[name] for name in names}
+        return RewardKernel(constants, {**arrays, "reward": self.reward, "terms": self.reward_terms})
+
+
+def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
+    """Metrics of an empty fleet with the naive knobs: one request at a time, nothing waiting."""
+    params = fleet.params
+    tables, stats = params.tables, params.stats
+    scalars = params.constants()
+    kv_pool_gb = scalars["memory_gb"] - scalars["weights_gb"][0] - scalars["activation_gb"] - scalars["workspace_gb"]
+    share = stats.shares / stats.shares.sum()
+    alone = float((stats.work_mean_ms[:, 0] * scalars["alone_ratio"][:, 0]) @ share)
+    used = scalars["weights_gb"][0] + scalars["activation_gb"] + 32 * scalars["sequence_gb"] + kv_pool_gb
+    return {
+        "ttft_p50_ms": scalars["tau_ms"] + alone,
+        "ttft_p99_ms": scalars["tau_ms"] + alone,
+        "tpot_ms": float(tables.decode_ms[0, 0, 0, 0]),
+        "gpu_memory_gb": float(used),
+    }

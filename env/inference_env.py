@@ -1,0 +1,220 @@
+"""``InferenceEnv``: one serving episode, a batch of one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from env.action import mask_action, write_action
+from env.batch import ServingBatch
+from env.observation import to_observation
+from inferencegym.errors import EpisodeDoneError, NotResetError
+from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
+from simulator.tables import ServingTables, load_tables
+from simulator.trace_sim import TraceSimulator
+from simulator.workload import check_seed, prompt_bucket
+
+REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
+
+
+class InferenceEnv:
+    """One episode of a serving task: set five knobs each second, see twelve fields, get a reward in [-1, 1].
+
+    ``InferenceEnv(task_id=1)`` and ``InferenceEnv(simulator, task_id, seed)`` both work; ``reset(task_id=..., seed=...)``
+    may change either. The same task, seed, configuration and actions give the same episode everywhere.
+    """
+
+    family = "serving"
+
+    def __init__(
+        self,
+        simulator: TraceSimulator | None = None,
+        task_id: TaskId = 1,
+        seed: int = 42,
+        config: Mapping[str, Any] | None = None,
+        *,
+        tables: ServingTables | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self._tables = tables or (simulator.tables if simulator is not None else load_tables())
+        self._calibration = calibration
+        self.task: TaskSpec = get_task(task_id)
+        self.seed = check_seed(seed)
+        self.config: EpisodeConfig = self.task.config(config)
+        self.session_id = str(uuid.uuid4())
+        self.actions: list[dict[str, Any]] = []
+        self._episode_log: list[dict[str, Any]] = []
+        self._cumulative_reward = 0.0
+        self._started = False
+        self._batch: ServingBatch | None = None
+
+    @property
+    def task_id(self) -> TaskId:
+        """Id of the task being played."""
+        return self.task.task_id
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode has ended."""
+        return len(self.actions) >= self.config.episode_length
+
+    def reset(
+        self,
+        seed: int | None = None,
+        task_id: TaskId | None = None,
+        config: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> ServeObservation:
+        """Start an episode and return its first observation.
+
+        What is not given stays as it was (a new ``task_id`` starts from that task's own configuration). The episode
+        gets a new ``session_id`` unless one is given.
+        """
+        task = self.task if task_id is None else get_task(task_id)
+        if config is not None or task is not self.task:
+            new_config = task.config(config)
+        else:
+            new_config = self.config
+        new_seed = self.seed if seed is None else check_seed(seed)
+        if self._batch is None or task is not self.task or new_config != self.config:
+            self._batch = ServingBatch(task, 1, new_config, self._tables, self._calibration)
+        self.task, self.config, self.seed = task, new_config, new_seed
+        self._batch.reset([new_seed])
+        self.session_id = session_id or str(uuid.uuid4())
+        self.actions = []
+        self._episode_log = []
+        self._cumulative_reward = 0.0
+        self._started = True
+        return self.observation()
+
+    def step(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool, dict[str, Any]]:
+        """Play one second; return observation, reward, done and info.
+
+        The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
+        not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the first
+        reset and :class:`EpisodeDoneError` after the end; nothing changes when a step is refused.
+        """
+        batch = self._batch
+        if batch is None or not self._started:
+            raise NotResetError("step before reset: call reset() first")
+        if self.done:
+            raise EpisodeDoneError(
+                f"the episode ended after {self.config.episode_length} steps; call reset() to start the next one"
+            )
+        if isinstance(action, ServeAction):
+            action.validate()
+        else:
+            action = ServeAction.from_dict(dict(action))
+        applied = mask_action(action, self.task.active_actions)
+        write_action(batch.fleet, 0, applied)
+        batch.advance()
+        applied_json = applied.to_dict()
+        self.actions.append(applied_json)
+        reward = float(batch.reward[0])
+        self._cumulative_reward += reward
+        metrics = metrics_dict(batch.fleet.snapshot())
+        self._episode_log.append(
+            {"timestep": len(self.actions), "action": applied_json, "reward": reward, "metrics": metrics}
+        )
+        return self.observation(), reward, self.done, self._info(metrics, applied_json)
+
+    def observation(self) -> ServeObservation:
+        """The current observation."""
+        if self._batch is None:
+            raise NotResetError("no observation before reset: call reset() first")
+        return to_observation(self._batch.observation[0])
+
+    def observation_dict(self) -> dict[str, Any]:
+        """The current observation as JSON."""
+        return observation_dict(self.observation())
+
+    def config_dict(self) -> dict[str, Any]:
+        """The configuration of the episode as JSON."""
+        return self.config.to_dict()
+
+    def workload(self) -> WorkloadState:
+        """The traffic as it stands now."""
+        if self._batch is None:
+            raise NotResetError("no workload before reset: call reset() first")
+        o = self.observation()
+        phase = self.workload_phase
+        return WorkloadState(
+            arrival_rate=o.arrival_rate,
+            mean_prompt_len=o.mean_prompt_len,
+            prompt_len_bucket=prompt_bucket(o.mean_prompt_len),
+            queue_depth=int(o.queue_depth),
+            priority_distribution=o.priority_distribution,
+            is_burst=phase == "burst",
+            phase=phase,
+        )
+
+    @property
+    def workload_phase(self) -> str:
+        """Phase of the last second played: warmup, steady, burst or cooldown."""
+        if self._batch is None:
+            return PHASES[0]
+        return PHASES[self._batch.fleet.phase[0, max(0, len(self.actions) - 1)]]
+
+    def state(self) -> dict[str, Any]:
+        """Metadata of the episode, JSON-able."""
+        return {
+            "session_id": self.session_id,
+            "family": self.family,
+            "task_id": self.task_id,
+            "seed": self.seed,
+            "step_count": len(self.actions),
+            "episode_length": self.config.episode_length,
+            "cumulative_reward": self._cumulative_reward,
+            "cost_so_far": float(self._batch.fleet.state.rows["cost_so_far"][0]) if self._batch else 0.0,
+            "done": self.done,
+            "workload_phase": self.workload_phase,
+            "config": self.config_dict(),
+        }
+
+    def _info(self, metrics: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
+        assert self._batch is not None
+        terms = self._batch.reward_terms[:, 0].tolist()
+        return {
+            "timestep": len(self.actions),
+            "metrics": metrics,
+            "workload": asdict(self.workload()),
+            "action_applied": applied,
+            "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
+        }
+
+
+def metrics_dict(m: MetricsSnapshot) -> dict[str, Any]:
+    """JSON form of a snapshot (``dataclasses.asdict`` without its deep copies)."""
+    return {
+        "ttft_p50_ms": m.ttft_p50_ms,
+        "ttft_p99_ms": m.ttft_p99_ms,
+        "tpot_ms": m.tpot_ms,
+        "tokens_per_sec": m.tokens_per_sec,
+        "gpu_memory_gb": m.gpu_memory_gb,
+        "cost_per_1k": m.cost_per_1k,
+        "spec_accept_rate": m.spec_accept_rate,
+        "eviction_events": m.eviction_events,
+        "slo_violations": m.slo_violations,
+        "oom": m.oom,
+    }
+
+
+def observation_dict(o: ServeObservation) -> dict[str, Any]:
+    """JSON form of an observation: its twelve fields."""
+    return {
+        "queue_depth": o.queue_depth,
+        "mean_prompt_len": o.mean_prompt_len,
+        "arrival_rate": o.arrival_rate,
+        "kv_cache_occupancy": o.kv_cache_occupancy,
+        "ttft_p50": o.ttft_p50,
+        "tpot_p50": o.tpot_p50,
+        "slo_violation_rate": o.slo_violation_rate,
+        "gpu_memory_used_gb": o.gpu_memory_used_gb,
+        "spec_accept_rate": o.spec_accept_rate,
+        "priority_distribution": o.priority_distribution,
+        "timestep": o.timestep,
+        "cost_so_far": o.cost_so_far,
+    }

@@ -1,0 +1,130 @@
+"""``TraceSimulator``: the lookup table as a function of action and workload, for a saturated engine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
+from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
+from simulator.workload import NOISE_STD
+
+if TYPE_CHECKING:
+    from scipy.interpolate import RegularGridInterpolator
+
+OOM_THRESHOLD_GB: Final = 40.0
+OOM_PENALTY: Final = 5
+OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "prefill_ms", "prefill_marginal_ms")
+"""Columns that are interpolated on the logarithm; memory and KV capacity follow from their formulas."""
+
+
+class TraceSimulator:
+    """What a saturated replica measures: ``batch_size`` requests always in flight at the workload's prompt length.
+
+    ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Values between grid points are
+    linear on the logarithm of the value over (log2 batch, KV budget, log2 prompt); spec length and precision take the
+    nearest grid point. Valid input never raises; running out of memory is data (``oom``).
+    """
+
+    def __init__(self, trace_path: str | Path | None = None, seed: int = 42) -> None:
+        self.tables: ServingTables = load_tables(trace_path if trace_path is not None else default_table_path())
+        self._rng = np.random.default_rng(seed)
+
+    def reset_seed(self, seed: int) -> None:
+        """Restart the jitter from this seed."""
+        self._rng = np.random.default_rng(seed)
+
+    def simulate(self, action: ServeAction, workload: WorkloadState) -> MetricsSnapshot:
+        """Metrics of one second of a saturated replica under ``action`` and ``workload``."""
+        action.validate()
+        row = np.array(
+            [[action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value]],
+            dtype=np.float64,
+        )
+        at = {name: float(v[0]) for name, v in self.lookup(row, np.array([workload.mean_prompt_len])).items()}
+        jitter = 1.0 + NOISE_STD * self._rng.standard_normal(3).clip(-4.0, 4.0)
+        oom = at["gpu_mem_gb"] > OOM_THRESHOLD_GB
+        tps = at["tps"] * (0.5 if oom else 1.0)
+        ttft = at["ttft_p50_ms"] * jitter[0]
+        waiting_too_many = max(0.0, action.batch_size - at["resident"])
+        violations = int(round(waiting_too_many))
+        return MetricsSnapshot(
+            ttft_p50_ms=float(ttft),
+            ttft_p99_ms=float(max(ttft, at["ttft_p99_ms"] * jitter[1])),
+            tpot_ms=float(at["tpot_ms"] * jitter[2]),
+            tokens_per_sec=tps,
+            gpu_memory_gb=min(at["gpu_mem_gb"], OOM_THRESHOLD_GB),
+            cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
+            spec_accept_rate=at["spec_accept_rate"],
+            eviction_events=int(round(waiting_too_many)),
+            slo_violations=max(OOM_PENALTY * violations, action.batch_size) if oom else violations,
+            oom=oom,
+        )
+
+    def lookup(self, actions: NDArray[np.float64], prompt_tokens: FloatArray) -> dict[str, FloatArray]:
+        """Table values for actions (N, 5: kv_budget, spec_length, batch_size, disagg, tier) and prompts (N,) tokens.
+
+        Returns arrays (N,): the columns in ``OUTPUTS``, ``gpu_mem_gb``, ``kv_capacity_tokens``, ``resident`` (requests
+        whose KV fits), ``spec_accept_rate`` and ``support`` (how well measurements cover the nearest cell).
+        """
+        axes = self.tables.axes
+        kv = np.clip(actions[:, 0], axes["kv_budget"][0], axes["kv_budget"][-1])
+        spec = np.abs(axes["spec_length"][None, :] - actions[:, 1:2]).argmin(axis=1)
+        batch = np.clip(actions[:, 2], 1, axes["batch_size"][-1])
+        tier = np.clip(np.rint(actions[:, 4]), 0, 2).astype(np.int64)
+        prompt = np.clip(prompt_tokens, axes["prompt_len_bucket"][0], axes["prompt_len_bucket"][-1])
+        points = np.column_stack([kv, np.log2(batch), np.log2(prompt)])
+        values = np.empty((len(actions), len(OUTPUTS)))
+        for t in range(3):
+            for s in range(len(axes["spec_length"])):
+                chosen = (tier == t) & (spec == s)
+                if chosen.any():
+                    values[chosen] = np.exp(self._interpolators[t][s](points[chosen]))
+        out: dict[str, FloatArray] = {name: values[:, i] for i, name in enumerate(OUTPUTS)}
+        out |= self._memory(kv, axes["spec_length"][spec] > 0, batch, tier)
+        out["resident"] = np.minimum(batch, out["kv_capacity_tokens"] / (prompt + 64.0))
+        length = np.maximum(axes["spec_length"][spec], 1.0)
+        out["spec_accept_rate"] = (self.tables.spec_tokens[spec] - 1.0) / length
+        out["support"] = self._support(tier, spec, kv, batch, prompt)
+        return out
+
+    def _memory(
+        self, kv: FloatArray, drafting: NDArray[np.bool_], batch: FloatArray, tier: NDArray[np.int64]
+    ) -> dict[str, FloatArray]:
+        meta = self.tables.meta
+        memory = meta["memory_gb"]
+        fixed = self.tables.weights_gb[tier] + memory["activations_gb"] + memory["speculation_gb"] * drafting
+        pool = kv * (meta["memory_budget_gb"] - fixed - memory["workspace_gb"])
+        return {
+            "gpu_mem_gb": fixed + memory["per_sequence_gb"] * batch + pool,
+            "kv_capacity_tokens": np.floor(pool * 1e9 / meta["kv_bytes_per_token"]),
+        }
+
+    def _support(
+        self, tier: NDArray[np.int64], spec: NDArray[np.int64], kv: FloatArray, batch: FloatArray, prompt: FloatArray
+    ) -> FloatArray:
+        """Support of the nearest cell; between grid points a measured value counts as interpolated (1)."""
+        axes = self.tables.axes
+        at_kv = np.abs(axes["kv_budget"][None, :] - kv[:, None]).argmin(axis=1)
+        at_batch = np.abs(np.log2(axes["batch_size"])[None, :] - np.log2(batch)[:, None]).argmin(axis=1)
+        at_prompt = np.abs(np.log2(axes["prompt_len_bucket"])[None, :] - np.log2(prompt)[:, None]).argmin(axis=1)
+        cell = self.tables.columns["support"][tier, spec, at_kv, at_batch, at_prompt]
+        on_grid = np.isin(batch, axes["batch_size"]) & np.isin(prompt, axes["prompt_len_bucket"])
+        return np.where(on_grid, cell, np.maximum(cell, 1.0))
+
+    @cached_property
+    def _interpolators(self) -> list[list[RegularGridInterpolator]]:
+        """One vector-valued interpolator per precision tier and spec length."""
+        from scipy.interpolate import RegularGridInterpolator
+
+        axes = self.tables.axes
+        grid = (axes["kv_budget"], np.log2(axes["batch_size"]), np.log2(axes["prompt_len_bucket"]))
+        stacked = np.log(np.stack([self.tables.columns[name] for name in OUTPUTS], axis=-1))
+        return [
+            [RegularGridInterpolator(grid, stacked[t, s], method="linear") for s in range(stacked.shape[1])]
+            for t in range(stacked.shape[0])
+        ]
