@@ -1,0 +1,87 @@
+"""An episode log as arrays, checked field by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.errors import InvalidActionError, MalformedLogError
+from inferencegym.models import ServeAction
+
+FloatArray = NDArray[np.float64]
+
+_METRICS: Final[dict[str, float]] = {
+    "ttft_p50_ms": math.inf,
+    "tokens_per_sec": math.inf,
+    "gpu_memory_gb": 1e6,
+    "cost_per_1k": math.inf,
+    "slo_violations": math.inf,
+}
+"""Metrics that grading needs, with their upper bounds; all are at least 0."""
+
+MAX_LOG_STEPS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """A checked log of T steps; every field is (T,)."""
+
+    ttft_p50_ms: FloatArray
+    tokens_per_sec: FloatArray
+    gpu_memory_gb: FloatArray
+    cost_per_1k: FloatArray
+    slo_violations: FloatArray
+    batch_size: FloatArray
+    kv_budget: FloatArray
+
+
+def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
+    """Check a log and turn it into arrays; None if it is empty.
+
+    A log is a list of steps ``{"action": {...}, "metrics": {...}}`` (further keys are allowed); a step response of the
+    server, ``{"observation", "reward", "done", "info": {"metrics", "action_applied"}}``, is read as well. Raises
+    :class:`MalformedLogError` naming step and field.
+    """
+    if isinstance(log, (str, bytes)) or not isinstance(log, Sequence):
+        raise MalformedLogError("episode_log must be a list of steps")
+    if len(log) > MAX_LOG_STEPS:
+        raise MalformedLogError(f"episode_log has {len(log)} steps; at most {MAX_LOG_STEPS} are graded")
+    if not log:
+        return None
+    rows = [_read_step(i, step) for i, step in enumerate(log)]
+    columns = np.array(rows, dtype=np.float64).T
+    return Episode(*columns)
+
+
+def _read_step(i: int, step: object) -> list[float]:
+    if not isinstance(step, Mapping):
+        raise MalformedLogError(f"step {i}: must be an object with 'action' and 'metrics', not {type(step).__name__}")
+    info = step.get("info")
+    source: Mapping[str, Any] = step
+    if "metrics" not in step and isinstance(info, Mapping):
+        source = {"metrics": info.get("metrics"), "action": info.get("action_applied")}
+    metrics, action = source.get("metrics"), source.get("action")
+    if not isinstance(metrics, Mapping):
+        raise MalformedLogError(f"step {i}: 'metrics' is missing or not an object")
+    if not isinstance(action, Mapping):
+        raise MalformedLogError(f"step {i}: 'action' is missing or not an object")
+    try:
+        parsed = ServeAction.from_dict(dict(action))
+    except InvalidActionError as error:
+        raise MalformedLogError(f"step {i}: action.{error}") from error
+    values = [_number(i, name, metrics.get(name), high) for name, high in _METRICS.items()]
+    return [*values, float(parsed.batch_size), parsed.kv_budget]
+
+
+def _number(i: int, name: str, value: object, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise MalformedLogError(f"step {i}: metrics.{name}={value!r} must be a number")
+    number = float(value)
+    if not math.isfinite(number) or not 0.0 <= number <= high:
+        raise MalformedLogError(f"step {i}: metrics.{name}={value!r} must be a finite number >= 0")
+    return number

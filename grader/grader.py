@@ -1,0 +1,53 @@
+"""``GraderModule``: scores as pure functions of an episode log and the task's calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from grader.episode import Episode, read_log
+from grader.task1_grader import grade_throughput
+from grader.task2_grader import grade_latency_memory
+from grader.task3_grader import grade_four_term
+from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import Calibration, TaskId, TaskSpec, get_calibration, get_task
+
+Grade = dict[str, Any]
+GradeFunction = Callable[[TaskSpec, Calibration, Episode], Grade]
+
+GRADES: Final[Mapping[str, GradeFunction]] = {
+    "throughput": grade_throughput,
+    "latency_memory": grade_latency_memory,
+    "four_term": grade_four_term,
+}
+"""Grading rules by the ``grade.kind`` of a task's data."""
+
+
+class GraderModule:
+    """Stateless grader: the same log gives the same score, always."""
+
+    def score(
+        self, task_id: TaskId, episode_log: Sequence[Mapping[str, Any]], calibration: Calibration | None = None
+    ) -> Grade:
+        """Grade an episode log: ``{"score", "breakdown", "detail", "feedback"}``.
+
+        ``score`` is a float in [0, 1], ``breakdown`` one float per component, ``detail`` the measured quantities behind
+        them, ``feedback`` a sentence. An empty log scores 0. Raises :class:`UnknownTaskError`, and
+        :class:`MalformedLogError` naming the step and field at fault.
+        """
+        task = get_task(task_id)
+        kind = str(task.grade.get("kind"))
+        if kind not in GRADES:
+            raise InvalidConfigError(f"grade.kind={kind!r} is not a rule: one of {', '.join(GRADES)}")
+        episode = read_log(episode_log)
+        if episode is None:
+            return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
+        grade = GRADES[kind](task, calibration or get_calibration(task.task_id), episode)
+        grade["score"] = unit(grade["score"])
+        return grade
+
+
+def unit(x: float) -> float:
+    """``x`` cut to [0, 1]."""
+    return 0.0 if math.isnan(x) else min(1.0, max(0.0, float(x)))

@@ -1,0 +1,31 @@
+"""Throughput grading (easy task): how far the agent came from no batching to the best known throughput."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grader.episode import Episode
+from inferencegym.tasks import Calibration, TaskSpec
+
+
+def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
+    """score = (mean tokens/s - floor) / (optimal - floor), cut to [0, 1].
+
+    The floor is the throughput with ``batch_size`` 1, the optimum what the solver reached; both are calibrated.
+    """
+    mean_tps = float(episode.tokens_per_sec.mean())
+    span = calibration.optimal_tps - calibration.floor_tps
+    score = min(1.0, max(0.0, (mean_tps - calibration.floor_tps) / span))
+    return {
+        "score": score,
+        "breakdown": {"throughput": score},
+        "detail": {
+            "mean_tokens_per_sec": mean_tps,
+            "floor_tokens_per_sec": calibration.floor_tps,
+            "optimal_tokens_per_sec": calibration.optimal_tps,
+        },
+        "feedback": (
+            f"{mean_tps:.0f} tokens/s on average: {100 * score:.0f} % of the way from no batching "
+            f"({calibration.floor_tps:.0f}) to the best known ({calibration.optimal_tps:.0f})."
+        ),
+    }
