@@ -36,6 +36,18 @@ RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --whe
     && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /opt/wheel/*.whl
 
 
+# What docker-compose.yml uses for development: the compiler stays, the checkout is mounted on /src and built in place.
+FROM builder AS development
+
+RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
+        -r requirements-build.txt
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp
+EXPOSE 7860
+CMD ["sh", "-c", "python setup.py --quiet build_ext --inplace && exec python -m uvicorn server.app:app --host 0.0.0.0 --port 7860 --reload"]
+
+
 FROM python:3.11-slim
 
 # Spaces run containers as user 1000; nothing in the image belongs to it.

@@ -61,7 +61,7 @@ class BuildWithManifest(build_py):
         shutil.copyfile(ROOT / MANIFEST, base / "inferencegym" / MANIFEST)
 
     def get_source_files(self) -> list[str]:
-        return [*super().get_source_files(), MANIFEST]
+        return [*super().get_source_files(), MANIFEST]  # type: ignore[no-untyped-call]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         packaged = str(Path(self.build_lib) / "inferencegym" / MANIFEST)

@@ -336,7 +336,7 @@ class Image:
         return re.sub(r"(?<![\w.])/(opt|src|app)\b", rf"{self.root}/\1", text)
 
     def build(self) -> None:
-        builder, final = dockerfile_stages()
+        builder, _, final = dockerfile_stages()
         workdir = self.root
         for step in builder:
             if step.word == "WORKDIR":
