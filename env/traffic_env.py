@@ -144,10 +144,9 @@ class TrafficEnv:
 
     def __init__(self, task_id: str = DEFAULT_TASK_ID, seed: int = 42, config: Mapping[str, Any] | None = None) -> None:
         self._task = get_traffic_task(task_id)
-        self._overrides = dict(config or {})
-        self._config = traffic_config(self._overrides, self._task.config)
+        self._config = traffic_config(config, self._task.config)
         self.seed = _check_seed(seed)
-        self.session_id = ""
+        self.session_id = str(uuid.uuid4())
         self.actions: list[dict[str, Any]] = []
         self.episode_log: list[dict[str, Any]] = []
         self.cumulative_reward = 0.0
@@ -180,16 +179,17 @@ class TrafficEnv:
         config: Mapping[str, Any] | None = None,
         session_id: str | None = None,
     ) -> TrafficState:
-        """Start an episode and return its first state; what is None stays as it was.
+        """Start an episode and return its first state.
 
-        ``config`` holds overrides of the task's own settings and replaces earlier ones. Raises
-        :class:`UnknownTrafficTaskError` or :class:`InvalidConfigError`, and then the running episode goes on.
+        What is None stays as it was, but another task starts with its own settings; ``config`` holds overrides of them.
+        The episode gets a new ``session_id`` unless one is given. Raises :class:`UnknownTrafficTaskError` or
+        :class:`InvalidConfigError`, and then the running episode goes on.
         """
         task = self._task if task_id is None else get_traffic_task(task_id)
-        overrides = self._overrides if config is None else config
-        checked = traffic_config(overrides, task.config)
+        kept = config is None and task.task_id == self.task_id
+        checked = self._config if kept else traffic_config(config, task.config)
         self.seed = self.seed if seed is None else _check_seed(seed)
-        self._task, self._config, self._overrides = task, checked, dict(overrides)
+        self._task, self._config = task, checked
         self.session_id = session_id or str(uuid.uuid4())
         self.actions, self.episode_log = [], []
         self.cumulative_reward = 0.0
@@ -209,10 +209,10 @@ class TrafficEnv:
         reward = float(result.reward[0])
         metrics = {name: values[0].item() for name, values in result.metrics.items()}
         taken = {"action": chosen.value}
+        self.actions.append(taken)
         self.episode_log.append(
             {"timestep": len(self.actions), "action": taken, "reward": reward, "metrics": metrics},
         )
-        self.actions.append(taken)
         self.cumulative_reward += reward
         return self.observation(), reward, self.done, self._info(metrics)
 
@@ -240,6 +240,7 @@ class TrafficEnv:
         return {
             **seen.to_dict(),
             "session_id": self.session_id,
+            "family": self.family,
             "task_id": self.task_id,
             "seed": self.seed,
             "step_count": seen.step,

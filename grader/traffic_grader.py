@@ -43,7 +43,7 @@ def _totals(task: TrafficTask, episode_log: object) -> EpisodeTotals:
     latency = allowed = incoming = 0.0
     short_queue_steps, crashed = 0, False
     # Added up step by step, as the environment does: another order could change the last digit.
-    for i, entry in enumerate(episode_log):
+    for i, entry in enumerate(episode_log, 1):
         if crashed:
             raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow")
         metrics = _checked_metrics(i, entry)
@@ -66,7 +66,7 @@ def _checked_metrics(i: int, entry: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics")
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
-        raise MalformedLogError(f"step {i}: timestep={entry.get('timestep')!r} is not allowed: it must be {i}")
+        raise MalformedLogError(f"step {i}: timestep={entry.get('timestep')!r} is not allowed: steps count from 1")
     try:
         parse_action(entry.get("action"))
     except InvalidActionError as error:

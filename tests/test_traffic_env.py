@@ -239,6 +239,11 @@ def test_no_seed_changes_an_episode() -> None:
     assert logs[0] == logs[1] == logs[2]
 
 
+def test_another_task_starts_with_its_own_settings() -> None:
+    env = started(traffic_scale=0.5)
+    assert env.reset(task_id="task_medium").request_rate == 50.0
+
+
 def test_every_reset_has_a_session_id_of_its_own_unless_one_is_given() -> None:
     env = TrafficEnv()
     env.reset()
@@ -354,16 +359,16 @@ def test_the_breakdown_shows_what_the_score_is_made_of() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timestep": 4}, "step 3: timestep=4"),
-        ({"timestep": None}, "step 3: timestep=None"),
-        ({"action": {"action": "wait"}}, "step 3: action='wait'"),
-        ({"metrics": None}, "step 3: metrics"),
-        ({"metrics.avg_latency": math.nan}, "step 3: metrics.avg_latency=nan"),
-        ({"metrics.avg_latency": "58"}, "step 3: metrics.avg_latency='58'"),
-        ({"metrics.queue_length": -1}, "step 3: metrics.queue_length=-1"),
-        ({"metrics.allowed_requests": 41.0}, "step 3: metrics.allowed_requests"),
-        ({"metrics.crashed": 0}, "step 3: metrics.crashed=0"),
-        ({"metrics.crashed": True}, "step 4: the server crashed at step 3"),
+        ({"timestep": 3}, "step 4: timestep=3"),
+        ({"timestep": None}, "step 4: timestep=None"),
+        ({"action": {"action": "wait"}}, "step 4: action='wait'"),
+        ({"metrics": None}, "step 4: metrics"),
+        ({"metrics.avg_latency": math.nan}, "step 4: metrics.avg_latency=nan"),
+        ({"metrics.avg_latency": "58"}, "step 4: metrics.avg_latency='58'"),
+        ({"metrics.queue_length": -1}, "step 4: metrics.queue_length=-1"),
+        ({"metrics.allowed_requests": 41.0}, "step 4: metrics.allowed_requests"),
+        ({"metrics.crashed": 0}, "step 4: metrics.crashed=0"),
+        ({"metrics.crashed": True}, "step 5: the server crashed at step 4"),
     ],
 )
 def test_a_damaged_log_is_refused_with_step_and_field(change: dict[str, Any], message: str) -> None:
