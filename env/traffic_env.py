@@ -19,6 +19,7 @@ from inferencegym.traffic import (
     ACCEPT_SHARES,
     ACTION_NAMES,
     DEFAULT_TASK_ID,
+    STATE_FIELDS,
     TrafficAction,
     TrafficConfig,
     TrafficState,
@@ -116,17 +117,15 @@ class TrafficBatch:
 
     def observation(self) -> FloatArray:
         """The state of every row, ``(B, 7)``."""
-        server = self.server
-        columns = (
-            server.cpu_share,
-            server.memory_share,
-            self.incoming[self.totals.steps],
-            server.queue_requests,
-            server.latency_ms,
-            self.totals.steps,
-            server.crashed,
-        )
-        return np.stack(columns, axis=1, dtype=np.float64, casting="unsafe")
+        seen = np.empty((self.n_rows, len(STATE_FIELDS)))
+        seen[:, 0] = self.server.cpu_share
+        seen[:, 1] = self.server.memory_share
+        seen[:, 2] = self.incoming[self.totals.steps]
+        seen[:, 3] = self.server.queue_requests
+        seen[:, 4] = self.server.latency_ms
+        seen[:, 5] = self.totals.steps
+        seen[:, 6] = self.server.crashed
+        return seen
 
     def final_score(self) -> FloatArray:
         """Score of every row as if its episode ended now, ``(B,)`` in [0, 1]."""
@@ -334,7 +333,7 @@ def _merge(rows: BoolArray, chosen: _Rows, other: _Rows) -> _Rows:
 def _action_indices(actions: ArrayLike, n_rows: int) -> IntArray:
     indices = np.asarray(actions)
     allowed = f"{n_rows} integers from 0 to {len(ACTION_NAMES) - 1}, one for each episode"
-    if indices.shape != (n_rows,) or not np.issubdtype(indices.dtype, np.integer):
+    if indices.shape != (n_rows,) or indices.dtype.kind not in "iu":
         raise InvalidActionError("actions", actions, allowed)
     if indices.min() < 0 or indices.max() >= len(ACTION_NAMES):
         raise InvalidActionError("actions", actions, allowed)

@@ -97,7 +97,7 @@ def initial(params: TrafficParams, incoming_rps: FloatArray) -> TrafficServer:
 
 
 def step(params: TrafficParams, queue_requests: IntArray, allowed_rps: FloatArray) -> TrafficServer:
-    """Serve one second of ``allowed_rps`` on top of ``queue_requests``; both ``(B,)`` or broadcastable.
+    """Serve one second of ``allowed_rps`` on top of ``queue_requests``; both ``(B,)``.
 
     Monotone: a longer queue before the step never gives a shorter queue or a lower latency after it. A crash depends
     on the load alone.
@@ -105,8 +105,9 @@ def step(params: TrafficParams, queue_requests: IntArray, allowed_rps: FloatArra
     load = params.load_ratio(allowed_rps)
     spare = params.server_capacity_rps - allowed_rps
     growth = np.where(spare < 0, -spare, -DRAIN_SHARE * spare)
-    queue = np.clip(np.floor(queue_requests + growth), 0, params.max_queue_requests).astype(np.int64)
-    return _measure(params, load, queue, crashed=np.broadcast_to(load > params.crash_load_ratio, queue.shape))
+    counted = np.floor(queue_requests + growth)
+    queue = np.minimum(np.maximum(counted, 0.0), params.max_queue_requests).astype(np.int64)
+    return _measure(params, load, queue, crashed=load > params.crash_load_ratio)
 
 
 def _measure(params: TrafficParams, load: FloatArray, queue: IntArray, crashed: BoolArray) -> TrafficServer:
