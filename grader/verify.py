@@ -1,0 +1,122 @@
+"""Is a log what its episode really gave? Compared with a replay of its own actions, step by step.
+
+An episode is (task, seed, config, actions), so a log that anybody sends can be checked by playing its actions again.
+How to replay is the caller's business: the grader knows logs, not environments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError
+from inferencegym.tasks import TaskId
+
+RELATIVE_TOLERANCE: Final = 1e-9
+"""Room for the digits that a log may lose on its way through text; the replay itself is exact."""
+ABSOLUTE_TOLERANCE: Final = 1e-12
+
+Entry = Mapping[str, Any]
+ENTRY_KEYS: Final = ("timestep", "action", "reward", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What playing the actions gave: the log that it wrote, and whether the episode was over after the last of them."""
+
+    log: Sequence[Entry]
+    done: bool
+    episode_length: int
+
+
+class Replay(Protocol):
+    """Plays an episode's actions and returns what came of it.
+
+    Raises EpisodeDoneError if an action comes after the end, InvalidActionError if one is not allowed.
+    """
+
+    def __call__(
+        self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
+    ) -> Replayed: ...
+
+
+def verify_log(
+    task_id: TaskId, seed: int, config: Mapping[str, Any] | None, episode_log: Sequence[Entry], replay: Replay
+) -> None:
+    """Return if ``episode_log`` is a whole episode as it was played.
+
+    Raises :class:`ForgedLogError` naming the first step and field that differ, and :class:`MalformedLogError` if it
+    does not have the form of a log at all.
+    """
+    entries = [_as_entry(step, entry) for step, entry in enumerate(episode_log)]
+    try:
+        replayed = replay(task_id, seed, config, [entry["action"] for entry in entries])
+    except EpisodeDoneError as error:
+        raise ForgedLogError(f"the log has more steps than its episode: {error}") from error
+    except InvalidActionError as error:
+        raise ForgedLogError(f"the log holds an action that no environment takes: {error}") from error
+    for step, (claimed, true) in enumerate(zip(entries, replayed.log, strict=True)):
+        compare_entries(step, claimed, true)
+    if not replayed.done:
+        raise ForgedLogError(
+            f"the log ends at step {len(entries)} of {replayed.episode_length}: only a whole episode can be verified"
+        )
+
+
+def _as_entry(step: int, entry: object) -> Entry:
+    """One step in the form of a log; a step answer of the server is read as well."""
+    if not isinstance(entry, Mapping):
+        raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}")
+    info = entry.get("info")
+    if "metrics" not in entry and isinstance(info, Mapping):
+        entry = {
+            "timestep": info.get("timestep"),
+            "action": info.get("action_applied"),
+            "reward": entry.get("reward"),
+            "metrics": info.get("metrics"),
+        }
+    for key in ENTRY_KEYS:
+        if key not in entry:
+            raise MalformedLogError(f"step {step}: {key} is missing, and only whole entries can be verified")
+    for key in ("action", "metrics"):
+        if not isinstance(entry[key], Mapping):
+            raise MalformedLogError(f"step {step}: {key} must be an object")
+    return entry
+
+
+def compare_entries(step: int, claimed: Entry, true: Entry) -> None:
+    """Raise :class:`ForgedLogError` at the first field of one entry that differs from the replay."""
+    _compare(step, "", claimed, true)
+
+
+def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
+    if isinstance(true, Mapping):
+        if not isinstance(claimed, Mapping):
+            raise _forged(step, path, claimed, "an object")
+        for key in true:
+            _compare(step, f"{path}.{key}" if path else str(key), claimed.get(key), true[key])
+        for key in claimed:
+            if key not in true:
+                raise _forged(step, f"{path}.{key}" if path else str(key), claimed[key], "absent")
+    elif isinstance(true, (list, tuple)):
+        if not isinstance(claimed, (list, tuple)) or len(claimed) != len(true):
+            raise _forged(step, path, claimed, true)
+        for index, value in enumerate(true):
+            _compare(step, f"{path}[{index}]", claimed[index], value)
+    elif not _same(claimed, true):
+        raise _forged(step, path, claimed, true)
+
+
+def _same(claimed: Any, true: Any) -> bool:
+    if isinstance(true, (bool, str)) or true is None:
+        # 0/1 and false/true are one value in an action: both spellings are read alike.
+        return bool(claimed == true)
+    if isinstance(claimed, bool) or not isinstance(claimed, (int, float)):
+        return False
+    return math.isclose(claimed, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+
+
+def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:
+    return ForgedLogError(f"step {step}: {path} is {claimed!r} in the log, and {true!r} when its actions are replayed")

@@ -1,0 +1,173 @@
+"""The server: ``create_app(settings)``, the module attribute ``app`` (built when first asked for) and ``main()``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from inferencegym.errors import InvalidConfigError
+from server.baseline import Baseline
+from server.families import FAMILIES, served_tables
+from server.logs import LineLog, logging_config
+from server.middleware import Callers, Guard, RequestLog, cors_options
+from server.problems import install_problem_handlers
+from server.routes import Context, RootRoutes
+from server.session_manager import SessionManager
+from server.settings import Settings, load_settings
+from server.stores import make_store
+
+if TYPE_CHECKING:
+    app: FastAPI
+
+log = logging.getLogger(__name__)
+
+LifespanHook = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+"""What a part of the server does around its life; entered in order at start, left in reverse."""
+
+DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
+
+Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """Build the whole server; nothing is opened or loaded before its lifespan starts."""
+    settings = settings or load_settings()
+    store = make_store(settings)
+    context = Context(
+        settings, SessionManager(store, FAMILIES, settings), Callers(settings), Baseline(), time.monotonic()
+    )
+    lines = LineLog()
+    hooks: list[LifespanHook] = [_tables_loaded, _store_open, _maintained, lambda _: _flushed(lines)]
+    app = FastAPI(
+        title="InferenceGym",
+        # Version of the HTTP interface: OpenEnv's validator derives its profile from it.
+        version="1.0.0",
+        description=DESCRIPTION,
+        redirect_slashes=False,
+        lifespan=_lifespan(hooks),
+    )
+    app.state.context = context
+    app.router.routes[:0] = RootRoutes(context).routes()
+    install_problem_handlers(app)
+    # Added last, run first.
+    app.add_middleware(Guard, settings=settings)
+    if settings.cors != "off":
+        app.add_middleware(CORSMiddleware, **cors_options(settings))
+    app.add_middleware(RequestLog, settings=settings, log=lines)
+    return app
+
+
+def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for hook in hooks:
+                await stack.enter_async_context(hook(app))
+            yield
+
+    return lifespan
+
+
+@asynccontextmanager
+async def _tables_loaded(_app: FastAPI) -> AsyncIterator[None]:
+    await asyncio.to_thread(served_tables)
+    yield
+
+
+@asynccontextmanager
+async def _store_open(app: FastAPI) -> AsyncIterator[None]:
+    store = app.state.context.sessions.store
+    await store.open()
+    try:
+        yield
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def _maintained(app: FastAPI) -> AsyncIterator[None]:
+    task = asyncio.create_task(app.state.context.sessions.maintain())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def _flushed(lines: LineLog) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        lines.flush()
+
+
+def __getattr__(name: str) -> Any:
+    """Build ``app`` on first use, so that importing this module starts nothing."""
+    if name != "app":
+        raise AttributeError(f"module 'server.app' has no attribute {name!r}")
+    globals()["app"] = create_app()
+    return globals()["app"]
+
+
+def main() -> None:
+    """Serve with the settings from the environment; the console script ``server``."""
+    import uvicorn
+    from uvicorn.supervisors import Multiprocess
+
+    try:
+        settings = load_settings()
+        served = create_app(settings)
+    except InvalidConfigError as error:
+        sys.exit(f"The server was not started. {error}")
+    config = uvicorn.Config(
+        # Several workers are started by name: each builds its own app from the same environment.
+        served if settings.workers == 1 else "server.app:app",
+        workers=settings.workers,
+        loop="uvloop",
+        http="httptools",
+        # Frames are small and local; compressing them costs more than sending them.
+        ws_per_message_deflate=False,
+        access_log=False,
+        log_config=logging_config(),
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        timeout_graceful_shutdown=settings.shutdown_grace_s,
+    )
+    sockets = [_listen(settings.host, port) for port in sorted({settings.port, settings.also_port} - {0})]
+    server = uvicorn.Server(config)
+    if settings.workers > 1:
+        Multiprocess(config, sockets=sockets).run()
+    else:
+        server.run(sockets=sockets)
+    if not server.started and settings.workers == 1:
+        sys.exit(3)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        sys.exit(f"The server was not started. Port {port} of {host} cannot be used: {error.strerror}")
+    listener.listen(2048)
+    listener.set_inheritable(True)
+    return listener
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What stands between the socket and the routes: request ids, headers, the log, the API key and rate limits.
+
+All of it is plain ASGI. Starlette's BaseHTTPMiddleware starts a task and two streams per request, which would halve the
+steps per second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import itertools
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inferencegym.errors import InferenceGymError
+from server.logs import LineLog
+from server.problems import problem_reply
+from server.request_errors import BodyTooLargeError, RateLimitedError, UnauthorizedError
+from server.settings import Settings
+
+SESSION_KEY: Final = "inferencegym.session"
+"""Key of the ASGI scope under which a route leaves the session id for the log."""
+REQUEST_ID_KEY: Final = "inferencegym.request_id"
+OPEN_PATHS: Final = frozenset({"/health"})
+LOGGED_ID_CHARS: Final = 8
+"""A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
+
+
+class RequestLog:
+    """Gives every request an id, adds the security headers, and writes one log line."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, log: LineLog) -> None:
+        self.app = app
+        self._log = log
+        self._mode = settings.access_log
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+        self._headers = (
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            # Not X-Frame-Options: the page is shown in a frame on its Space.
+            (b"content-security-policy", f"frame-ancestors {settings.frame_ancestors}".encode()),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = self._request_id(scope)
+        scope[REQUEST_ID_KEY] = request_id
+        started = time.perf_counter()
+        status = 500
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = message.setdefault("headers", [])
+                message["headers"] = [*headers, *self._missing(headers), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_headers)
+        finally:
+            if self._mode == "all" or (self._mode == "errors" and status >= 400):
+                self._write(scope, request_id, status, time.perf_counter() - started)
+
+    def _missing(self, headers: list[tuple[bytes, bytes]]) -> Any:
+        if any(name == b"content-security-policy" for name, _ in headers):
+            return self._headers[:2]
+        return self._headers
+
+    def _request_id(self, scope: Scope) -> bytes:
+        for name, value in scope["headers"]:
+            if name == b"x-request-id" and _REQUEST_ID.match(value):
+                return bytes(value)
+        return b"%s-%x" % (self._prefix.encode(), next(self._numbers))
+
+    def _write(self, scope: Scope, request_id: bytes, status: int, took_s: float) -> None:
+        session = scope.get(SESSION_KEY)
+        client = scope.get("client")
+        self._log.write(
+            {
+                "time": time.time(),
+                "level": "info" if status < 500 else "error",
+                "event": "request",
+                "request_id": request_id.decode(),
+                "session": session[:LOGGED_ID_CHARS] if session else None,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round(1000 * took_s, 3),
+                "client": client[0] if client else None,
+            }
+        )
+
+
+class Guard:
+    """Refuses requests without the API key, above a rate limit, or longer than any path takes."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        key = settings.api_key
+        self._key = None if key is None else key.get_secret_value().encode()
+        self._callers = Callers(settings)
+        self._largest = max(settings.max_body_bytes, settings.max_log_bytes)
+        limits = {
+            "/reset": settings.resets_per_minute,
+            "/traffic/reset": settings.resets_per_minute,
+            "/grader": settings.grades_per_minute,
+            "/baseline": settings.baselines_per_minute,
+        }
+        self._limits = {path: RateLimit(per_minute) for path, per_minute in limits.items() if per_minute}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except InferenceGymError as error:
+            if scope["type"] == "http":
+                await problem_reply(error)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+            return
+        await self.app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path = scope["path"]
+        if self._key is not None and path not in OPEN_PATHS:
+            self._check_key(scope, self._key)
+        limit = self._limits.get(path)
+        if limit is not None:
+            limit.take(self._callers.address(scope))
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._largest:
+                raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
+
+    def _check_key(self, scope: Scope, key: bytes) -> None:
+        for name, value in scope["headers"]:
+            if name == b"x-api-key":
+                sent = value
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                sent = value[7:].strip()
+            else:
+                continue
+            # Both are hashed first, so that not even the length of the key shows in the time this takes.
+            if hmac.compare_digest(hashlib.sha256(sent).digest(), hashlib.sha256(key).digest()):
+                return
+        raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
+
+
+class RateLimit:
+    """A bucket of tokens per client: a minute's worth at once, refilled evenly."""
+
+    MAX_CLIENTS: Final = 10_000
+
+    def __init__(self, per_minute: int) -> None:
+        self._capacity = float(per_minute)
+        self._per_second = per_minute / 60.0
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, client: str) -> None:
+        """Use one token of this client's. Raises RateLimitedError when there is none."""
+        now = time.monotonic()
+        tokens, then = self._buckets.pop(client, (self._capacity, now))
+        tokens = min(self._capacity, tokens + (now - then) * self._per_second)
+        allowed = tokens >= 1.0
+        self._buckets[client] = (tokens - allowed, now)
+        if len(self._buckets) > self.MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            wait = (1.0 - tokens) / self._per_second
+            raise RateLimitedError(f"this path takes {self._capacity:g} requests a minute from one client", wait)
+
+
+class Callers:
+    """Who sent a request: the client's address, and through proxies only where the operator trusts them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._trusted = settings.trusted_proxies
+
+    def address(self, scope: Scope) -> str:
+        """Address of the client: the socket's peer, or the last untrusted hop that trusted proxies report."""
+        client = scope.get("client")
+        peer = client[0] if client else ""
+        if not self._trusted or not self._is_trusted(peer):
+            return peer
+        hops: list[str] = []
+        for name, value in scope["headers"]:
+            if name == b"x-forwarded-for":
+                hops += [hop.strip() for hop in value.decode("latin-1").split(",")]
+        for hop in reversed(hops):
+            if not _is_address(hop):
+                return peer  # a proxy that forwards what is no address is not to be believed
+            peer = hop
+            if not self._is_trusted(hop):
+                break
+        return peer
+
+    def caller(self, scope: Scope) -> str:
+        """Identity under which the most recent session is remembered: the address and, if sent, ``X-Client-Id``.
+
+        A digest, so that the store holds no addresses.
+        """
+        text = self.address(scope).encode()
+        for name, value in scope["headers"]:
+            if name == b"x-client-id":
+                text += b"\n" + value
+        return hashlib.sha256(text).hexdigest()[:32]
+
+    def _is_trusted(self, address: str) -> bool:
+        if not _is_address(address):
+            return False
+        ip = ipaddress.ip_address(address)
+        return any(ip in network for network in self._trusted)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def cors_options(settings: Settings) -> Mapping[str, Any]:
+    """Arguments of Starlette's CORS middleware: credentials are never allowed."""
+    methods = ["GET", "POST"] if settings.cors == "all" else ["GET"]
+    return {
+        "allow_origins": ["*"],
+        "allow_methods": methods,
+        "allow_headers": ["content-type", "authorization", "x-api-key", "x-client-id", "x-request-id"],
+        "expose_headers": ["x-request-id", "retry-after"],
+        "allow_credentials": False,
+        "max_age": 600,
+    }

@@ -1,0 +1,99 @@
+"""Errors as HTTP answers: ``{"detail": {"message", "code", "field", "allowed", "next"}}`` for every one of them."""
+
+from __future__ import annotations
+
+import http
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from inferencegym.errors import InferenceGymError
+from server.request_errors import InvalidRequestError
+from server.wire import JsonReply
+
+NEXT: Final[dict[str, str]] = {
+    "invalid_action": "correct the action and send the step again; nothing was changed",
+    "invalid_config": "correct the request and send it again; GET /info has the schemas",
+    "invalid_request": "correct the request and send it again; GET /info has the schemas",
+    "invalid_json": "send one JSON object as UTF-8, without NaN, Infinity or repeated keys",
+    "unknown_task": "GET /tasks lists the tasks",
+    "unknown_session": "POST /reset starts a session and returns its session_id",
+    "not_reset": "POST /reset first",
+    "episode_done": "POST /reset starts the next episode; POST /grader scores this one",
+    "step_conflict": "GET /state tells how many steps were taken; go on from there",
+    "malformed_log": "send the log as the environment wrote it; GET /info has its schema",
+    "forged_log": "send the log of the episode as it was played, with its seed and config",
+    "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
+    "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
+    "table": "try again after the time in Retry-After; the server's log has the cause",
+    "body_too_large": "send less in one request",
+    "unsupported_media_type": "send the header Content-Type: application/json",
+    "body_timeout": "send the whole body at once",
+    "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
+    "rate_limited": "wait for the time in Retry-After",
+    "not_found": "GET /openapi.json lists the paths",
+    "method_not_allowed": "GET /openapi.json lists the methods of each path",
+}
+
+RETRY_AFTER_S: Final = 1
+
+
+_STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed", 401: "unauthorized", 403: "forbidden"}
+
+
+def problem_reply(error: InferenceGymError) -> JsonReply:
+    """The answer to a request that ended in ``error``."""
+    detail: dict[str, Any] = {"message": str(error), "code": error.code}
+    for key in ("field", "allowed"):
+        value = getattr(error, key, None)
+        if value is not None:
+            detail[key] = str(value)
+    detail["next"] = NEXT.get(error.code, "correct the request and send it again")
+    headers: list[tuple[bytes, bytes]] = []
+    if error.http_status in (429, 503):
+        seconds = max(RETRY_AFTER_S, int(getattr(error, "retry_after_s", 0) + 0.999))
+        headers.append((b"retry-after", str(seconds).encode()))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Answer every kind of failure in the one form; what is not ours to explain becomes a plain 500."""
+    app.add_exception_handler(InferenceGymError, _on_known)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(Exception, _on_unknown)
+
+
+async def _on_known(_request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, InferenceGymError)
+    return problem_reply(error)
+
+
+async def _on_http(_request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, HTTPException)
+    code = _STATUS_CODES.get(error.status_code, "http_error")
+    message = error.detail or http.HTTPStatus(error.status_code).phrase
+    detail = {"message": str(message), "code": code, "next": NEXT.get(code, "correct the request and send it again")}
+    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    return JsonReply(orjson.dumps({"detail": detail}), error.status_code, headers)
+
+
+async def _on_validation(_request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
+    return problem_reply(InvalidRequestError(field, first.get("input"), first["msg"]))
+
+
+async def _on_unknown(_request: Request, _error: Exception) -> JsonReply:
+    detail = {
+        "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
+        "code": "internal",
+        "next": "report the request id; if it was a step, send it again with its number",
+    }
+    return JsonReply(orjson.dumps({"detail": detail}), 500)

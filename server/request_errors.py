@@ -1,0 +1,67 @@
+"""What can be wrong with a request before any environment sees it."""
+
+from __future__ import annotations
+
+from inferencegym.errors import InferenceGymError, InvalidConfigError
+
+
+class InvalidRequestError(InvalidConfigError):
+    """A field of the request is missing, unknown, of the wrong type or out of range. (HTTP 422)"""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.allowed = allowed
+        super().__init__(f"{field}={_shorten(value)} is not allowed: {field} must be {allowed}")
+
+
+class InvalidJsonError(InferenceGymError, ValueError):
+    """The body is not one JSON object, or not strict JSON. (HTTP 422)"""
+
+    code = "invalid_json"
+    http_status = 422
+
+
+class BodyTooLargeError(InferenceGymError, ValueError):
+    """The body is longer than this path takes. (HTTP 413)"""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnsupportedMediaTypeError(InferenceGymError, ValueError):
+    """The body is declared to be something else than JSON. (HTTP 415)"""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class BodyTimeoutError(InferenceGymError, TimeoutError):
+    """The body did not arrive in time. (HTTP 408)"""
+
+    code = "body_timeout"
+    http_status = 408
+
+
+class UnauthorizedError(InferenceGymError, PermissionError):
+    """The API key is missing or wrong. (HTTP 401)"""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class RateLimitedError(InferenceGymError, RuntimeError):
+    """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
+
+    code = "rate_limited"
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+def _shorten(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,403 @@
+"""Requests of the HTTP interface: read by hand for speed, described as JSON Schema for /info and the OpenAPI document.
+
+Bounds of actions and observations come from :mod:`inferencegym.models`, those of episode settings from the tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from inferencegym.models import (
+    ACTION_FIELDS,
+    NAIVE_ACTION,
+    OBSERVATION_FIELDS,
+    PHASES,
+    Field,
+    MetricsSnapshot,
+    QuantTier,
+    WorkloadState,
+)
+from inferencegym.tasks import MAX_EPISODE_LENGTH, RewardWeights, TaskId, TaskSpec
+from server.request_errors import InvalidRequestError
+
+DEFAULT_TASK: Final = 1
+DEFAULT_SEED: Final = 42
+MAX_SEED: Final = 2**63 - 1
+MAX_STEP: Final = 2**31 - 1
+
+Schema = dict[str, Any]
+
+# ---------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRequest:
+    """Body of POST /reset."""
+
+    task_id: TaskId
+    seed: int
+    config: Mapping[str, Any] | None
+    session_id: str | None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ResetRequest:
+        _refuse_unknown(body, ("task_id", "seed", "config", "session_id"))
+        return cls(
+            task_id=_task_id(body.get("task_id"), DEFAULT_TASK),
+            seed=_integer("seed", body.get("seed"), 0, MAX_SEED, DEFAULT_SEED),
+            config=_object("config", body.get("config")),
+            session_id=_text("session_id", body.get("session_id")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GradeRequest:
+    """Body of POST /grader: a log, or the session that holds it."""
+
+    task_id: TaskId | None
+    episode_log: list[Any] | None
+    session_id: str | None
+    seed: int | None
+    config: Mapping[str, Any] | None
+    verify: bool
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> GradeRequest:
+        _refuse_unknown(body, ("task_id", "episode_log", "session_id", "seed", "config", "verify"))
+        log = body.get("episode_log")
+        if log is not None and not isinstance(log, list):
+            raise InvalidRequestError("episode_log", log, "an array of log entries")
+        if log is not None and len(log) > MAX_EPISODE_LENGTH:
+            raise InvalidRequestError(
+                "episode_log", f"{len(log)} entries", f"at most {MAX_EPISODE_LENGTH} entries long"
+            )
+        verify = body.get("verify", False)
+        if not isinstance(verify, bool):
+            raise InvalidRequestError("verify", verify, "true or false")
+        seed = body.get("seed")
+        request = cls(
+            task_id=None if body.get("task_id") is None else _task_id(body["task_id"], DEFAULT_TASK),
+            episode_log=log,
+            session_id=_text("session_id", body.get("session_id")),
+            seed=None if seed is None else _integer("seed", seed, 0, MAX_SEED, DEFAULT_SEED),
+            config=_object("config", body.get("config")),
+            verify=verify,
+        )
+        request._check_together()
+        return request
+
+    def _check_together(self) -> None:
+        if self.session_id is not None:
+            if self.episode_log is not None:
+                raise InvalidRequestError("episode_log", "an array", "left out when session_id is given")
+            return
+        if self.episode_log is None:
+            raise InvalidRequestError("episode_log", None, "an array of log entries, or session_id must be given")
+        if self.task_id is None:
+            raise InvalidRequestError("task_id", None, "the id of the task that the log was played on")
+        if self.verify and self.seed is None:
+            raise InvalidRequestError("seed", None, "the seed of the episode when verify is true")
+
+
+def parse_step(body: Mapping[str, Any]) -> tuple[str, Any, int | None]:
+    """Session id, action and step number of a POST /step; the action itself is read by its environment family."""
+    session_id = body.get("session_id")
+    if not isinstance(session_id, str) or not session_id:
+        raise InvalidRequestError("session_id", session_id, "the session_id that POST /reset returned")
+    number = body.get("step")
+    if number is not None:
+        number = _integer("step", number, 1, MAX_STEP, 1)
+    if len(body) > 3 or (len(body) == 3 and "step" not in body):
+        _refuse_unknown(body, ("session_id", "action", "step"))
+    return session_id, body.get("action", {}), number
+
+
+def _refuse_unknown(body: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key in body:
+        if key not in known:
+            raise InvalidRequestError(key, body[key], "left out: the fields are " + ", ".join(known))
+
+
+def _task_id(value: object, default: TaskId) -> TaskId:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise InvalidRequestError("task_id", value, "a number or a name from GET /tasks")
+    return value
+
+
+def _integer(name: str, value: object, low: int, high: int, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # JSON has one kind of number: 42.0 is 42
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def _object(name: str, value: object) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequestError(name, value, "an object")
+    return value
+
+
+def _text(name: str, value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidRequestError(name, value, "a text of at least one character")
+    return value
+
+
+# ---------------------------------------------------------------- schemas
+
+
+def field_schema(field: Field) -> Schema:
+    """One number of an action or observation."""
+    schema: Schema = {"description": f"{field.description} ({field.unit})"}
+    whole = field.choices is not None or field.unit in ("requests", "steps", "tokens", "flag", "tier")
+    schema["type"] = "integer" if whole else "number"
+    if field.choices is not None:
+        schema["enum"] = list(field.choices)
+        return schema
+    schema["minimum"] = field.low
+    if math.isfinite(field.high):
+        schema["maximum"] = field.high
+    return schema
+
+
+def action_schema() -> Schema:
+    """The five knobs as /step takes them."""
+    defaults = NAIVE_ACTION.to_dict()
+    properties = {name: {**field_schema(f), "default": defaults[name]} for name, f in ACTION_FIELDS.items()}
+    flag, tier = properties["prefill_disagg"], properties["quant_tier"]
+    properties["prefill_disagg"] = {
+        "description": flag["description"],
+        "default": False,
+        "anyOf": [{"type": "boolean"}, {"type": "integer", "enum": [0, 1]}],
+    }
+    properties["quant_tier"] = {
+        "description": tier["description"],
+        "default": 0,
+        "anyOf": [
+            {"type": "integer", "enum": [t.value for t in QuantTier]},
+            {"type": "string", "enum": [t.name for t in QuantTier]},
+        ],
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def observation_schema() -> Schema:
+    """The twelve fields of the JSON observation."""
+    # Means and moving averages of whole things are not whole.
+    properties: Schema = {}
+    for name, field in OBSERVATION_FIELDS.items():
+        schema = field_schema(field)
+        if name != "timestep":
+            schema["type"] = "number"
+        properties[name] = schema
+    shares = [n for n in properties if n.startswith("priority_")]
+    names = list(properties)
+    at = names.index(shares[0])
+    items = [properties.pop(n) for n in shares]
+    distribution = {
+        "type": "array",
+        "items": {"type": "number", "minimum": 0, "maximum": 1},
+        "minItems": len(items),
+        "maxItems": len(items),
+        "description": "shares of the last 50 steps' arrivals: interactive, batch, best effort",
+    }
+    ordered = [n for n in names if n not in shares]
+    ordered.insert(at, "priority_distribution")
+    complete = {n: distribution if n == "priority_distribution" else properties[n] for n in ordered}
+    return {"type": "object", "properties": complete, "required": list(complete)}
+
+
+def config_schema() -> Schema:
+    """What /reset may override."""
+    weights = {f.name: {"type": "number", "minimum": 0, "maximum": 1} for f in fields(RewardWeights)}
+    length = {"type": "integer", "minimum": 1, "maximum": MAX_EPISODE_LENGTH}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {**weights, "episode_length": length},
+        "description": "reward weights (beta + gamma + delta <= 1) and length; what is left out is the task's own",
+    }
+
+
+def _of(types: Mapping[str, str], cls: type) -> Schema:
+    names = {"float": "number", "int": "integer", "bool": "boolean", "str": "string"}
+    properties: Schema = {}
+    for f in fields(cls):
+        kind = str(f.type)
+        properties[f.name] = (
+            {"type": "array", "items": {"type": "number"}} if kind.startswith("list") else {"type": names[kind]}
+        )
+        properties[f.name].update({"description": types[f.name]} if f.name in types else {})
+    return {"type": "object", "properties": properties, "required": [f.name for f in fields(cls)]}
+
+
+def metrics_schema() -> Schema:
+    """What one step of the fleet measured."""
+    return _of(
+        {
+            "ttft_p50_ms": "median time from arrival to first output token, queueing included (ms)",
+            "ttft_p99_ms": "99th percentile of the same (ms)",
+            "tpot_ms": "time per output token of a running request (ms)",
+            "tokens_per_sec": "output tokens per second of the whole fleet",
+            "gpu_memory_gb": "memory in use on one replica (decimal GB)",
+            "cost_per_1k": "normalised cost per 1,000 output tokens",
+            "spec_accept_rate": "accepted draft tokens / drafted tokens",
+        },
+        MetricsSnapshot,
+    )
+
+
+def workload_schema() -> Schema:
+    """The traffic of one step."""
+    schema = _of({}, WorkloadState)
+    schema["properties"]["phase"] = {"type": "string", "enum": list(PHASES)}
+    return schema
+
+
+TASK_ID_SCHEMA: Final[Schema] = {"anyOf": [{"type": "integer"}, {"type": "string"}], "description": "an id from /tasks"}
+SEED_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": MAX_SEED}
+SESSION_ID_SCHEMA: Final[Schema] = {"type": "string", "minLength": 1}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def reset_schema() -> Schema:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "task_id": {**_nullable(TASK_ID_SCHEMA), "default": DEFAULT_TASK},
+            "seed": {**_nullable(SEED_SCHEMA), "default": DEFAULT_SEED},
+            "config": _nullable(config_schema()),
+            "session_id": {**_nullable(SESSION_ID_SCHEMA), "description": "restart this session"},
+        },
+    }
+
+
+def step_schema() -> Schema:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["session_id"],
+        "properties": {
+            "session_id": SESSION_ID_SCHEMA,
+            "action": {**action_schema(), "description": "fields left out take the naive defaults"},
+            "step": {
+                **_nullable({"type": "integer", "minimum": 1, "maximum": MAX_STEP}),
+                "description": "number of this step, from 1: makes sending it again safe (same step, same answer)",
+            },
+        },
+    }
+
+
+def log_entry_schema() -> Schema:
+    """One entry of an episode log."""
+    return {
+        "type": "object",
+        "required": ["timestep", "action", "reward", "metrics"],
+        "properties": {
+            "timestep": {"type": "integer", "minimum": 0},
+            "action": {"type": "object", "description": "the action as applied"},
+            "reward": {"type": "number"},
+            "metrics": {"type": "object", "description": "what the step measured; see /info"},
+        },
+    }
+
+
+def grade_schema() -> Schema:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "task_id": _nullable(TASK_ID_SCHEMA),
+            "episode_log": _nullable({"type": "array", "items": log_entry_schema(), "maxItems": MAX_EPISODE_LENGTH}),
+            "session_id": {
+                **_nullable(SESSION_ID_SCHEMA),
+                "description": "grade this session's episode instead of a log",
+            },
+            "seed": _nullable(SEED_SCHEMA),
+            "config": _nullable(config_schema()),
+            "verify": {
+                "type": "boolean",
+                "default": False,
+                "description": "replay the log's actions from seed and config, and refuse a log that differs",
+            },
+        },
+    }
+
+
+def detail_schema() -> Schema:
+    """Every error's body."""
+    text = {"type": "string"}
+    properties = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
+    detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
+    return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
+
+
+def reset_answer_schema() -> Schema:
+    return {
+        "type": "object",
+        "required": ["session_id", "task_id", "seed", "observation", "episode_length", "config", "reward", "done"],
+        "properties": {
+            "session_id": {"type": "string"},
+            "task_id": TASK_ID_SCHEMA,
+            "seed": SEED_SCHEMA,
+            "observation": observation_schema(),
+            "episode_length": {"type": "integer"},
+            "config": {"type": "object"},
+            "reward": {"type": "null"},
+            "done": {"type": "boolean"},
+        },
+    }
+
+
+def step_answer_schema() -> Schema:
+    info = {
+        "type": "object",
+        "required": ["timestep", "metrics", "workload", "action_applied"],
+        "properties": {
+            "timestep": {"type": "integer"},
+            "metrics": metrics_schema(),
+            "workload": workload_schema(),
+            "action_applied": {"type": "object", "description": "the action with the task's masks applied"},
+        },
+    }
+    properties = {
+        "observation": observation_schema(),
+        "reward": {"type": "number", "minimum": -1, "maximum": 1},
+        "done": {"type": "boolean"},
+        "info": info,
+    }
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def task_description(task: TaskSpec) -> dict[str, Any]:
+    """A task as /tasks lists it."""
+    return {
+        "id": task.task_id,
+        "name": task.name,
+        "gym_id": task.gym_id,
+        "difficulty": task.difficulty,
+        "description": task.description,
+        "active_actions": list(task.active_actions),
+        "episode_length": task.episode_length,
+        "slo_target_ms": task.slo_target_ms,
+        "arrival_rate_rps": task.arrival_rate_rps,
+        "memory_hard_limit_gb": task.memory_hard_limit_gb,
+        "n_replicas": task.fleet.n_replicas,
+        "cost_budget": task.cost_budget,
+        "reward_weights": asdict(task.reward),
+        "grade": dict(task.grade),
+        "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+        "recorded": task.recorded,
+    }

@@ -1,0 +1,244 @@
+"""Everything an operator may set: one class, read from ``INFERENCEGYM_*`` environment variables, checked at start."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
+
+from annotated_types import Ge, Le
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from inferencegym.errors import InvalidConfigError
+
+PREFIX: Final = "INFERENCEGYM_"
+READ_ELSEWHERE: Final = frozenset({"INFERENCEGYM_TASKS", "INFERENCEGYM_TRAFFIC_TASKS"})
+"""Variables of this prefix that other rooms read themselves."""
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Durability = Literal["full", "process", "none"]
+
+
+class Settings(BaseSettings):
+    """Settings of one server. Build them with :func:`load_settings` to get errors that name the variable."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
+
+    env: Literal["serving", "traffic"] = Field(
+        "serving", description="Environment served at the root path; the other one stays under its own prefix."
+    )
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: int = Field(
+        7860, ge=1, le=65535, description="Port to listen on.", validation_alias=AliasChoices(PREFIX + "PORT", "PORT")
+    )
+    also_port: int = Field(0, ge=0, le=65535, description="A second port for the same server (0 = none).")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Server processes; sessions are shared through the store.",
+        validation_alias=AliasChoices(PREFIX + "WORKERS", "WORKERS", "WEB_CONCURRENCY"),
+    )
+    health_status: Literal["healthy", "ok"] = Field(
+        "healthy", description='Word in the "status" of /health, for probes that compare it.'
+    )
+
+    store_url: str = Field(
+        "",
+        description="Where episodes are kept: sqlite:///absolute/path.db, redis://host:6379/0, rediss://..., or "
+        "memory:// (lost with the process). Empty: a SQLite file in the data directory.",
+    )
+    data_dir: Path | None = Field(
+        None,
+        description="Directory of the SQLite file. Unset: inferencegym under $XDG_STATE_HOME or ~/.local/state if that "
+        "can be written, else under the temporary directory (the start-up log says which).",
+    )
+    durability: Durability = Field(
+        "process",
+        description="What an acknowledged step survives with SQLite. full: power loss (one fsync per step). process: "
+        "kill -9 of the server; after a power loss the last moments before it may be missing, the file stays sound. "
+        "none: as process, but a power loss may damage the file.",
+    )
+    store_timeout_s: float = Field(
+        5.0, ge=0.05, le=60, description="Longest wait for the store before a request is answered with 503."
+    )
+    session_ttl_s: int = Field(
+        86_400, ge=1, le=31_536_000, description="Seconds after its last step that a session is forgotten."
+    )
+    max_sessions: int = Field(
+        20_000,
+        ge=1,
+        le=10_000_000,
+        description="Sessions kept in the store; at the limit the oldest finished episodes make room, then 503.",
+    )
+    live_sessions: int = Field(
+        1_000,
+        ge=1,
+        le=100_000,
+        description="Environments held in memory per process; others are rebuilt from the store when they are used.",
+    )
+    live_steps: int = Field(
+        250_000,
+        ge=1_000,
+        le=1_000_000_000,
+        description="Steps of all environments held in memory per process: bounds memory where episodes are long.",
+    )
+    max_concurrent_envs: int = Field(
+        64,
+        ge=1,
+        le=10_000,
+        description="WebSocket sessions at once, per process.",
+        validation_alias=AliasChoices(PREFIX + "MAX_CONCURRENT_ENVS", "MAX_CONCURRENT_ENVS"),
+    )
+
+    api_key: SecretStr | None = Field(
+        None, description="If set, every path but /health wants it as `Authorization: Bearer KEY` or `X-API-Key: KEY`."
+    )
+    trusted_proxies: Annotated[tuple[Network, ...], NoDecode] = Field(
+        (),
+        description="Comma-separated addresses or networks whose X-Forwarded-For is believed; * believes every peer.",
+    )
+    cors: Literal["read", "all", "off"] = Field(
+        "read", description="What pages of other origins may do: read (GET), all (GET and POST) or nothing."
+    )
+    frame_ancestors: str = Field(
+        "'self' https://huggingface.co https://*.hf.space",
+        description="Sites that may show the web page in a frame (value of the CSP directive frame-ancestors).",
+    )
+
+    max_body_bytes: int = Field(1_048_576, ge=1_024, le=1_073_741_824, description="Largest request body, in bytes.")
+    max_log_bytes: int = Field(
+        16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
+    )
+    body_timeout_s: float = Field(30.0, ge=0.1, le=3600, description="Longest wait for a request's body.")
+    resets_per_minute: int = Field(
+        12_000, ge=0, le=10_000_000, description="/reset per client address and process (0 = no limit)."
+    )
+    grades_per_minute: int = Field(
+        6_000, ge=0, le=10_000_000, description="/grader per client address and process (0 = no limit)."
+    )
+    baselines_per_minute: int = Field(
+        600, ge=0, le=10_000_000, description="/baseline per client address and process (0 = no limit)."
+    )
+    max_waiting_steps: int = Field(
+        32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."
+    )
+
+    access_log: Literal["all", "errors", "off"] = Field(
+        "all", description="Requests written to standard error, one JSON object a line."
+    )
+    shutdown_grace_s: int = Field(
+        10, ge=0, le=600, description="Seconds that requests in flight get to finish after SIGTERM."
+    )
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _split_networks(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if "*" in parts:
+            parts = ["0.0.0.0/0", "::/0"]
+        return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
+
+    @field_validator("api_key")
+    @classmethod
+    def _long_enough(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < 8:
+            raise ValueError("an API key has at least 8 characters")
+        return value
+
+    @field_validator("store_url")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        if value and value.split("://", 1)[0] not in ("sqlite", "redis", "rediss", "memory"):
+            raise ValueError("must begin with sqlite:///, redis://, rediss:// or memory://")
+        return value
+
+    def sqlite_path(self) -> Path:
+        """File of the SQLite store: from ``store_url``, else in the first data directory that can be written."""
+        if self.store_url:
+            return Path(self.store_url.removeprefix("sqlite://"))
+        return self._writable_dir() / "sessions.db"
+
+    def _writable_dir(self) -> Path:
+        if self.data_dir is not None:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            return self.data_dir
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        shared = Path(tempfile.gettempdir())
+        for directory in (Path(state).expanduser() / "inferencegym", shared / f"inferencegym-{os.getuid()}"):
+            try:
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError:
+                continue
+            # Somebody else's directory of this name in the shared temporary directory is no place for sessions.
+            if os.access(directory, os.W_OK | os.X_OK) and directory.stat().st_uid == os.getuid():
+                return directory
+        raise InvalidConfigError(
+            f"no directory for the session store can be written: set {PREFIX}DATA_DIR, or {PREFIX}STORE_URL=memory://"
+        )
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Read the environment. Raises :class:`InvalidConfigError` naming the variable, its value and what is allowed."""
+    _refuse_unknown(os.environ)
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        problems = [_explain(dict(problem)) for problem in error.errors(include_url=False)]
+        raise InvalidConfigError("; ".join(problems)) from error
+
+
+def describe_settings() -> list[dict[str, str]]:
+    """One row per setting for the documents: variable, allowed values, default and meaning."""
+    return [
+        {
+            "variable": _variable(name),
+            "allowed": _allowed(field),
+            "default": "" if field.default in (None, "", ()) else str(field.default),
+            "description": field.description or "",
+        }
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    # A misspelt variable would be a setting that silently does nothing; for an API key that is an open door.
+    known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
+    for variable in environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            raise InvalidConfigError(f"{variable} is not a setting: allowed are {', '.join(sorted(known))}")
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    place = str(problem["loc"][0]) if problem["loc"] else "settings"
+    name = place.removeprefix(PREFIX).lower()
+    name = {"web_concurrency": "workers"}.get(name, name)
+    field = Settings.model_fields.get(name)
+    if field is None:
+        return f"{place} is not a setting: allowed are {', '.join(Settings.model_fields)}"
+    shown = "its value" if name == "api_key" else repr(problem.get("input"))
+    return f"{_variable(name)}: {shown} is not allowed: it must be {_allowed(field)} ({problem['msg']})"
+
+
+def _allowed(field: FieldInfo) -> str:
+    choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
+    if choices:
+        return "one of " + ", ".join(str(choice) for choice in choices)
+    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
+    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
+    if low is not None:
+        kind = "an integer" if field.annotation is int else "a number"
+        return f"{kind} from {low:,} to {high:,}"
+    named: dict[Any, str] = {SecretStr | None: "8 characters or more", Path | None: "a directory", str: "text"}
+    return named.get(field.annotation, "addresses or networks, or *")
