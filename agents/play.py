@@ -1,0 +1,121 @@
+"""Playing many episodes at once and grading them: agents x seeds, or thousands of candidate policies x seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from agents.protocol import Agent, FloatArray
+from env.action import snap, write_actions
+from env.batch import ServingBatch
+from grader.episode import Episode
+from grader.grader import GRADES, unit
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
+from simulator.tables import ServingTables
+
+GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
+"""Metrics of an episode that grading reads."""
+
+MIN_ROWS_PER_THREAD: Final = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """Finished episodes of B rows and T steps.
+
+    ``metrics[name]`` (T, B) for the names of :data:`GRADED` and those asked for beside them, ``actions`` (T, B, 5) as
+    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b played ``seeds[b % L]``.
+    """
+
+    task: TaskSpec
+    seeds: tuple[int, ...]
+    metrics: dict[str, FloatArray]
+    actions: FloatArray
+    returns: FloatArray
+
+    def episode(self, row: int) -> Episode:
+        """What the grader sees of one row."""
+        columns = [self.metrics[name][:, row] for name in GRADED]
+        # Logs carry whole violations, see ServingFleet.snapshot.
+        columns[-1] = np.rint(columns[-1])
+        return Episode(*columns, self.actions[:, row, 2], self.actions[:, row, 0])
+
+    def scores(self, calibration: Calibration | None = None) -> FloatArray:
+        """The grade of every row, (B,)."""
+        calibration = calibration or get_calibration(self.task.task_id)
+        rule = GRADES[str(self.task.grade["kind"])]
+        rows = range(len(self.returns))
+        return np.array([unit(rule(self.task, calibration, self.episode(row))["score"]) for row in rows])
+
+    def breakdown(self, calibration: Calibration | None = None) -> dict[str, FloatArray]:
+        """Each component of the grade, (B,)."""
+        calibration = calibration or get_calibration(self.task.task_id)
+        rule = GRADES[str(self.task.grade["kind"])]
+        parts = [rule(self.task, calibration, self.episode(row))["breakdown"] for row in range(len(self.returns))]
+        return {name: np.array([part[name] for part in parts]) for name in parts[0]}
+
+
+def play(
+    task: TaskSpec,
+    agent: Agent,
+    seeds: Sequence[int],
+    *,
+    n_rows: int | None = None,
+    calibration: Calibration | None = None,
+    config: EpisodeConfig | None = None,
+    tables: ServingTables | None = None,
+    keep: Sequence[str] = (),
+    watch: Callable[[int, ServingBatch], None] | None = None,
+) -> Played:
+    """Play whole episodes with an agent: one row per seed, or ``n_rows`` rows that share the seeds' traffic.
+
+    ``keep`` names further metrics to record; ``watch(step, batch)`` is called after every step.
+    """
+    batch = ServingBatch(task, n_rows or len(seeds), config, tables, calibration, n_loads=len(seeds))
+    steps = batch.config.episode_length
+    metrics = {name: np.empty((steps, batch.n_rows)) for name in (*GRADED, *keep)}
+    actions = np.empty((steps, batch.n_rows, len(batch.mask)))
+    returns = np.zeros(batch.n_rows)
+    observation = batch.reset(list(seeds))
+    agent.reset(batch.n_rows)
+    with _Stepper(batch) as stepper:
+        for t in range(steps):
+            actions[t] = snap(agent.act(observation), batch.mask)
+            write_actions(batch.fleet, actions[t])
+            stepper.advance()
+            returns += batch.reward
+            for name, column in metrics.items():
+                column[t] = batch.metric[name]
+            if watch is not None:
+                watch(t, batch)
+    return Played(task, tuple(int(s) for s in seeds), metrics, actions, returns)
+
+
+class _Stepper:
+    """Steps a batch on all cores; rows are independent, so the result does not depend on their number."""
+
+    def __init__(self, batch: ServingBatch) -> None:
+        self._batch = batch
+        n = max(1, min(os.cpu_count() or 1, batch.n_rows // MIN_ROWS_PER_THREAD))
+        edges = np.linspace(0, batch.n_rows, n + 1).astype(int).tolist()
+        self._parts = list(zip(edges[:-1], edges[1:], strict=True))
+        self._pool = ThreadPoolExecutor(n) if n > 1 else None
+
+    def __enter__(self) -> _Stepper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def advance(self) -> None:
+        if self._pool is None:
+            self._batch.advance()
+            return
+        for done in [self._pool.submit(self._batch.advance, lo, hi) for lo, hi in self._parts]:
+            done.result()

@@ -1,0 +1,35 @@
+"""What an agent is: a function from observations to knobs, for many episodes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.tasks import TaskSpec
+
+FloatArray = NDArray[np.float64]
+
+
+class Agent(Protocol):
+    """Plays B episodes side by side, seeing nothing but their observations.
+
+    Rows are independent: what an agent does in one never depends on another, so scores do not depend on B.
+    """
+
+    def reset(self, n_rows: int) -> None:
+        """New episodes begin in all ``n_rows`` rows; forget the old ones."""
+        ...
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        """Knobs (B, 5) in the order of ``ACTION_FIELDS`` for observations (B, 14) in the order of ``OBSERVATION_FIELDS``.
+
+        The environment clamps and snaps what it is given and ignores knobs that the task does not offer.
+        """
+        ...
+
+
+AgentFactory = Callable[[TaskSpec, str], Agent]
+"""Makes an agent for a task; the text is what stood behind the colon of its name (``random:7``), or empty."""

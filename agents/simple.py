@@ -1,0 +1,48 @@
+"""Agents that look at nothing: one action for ever, or any action at all."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agents.protocol import FloatArray
+from env.action import ACTION_HIGH, ACTION_LOW, to_row
+from inferencegym.models import SPEC_LENGTHS, ServeAction
+
+
+class ConstantAgent:
+    """The same action at every step."""
+
+    def __init__(self, action: ServeAction) -> None:
+        action.validate()
+        self.action = action
+        self._row = to_row(action)
+
+    def reset(self, n_rows: int) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        return np.broadcast_to(self._row, (len(observation), len(self._row)))
+
+
+class RandomAgent:
+    """Every knob drawn anew each step, all its values equally likely (``batch_size`` on a logarithmic scale).
+
+    Row b draws from its own stream ``[seed, b]``, so a row plays the same whatever B is.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._streams: list[np.random.Generator] = []
+
+    def reset(self, n_rows: int) -> None:
+        self._streams = [np.random.default_rng([self._seed, row]) for row in range(n_rows)]
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        u = np.array([stream.random(len(ACTION_LOW)) for stream in self._streams])
+        actions = np.empty_like(u)
+        actions[:, 0] = ACTION_LOW[0] + u[:, 0] * (ACTION_HIGH[0] - ACTION_LOW[0])
+        actions[:, 1] = np.array(SPEC_LENGTHS)[(u[:, 1] * len(SPEC_LENGTHS)).astype(np.int64)]
+        actions[:, 2] = np.exp(u[:, 2] * np.log(ACTION_HIGH[2]))
+        actions[:, 3] = u[:, 3] < 0.5
+        actions[:, 4] = np.floor(u[:, 4] * 3.0)
+        return actions
