@@ -6,9 +6,9 @@ decodes its resident sequences and prefills prompts, fused (``chunked``) or in i
 admitted last is preempted and later recomputed. Nothing is averaged: every request has its own arrival, first token
 and finish.
 
-Rules of the queue: highest class first, first come first served within a class. A replica takes a request when a slot
-and cache for the prompt are free and no other replica that could take it has fewer requests. A bounded queue refuses
-the youngest request of the lowest class.
+Rules of the queue: highest class first, first come first served within a class. A request goes to the replica with
+the fewest requests among those that have a slot and cache for its prompt, and starts there with the next iteration;
+it waits in the shared queue while there is none. A bounded queue refuses the youngest request of the lowest class.
 
 With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots
 and cache blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
@@ -152,7 +152,8 @@ def serve_closed(
 ) -> Outcome:
     """Serve ``clients`` that each send their next request when the last is answered (closed loop).
 
-    Requests are handed out in order; the run ends when all are answered.
+    Requests are handed out in order; the run ends when all are answered. The engine profile's TTFT offset is the way
+    to the client and back, so a slot stays free that long between two requests of one client.
     """
     if clients < 1:
         raise InvalidConfigError(f"clients={clients}: a closed loop needs at least one")
@@ -187,11 +188,13 @@ class _Replica:
         self.goal: IntArray = np.zeros(batch_size, np.int64)  # prompt plus output
         self.token_sum = 0
         self.steps_to_finish = 0  # iterations until some sequence may finish; exact without drafting
-        self.reserved_blocks = 0  # reserve_output: blocks promised to admitted requests
+        self.reserved_blocks = 0  # blocks of its requests at their full length
         self.prefilling: list[_Prefill] = []
         self.in_transit = 0
         self.transit_blocks = 0
         self.transit_tokens = 0
+        self.assigned: deque[int] = deque()  # will start with the next iteration
+        self.assigned_blocks = 0
         self.preempted: deque[int] = deque()
         self.chunks: list[
             tuple[_Prefill, int]
@@ -205,8 +208,8 @@ class _Replica:
         return self.n + len(self.prefilling) + self.in_transit
 
     def load(self) -> int:
-        """Requests the replica is responsible for, preempted ones included."""
-        return self.in_flight() + len(self.preempted)
+        """Requests the replica is responsible for: in flight, preempted, or assigned to start next."""
+        return self.in_flight() + len(self.preempted) + len(self.assigned)
 
     def prefill_blocks(self) -> int:
         """Blocks held for prompts under way or on the link."""
@@ -310,17 +313,35 @@ class _Simulation:
             return
         self.queue[self.priority[request]].append(request)
         self.waiting += 1
-        if self.fleet.queue_limit is not None and self.waiting > self.fleet.queue_limit + self._free_slots():
+        self._dispatch()
+        if self.fleet.queue_limit is not None and self.waiting > self.fleet.queue_limit:
             lowest = next(line for line in reversed(self.queue) if line)
             self.waiting -= 1
             self._refuse(lowest.pop())
-        for replica in self.replicas:
+
+    def _dispatch(self) -> None:
+        """Assign waiting requests to replicas that have room for them, least loaded first."""
+        while self.waiting:
+            line = next(line for line in self.queue if line)
+            request = line[0]
+            able = [replica for replica in self.replicas if self._has_room(replica, request)]
+            if not able:
+                return
+            replica = min(able, key=_Replica.load)
+            line.popleft()
+            self.waiting -= 1
+            replica.assigned.append(request)
+            replica.assigned_blocks += _blocks(self.length[request] + 1)
+            replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
             if replica.idle or (self.fleet.disaggregated and replica.prefill_idle):
                 self._schedule(0.0, _WAKE, 0, replica.index)
 
-    def _free_slots(self) -> int:
-        """Slots that waiting requests will take at the next iterations: those do not count against the limit."""
-        return sum(max(self.fleet.batch_size - replica.load(), 0) for replica in self.replicas)
+    def _has_room(self, replica: _Replica, request: int) -> bool:
+        if replica.preempted or replica.load() >= self.fleet.batch_size:
+            return False
+        if self.reserve:
+            return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= self.pool_blocks
+        return self._fits(replica, request, replica.assigned_blocks)
 
     def _refuse(self, request: int) -> None:
         self.rejected[request] = True
@@ -331,48 +352,30 @@ class _Simulation:
         if self.next_client_request < len(self.prompt):
             request = self.next_client_request
             self.next_client_request += 1
-            self._schedule(0.0, _ARRIVAL, request, 0)
+            self._schedule(self.model.profile.ttft_offset_ms, _ARRIVAL, request, 0)
 
     def _head(self, replica: _Replica) -> int | None:
         """The request that this replica should start next, if it may: its own preempted ones first."""
-        if replica.in_flight() >= self.fleet.batch_size:
+        line = replica.preempted or replica.assigned
+        if not line or replica.in_flight() >= self.fleet.batch_size:
             return None
-        if replica.preempted:
-            request = replica.preempted[0]
-            return request if self._fits(replica, request) else None
-        if not self.waiting:
-            return None
-        request = next(line for line in self.queue if line)[0]
-        if not self._fits(replica, request):
-            return None
-        load = replica.load()
-        for other in self.replicas:
-            if (
-                other.load() < load
-                and not other.preempted
-                and other.in_flight() < self.fleet.batch_size
-                and self._fits(other, request)
-            ):
-                return None
-        return request
+        return line[0] if self.reserve or self._fits(replica, line[0]) else None
 
-    def _fits(self, replica: _Replica, request: int) -> bool:
-        if self.reserve:
-            return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= self.pool_blocks
-        need = _blocks(self.length[request] + 1) + replica.prefill_blocks()
+    def _fits(self, replica: _Replica, request: int, promised_blocks: int = 0) -> bool:
+        """Whether the cache has blocks for this prompt beside what is resident and promised."""
+        need = _blocks(self.length[request] + 1) + replica.prefill_blocks() + promised_blocks
         # Blocks are rounded up per sequence: this bound spares the exact count while the cache is far from full.
         bound = (replica.token_sum + replica.n * (self.growth + BLOCK_TOKENS)) // BLOCK_TOKENS + 1
         return need + bound <= self.pool_blocks or need + replica.decode_blocks(self.growth) <= self.pool_blocks
 
-    def _start_prefill(self, replica: _Replica, request: int) -> _Prefill:
-        if replica.preempted and replica.preempted[0] == request:
-            replica.preempted.popleft()
+    def _start_prefill(self, replica: _Replica) -> _Prefill:
+        blocks = _blocks(self.length[(replica.preempted or replica.assigned)[0]] + 1)
+        if replica.preempted:
+            request = replica.preempted.popleft()
         else:
-            self.queue[self.priority[request]].popleft()
-            self.waiting -= 1
-        if self.reserve:
-            replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
-        prefill = _Prefill(request, self.length[request], _blocks(self.length[request] + 1))
+            request = replica.assigned.popleft()
+            replica.assigned_blocks -= blocks
+        prefill = _Prefill(request, self.length[request], blocks)
         replica.prefilling.append(prefill)
         return prefill
 
@@ -452,7 +455,7 @@ class _Simulation:
             # Whole prompts only: one longer than the budget goes alone.
             if request is None or (whole and taken and self.length[request] > budget):
                 break
-            prefill = self._start_prefill(replica, request)
+            prefill = self._start_prefill(replica)
             tokens = prefill.need if whole else min(budget, prefill.need)
             taken.append((prefill, tokens))
             budget -= tokens
@@ -465,7 +468,8 @@ class _Simulation:
         if not self.fleet.disaggregated:
             for prefill in self._complete(replica, replica.chunks):
                 self._first_token(replica, prefill.request, prefill.need)
-        elif replica.prefill_idle:
+        self._dispatch()
+        if self.fleet.disaggregated and replica.prefill_idle:
             self._begin_prefill(replica)  # slots or cache may have become free
         self._begin_iteration(replica)
 
@@ -511,8 +515,7 @@ class _Simulation:
 
     def _finish(self, replica: _Replica, request: int) -> None:
         self.finish_ms[request] = self.now
-        if self.reserve:
-            replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+        replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
         self._send_next()
 
     def _note_peak(self, replica: _Replica) -> None:

@@ -1,0 +1,230 @@
+"""The committed lookup tables: shape, physics, provenance, and that they are what the builder builds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from simulator.build import measured
+from simulator.build.operators import PROFILES_PATH, TIERS, support
+from simulator.build.table import (
+    BATCH_SIZES,
+    COLUMNS,
+    KV_BUDGETS,
+    LONGEST_OUTPUT,
+    METADATA_KEY,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SPEC_LENGTHS,
+    Slice,
+    build_table,
+    output_lengths,
+    table_metadata,
+    table_row,
+)
+from simulator.build.validate import argonne_errors, fit_overheads, table_vs_argonne
+
+DATA = Path(__file__).parents[1] / "simulator" / "data"
+TABLES = {
+    "traces_llama3_8b.parquet": ("a100-40gb", "a100_40"),
+    "traces_llama3_8b_a100_80gb.parquet": ("a100-80gb", "vllm_v1"),
+}
+SPEC_COLUMNS = [
+    "batch_size",
+    "kv_budget",
+    "spec_length",
+    "quant_tier",
+    "prompt_len_bucket",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_ms",
+    "tps",
+    "gpu_mem_gb",
+    "cost_per_1k",
+]
+
+
+def read(name: str) -> dict[str, np.ndarray[Any, Any]]:
+    table = pq.read_table(DATA / name)
+    return {column: table[column].to_numpy() for column in table.column_names}
+
+
+def metadata(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(pq.read_schema(DATA / name).metadata[METADATA_KEY])
+    return loaded
+
+
+@pytest.fixture(params=list(TABLES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_every_configuration_has_one_row_with_the_published_columns_first(name: str) -> None:
+    table = read(name)
+    assert list(table)[: len(SPEC_COLUMNS)] == SPEC_COLUMNS
+    keys = set(zip(*(table[column].tolist() for column in SPEC_COLUMNS[:5]), strict=True))
+    grid = len(BATCH_SIZES) * len(KV_BUDGETS) * len(SPEC_LENGTHS) * len(TIERS) * len(PROMPT_TOKENS)
+    assert len(keys) == len(table["tps"]) == grid == 5400
+
+
+def test_every_value_is_finite_and_positive(name: str) -> None:
+    table = read(name)
+    for column in list(COLUMNS)[5:-1]:
+        assert np.isfinite(table[column]).all(), column
+        assert (table[column] > 0).all(), column
+    assert set(np.unique(table["support"])) <= {0, 1, 2, 3}
+
+
+def test_the_file_is_small_and_plain(name: str) -> None:
+    file = pq.ParquetFile(DATA / name)
+    assert (DATA / name).stat().st_size < 1_000_000
+    assert file.metadata.num_row_groups == 1
+    assert {str(field.type) for field in file.schema_arrow} == {"int64", "double"}
+
+
+def test_the_file_says_what_it_was_built_from(name: str) -> None:
+    hardware, engine = TABLES[name]
+    assert metadata(name) == table_metadata(hardware, engine)
+    assert metadata(name)["measured_sha256"] == measured.recorded_checksums()
+    assert metadata(name)["profiles_sha256"] == hashlib.sha256(PROFILES_PATH.read_bytes()).hexdigest()
+    assert metadata(name)["spec_tokens_per_step"]["4"] == pytest.approx(2.391, abs=1e-3)
+
+
+@pytest.mark.parametrize("index", range(30))
+def test_a_sample_of_rows_rebuilds_to_the_committed_values(index: int) -> None:
+    name = list(TABLES)[index % len(TABLES)]
+    hardware, engine = TABLES[name]
+    table = read(name)
+    i = int(np.random.default_rng(index).integers(5400))
+    part = Slice(
+        hardware,
+        engine,
+        TIERS[table["quant_tier"][i]],
+        int(table["prompt_len_bucket"][i]),
+        int(table["spec_length"][i]),
+    )
+    rebuilt = table_row(part, int(table["batch_size"][i]), float(table["kv_budget"][i]))
+    committed = {column: values[i] for column, values in table.items()}
+    assert list(rebuilt) == list(committed)
+    assert rebuilt == pytest.approx(committed, rel=1e-9)
+
+
+def test_throughput_strictly_increases_with_batch_size_up_to_saturation(name: str) -> None:
+    """Whole cache, FP16, no drafting, at every prompt length; saturation: the cache or the compute is full."""
+    table = read(name)
+    plain = (table["kv_budget"] == 1.0) & (table["spec_length"] == 0) & (table["quant_tier"] == 0)
+    for bucket in range(len(PROMPT_TOKENS)):
+        tps = table["tps"][plain & (table["prompt_len_bucket"] == bucket)]
+        best = int(np.argmax(tps))
+        assert (np.diff(tps[: best + 1]) > 0).all(), bucket
+        # Past the peak, preemption costs something but throughput never collapses.
+        assert (tps[best:] > 0.8 * tps[best]).all(), bucket
+        assert best >= 3, bucket
+
+
+def test_saturated_throughput_agrees_with_the_step_times_while_the_cache_is_roomy() -> None:
+    """Per request: its prefill share plus its tokens' share of the decode iterations, by hand."""
+    table = read("traces_llama3_8b.parquet")
+    plain = (table["kv_budget"] == 1.0) & (table["spec_length"] == 0) & (table["quant_tier"] == 0)
+    for batch_size, bucket in ((16, 3), (32, 2), (64, 1)):
+        row = plain & (table["batch_size"] == batch_size) & (table["prompt_len_bucket"] == bucket)
+        decode = table["decode_ms"][row][0] * OUTPUT_TOKENS / batch_size
+        by_hand = OUTPUT_TOKENS / (decode + table["prefill_marginal_ms"][row][0]) * 1e3
+        assert table["tps"][row][0] == pytest.approx(by_hand, rel=0.12)
+
+
+def test_memory_is_weights_activations_sequences_and_pool() -> None:
+    table = read("traces_llama3_8b.parquet")
+
+    def memory(batch_size: int, kv: float, spec: int, tier: int) -> float:
+        row = (table["batch_size"] == batch_size) & (table["kv_budget"] == kv)
+        return float(table["gpu_mem_gb"][row & (table["spec_length"] == spec) & (table["quant_tier"] == tier)][0])
+
+    assert memory(32, 1.0, 0, 0) == pytest.approx(16.06 + 2.15 + 0.048 + (40 - 16.06 - 2.15 - 0.25))
+    assert memory(32, 1.0, 0, 0) == pytest.approx(39.798)
+    assert memory(512, 1.0, 0, 0) > 40.0
+    assert memory(8, 0.5, 2, 2) == pytest.approx(5.74 + 2.15 + 0.8 + 0.012 + 0.5 * (40 - 5.74 - 2.15 - 0.25 - 0.8))
+
+
+def test_the_cache_capacity_is_the_pool_in_tokens() -> None:
+    table = read("traces_llama3_8b.parquet")
+    row = (table["kv_budget"] == 1.0) & (table["spec_length"] == 0) & (table["quant_tier"] == 0)
+    assert set(table["kv_capacity_tokens"][row]) == {int((40 - 16.06 - 2.15 - 0.25) * 1e9 / 131072)}
+
+
+def test_cost_is_one_gpu_over_thousands_of_tokens(name: str) -> None:
+    table = read(name)
+    assert table["cost_per_1k"] == pytest.approx(1000.0 / table["tps"])
+
+
+def test_step_times_do_not_depend_on_the_cache_budget(name: str) -> None:
+    table = read(name)
+    for column in ("decode_ms", "prefill_ms", "prefill_marginal_ms", "prefill_saturated_ms"):
+        at = [table[column][table["kv_budget"] == kv] for kv in KV_BUDGETS]
+        assert all(np.array_equal(at[0], values) for values in at[1:])
+
+
+def test_a_smaller_cache_hardly_ever_serves_more(name: str) -> None:
+    """It may by some per cent: past 128 rows a GEMM's time jumps by a tile, so a few more residents can cost throughput."""
+    table = read(name)
+    tps = np.stack([table["tps"][table["kv_budget"] == kv] for kv in KV_BUDGETS])
+    assert (tps[1:] >= 0.9 * tps[:-1]).all()
+    assert np.mean(tps[1:] >= 0.98 * tps[:-1]) > 0.97
+
+
+def test_support_is_the_coverage_of_the_row(name: str) -> None:
+    table = read(name)
+    for i in range(0, 5400, 97):
+        prompt = PROMPT_TOKENS[table["prompt_len_bucket"][i]]
+        tier = TIERS[table["quant_tier"][i]]
+        expected = support(tier, int(table["batch_size"][i]), prompt, prompt, int(table["spec_length"][i]))
+        assert table["support"][i] == expected
+
+
+def test_output_lengths_have_the_stated_mean_in_every_stretch() -> None:
+    lengths = output_lengths(2000)
+    assert lengths.mean() == pytest.approx(OUTPUT_TOKENS, rel=0.02)
+    assert lengths[700:800].mean() == pytest.approx(OUTPUT_TOKENS, rel=0.08)
+    assert lengths.min() >= 1
+    assert lengths.max() <= LONGEST_OUTPUT
+
+
+def test_a_table_is_the_same_whether_one_process_builds_it_or_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulator.build.table.BATCH_SIZES", (1,))
+    monkeypatch.setattr("simulator.build.table.SPEC_LENGTHS", (0,))
+    monkeypatch.setattr("simulator.build.table.PROMPT_TOKENS", (64, 128))
+    one = build_table(tmp_path / "one.parquet", jobs=1, progress=False)
+    again = build_table(tmp_path / "again.parquet", jobs=1, progress=True)
+    assert one.read_bytes() == again.read_bytes()
+    assert pq.read_table(one).num_rows == 1 * 5 * 1 * 2 * 3
+
+
+def test_the_step_model_is_within_its_stated_error_of_real_batches() -> None:
+    errors = {summary.group: summary for summary in argonne_errors()}
+    assert errors["vLLM, calibration"].rows == 6
+    assert errors["vLLM, held out"].rows == 14
+    assert errors["vLLM, held out"].median < 0.015
+    assert errors["vLLM, held out"].p90 < 0.04
+    assert errors["TensorRT-LLM, nothing fitted"].rows == 20
+    assert errors["TensorRT-LLM, nothing fitted"].median < 0.04
+
+
+def test_the_overheads_of_the_vllm_profile_are_the_ones_that_fit() -> None:
+    fitted = fit_overheads()
+    stated = json.loads(PROFILES_PATH.read_text(encoding="utf-8"))["engines"]["vllm_v0"]
+    assert fitted[0] == pytest.approx(stated["step_overhead_ms"], abs=0.005)
+    assert fitted[1] == pytest.approx(stated["sequence_overhead_ms"], abs=0.0005)
+
+
+def test_the_committed_table_composes_into_real_batches() -> None:
+    errors = {summary.group: summary for summary in table_vs_argonne()}
+    assert errors["TensorRT-LLM, fits the cache"].median < 0.03
+    assert errors["vLLM, held out, fits the cache"].median < 0.06
