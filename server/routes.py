@@ -65,7 +65,7 @@ class RootRoutes:
                 method="POST",
                 summary="Play one second",
                 request_schema=schemas.step_schema(),
-                responses=_responses(schemas.step_answer_schema(), *step_errors),
+                responses=documented(schemas.step_answer_schema(), *step_errors),
             ),
             JsonRoute(
                 "/reset",
@@ -74,7 +74,7 @@ class RootRoutes:
                 summary="Start an episode",
                 request_schema=schemas.reset_schema(),
                 body_required=False,
-                responses=_responses(schemas.reset_answer_schema(), 404, 429, 503),
+                responses=documented(schemas.reset_answer_schema(), 404, 429, 503),
             ),
             JsonRoute(
                 "/state",
@@ -82,7 +82,7 @@ class RootRoutes:
                 method="GET",
                 summary="Where an episode stands",
                 parameters=[session_id],
-                responses=_responses({"type": "object"}, 404, 503),
+                responses=documented({"type": "object"}, 404, 503),
             ),
             JsonRoute(
                 "/grader",
@@ -90,14 +90,14 @@ class RootRoutes:
                 method="POST",
                 summary="Score an episode",
                 request_schema=schemas.grade_schema(),
-                responses=_responses({"type": "object"}, 404, 429, 503),
+                responses=documented({"type": "object"}, 404, 429, 503),
             ),
             JsonRoute(
                 "/health",
                 self.health,
                 method="GET",
                 summary="Is the server ready?",
-                responses=_responses({"type": "object"}, 503),
+                responses=documented({"type": "object"}, 503),
             ),
             JsonRoute(
                 "/tasks",
@@ -105,21 +105,21 @@ class RootRoutes:
                 method="GET",
                 summary="What can be played",
                 parameters=[all_tasks],
-                responses=_responses({"type": "object"}),
+                responses=documented({"type": "object"}),
             ),
             JsonRoute(
                 "/baseline",
                 self.baseline,
                 method="GET",
                 summary="What an engine's defaults score",
-                responses=_responses({"type": "object"}, 429, 503),
+                responses=documented({"type": "object"}, 429, 503),
             ),
             JsonRoute(
                 "/info",
                 self.info,
                 method="GET",
                 summary="Schemas, reward, calibration and provenance",
-                responses=_responses({"type": "object"}, 503),
+                responses=documented({"type": "object"}, 503),
             ),
             JsonRoute(
                 "/openenv.yaml",
@@ -302,7 +302,7 @@ _STATUS_TEXTS: Final = {
 }
 
 
-def _responses(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
     responses: dict[int | str, dict[str, Any]] = {
         200: {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
     }

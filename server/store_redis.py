@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -108,7 +108,7 @@ class RedisStore:
     async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
         token = secrets.token_hex(8)
         keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller)]
-        args = [token, start.to_json(), self._ttl_s, time.time(), self._limit, session_id, *actions]
+        args: list[Any] = [token, start.to_json(), self._ttl_s, time.time(), self._limit, session_id, *actions]
         if not await self._run(lambda: self._put(keys, args)):
             await self.purge()
             if not await self._run(lambda: self._put(keys, args)):
@@ -134,11 +134,11 @@ class RedisStore:
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         keys = [_head(session_id), _actions(session_id)]
-        args = [token, index, action, self._ttl_s, f"{self._process}-{next(self._appends)}"]
+        args: list[Any] = [token, index, action, self._ttl_s, f"{self._process}-{next(self._appends)}"]
         return bool(await self._run(lambda: self._append(keys, args)))
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
-        args = [token, time.time(), session_id, int(finished)]
+        args: list[Any] = [token, time.time(), session_id, int(finished)]
         await self._run(lambda: self._touch([_head(session_id), BY_AGE, FINISHED], args))
 
     async def latest(self, caller: str) -> str | None:

@@ -1,0 +1,100 @@
+"""Real servers for tests: started as an operator starts them, talked to over sockets, killed when a test says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 30
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RunningServer:
+    """One server (with all its workers) and a client for it."""
+
+    settings: dict[str, str]
+    log: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+
+    def start(self) -> RunningServer:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("INFERENCEGYM_")}
+        environment = {**clean, **self.settings, "INFERENCEGYM_PORT": str(self.port), "INFERENCEGYM_HOST": "127.0.0.1"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "server.app"], cwd=ROOT, env=environment, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(httpx.TransportError):
+                if self.client.get("/health").status_code == 200:
+                    return self
+            time.sleep(0.05)
+        self.kill()
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """As a crash would: no signal handler runs, in no worker."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """As an operator would; returns the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+    def post(self, path: str, body: Any = None) -> dict[str, Any]:
+        """The JSON answer; anything but 200 fails the test with what the server said."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, f"{path} {body}: {answer.status_code} {answer.text}"
+        return dict(answer.json())
+
+    def get(self, path: str, **params: Any) -> dict[str, Any]:
+        answer = self.client.get(path, params=params)
+        assert answer.status_code == 200, f"{path} {params}: {answer.status_code} {answer.text}"
+        return dict(answer.json())
+
+
+@contextlib.contextmanager
+def running_server(directory: Path, **settings: str) -> Iterator[RunningServer]:
+    """A server that keeps its sessions in ``directory`` and is stopped at the end."""
+    named = {f"INFERENCEGYM_{name.upper()}": value for name, value in settings.items()}
+    server = RunningServer({"INFERENCEGYM_DATA_DIR": str(directory), **named}, directory / "server.log")
+    try:
+        yield server.start()
+    finally:
+        server.client.close()
+        if server.process is not None and server.process.poll() is None:
+            server.kill()
