@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,13 +121,15 @@ def load_tables(path: str | Path | None = None, isolated: bool = False) -> Servi
     return _load(str(resolved), digest, isolated)
 
 
-@lru_cache(maxsize=8)
+_loaded: Final[dict[tuple[str, str], ServingTables]] = {}
+
+
 def _load(path: str, digest: str, isolated: bool) -> ServingTables:
-    if isolated and "pyarrow" not in sys.modules:
-        raw, meta = _read_in_child(path)
-    else:
-        raw, meta = read_columns(path)
-    return _arrange(path, digest, raw, meta)
+    # However it was read, it is the same table: what a server has read in a child process nobody reads again.
+    if (path, digest) not in _loaded:
+        raw, meta = _read_in_child(path) if isolated and "pyarrow" not in sys.modules else read_columns(path)
+        _loaded[path, digest] = _arrange(path, digest, raw, meta)
+    return _loaded[path, digest]
 
 
 def read_columns(path: str) -> tuple[dict[str, FloatArray], dict[str, Any]]:
