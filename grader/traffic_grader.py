@@ -9,32 +9,63 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidActionError, MalformedLogError
-from inferencegym.traffic import TrafficTask, get_traffic_task, parse_action
+from inferencegym.traffic import ACCEPT_SHARES, TrafficTask, get_traffic_task, parse_action
 from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, short_queue_limit
 
-METRICS: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency")
-"""The numbers that scores are made of."""
+_FROM_INFO: Final = ("incoming_requests", "allowed_requests", "accept_rate")
+_FROM_STATE: Final = ("cpu_usage", "memory_usage", "queue_length", "avg_latency", "crashed")
+METRICS: Final = (*_FROM_INFO, *_FROM_STATE)
+"""What a log entry measures."""
+_SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency")
 
 
 def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Score an episode of a traffic task.
 
-    ``episode_log`` is :attr:`env.traffic_env.TrafficEnv.episode_log`. Returns ``score`` in [0, 1], the same number as
-    the environment's ``final_score``, ``breakdown`` (its ingredients) and ``feedback`` (a sentence). An empty log
-    scores 0; one that stops early counts the missing steps as not survived. Raises
-    :class:`UnknownTrafficTaskError`, or :class:`MalformedLogError` naming step and field.
+    ``episode_log`` is :attr:`env.traffic_env.TrafficEnv.episode_log`, or the answers of ``POST /step``. Returns
+    ``score`` in [0, 1], the same number as the environment's ``final_score``, ``breakdown`` (its ingredients) and
+    ``feedback`` (a sentence). An empty log scores 0; one that stops early counts the missing steps as not survived.
+    Raises :class:`UnknownTrafficTaskError`, or :class:`MalformedLogError` naming step and field.
     """
     task = get_traffic_task(task_id)
-    totals = _totals(task, episode_log)
-    if not len(episode_log):
+    entries = traffic_log(episode_log)
+    if not entries:
         return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
+    totals = _totals(task, entries)
     score = float(final_score(task.grade, totals, task.episode_length)[0])
     return {"score": score, "breakdown": _breakdown(task, totals), "feedback": _feedback(task, totals, score)}
 
 
-def _totals(task: TrafficTask, episode_log: object) -> EpisodeTotals:
+def traffic_log(episode_log: object) -> list[Mapping[str, Any]]:
+    """Entries in the form of a log; answers of ``POST /step``, in order, are read as well.
+
+    An answer names the action by ``info.accept_rate`` and holds every number of a log entry in ``state`` and ``info``.
+    """
     if not isinstance(episode_log, Sequence) or isinstance(episode_log, (str, bytes)):
         raise MalformedLogError("episode_log must be a list of steps")
+    return [_as_entry(i, entry) for i, entry in enumerate(episode_log, 1)]
+
+
+def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics")
+    state, info = entry.get("state"), entry.get("info")
+    if "metrics" in entry or not isinstance(state, Mapping) or not isinstance(info, Mapping):
+        return entry
+    share = info.get("accept_rate")
+    names = [name for name, value in ACCEPT_SHARES.items() if value == share]
+    if not names:
+        allowed = ", ".join(map(str, ACCEPT_SHARES.values()))
+        raise MalformedLogError(f"step {i}: info.accept_rate={share!r} is not allowed: it must be one of {allowed}")
+    return {
+        "timestep": info.get("episode_step"),
+        "action": {"action": names[0]},
+        "reward": entry.get("reward"),
+        "metrics": {name: (info if name in _FROM_INFO else state).get(name) for name in METRICS},
+    }
+
+
+def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> EpisodeTotals:
     if len(episode_log) > task.episode_length:
         raise MalformedLogError(
             f"episode_log has {len(episode_log)} steps: an episode of {task.task_id} has at most {task.episode_length}"
@@ -62,9 +93,7 @@ def _totals(task: TrafficTask, episode_log: object) -> EpisodeTotals:
     )
 
 
-def _checked_metrics(i: int, entry: object) -> Mapping[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics")
+def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
         raise MalformedLogError(f"step {i}: timestep={entry.get('timestep')!r} is not allowed: steps count from 1")
     try:
@@ -74,7 +103,7 @@ def _checked_metrics(i: int, entry: object) -> Mapping[str, Any]:
     metrics = entry.get("metrics")
     if not isinstance(metrics, Mapping):
         raise MalformedLogError(f"step {i}: metrics must be an object")
-    for name in METRICS:
+    for name in _SCORED:
         value = metrics.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise MalformedLogError(f"step {i}: metrics.{name}={value!r} is not allowed: it must be a number >= 0")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Mount
 
 from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
@@ -25,6 +26,7 @@ from server.routes import Context, RootRoutes
 from server.session_manager import SessionManager
 from server.settings import Settings, load_settings
 from server.stores import make_store
+from server.traffic_routes import TrafficRoutes
 
 if TYPE_CHECKING:
     app: FastAPI
@@ -57,7 +59,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=_lifespan(hooks),
     )
     app.state.context = context
-    app.router.routes[:0] = RootRoutes(context).routes()
+    app.router.routes[:0] = _routes(context)
     install_problem_handlers(app)
     # Added last, run first.
     app.add_middleware(Guard, settings=settings)
@@ -65,6 +67,17 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.add_middleware(CORSMiddleware, **cors_options(settings))
     app.add_middleware(RequestLog, settings=settings, log=lines)
     return app
+
+
+def _routes(context: Context) -> list[BaseRoute]:
+    """Each environment under its prefix, and the one that the settings name at the root too."""
+    serving, traffic = RootRoutes(context).routes(), TrafficRoutes(context).routes()
+    if context.settings.env == "serving":
+        return [*serving, *traffic]
+    # The process is asked for its health at the root, whichever environment is there.
+    health = [route for route in serving if route.path == "/health"]
+    at_root = [route for route in TrafficRoutes(context, prefix="").routes() if route.path != "/health"]
+    return [*at_root, *health, *traffic, Mount("/serving", routes=serving)]
 
 
 def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

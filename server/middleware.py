@@ -117,6 +117,7 @@ class Guard:
             "/reset": settings.resets_per_minute,
             "/traffic/reset": settings.resets_per_minute,
             "/grader": settings.grades_per_minute,
+            "/traffic/grader": settings.grades_per_minute,
             "/baseline": settings.baselines_per_minute,
         }
         self._limits = {path: RateLimit(per_minute) for path, per_minute in limits.items() if per_minute}

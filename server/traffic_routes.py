@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,7 +150,7 @@ class TrafficRoutes:
 
     async def _session_of(self, request: Request) -> str:
         """The session of a request that names none."""
-        return _cookie(request) or await self._sessions.latest(self._caller(request))
+        return request.cookies.get(COOKIE) or await self._sessions.latest(self._caller(request))
 
     async def _live(self, request: Request, session_id: str) -> Live:
         request.scope[SESSION_KEY] = session_id
@@ -251,17 +250,6 @@ def _grade_log(wanted: GradeRequest) -> dict[str, Any]:
         assert wanted.seed is not None
         verify_log(task_id, wanted.seed, wanted.config, log, replay_traffic)
     return {**grade_traffic(task_id, log), "verified": verified}
-
-
-def _cookie(request: Request) -> str | None:
-    header = request.headers.get("cookie")
-    if header is None:
-        return None
-    try:
-        morsel = SimpleCookie(header).get(COOKIE)
-    except CookieError:
-        return None  # somebody else's cookie that is no cookie; ours is always well-formed
-    return morsel.value if morsel is not None else None
 
 
 # ---------------------------------------------------------------- schemas
