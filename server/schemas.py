@@ -110,7 +110,7 @@ def parse_step(body: Mapping[str, Any]) -> tuple[str, Any, int | None]:
     number = body.get("step")
     if number is not None:
         number = _integer("step", number, 1, MAX_STEP, 1)
-    if len(body) > 3 or (len(body) == 3 and "step" not in body):
+    if len(body) != 1 + ("action" in body) + ("step" in body):
         _refuse_unknown(body, ("session_id", "action", "step"))
     return session_id, body.get("action", {}), number
 

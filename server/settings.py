@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from inferencegym.errors import InvalidConfigError
 
 PREFIX: Final = "INFERENCEGYM_"
-READ_ELSEWHERE: Final = frozenset({"INFERENCEGYM_TASKS", "INFERENCEGYM_TRAFFIC_TASKS"})
+READ_ELSEWHERE: Final = frozenset({"INFERENCEGYM_TABLE", "INFERENCEGYM_TASKS", "INFERENCEGYM_TRAFFIC_TASKS"})
 """Variables of this prefix that other rooms read themselves."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -51,6 +51,8 @@ class TrafficRoutes:
         self._settings = context.settings
         self._sessions = context.sessions
         self._prefix = prefix
+        # Read now, so that a mistake in a user's task file stops the start and not the first request.
+        self._tasks = list_traffic_tasks()
 
     def routes(self) -> list[JsonRoute]:
         """All of them, the most used first: routes are tried in order."""
@@ -137,7 +139,7 @@ class TrafficRoutes:
         return reply({"status": "ok"})
 
     async def tasks(self, _request: Request) -> Response:
-        return reply({"tasks": [task.summary() for task in list_traffic_tasks()]})
+        return reply({"tasks": [task.summary() for task in self._tasks]})
 
     async def manifest(self, _request: Request) -> Response:
         return Response(self._manifest, media_type="text/plain")

@@ -1,0 +1,362 @@
+"""Sessions lose nothing: eviction, restart, races and retries, over every kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferencegym import __version__
+from inferencegym.errors import (
+    CapacityError,
+    EpisodeDoneError,
+    InvalidActionError,
+    StepConflictError,
+    StoreError,
+    UnknownSessionError,
+)
+from inferencegym.tasks import list_tasks
+from inferencegym.traffic import list_traffic_tasks
+from server.families import FAMILIES, SERVING, TRAFFIC
+from server.request_errors import RateLimitedError
+from server.session_manager import Outcome, SessionManager
+from server.settings import Settings
+from server.stores import EpisodeStart, make_store
+from tests.redis_server import RedisServer
+
+EPISODES = [(SERVING, task.task_id) for task in list_tasks()] + [(TRAFFIC, t.task_id) for t in list_traffic_tasks()]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["sqlite", "memory", "redis"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        server.empty()
+        return server.url
+    return f"sqlite://{tmp_path}/sessions.db" if request.param == "sqlite" else "memory://"
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store that two processes can share."""
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        server.empty()
+        return server.url
+    return f"sqlite://{tmp_path}/sessions.db"
+
+
+@asynccontextmanager
+async def manager_on(url: str, **settings: Any) -> AsyncIterator[SessionManager]:
+    chosen = Settings(store_url=url, **settings)
+    store = make_store(chosen)
+    await store.open()
+    try:
+        yield SessionManager(store, FAMILIES, chosen)
+    finally:
+        await store.close()
+
+
+def action_of(family: str, rng: random.Random) -> dict[str, Any]:
+    if family == TRAFFIC:
+        return {"action": rng.choice(["allow_all", "throttle_70", "throttle_40", "drop_aggressive"])}
+    return {"kv_budget": rng.uniform(0.1, 1.0), "batch_size": rng.randint(1, 512), "spec_length": rng.choice([0, 2, 8])}
+
+
+def actions_of(family: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [action_of(family, rng) for _ in range(count)]
+
+
+async def undisturbed(family: str, task_id: Any, actions: list[dict[str, Any]]) -> list[Outcome]:
+    async with manager_on("memory://") as manager:
+        live, _ = await manager.reset(family, task_id=task_id, seed=5)
+        return [await manager.step(live.session_id, action) for action in actions]
+
+
+def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
+    async def scenario() -> None:
+        for family, task_id in EPISODES:
+            actions = actions_of(family, 12)
+            expected = await undisturbed(family, task_id, actions)
+            async with manager_on(store_url, live_sessions=1) as manager:
+                live, _ = await manager.reset(family, task_id=task_id, seed=5)
+                outcomes = []
+                for action in actions:
+                    outcomes.append(await manager.step(live.session_id, action))
+                    # Another session takes the only place in memory.
+                    await manager.reset(family, task_id=task_id, seed=6)
+                    assert len(manager) == 1
+                assert outcomes == expected
+                assert manager.counters.evictions >= 12
+
+    asyncio.run(scenario())
+
+
+def test_a_new_process_goes_on_where_the_old_one_ended(shared_url: str) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 20)
+        expected = await undisturbed(SERVING, 3, actions)
+        async with manager_on(shared_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+            first = [await manager.step(live.session_id, action) for action in actions[:9]]
+        async with manager_on(shared_url) as manager:
+            second = [await manager.step(live.session_id, action) for action in actions[9:]]
+        assert first + second == expected
+
+    asyncio.run(scenario())
+
+
+def test_two_processes_can_take_turns_on_one_session(shared_url: str) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 30)
+        expected = await undisturbed(SERVING, 2, actions)
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=2, seed=5)
+            rng = random.Random(1)
+            outcomes = [await rng.choice([one, two]).step(live.session_id, action) for action in actions]
+            assert outcomes == expected
+            for manager in (one, two):
+                session = await manager.get(live.session_id)
+                assert session.env.state()["step_count"] == 30
+                assert session.env.state() == (await one.get(live.session_id)).env.state()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_by_one_process_is_seen_by_the_other(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=1, seed=1, config={"episode_length": 3})
+            session_id = live.session_id
+            for _ in range(3):
+                await two.step(session_id, {})
+            with pytest.raises(EpisodeDoneError):
+                await two.step(session_id, {})
+            await one.reset(SERVING, task_id=2, seed=8, session_id=session_id)
+            # The other process still holds the finished episode; it must not answer from it.
+            outcome = await two.step(session_id, {}, number=1)
+            assert outcome.number == 1
+            assert (await two.get(session_id)).start.task_id == 2
+            assert outcome == await one.step(session_id, {}, number=1)
+
+    asyncio.run(scenario())
+
+
+def test_of_two_racing_actions_one_wins_and_the_other_gets_a_conflict(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=3, seed=5)
+            session_id = live.session_id
+            for number in range(1, 21):
+                results = await asyncio.gather(
+                    one.step(session_id, {"batch_size": number}, number),
+                    two.step(session_id, {"batch_size": number + 100}, number),
+                    return_exceptions=True,
+                )
+                kinds = sorted(type(result).__name__ for result in results)
+                assert kinds == ["Outcome", "StepConflictError"]
+            assert (await one.get(session_id)).env.state()["step_count"] == 20
+            assert (await one.store.get(session_id)) == (await two.store.get(session_id))
+
+    asyncio.run(scenario())
+
+
+def test_racing_requests_with_the_same_step_and_action_get_the_same_answer(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=3, seed=5)
+            for number in range(1, 11):
+                answers = await asyncio.gather(
+                    *(m.step(live.session_id, {"batch_size": number}, number) for m in (one, two, one, two))
+                )
+                assert all(answer == answers[0] for answer in answers)
+            assert (await two.get(live.session_id)).env.state()["step_count"] == 10
+
+    asyncio.run(scenario())
+
+
+def test_unnumbered_steps_from_two_processes_all_count_exactly_once(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=1, seed=5)
+            answers = await asyncio.gather(*((one, two)[i % 2].step(live.session_id, {}) for i in range(40)))
+            assert sorted(answer.number for answer in answers) == list(range(1, 41))
+
+    asyncio.run(scenario())
+
+
+def test_a_retry_of_any_earlier_step_gives_its_first_answer(store_url: str) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 15)
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+            outcomes = [await manager.step(live.session_id, a, n) for n, a in enumerate(actions, 1)]
+            again = [await manager.step(live.session_id, a, n) for n, a in enumerate(actions, 1)]
+            assert again == outcomes
+            with pytest.raises(StepConflictError, match="step 4 was taken with another action"):
+                await manager.step(live.session_id, {"batch_size": 500}, 4)
+            with pytest.raises(StepConflictError, match="the next is 16"):
+                await manager.step(live.session_id, {}, 17)
+            assert (await manager.get(live.session_id)).env.state()["step_count"] == 15
+
+    asyncio.run(scenario())
+
+
+def test_the_last_step_of_an_episode_can_be_retried_and_none_comes_after_it(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=1, seed=5, config={"episode_length": 2})
+            await manager.step(live.session_id, {}, 1)
+            last = await manager.step(live.session_id, {}, 2)
+            assert last.done
+            assert await manager.step(live.session_id, {}, 2) == last
+            for number in (None, 3):
+                with pytest.raises(EpisodeDoneError):
+                    await manager.step(live.session_id, {}, number)
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_action_changes_nothing(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=1, seed=5)
+            await manager.step(live.session_id, {})
+            with pytest.raises(InvalidActionError):
+                await manager.step(live.session_id, {"batch_size": 0})
+            assert await manager.store.position(live.session_id) == (live.token, 1)
+            assert (await manager.step(live.session_id, {})).number == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_the_store_has_forgotten_lives_on_if_it_is_in_use(store_url: str) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 10)
+        expected = await undisturbed(SERVING, 3, actions)
+        async with manager_on(store_url, session_ttl_s=1) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+            outcomes = [await manager.step(live.session_id, action) for action in actions[:5]]
+            await asyncio.sleep(1.1)
+            await manager.store.purge()
+            assert await manager.store.position(live.session_id) is None
+            outcomes += [await manager.step(live.session_id, action) for action in actions[5:]]
+            assert outcomes == expected
+            stored = await manager.store.get(live.session_id)
+            assert stored is not None
+            assert len(stored.actions) == 10
+
+    asyncio.run(scenario())
+
+
+def test_an_expired_session_is_unknown(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url, session_ttl_s=1, live_sessions=1) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5, caller="me")
+            await manager.reset(SERVING, task_id=3, seed=5)
+            await asyncio.sleep(1.1)
+            with pytest.raises(UnknownSessionError):
+                await manager.step(live.session_id, {})
+            with pytest.raises(UnknownSessionError):
+                await manager.latest("me")
+
+    asyncio.run(scenario())
+
+
+def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url, max_sessions=10) as manager:
+            short = {"episode_length": 1}
+            finished = [(await manager.reset(SERVING, seed=i, config=short))[0].session_id for i in range(5)]
+            for session_id in finished:
+                await manager.step(session_id, {})
+            running = [(await manager.reset(SERVING, seed=i))[0].session_id for i in range(10)]
+            with pytest.raises(CapacityError):
+                await manager.reset(SERVING, seed=99)
+            assert all([await manager.store.position(one) for one in running])
+            assert not any([await manager.store.position(one) for one in finished])
+            # Restarting a session needs no room.
+            await manager.reset(SERVING, seed=1, session_id=running[0])
+
+    asyncio.run(scenario())
+
+
+def test_long_episodes_are_bounded_by_their_steps(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url, live_steps=1000) as manager:
+            for seed in range(4):
+                live, _ = await manager.reset(SERVING, seed=seed, config={"episode_length": 600})
+                for _ in range(400):
+                    await manager.step(live.session_id, {})
+            assert len(manager) <= 3
+            assert (await manager.get(live.session_id)).env.state()["step_count"] == 400
+
+    asyncio.run(scenario())
+
+
+def test_too_many_requests_waiting_for_one_session_are_refused(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url, max_waiting_steps=4) as manager:
+            live, _ = await manager.reset(SERVING, seed=1)
+            async with live.lock:
+                waiting = [asyncio.create_task(manager.step(live.session_id, {})) for _ in range(4)]
+                await asyncio.sleep(0)
+                with pytest.raises(RateLimitedError):
+                    await manager.step(live.session_id, {})
+            assert sorted(o.number for o in await asyncio.gather(*waiting)) == [1, 2, 3, 4]
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_of_another_release_is_not_continued(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, seed=1)
+            old = EpisodeStart(SERVING, 1, 1, live.start.config, release="0.0.1")
+            await manager.store.put("older", old, "")
+            with pytest.raises(UnknownSessionError, match=f"release 0.0.1 and this server is {__version__}"):
+                await manager.step("older", {})
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url: str) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 6)
+        expected = await undisturbed(SERVING, 3, actions)
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+            outcomes = [await manager.step(live.session_id, action) for action in actions[:3]]
+            working: Callable[..., Awaitable[bool]] = manager.store.append
+
+            async def failing(*_: Any) -> bool:
+                raise StoreError("out of order")
+
+            async def stored_but_not_told(*args: Any) -> bool:
+                await working(*args)
+                raise StoreError("the answer was lost")
+
+            for broken in (failing, stored_but_not_told):
+                manager.store.append = broken  # type: ignore[method-assign]
+                with pytest.raises(StoreError):
+                    await manager.step(live.session_id, actions[3], 4)
+                manager.store.append = working  # type: ignore[method-assign]
+            # Whether the step was stored or not, sending it again with its number takes it exactly once.
+            outcomes += [await manager.step(live.session_id, a, n) for n, a in enumerate(actions[3:], 4)]
+            assert outcomes == expected
+
+    asyncio.run(scenario())
