@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import yaml
 from env.traffic_env import TrafficEnv
 from inferencegym.traffic import ACTION_NAMES, CONFIG_FIELDS, list_traffic_tasks
 from tests.programs import program
-from tests.servers import RunningServer, running_server
+from tests.servers import ROOT, RunningServer, running_server
 
 PLAN = ["allow_all", "throttle_70", "throttle_40", "drop_aggressive", "throttle_40"]
 
@@ -275,6 +277,39 @@ def test_a_numbered_step_sent_twice_is_taken_once(server: RunningServer) -> None
         other = client.post("/step", json={"action": "allow_all", "step": 1})
         assert (other.status_code, other.json()["detail"]["code"]) == (409, "step_conflict")
         assert client.get("/state").json()["step_count"] == 1
+
+
+# ---------------------------------------------------------------- a user's own tasks
+
+
+OWN_TASK = {
+    "name": "Mine",
+    "episode_length": 3,
+    "pattern": {"base_rps": 25},
+    "grade": {"kind": "mean_latency_limit", "limit_ms": 100, "score_above_limit": 0.5},
+}
+
+
+def test_a_task_of_a_users_file_is_listed_and_played(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"tasks": {"task_mine": OWN_TASK}}), encoding="utf-8")
+    with running_server(tmp_path, traffic_tasks=str(path)) as server, client_of(server) as client:
+        assert [t["id"] for t in server.get("/traffic/tasks")["tasks"]][-1] == "task_mine"
+        begun = client.post("/reset", json={"task_id": "task_mine"}).json()
+        assert (begun["state"]["request_rate"], begun["max_steps"]) == (25.0, 3)
+        assert played(client, ["allow_all"] * 3)[-1]["info"]["final_score"] == 1.0
+
+
+def test_a_mistake_in_a_users_file_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"tasks": {"task_mine": {**OWN_TASK, "episode_length": 0}}}), encoding="utf-8")
+    environment = {**os.environ, "INFERENCEGYM_TRAFFIC_TASKS": str(path), "INFERENCEGYM_DATA_DIR": str(tmp_path)}
+    started = subprocess.run(
+        [sys.executable, "-m", "server.app"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert started.returncode != 0
+    assert "The server was not started" in started.stderr
+    assert "mine.json: task 'task_mine': episode_length=0" in started.stderr
 
 
 # ---------------------------------------------------------------- bad requests
