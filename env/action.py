@@ -1,7 +1,7 @@
 """Actions between their three forms: the dataclass, JSON, and rows of five numbers.
 
-HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). The array codec for learners clamps to the
-bounds and snaps to the nearest allowed value, and says so here: a policy that explores must not crash an episode.
+HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). The array codec for learners clamps to
+the bounds and snaps to the nearest allowed value, and says so here: a policy that explores must not crash an episode.
 """
 
 from __future__ import annotations

@@ -19,11 +19,19 @@ RECORD_VERSION: Final = 1
 class EpisodeEnv(Protocol):
     """One episode being played; see :class:`env.inference_env.InferenceEnv` for the words."""
 
-    family: str
     seed: int
     session_id: str
     actions: list[dict[str, Any]]
-    _episode_log: list[dict[str, Any]]
+
+    @property
+    def family(self) -> str:
+        """Name of the environment family."""
+        ...
+
+    @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The steps played so far, as graders read them."""
+        ...
 
     @property
     def task_id(self) -> TaskId:
@@ -38,7 +46,7 @@ class EpisodeEnv(Protocol):
     def reset(
         self,
         seed: int | None = None,
-        task_id: TaskId | None = None,
+        task_id: Any = None,
         config: Mapping[str, Any] | None = None,
         session_id: str | None = None,
     ) -> Any:

@@ -23,8 +23,8 @@ REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
 class InferenceEnv:
     """One episode of a serving task: set five knobs each second, see twelve fields, get a reward in [-1, 1].
 
-    ``InferenceEnv(task_id=1)`` and ``InferenceEnv(simulator, task_id, seed)`` both work; ``reset(task_id=..., seed=...)``
-    may change either. The same task, seed, configuration and actions give the same episode everywhere.
+    ``InferenceEnv(task_id=1)`` and ``InferenceEnv(simulator, task_id, seed)`` both work; ``reset(task_id=...,
+    seed=...)`` may change either. The same task, seed, configuration and actions give the same episode everywhere.
     """
 
     family = "serving"
@@ -57,6 +57,11 @@ class InferenceEnv:
         return self.task.task_id
 
     @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The steps played so far: ``{"timestep", "action", "reward", "metrics"}`` each, as graders read them."""
+        return self._episode_log
+
+    @property
     def done(self) -> bool:
         """Whether the episode has ended."""
         return len(self.actions) >= self.config.episode_length
@@ -74,10 +79,7 @@ class InferenceEnv:
         gets a new ``session_id`` unless one is given.
         """
         task = self.task if task_id is None else get_task(task_id)
-        if config is not None or task is not self.task:
-            new_config = task.config(config)
-        else:
-            new_config = self.config
+        new_config = task.config(config) if config is not None or task is not self.task else self.config
         new_seed = self.seed if seed is None else check_seed(seed)
         if self._batch is None or task is not self.task or new_config != self.config:
             self._batch = ServingBatch(task, 1, new_config, self._tables, self._calibration)
@@ -94,8 +96,8 @@ class InferenceEnv:
         """Play one second; return observation, reward, done and info.
 
         The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
-        not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the first
-        reset and :class:`EpisodeDoneError` after the end; nothing changes when a step is refused.
+        not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the
+        first reset and :class:`EpisodeDoneError` after the end; nothing changes when a step is refused.
         """
         batch = self._batch
         if batch is None or not self._started:

@@ -1,7 +1,7 @@
 """What the agent sees: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, cut to their bounds.
 
-Plain Python that the build compiles to C (types in ``observation.pxd``); :func:`to_observation` gives the dataclass form
-and :func:`normalise` the scaled form for learners.
+Plain Python that the build compiles to C (types in ``observation.pxd``); :func:`to_observation` gives the dataclass
+form and :func:`normalise` the scaled form for learners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ OBSERVATION_HIGH = np.array([f.high for f in OBSERVATION_FIELDS.values()])
 
 # Scales for learners: what counts as large. Numbers spread over decades enter by their logarithm.
 _LOG_FIELDS = ("queue_depth", "mean_prompt_len", "arrival_rate", "ttft_p50", "tpot_p50")
-_LOG_SCALE = {"queue_depth": 512.0, "mean_prompt_len": 8192.0, "arrival_rate": 1000.0, "ttft_p50": 5000.0, "tpot_p50": 500.0}
+_LOG_SCALE = {
+    "queue_depth": 512.0,
+    "mean_prompt_len": 8192.0,
+    "arrival_rate": 1000.0,
+    "ttft_p50": 5000.0,
+    "tpot_p50": 500.0,
+}
 _LINEAR_SCALE = {"gpu_memory_used_gb": 40.0}
 
 
@@ -69,8 +75,8 @@ class ObservationKernel:
 
 def to_observation(row: NDArray[np.float64]) -> ServeObservation:
     """The dataclass form of one flat observation (14,)."""
-    v = row.tolist()
-    return ServeObservation(*v[:9], v[9:12], int(v[12]), v[13])
+    queue, prompt, rate, kv, ttft, tpot, late, memory, accept, p0, p1, p2, step, cost = row.tolist()
+    return ServeObservation(queue, prompt, rate, kv, ttft, tpot, late, memory, accept, [p0, p1, p2], int(step), cost)
 
 
 def to_array(observation: ServeObservation) -> NDArray[np.float64]:
@@ -95,10 +101,8 @@ def to_array(observation: ServeObservation) -> NDArray[np.float64]:
     )
 
 
-def normalise(
-    observation: NDArray[np.float64], episode_length: int, cost_budget: float
-) -> NDArray[np.float32]:
-    """Scaled observations (..., 14), every number about 0 to 1: logarithms for what spans decades, shares as they are."""
+def normalise(observation: NDArray[np.float64], episode_length: int, cost_budget: float) -> NDArray[np.float32]:
+    """Scaled observations (..., 14), about 0 to 1: logarithms for what spans decades, shares as they are."""
     scaled = observation.astype(np.float64, copy=True)
     for i, name in enumerate(OBSERVATION_FIELDS):
         if name in _LOG_FIELDS:

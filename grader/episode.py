@@ -47,7 +47,7 @@ def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
     server, ``{"observation", "reward", "done", "info": {"metrics", "action_applied"}}``, is read as well. Raises
     :class:`MalformedLogError` naming step and field.
     """
-    if isinstance(log, (str, bytes)) or not isinstance(log, Sequence):
+    if not isinstance(log, (list, tuple)):
         raise MalformedLogError("episode_log must be a list of steps")
     if len(log) > MAX_LOG_STEPS:
         raise MalformedLogError(f"episode_log has {len(log)} steps; at most {MAX_LOG_STEPS} are graded")

@@ -332,7 +332,9 @@ class ServingFleet:
     all (B,). Results are the rows of ``metrics`` (len(METRICS), B), also by name in ``metric``.
     """
 
-    def __init__(self, params: ServingParams, n_rows: int, n_steps: int, n_loads: int | None = None, record: int = 0):
+    def __init__(
+        self, params: ServingParams, n_rows: int, n_steps: int, n_loads: int | None = None, record: int = 0
+    ) -> None:
         self.params = params
         self.n_rows = n_rows
         self.n_steps = n_steps
@@ -403,8 +405,10 @@ class ServingFleet:
 
     def snapshot(self, row: int = 0) -> MetricsSnapshot:
         """The last step's metrics of one row."""
-        v = self.metrics[:10, row].tolist()
-        return MetricsSnapshot(*v[:7], int(round(v[7])), int(round(v[8])), v[9] > 0.0)
+        ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, evicted, late, oom = self.metrics[:10, row].tolist()
+        return MetricsSnapshot(
+            ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, round(evicted), round(late), oom > 0.0
+        )
 
 
 SPEC_INDEX: Final = {k: i for i, k in enumerate(SPEC_LENGTHS)}

@@ -136,9 +136,7 @@ class ServingKernel:
         weights = self.weights_gb[self.tier_to[b]]
         if share < 1.0:
             weights = max(weights, self.weights_gb[self.tier_from[b]])
-        pool_gb = self.kv_budget[b] * (
-            self.memory_gb - weights - self.activation_gb - self.workspace_gb - draft_gb
-        )
+        pool_gb = self.kv_budget[b] * (self.memory_gb - weights - self.activation_gb - self.workspace_gb - draft_gb)
         self.kv_pool_tokens[b] = pool_gb * 1e9 / self.kv_bytes_per_token
         used = weights + self.activation_gb + self.sequence_gb * self.batch_size[b] + draft_gb + pool_gb
         self.oom[b] = 1.0 if used > self.memory_gb else 0.0
@@ -255,12 +253,8 @@ class ServingKernel:
         before = 0.0
         mean_tokens = 0.0
         for c in range(self.n_classes):
-            stay = (
-                self.survival_int[i, c] + u * (self.survival_int[i + 1, c] - self.survival_int[i, c])
-            ) / gain
-            stay_pos = (
-                self.position_int[i, c] + u * (self.position_int[i + 1, c] - self.position_int[i, c])
-            ) / gain
+            stay = (self.survival_int[i, c] + u * (self.survival_int[i + 1, c] - self.survival_int[i, c])) / gain
+            stay_pos = (self.position_int[i, c] + u * (self.position_int[i + 1, c] - self.position_int[i, c])) / gain
             each_ms = self.head_work_ms[b, c] * self.work_ratio[b, c] * thrash
             room = max(0.0, slots - running) / stay
             room = min(room, budget_ms / max(each_ms, 1e-9))
@@ -291,7 +285,7 @@ class ServingKernel:
         self._advance(b, up, held, mean_tokens, work_ms + recompute_ms)
 
     def _advance(self, b: int, up: float, held: float, tokens: float, work_ms: float) -> None:
-        """Tokens that each request gains in a step with ``held`` requests holding ``tokens`` KV tokens on ``up`` replicas."""
+        """Tokens each request gains in a step with ``held`` requests holding ``tokens`` KV tokens on ``up`` replicas."""
         n = held / up
         context = tokens / max(held, 1e-9)
         if context < 1.0:
@@ -352,15 +346,9 @@ class ServingKernel:
         v = (log2_context - self.log2_context[j]) / (self.log2_context[j + 1] - self.log2_context[j])
         return exp(
             (1.0 - u)
-            * (
-                (1.0 - v) * self.log_decode_ms[tier, spec, i, j]
-                + v * self.log_decode_ms[tier, spec, i, j + 1]
-            )
+            * ((1.0 - v) * self.log_decode_ms[tier, spec, i, j] + v * self.log_decode_ms[tier, spec, i, j + 1])
             + u
-            * (
-                (1.0 - v) * self.log_decode_ms[tier, spec, i + 1, j]
-                + v * self.log_decode_ms[tier, spec, i + 1, j + 1]
-            )
+            * ((1.0 - v) * self.log_decode_ms[tier, spec, i + 1, j] + v * self.log_decode_ms[tier, spec, i + 1, j + 1])
         )
 
     def _work_ratio(self, c: int, tier: int, log2_n: float, load: float) -> float:
@@ -624,7 +612,7 @@ class ServingKernel:
         self.tpot_ms[b] = self.dt_ms / gain * self.noise[w, t, 1]
         late = self.late_requests[b] + self.rejected[b]
         judged = self.judged_requests[b] + self.rejected[b]
-        share = late / judged if judged > 1e-9 else 0.0
+        share = min(1.0, late / judged) if judged > 1e-9 else 0.0
         if self.oom[b] > 0.0:
             late = max(5.0 * late, self.batch_size[b])
             share = min(1.0, max(5.0 * share, self.batch_size[b] / max(judged, self.batch_size[b])))

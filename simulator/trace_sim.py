@@ -51,7 +51,7 @@ class TraceSimulator:
         tps = at["tps"] * (0.5 if oom else 1.0)
         ttft = at["ttft_p50_ms"] * jitter[0]
         waiting_too_many = max(0.0, action.batch_size - at["resident"])
-        violations = int(round(waiting_too_many))
+        violations = round(waiting_too_many)
         return MetricsSnapshot(
             ttft_p50_ms=float(ttft),
             ttft_p99_ms=float(max(ttft, at["ttft_p99_ms"] * jitter[1])),
@@ -60,7 +60,7 @@ class TraceSimulator:
             gpu_memory_gb=min(at["gpu_mem_gb"], OOM_THRESHOLD_GB),
             cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
             spec_accept_rate=at["spec_accept_rate"],
-            eviction_events=int(round(waiting_too_many)),
+            eviction_events=round(waiting_too_many),
             slo_violations=max(OOM_PENALTY * violations, action.batch_size) if oom else violations,
             oom=oom,
         )
@@ -114,7 +114,8 @@ class TraceSimulator:
         at_prompt = np.abs(np.log2(axes["prompt_len_bucket"])[None, :] - np.log2(prompt)[:, None]).argmin(axis=1)
         cell = self.tables.columns["support"][tier, spec, at_kv, at_batch, at_prompt]
         on_grid = np.isin(batch, axes["batch_size"]) & np.isin(prompt, axes["prompt_len_bucket"])
-        return np.where(on_grid, cell, np.maximum(cell, 1.0))
+        support: FloatArray = np.where(on_grid, cell, np.maximum(cell, 1.0))
+        return support
 
     @cached_property
     def _interpolators(self) -> list[list[RegularGridInterpolator]]:

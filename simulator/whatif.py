@@ -23,7 +23,7 @@ _SPREAD_POINTS: Final = 15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLog:
-    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class index (0 first served)."""
+    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served)."""
 
     arrival_s: FloatArray
     prompt_tokens: FloatArray
@@ -171,7 +171,9 @@ def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> W
             break
         n_steps = min(MAX_STEPS, 4 * n_steps)
     if trace is None:
-        raise InvalidConfigError(f"the load is not served within {MAX_STEPS} steps: give it more GPUs or fewer requests")
+        raise InvalidConfigError(
+            f"the load is not served within {MAX_STEPS} steps: give it more GPUs or fewer requests"
+        )
     return _report(fleet, trace, requests)
 
 

@@ -38,8 +38,8 @@ _ARRIVALS, _PROMPTS, _NOISE = range(3)
 class Workload:
     """The offered load of one episode of T steps and C classes (only classes that occur).
 
-    ``arrivals`` (T, C) requests, ``prompt_tokens`` (T, C) their summed prompts, ``prefill_work_ms`` (T, C, 3) their summed
-    prefill work per precision tier, ``noise`` (T, 2) factors on TTFT and TPOT, ``phase`` (T,) index into ``PHASES``.
+    ``arrivals`` (T, C) requests, ``prompt_tokens`` (T, C) their summed prompts, ``prefill_work_ms`` (T, C, 3) their
+    summed prefill work per precision tier, ``noise`` (T, 2) factors on TTFT and TPOT, ``phase`` (T,) index into ``PHASES``.
     """
 
     arrivals: FloatArray
@@ -127,11 +127,11 @@ class SyntheticTraffic:
         seed = check_seed(seed)
         rate, phase = self._rates(n_steps)
         arrivals = np.random.default_rng([seed, _ARRIVALS]).poisson(rate).astype(np.float64)
-        offsets = np.random.default_rng([seed, _PROMPTS]).integers(POOL_SIZE, size=rate.shape[1])
+        offsets = np.random.default_rng([seed, _PROMPTS]).integers(POOL_SIZE, size=(rate.shape[1],))
         prompts = np.empty_like(arrivals)
         work = np.empty((n_steps, rate.shape[1], 3))
-        for c, offset in enumerate(offsets):
-            ends = offset + np.concatenate(([0], np.cumsum(arrivals[:, c]))).astype(np.int64)
+        for c in range(rate.shape[1]):
+            ends = offsets[c] + np.concatenate(([0], np.cumsum(arrivals[:, c]))).astype(np.int64)
             prompts[:, c] = np.diff(_pooled(self._prompt_sums[c], ends))
             work[:, c] = np.diff(_pooled(self._work_sums[c], ends), axis=0)
         return Workload(arrivals, prompts, work, draw_noise(seed, n_steps), phase)
@@ -181,8 +181,11 @@ def _pooled(sums: FloatArray, index: NDArray[np.int64]) -> FloatArray:
     n = len(sums) - 1
     whole: FloatArray = (index // n).astype(np.float64)
     if sums.ndim == 1:
-        return sums[index % n] + whole * sums[-1]
-    return sums[index % n] + whole[:, None] * sums[-1]
+        whole_sums: FloatArray = whole * sums[-1]
+    else:
+        whole_sums = whole[:, None] * sums[-1]
+    summed: FloatArray = sums[index % n] + whole_sums
+    return summed
 
 
 def length_quantiles(dist: LengthDist, points: int = 2048) -> FloatArray:
@@ -261,13 +264,15 @@ def bin_requests(
     cell = (step * n_classes + class_index)[inside]
     size = n_steps * n_classes
     work = listed_work_ms(prompt_tokens if work_tokens is None else work_tokens, tables)[inside]
-    arrivals = np.bincount(cell, minlength=size).astype(np.float64).reshape(n_steps, n_classes)
-    prompts = np.bincount(cell, weights=prompt_tokens[inside], minlength=size).reshape(n_steps, n_classes)
-    works = np.stack([np.bincount(cell, weights=work[:, q], minlength=size) for q in range(3)], axis=-1)
+
+    def gather(weights: FloatArray) -> FloatArray:
+        summed: FloatArray = np.bincount(cell, weights=weights, minlength=size).astype(np.float64)
+        return summed.reshape(n_steps, n_classes)
+
     return Workload(
-        arrivals=arrivals,
-        prompt_tokens=prompts,
-        prefill_work_ms=works.reshape(n_steps, n_classes, 3),
+        arrivals=gather(np.ones(len(cell))),
+        prompt_tokens=gather(prompt_tokens[inside]),
+        prefill_work_ms=np.stack([gather(work[:, q]) for q in range(3)], axis=-1),
         noise=np.ones((n_steps, 2)) if noise is None else noise,
         phase=phases(np.zeros(n_steps, dtype=bool)),
     )

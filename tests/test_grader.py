@@ -1,0 +1,143 @@
+"""Scores checked by hand, and what a log must look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grader.grader import GraderModule
+from grader.task3_grader import action_variance
+from inferencegym.errors import MalformedLogError, UnknownTaskError
+from inferencegym.tasks import Calibration, list_tasks
+
+BY_HAND = Calibration(floor_tps=100.0, optimal_tps=1100.0, max_throughput_tps=1100.0, price=1.0)
+TASKS = [t.task_id for t in list_tasks(include_recorded=True)]
+
+
+def step(batch: int = 32, kv: float = 1.0, **metrics: float) -> dict[str, Any]:
+    base = {
+        "ttft_p50_ms": 100.0,
+        "tokens_per_sec": 600.0,
+        "gpu_memory_gb": 30.0,
+        "cost_per_1k": 0.01,
+        "slo_violations": 0,
+    }
+    return {"action": {"batch_size": batch, "kv_budget": kv}, "metrics": {**base, **metrics}}
+
+
+def score(task_id: int, log: list[dict[str, Any]]) -> dict[str, Any]:
+    return GraderModule().score(task_id, log, BY_HAND)
+
+
+def test_throughput_halfway_between_floor_and_optimum_scores_one_half() -> None:
+    assert score(1, [step(tokens_per_sec=500.0), step(tokens_per_sec=700.0)])["score"] == 0.5
+
+
+def test_throughput_below_the_floor_scores_zero_and_above_the_optimum_one() -> None:
+    assert score(1, [step(tokens_per_sec=50.0)])["score"] == 0.0
+    assert score(1, [step(tokens_per_sec=5000.0)])["score"] == 1.0
+
+
+def test_latency_and_memory_count_half_each() -> None:
+    # mean TTFT 150 of 300 ms -> 0.5; peak 38 GB is 2 of 10 GB beyond 36 -> 0.8
+    grade = score(2, [step(ttft_p50_ms=100.0, gpu_memory_gb=38.0), step(ttft_p50_ms=200.0)])
+    assert grade["breakdown"] == {"ttft": 0.5, "memory": pytest.approx(0.8)}
+    assert grade["score"] == pytest.approx(0.65)
+
+
+def test_memory_below_the_limit_is_full_marks_and_the_peak_decides() -> None:
+    assert score(2, [step(gpu_memory_gb=35.9)])["breakdown"]["memory"] == 1.0
+    assert score(2, [step(gpu_memory_gb=20.0), step(gpu_memory_gb=46.0)])["breakdown"]["memory"] == 0.0
+
+
+def test_the_four_terms_are_weighted_as_stated() -> None:
+    # T = 550/1100, S = 1 - 20/100, C = 1 - 2.5/5, A = 1
+    log = [step(tokens_per_sec=550.0, slo_violations=20, cost_per_1k=0.5)] * 5
+    grade = score(3, log)
+    assert grade["breakdown"] == {
+        "throughput": 0.5,
+        "slo": pytest.approx(0.8),
+        "cost": pytest.approx(0.5),
+        "stability": 1.0,
+    }
+    assert grade["score"] == pytest.approx(0.4 * 0.5 + 0.3 * 0.8 + 0.2 * 0.5 + 0.1)
+
+
+def test_action_variance_by_hand() -> None:
+    # batch changes +512, -512: std 512 -> 1.0 per 512; kv constant; 1.0 / 0.5 is cut to 1
+    assert action_variance(np.array([0.0, 512.0, 0.0]), np.ones(3)) == 1.0
+    # kv changes 0.1 and 0.0: std 0.05 -> 0.05 / 0.5
+    assert action_variance(np.full(3, 8.0), np.array([0.5, 0.6, 0.6])) == pytest.approx(0.1)
+    assert action_variance(np.array([8.0]), np.array([0.5])) == 0.0
+
+
+def test_an_empty_log_scores_zero_and_says_so() -> None:
+    grade = GraderModule().score(1, [])
+    assert grade["score"] == 0.0
+    assert "Empty" in grade["feedback"]
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(UnknownTaskError):
+        GraderModule().score(77, [])
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ([step(), "x"], "step 1: must be an object"),
+        ([{"action": {}}], "step 0: 'metrics' is missing"),
+        ([{"metrics": {}}], "step 0: 'action' is missing"),
+        ([step(), step(ttft_p50_ms=float("nan"))], "step 1: metrics.ttft_p50_ms=nan must be a finite"),
+        ([step(tokens_per_sec=-1.0)], "step 0: metrics.tokens_per_sec=-1.0 .* >= 0"),
+        ([step(cost_per_1k="free")], "step 0: metrics.cost_per_1k='free' must be a number"),  # type: ignore[arg-type]
+        ([step(batch=0)], "step 0: action.batch_size=0"),
+        ("log", "must be a list"),
+    ],
+)
+def test_a_malformed_log_names_step_and_field(log: Any, message: str) -> None:
+    with pytest.raises(MalformedLogError, match=message):
+        GraderModule().score(3, log)
+
+
+def test_step_responses_of_the_server_are_read_as_a_log() -> None:
+    plain = step()
+    response = {
+        "observation": {},
+        "reward": 0.1,
+        "done": False,
+        "info": {"metrics": plain["metrics"], "action_applied": plain["action"]},
+    }
+    assert score(3, [response] * 3) == score(3, [plain] * 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    task_id=st.sampled_from(TASKS),
+    rows=st.lists(
+        st.tuples(
+            st.floats(0, 1e7),
+            st.floats(0, 1e6),
+            st.floats(0, 100),
+            st.floats(0, 1e4),
+            st.integers(0, 10**6),
+            st.integers(1, 512),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+)
+def test_any_log_scores_between_zero_and_one_and_always_the_same(task_id: int, rows: list[tuple[Any, ...]]) -> None:
+    log = [
+        step(batch=b, ttft_p50_ms=t, tokens_per_sec=s, gpu_memory_gb=g, cost_per_1k=c, slo_violations=v)
+        for t, s, g, c, v, b in rows
+    ]
+    grade = GraderModule().score(task_id, log)
+    assert 0.0 <= grade["score"] <= 1.0
+    assert all(0.0 <= v <= 1.0 for v in grade["breakdown"].values())
+    assert isinstance(grade["feedback"], str)
+    assert GraderModule().score(task_id, log) == grade

@@ -1,0 +1,293 @@
+"""Laws of the serving dynamics, over every registered task."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.interpolate import RegularGridInterpolator
+
+import simulator.serving as serving
+from env.batch import ServingBatch
+from inferencegym.errors import EpisodeDoneError, NotResetError
+from inferencegym.tasks import get_task, list_tasks
+from simulator.serving import ServingFleet, params_of, survival_integrals
+from simulator.tables import load_tables
+from simulator.workload import LoadStatistics, length_quantiles, traffic_of
+
+TASKS = [t.task_id for t in list_tasks(include_recorded=True)]
+ACTION = st.tuples(
+    st.floats(0.1, 1.0), st.sampled_from([0, 1, 2, 4, 8]), st.integers(1, 512), st.integers(0, 1), st.integers(0, 2)
+)
+
+
+def batch_of(task_id: Any, n_rows: int, **options: Any) -> ServingBatch:
+    return ServingBatch(get_task(task_id), n_rows, **options)
+
+
+def random_actions(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.column_stack(
+        [
+            rng.uniform(0.1, 1.0, n),
+            rng.choice([0, 1, 2, 4, 8], n),
+            rng.integers(1, 513, n),
+            rng.integers(0, 2, n),
+            rng.integers(0, 3, n),
+        ]
+    ).astype(float)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_requests_are_conserved(task_id: Any) -> None:
+    batch = batch_of(task_id, 32)
+    batch.reset(range(32))
+    rng = np.random.default_rng(0)
+    total = dict.fromkeys(("admitted", "completed", "rejected"), np.zeros(32))
+    for t in range(150):
+        batch.step(random_actions(rng, 32))
+        total = {name: value + batch.metric[name] for name, value in total.items()}
+        state = batch.fleet.state.rows
+        arrived = batch.fleet.arrivals[:, : t + 1].sum(axis=(1, 2))
+        queue, running = state["queue"].sum(axis=1), state["in_flight"].sum(axis=1)
+        assert np.allclose(arrived, total["admitted"] + total["rejected"] + queue, rtol=1e-9, atol=1e-6)
+        assert np.allclose(total["admitted"], total["completed"] + running, rtol=1e-9, atol=1e-6)
+        assert (queue <= 512 + 1e-9).all()
+        assert (batch.metric["completed"] > -1e-6).all()
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_waiting_cohorts_add_up_to_the_queue(task_id: Any) -> None:
+    batch = batch_of(task_id, 8)
+    batch.reset(range(8))
+    rng = np.random.default_rng(1)
+    for _ in range(120):
+        batch.step(random_actions(rng, 8))
+        state = batch.fleet.state.rows
+        assert np.allclose(state["waiting"].sum(axis=2), state["queue"], atol=1e-6)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_a_row_of_a_batch_equals_the_same_episode_alone(task_id: Any) -> None:
+    rng = np.random.default_rng(2)
+    actions = [random_actions(rng, 5) for _ in range(60)]
+    together = batch_of(task_id, 5)
+    together.reset([11, 12, 13, 14, 15])
+    alone = batch_of(task_id, 1)
+    alone.reset([13])
+    for a in actions:
+        together.step(a)
+        alone.step(a[2:3])
+        assert together.reward[2] == alone.reward[0]
+        assert np.array_equal(together.observation[2], alone.observation[0])
+        assert all(together.metric[name][2] == alone.metric[name][0] for name in serving.METRICS)
+
+
+def test_rows_that_share_a_workload_equal_rows_with_their_own_copy() -> None:
+    shared, own = batch_of(3, 4, n_loads=2), batch_of(3, 4)
+    shared.reset([5, 6])
+    own.reset([5, 6, 5, 6])
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        a = random_actions(rng, 4)
+        assert np.array_equal(shared.step(a), own.step(a))
+
+
+def test_resetting_some_rows_leaves_the_others_alone() -> None:
+    batch, reference = batch_of(2, 3), batch_of(2, 3)
+    for b in (batch, reference):
+        b.reset([1, 2, 3])
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        a = random_actions(rng, 3)
+        batch.step(a)
+        reference.step(a)
+    batch.reset([9], rows=[1])
+    fresh = batch_of(2, 1)
+    fresh.reset([9])
+    for _ in range(20):
+        a = random_actions(rng, 3)
+        batch.step(a)
+        reference.step(a)
+        fresh.step(a[1:2])
+        assert np.array_equal(batch.observation[[0, 2]], reference.observation[[0, 2]])
+        assert np.array_equal(batch.observation[1], fresh.observation[0])
+
+
+def test_a_batch_refuses_steps_before_reset_and_after_the_end() -> None:
+    batch = batch_of(1, 2, config=get_task(1).config({"episode_length": 3}))
+    naive = np.tile([1.0, 0, 32, 0, 0], (2, 1))
+    with pytest.raises(NotResetError):
+        batch.step(naive)
+    batch.reset([0, 1])
+    for _ in range(3):
+        batch.step(naive)
+    with pytest.raises(EpisodeDoneError, match="row 0"):
+        batch.step(naive)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    task_id=st.sampled_from(TASKS), seed=st.integers(0, 2**63 - 1), actions=st.lists(ACTION, min_size=1, max_size=25)
+)
+def test_any_seed_and_actions_replay_to_the_last_bit(task_id: Any, seed: int, actions: list[tuple[float, ...]]) -> None:
+    seen = []
+    for _ in range(2):
+        batch = batch_of(task_id, 1)
+        batch.reset([seed])
+        run = []
+        for a in actions:
+            batch.step(np.array([a], dtype=float))
+            run.append((batch.reward.copy(), batch.fleet.metrics.copy()))
+        seen.append(run)
+    for (r1, m1), (r2, m2) in zip(*seen, strict=True):
+        assert np.array_equal(r1, r2)
+        assert np.array_equal(m1, m2)
+        assert np.isfinite(m1).all()
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_a_state_that_is_copied_continues_the_same_way(task_id: Any) -> None:
+    a, b = batch_of(task_id, 2), batch_of(task_id, 2)
+    rng = np.random.default_rng(5)
+    a.reset([1, 2])
+    b.reset([1, 2])
+    for _ in range(30):
+        a.step(random_actions(rng, 2))
+    b.fleet.state.copy_from(a.fleet.state.copy())
+    for _ in range(20):
+        x = random_actions(rng, 2)
+        assert np.array_equal(a.step(x), b.step(x))
+
+
+def test_offered_load_statistics_agree_with_the_generator() -> None:
+    task = get_task(3)
+    tables = load_tables()
+    traffic = traffic_of(task, tables)
+    statistics = LoadStatistics(traffic)
+    load = traffic.draw(17, 200)
+    batch = batch_of(3, 1)
+    batch.reset([17])
+    for t in range(150):
+        batch.step(np.array([[0.8, 0, 64, 0, 0]]))
+        rate, prompt, shares = statistics.at(load, t)
+        o = batch.observation[0]
+        assert o[2] == pytest.approx(min(rate, 1000.0), rel=1e-9)
+        assert o[1] == pytest.approx(np.clip(prompt, 32, 8192), rel=1e-9)
+        assert o[9:12] == pytest.approx(shares, abs=1e-9)
+
+
+def test_lower_precision_decodes_faster_and_disaggregation_keeps_tpot_low() -> None:
+    batch = batch_of(3, 4)
+    batch.reset([3] * 4)
+    knobs = np.array([[0.8, 0, 96, 0, 0], [0.8, 0, 96, 0, 1], [0.8, 0, 96, 0, 2], [0.8, 0, 96, 1, 0]])
+    tpot = np.zeros(4)
+    for _ in range(50):
+        batch.step(knobs)
+        tpot += batch.metric["tpot_ms"]
+    assert tpot[1] < tpot[0]
+    assert tpot[3] < tpot[0]
+
+
+def test_changing_the_precision_takes_replicas_out_of_service_for_a_while() -> None:
+    batch = batch_of(3, 2)
+    batch.reset([3, 3])
+    steady = np.array([[0.8, 0, 64, 0, 0], [0.8, 0, 64, 0, 0]])
+    changed = np.array([[0.8, 0, 64, 0, 0], [0.8, 0, 64, 0, 1]])
+    for _ in range(20):
+        batch.step(steady)
+    up = []
+    for _ in range(60):
+        batch.step(changed)
+        up.append(batch.fleet.scratch["up"].copy())
+    fleet = get_task(3).fleet
+    weights = load_tables().weights_gb
+    reload_s = fleet.restart_s + weights[1] / fleet.load_gb_per_s
+    lost = sum(fleet.n_replicas - u[1] for u in up)
+    assert lost == pytest.approx(fleet.n_replicas * reload_s, rel=1e-6)  # one replica at a time, each for reload_s
+    assert all(u[0] == fleet.n_replicas for u in up)
+
+
+def test_taking_a_change_back_needs_no_more_time_than_it_took() -> None:
+    batch = batch_of(3, 1)
+    batch.reset([3])
+    a, b = np.array([[0.8, 0, 64, 0, 0]]), np.array([[0.8, 0, 64, 0, 1]])
+    for _ in range(5):
+        batch.step(a)
+    for _ in range(3):
+        batch.step(b)
+    converted = float(batch.fleet.state.rows["converted"][0])
+    batch.step(a)
+    assert float(batch.fleet.state.rows["converted"][0]) > 1.0 - converted
+
+
+def test_survival_integrals_give_the_mean_length_at_the_end() -> None:
+    lengths = np.array([[10.0, 20.0, 30.0]])
+    survival, position = survival_integrals(lengths, 62)
+    assert survival[-2, 0] == pytest.approx(20.0)
+    assert position[-2, 0] == pytest.approx((100 + 400 + 900) / 6)
+    assert survival[20, 0] == pytest.approx((10 + 10 + 10) / 3)  # x = 10: everybody has run ten tokens
+
+
+def test_a_lognormal_length_has_the_mean_that_its_task_states() -> None:
+    task = get_task(2)
+    quantiles = length_quantiles(task.classes[0].output)
+    assert quantiles.mean() == pytest.approx(250, rel=0.02)
+
+
+def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
+    tables = load_tables()
+    interpreted = interpreted_kernel()
+    params = params_of(get_task(3), tables, 1.0)
+    fleet = ServingFleet(params, 1, 2)
+    kernel = interpreted.ServingKernel({**params.constants(), "record_rows": 0}, fleet._arrays())
+    grid = (np.log2(tables.axes["batch_size"]), np.log2(tables.axes["prompt_len_bucket"]))
+    rng = np.random.default_rng(0)
+    for tier in range(3):
+        for spec in range(5):
+            reference = RegularGridInterpolator(grid, np.log(tables.decode_ms[tier, spec]))
+            points = np.column_stack([rng.uniform(0, 9, 40), rng.uniform(6, 13, 40)])
+            ours = [kernel._decode_ms(tier, spec, float(n), float(c)) for n, c in points]
+            assert np.allclose(ours, np.exp(reference(points)), rtol=1e-9)
+
+
+def interpreted_kernel() -> ModuleType:
+    """The kernel's source, not compiled."""
+    source = Path(serving.__file__).with_name("serving_kernel.py")
+    spec = importlib.util.spec_from_file_location("interpreted_serving_kernel", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_numbers() -> None:
+    import simulator.serving_kernel as compiled
+
+    assert not str(compiled.__file__).endswith(".py"), "run `make install`: the serving kernel is not compiled"
+    interpreted = interpreted_kernel()
+    batch, other = batch_of(3, 2), batch_of(3, 2)
+    batch.reset([1, 2])
+    other.reset([1, 2])
+    other.fleet._kernel = interpreted.ServingKernel(
+        {**other.fleet.params.constants(), "record_rows": 0}, other.fleet._arrays()
+    )
+    rng = np.random.default_rng(6)
+    for _ in range(75):
+        a = random_actions(rng, 2)
+        batch.step(a)
+        other.fleet.kv_budget[:] = batch.fleet.kv_budget
+        other.fleet.batch_size[:] = batch.fleet.batch_size
+        other.fleet.spec_index[:] = batch.fleet.spec_index
+        other.fleet.disagg[:] = batch.fleet.disagg
+        other.fleet.tier[:] = batch.fleet.tier
+        other.fleet.step()
+        assert np.allclose(batch.fleet.metrics, other.fleet.metrics, rtol=1e-12, atol=1e-12)
