@@ -9,7 +9,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """score = (mean tokens/s - floor) / (optimal - floor), cut to [0, 1].
+    """Score = (mean tokens/s - floor) / (optimal - floor), cut to [0, 1].
 
     The floor is the throughput with ``batch_size`` 1, the optimum what the solver reached; both are calibrated.
     """

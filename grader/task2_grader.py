@@ -9,7 +9,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_latency_memory(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """score = 0.5 * (1 - mean TTFT p50 / target) + 0.5 * memory, each part cut to [0, 1].
+    """Score = 0.5 * (1 - mean TTFT p50 / target) + 0.5 * memory, each part cut to [0, 1].
 
     Memory is 1 while the peak stays under the limit and falls linearly to 0 over ``memory_slope_gb`` beyond it.
     """

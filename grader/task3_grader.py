@@ -11,7 +11,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_four_term(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """score = w_T*T + w_S*S + w_C*C + w_A*A with the task's weights (0.40, 0.30, 0.20, 0.10), each term in [0, 1].
+    """Score = w_T*T + w_S*S + w_C*C + w_A*A with the task's weights (0.40, 0.30, 0.20, 0.10), each term in [0, 1].
 
     T = mean tokens/s / best known, S = 1 - mean(SLO violations per step) / 100, C = 1 - total cost / budget,
     A = 1 - action variance. ``detail.violating_step_share`` is the share of steps with any violation.

@@ -125,14 +125,13 @@ class ServeAction:
         for key in data:
             if key not in ACTION_FIELDS:
                 raise InvalidActionError(str(key), data[key], "left out: the fields are " + ", ".join(ACTION_FIELDS))
-        action = cls(
+        return cls(
             kv_budget=float(check_action_number("kv_budget", data.get("kv_budget", 1.0))),
             spec_length=int(check_action_number("spec_length", data.get("spec_length", 0))),
             batch_size=int(check_action_number("batch_size", data.get("batch_size", 32))),
             prefill_disagg=_parse_flag(data.get("prefill_disagg", False)),
             quant_tier=parse_quant_tier(data.get("quant_tier", 0)),
         )
-        return action
 
 
 def check_action_number(name: str, value: object) -> float:

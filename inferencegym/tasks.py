@@ -178,7 +178,9 @@ def get_task(task_id: TaskId) -> TaskSpec:
     registry = _registry(os.environ.get(TASKS_ENV, ""))
     key = _key(task_id)
     if key not in registry:
-        raise UnknownTaskError(f"task_id={task_id!r} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}")
+        raise UnknownTaskError(
+            f"task_id={task_id!r} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
+        )
     return registry[key]
 
 
@@ -195,7 +197,9 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
         raw = json.loads(path.read_text(encoding="utf-8"))
         entries = raw["tasks"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidConfigError(f"{path}: not a task file ({error}); it must hold an object with the key 'tasks'") from error
+        raise InvalidConfigError(
+            f"{path}: not a task file ({error}); it must hold an object with the key 'tasks'"
+        ) from error
     tasks = []
     for key, entry in entries:
         try:
@@ -326,7 +330,9 @@ def parse_task(key: str, entry: Mapping[str, Any], base: Path = DATA_DIR) -> Tas
         memory_hard_limit_gb=None if c["memory_hard_limit_gb"] is None else _number(c, "memory_hard_limit_gb", 1, 1000),
         cost_budget=_number(c, "cost_budget_episode", 1e-9, 1e9),
         episode_length=int(_number(c, "episode_length", 1, MAX_EPISODE_LENGTH)),
-        expected_baseline=None if c["expected_baseline"] is None else (c["expected_baseline"][0], c["expected_baseline"][1]),
+        expected_baseline=None
+        if c["expected_baseline"] is None
+        else (c["expected_baseline"][0], c["expected_baseline"][1]),
         trace=None if c["trace"] is None else str((base / str(c["trace"])).resolve()),
         recorded=bool(c["recorded"]),
     )
@@ -405,7 +411,9 @@ def _parse_prompt(c: Mapping[str, Any], class_index: int) -> LengthDist:
         return LengthDist("uniform", _number(c, "prompt_len_min", 1, 1e5), _number(c, "prompt_len_max", 1, 1e5))
     if kind == "lognormal":
         low, high = _number(c, "prompt_len_clamp_min", 1, 1e5), _number(c, "prompt_len_clamp_max", 1, 1e5)
-        return LengthDist("lognormal", low, high, _number(c, "prompt_len_mu", 0, 12), _number(c, "prompt_len_sigma", 0, 4))
+        return LengthDist(
+            "lognormal", low, high, _number(c, "prompt_len_mu", 0, 12), _number(c, "prompt_len_sigma", 0, 4)
+        )
     if kind == "bimodal":
         names = c["class_prompt"] or ("short", "short", "long")
         which = names[class_index]

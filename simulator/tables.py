@@ -140,7 +140,9 @@ def read_columns(path: str) -> tuple[dict[str, FloatArray], dict[str, Any]]:
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        raise TableError(f"{path} is not a lookup table: {error}; rebuild it with `inferencegym build-table`") from error
+        raise TableError(
+            f"{path} is not a lookup table: {error}; rebuild it with `inferencegym build-table`"
+        ) from error
     metadata = (table.schema.metadata or {}).get(METADATA_KEY)
     if metadata is None:
         raise TableError(f"{path} carries no InferenceGym metadata; rebuild it with `inferencegym build-table`")
