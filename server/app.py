@@ -21,6 +21,7 @@ from server.baseline import Baseline
 from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
 from server.middleware import Callers, Guard, RequestLog, cors_options
+from server.openenv_adapter import add_openenv
 from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
 from server.session_manager import SessionManager
@@ -60,6 +61,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.context = context
     app.router.routes[:0] = _routes(context)
+    hooks.append(add_openenv(app, context))
     install_problem_handlers(app)
     # Added last, run first.
     app.add_middleware(Guard, settings=settings)

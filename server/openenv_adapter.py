@@ -41,7 +41,6 @@ from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from server.families import SERVING, TRAFFIC
 from server.middleware import RateLimit
-from server.problems import next_step
 from server.request_errors import InvalidJsonError, InvalidRequestError
 from server.routes import Context
 from server.schemas import task_description
@@ -70,6 +69,20 @@ RECORDED: Final = "test"
 _RESET_FIELDS: Final = ("seed", "episode_id", "task_id", "config", "split", "index", "resume", "info")
 _TASK_API: Final = tuple(f"/{{env_name}}/{name}" for name in ("splits", "tasks", "num_tasks", "task", "task_range"))
 _KEPT_PATHS: Final = frozenset({"/ws", "/mcp", "/metadata", "/schema", "/list_environments", *_TASK_API})
+
+NEXT: Final[Mapping[str, str]] = {
+    "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) goes on with one played before",
+    "episode_done": "reset() starts the next one; POST /grader with its episode_id as session_id scores this one",
+    "unknown_session": "reset() without resume starts an episode",
+    "unknown_task": "the Task API and GET /tasks list the tasks",
+    "step_conflict": "reset() without an episode_id starts an episode of your own",
+    "rate_limited": "wait, then send it again",
+    "store": "send it again in a moment; nothing was changed",
+    "capacity": "try again in a moment",
+    "table": "try again in a moment; the server's log has the cause",
+}
+"""What to do after an error, in the words of OpenEnv's clients."""
+_NEXT_OTHERWISE: Final = "correct it and send it again; nothing was changed"
 
 _caller: ContextVar[tuple[str, str]] = ContextVar("caller", default=("", ""))
 """Identity and address of the client whose frame is being answered."""
@@ -125,41 +138,333 @@ OPENENV_FAMILIES: Final = {
 }
 
 
-def add_openenv(app: FastAPI, context: Context, family: str, prefix: str = "") -> AbstractAsyncContextManager[None]:
-    """Put OpenEnv's routes for one family under ``prefix``; the result is to be entered for the life of the server."""
-    described = OPENENV_FAMILIES[family]
-    limit = ConcurrencyConfig(
-        max_concurrent_envs=context.settings.max_concurrent_envs, session_timeout=IDLE_SLOT_S
-    )
-    server = HTTPEnvServer(
-        partial(SessionEnvironment, described, context),
-        described.action_cls,
-        described.observation_cls,
-        env_name=described.env_name,
-        state_cls=described.state_cls,
-        concurrency_config=limit,
-    )
-    theirs = FastAPI()
-    # In the mode "production" OpenEnv leaves out its own reset, step and state, but imports its model clients.
-    server.register_routes(theirs, mode=ServerMode.SIMULATION)
-    kept = APIRouter()
-    resets = RateLimit(context.settings.resets_per_minute) if context.settings.resets_per_minute else None
-    for route in theirs.router.routes:
-        if getattr(route, "path", None) not in _KEPT_PATHS:
-            continue
-        if route.path == "/ws":  # type: ignore[attr-defined]
-            route.app = StrictFrames(route.app, context, resets)  # type: ignore[attr-defined]
-        kept.routes.append(route)
-    app.include_router(kept, prefix=prefix)
+def add_openenv(app: FastAPI, context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Add OpenEnv's routes for every family, each under its prefix; returns what is to run around the server's life."""
+    theirs = []
+    for name, prefix in _places(context):
+        scratch = _openenv_server(OPENENV_FAMILIES[name], context)
+        theirs.append(scratch)
+        kept = APIRouter()
+        kept.routes.extend(route for route in scratch.router.routes if getattr(route, "path", None) in _KEPT_PATHS)
+        app.include_router(kept, prefix=prefix)
+        if prefix:
+            # Before a mount of the same prefix, which would answer for everything below it.
+            app.router.routes.insert(0, app.router.routes.pop())
 
     @asynccontextmanager
-    async def life() -> AsyncIterator[None]:
-        for start in theirs.router.on_startup:
-            await start()
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
+        for scratch in theirs:
+            for start in scratch.router.on_startup:
+                await start()
         try:
             yield
         finally:
-            for stop in theirs.router.on_shutdown:
-                await stop()
+            for scratch in theirs:
+                for stop in scratch.router.on_shutdown:
+                    await stop()
 
-    return life()
+    return running
+
+
+def _places(context: Context) -> list[tuple[str, str]]:
+    """Family and prefix of every place where a family is served."""
+    if context.settings.env == SERVING:
+        return [(SERVING, ""), (TRAFFIC, "/traffic")]
+    return [(TRAFFIC, ""), (TRAFFIC, "/traffic"), (SERVING, "/serving")]
+
+
+def _openenv_server(family: OpenEnvFamily, context: Context) -> FastAPI:
+    """An application with all of OpenEnv's routes for one family."""
+    resets = RateLimit(context.settings.resets_per_minute) if context.settings.resets_per_minute else None
+    limit = ConcurrencyConfig(max_concurrent_envs=context.settings.max_concurrent_envs, session_timeout=IDLE_SLOT_S)
+    server = HTTPEnvServer(
+        partial(SessionEnvironment, family, context, resets),
+        family.action_cls,
+        family.observation_cls,
+        env_name=family.env_name,
+        state_cls=family.state_cls,
+        concurrency_config=limit,
+    )
+    scratch = FastAPI()
+    # The mode "production" would leave out their reset, step and state, but imports OpenEnv's model clients.
+    server.register_routes(scratch, mode=ServerMode.SIMULATION)
+    for route in scratch.router.routes:
+        if getattr(route, "path", None) == "/ws":
+            route.app = StrictFrames(route.app, context)  # type: ignore[attr-defined]
+    return scratch
+
+
+class SessionEnvironment(Environment):  # type: ignore[misc]
+    """One connection's view of an episode that the session manager plays."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, described: OpenEnvFamily, context: Context, resets: RateLimit | None) -> None:
+        super().__init__()
+        self._family = described
+        self._sessions = context.sessions
+        self._resets = resets
+        self._live: Live | None = None
+        self._start: EpisodeStart | None = None
+        self._taken = 0
+        self._with_info = False
+
+    # ------------------------------------------------------------ playing
+
+    async def reset_async(
+        self, /, seed: Any = None, episode_id: Any = None, task_id: Any = None, config: Any = None, **others: Any
+    ) -> ServedObservation:
+        """Start an episode, or with ``resume=True`` go on with the one that ``episode_id`` names.
+
+        ``task_id``, ``seed`` and ``config`` as in POST /reset; ``split`` and ``index`` choose a task of the Task API
+        instead of ``task_id``; ``info=True`` adds POST /step's info to every observation. An unknown argument is refused.
+        """
+        with _Explained():
+            if self._resets is not None:
+                self._resets.take(_caller.get()[1])
+            given = {"seed": seed, "episode_id": episode_id, "task_id": task_id, "config": config, **others}
+            wanted = ResetArguments.parse(given, self._family)
+            if wanted.resume:
+                return await self._resume(wanted)
+            live, first = await self._sessions.reset(
+                self._family.name,
+                task_id=wanted.task_id,
+                seed=wanted.seed,
+                config=wanted.config or {},
+                caller=_caller.get()[0],
+                session_id=wanted.episode_id,
+                create=True,
+            )
+            self._attach(live, wanted, taken=0)
+            return ServedObservation(self._family.observation_json(first), None, False)
+
+    async def step_async(self, action: Any, timeout_s: float | None = None, **_: Any) -> ServedObservation:
+        """Play one step of this connection's episode."""
+        with _Explained():
+            live = self._current()
+            number = self._taken + 1
+            if action.metadata:
+                number = _step_number(action.metadata, number)
+            knobs = {name: value for name, value in action.__dict__.items() if name != "metadata"}
+            outcome = await self._sessions.step(live.session_id, knobs, number)
+            self._taken = max(self._taken, outcome.number)
+            return self._served(outcome)
+
+    @property
+    def state(self) -> Any:
+        """Where this connection's episode stands."""
+        if self._live is None:
+            return self._family.state_cls()
+        with _Explained():
+            known = self._current().env.state()
+            known["episode_id"] = known.pop("session_id")
+            return self._family.state_cls(**known)
+
+    def reset(self, /, seed: Any = None, episode_id: Any = None, **others: Any) -> ServedObservation:
+        """As :meth:`reset_async`, for a caller without an event loop."""
+        return asyncio.run(self.reset_async(seed=seed, episode_id=episode_id, **others))
+
+    def step(self, action: Any, timeout_s: float | None = None, **others: Any) -> ServedObservation:
+        """As :meth:`step_async`, for a caller without an event loop."""
+        return asyncio.run(self.step_async(action, timeout_s=timeout_s, **others))
+
+    def close(self) -> None:
+        """Nothing is held here: the episode stays in its session, for the grader and for whoever resumes it."""
+
+    async def _resume(self, wanted: ResetArguments) -> ServedObservation:
+        assert wanted.episode_id is not None
+        live = await self._sessions.get(wanted.episode_id)
+        if live.family.name != self._family.name:
+            raise InvalidRequestError("episode_id", wanted.episode_id, f"an episode of {self._family.env_name}")
+        taken = len(live.actions)
+        self._attach(live, wanted, taken)
+        if live.last is None:
+            return ServedObservation(live.env.observation_dict(), None, live.env.done)
+        return self._served(live.last)
+
+    def _attach(self, live: Live, wanted: ResetArguments, taken: int) -> None:
+        self._live, self._start, self._taken = live, live.start, taken
+        self._with_info = wanted.info
+
+    def _current(self) -> Live:
+        """The session as it is in memory now; it may have been evicted and loaded again since the last frame."""
+        if self._live is None:
+            raise NotResetError("this connection plays no episode")
+        live = self._sessions.peek(self._live.session_id) or self._live
+        if live.start is not self._start and live.start != self._start:
+            raise StepConflictError(f"episode {live.session_id!r} was reset by another connection")
+        self._live = live
+        return live
+
+    def _served(self, outcome: Outcome) -> ServedObservation:
+        seen = self._family.observation_json(outcome.observation)
+        if self._with_info:
+            seen["info"] = outcome.info
+        return ServedObservation(seen, outcome.reward, outcome.done)
+
+    # ------------------------------------------------------------ telling
+
+    def get_metadata(self) -> EnvironmentMetadata:
+        """Name, description and version for GET /metadata."""
+        return EnvironmentMetadata(
+            name=self._family.title, description=self._family.description, version=__version__
+        )
+
+    def list_splits(self) -> list[dict[str, str]]:
+        """The splits that have tasks."""
+        return [{"name": name, "type": name} for name, tasks in self._family.tasks().items() if tasks]
+
+    def list_tasks(self, split: str) -> list[dict[str, Any]]:
+        """All tasks of a split; an unknown split has none."""
+        return self._family.tasks().get(split, [])
+
+    def num_tasks(self, split: str) -> int:
+        """How many tasks a split has."""
+        return len(self.list_tasks(split))
+
+    def get_task(self, split: str, index: int) -> dict[str, Any]:
+        """One task. Raises IndexError, which OpenEnv answers with 400."""
+        if index < 0:
+            raise IndexError(index)
+        return self.list_tasks(split)[index]
+
+    def get_task_range(self, split: str, start: int | None = None, stop: int | None = None) -> list[dict[str, Any]]:
+        """Tasks ``start`` to ``stop`` of a split, as a Python slice."""
+        return self.list_tasks(split)[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetArguments:
+    """What a reset frame may say. OpenEnv hands on whatever a client sent, so everything is checked here."""
+
+    task_id: int | str | None
+    seed: int | None
+    config: Mapping[str, Any] | None
+    episode_id: str | None
+    resume: bool
+    info: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], family: OpenEnvFamily) -> ResetArguments:
+        """Raises InvalidRequestError; ranges of seed and config are the environment's to check."""
+        for name in given:
+            if name not in _RESET_FIELDS:
+                raise InvalidRequestError(name, given[name], "left out: reset takes " + ", ".join(_RESET_FIELDS))
+        seed = _optional(given, "seed", int, "an integer")
+        episode_id = _optional(given, "episode_id", str, "a text")
+        resume = bool(_optional(given, "resume", bool, "true or false"))
+        task_id = _optional(given, "task_id", (int, str), "a number or a name from GET /tasks")
+        if given.get("split") is not None or given.get("index") is not None:
+            task_id = _task_of(given, task_id, family)
+        config = _optional(given, "config", dict, "an object")
+        if resume and episode_id is None:
+            raise InvalidRequestError("episode_id", None, "the id of the episode to resume")
+        if resume and not (task_id is None and seed is None and config is None):
+            raise InvalidRequestError("resume", True, "without task_id, seed and config: the episode has its own")
+        info = bool(_optional(given, "info", bool, "true or false"))
+        return cls(task_id, seed, config, episode_id, resume, info)
+
+
+def _optional(given: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], allowed: str) -> Any:
+    value = given.get(name)
+    wants_bool = kinds is bool
+    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) is not wants_bool):
+        raise InvalidRequestError(name, value, allowed)
+    return value
+
+
+def _task_of(given: Mapping[str, Any], task_id: object, family: OpenEnvFamily) -> int | str:
+    """The task that ``split`` and ``index`` name."""
+    if task_id is not None:
+        raise InvalidRequestError("task_id", task_id, "left out when split and index are given")
+    split = _optional(given, "split", str, "a text") or TRAIN
+    index = _optional(given, "index", int, "an integer") or 0
+    tasks = {name: listed for name, listed in family.tasks().items() if listed}
+    if split not in tasks:
+        raise InvalidRequestError("split", split, "one of " + ", ".join(tasks))
+    if not 0 <= index < len(tasks[split]):
+        raise InvalidRequestError("index", index, f"an integer from 0 to {len(tasks[split]) - 1}")
+    chosen: int | str = tasks[split][index]["id"]
+    return chosen
+
+
+def _step_number(metadata: Mapping[str, Any], following: int) -> int:
+    number = metadata.get("step", following)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InvalidRequestError("metadata.step", number, "the number of the step, counting from 1")
+    return number
+
+
+class ServedObservation:
+    """What OpenEnv's server reads of an observation, around JSON that is ready: no model is built only to be taken apart."""
+
+    __slots__ = ("_seen", "done", "metadata", "reward")
+
+    def __init__(self, seen: dict[str, Any], reward: float | None, done: bool) -> None:
+        self._seen = seen
+        self.reward = reward
+        self.done = done
+        self.metadata: dict[str, Any] = {}
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """The fields of the family's observation class, without reward and done."""
+        return self._seen
+
+
+class RefusedError(Exception):
+    """An error of ours in the text that OpenEnv puts into its error frame."""
+
+
+class _Explained:
+    """Turns our errors into OpenEnv's text, and writes to the log what is no error of ours: OpenEnv does not."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, InferenceGymError):
+            text = write_error(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE))
+            raise RefusedError(text) from error
+        if isinstance(error, Exception):
+            log.error("a WebSocket frame could not be answered", exc_info=error)
+
+
+class StrictFrames:
+    """Answers frames that are not one strict JSON object, which OpenEnv's handler would end the connection over."""
+
+    def __init__(self, app: ASGIApp, context: Context) -> None:
+        self._app = app
+        self._callers = context.callers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def strict() -> Message:
+            while True:
+                message = await receive()
+                if message["type"] != "websocket.receive":
+                    return message
+                refusal = _refusal(message)
+                if refusal is None:
+                    return message
+                await send({"type": "websocket.send", "text": refusal})
+
+        _caller.set((self._callers.caller(scope), self._callers.address(scope)))
+        await self._app(scope, strict, send)
+
+
+def _refusal(message: Message) -> str | None:
+    """The error frame that answers a malformed message, or None for a sound one."""
+    text = message.get("text")
+    try:
+        if text is None:
+            raise InvalidJsonError("a frame must be text, not bytes")
+        parse_object(text.encode())
+    except InvalidJsonError as error:
+        said = write_error(str(error).replace("the body", "the frame"), error.code, "send one JSON object as text")
+        return orjson.dumps({"type": "error", "data": {"message": said, "code": WSErrorCode.INVALID_JSON}}).decode()
+    return None

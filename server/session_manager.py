@@ -213,6 +213,10 @@ class SessionManager:
                 await self._refresh(live)
         return live
 
+    def peek(self, session_id: str) -> Live | None:
+        """The session as this process has it in memory; another process may be ahead of it."""
+        return self._live.get(session_id)
+
     async def latest(self, caller: str) -> str:
         """Id of the session that this caller reset last. Raises UnknownSessionError."""
         session_id = await self.store.latest(caller)
