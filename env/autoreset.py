@@ -1,0 +1,129 @@
+"""Episodes that follow one another: a batch whose rows start their next episode by themselves.
+
+Seeds: the first episode of a row plays the seed it was reset with, and its k-th restart plays
+``episode_seed(first, k)``. So any episode of a run can be played again alone, and ``seeds`` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from env.action import snap, write_actions
+from env.batch import ServingBatch
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from simulator.workload import check_seed
+
+MIN_ROWS_PER_THREAD: Final = 64
+"""Fewer rows than this are not worth handing to a thread."""
+
+
+def episode_seed(first: int, episode: int) -> int:
+    """Seed of the ``episode``-th restart of a row that was first reset with ``first``; the 0-th is ``first`` itself.
+
+    A 63-bit hash of the pair: seeds that people choose (small numbers) are never met by accident, so a learner trained
+    here has not seen held-out seeds.
+    """
+    if episode == 0:
+        return first
+    return int(np.random.SeedSequence([first, episode]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class AutoresetBatch:
+    """Steps a :class:`ServingBatch` and restarts rows whose episode has ended.
+
+    Results are the arrays of ``batch``. ``n_threads`` > 1 spreads the rows over threads (the kernel releases the
+    interpreter lock); the result is the same.
+    """
+
+    def __init__(self, batch: ServingBatch, n_threads: int = 1) -> None:
+        if n_threads < 1:
+            raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1")
+        self.batch = batch
+        self.first_seeds = [-1] * batch.n_rows
+        self.episodes = [0] * batch.n_rows
+        self._n_threads = min(n_threads, max(1, batch.n_rows // MIN_ROWS_PER_THREAD))
+        self._pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
+
+    @property
+    def started(self) -> bool:
+        """Whether every row has an episode."""
+        return min(self.first_seeds) >= 0
+
+    @property
+    def seeds(self) -> NDArray[np.int64]:
+        """Seed of each row's current episode, (B,)."""
+        return self.batch.seeds
+
+    def reset(self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None) -> None:
+        """Start episodes in all rows, or in those of the mask ``rows``.
+
+        A row with a seed starts a new series of episodes with it. A row without one (None) goes on to the next episode
+        of its series; if it has none yet, it starts one with a seed drawn from the operating system.
+        """
+        chosen = range(self.batch.n_rows) if rows is None else np.flatnonzero(rows).tolist()
+        if seeds is not None and len(seeds) != self.batch.n_rows:
+            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {self.batch.n_rows} episodes; give one for each")
+        given = {row: check_seed(s) for row in chosen if seeds is not None and (s := seeds[row]) is not None}
+        if rows is not None and not self.started and not rows.all():
+            raise NotResetError("the first reset must start all episodes")
+        for row in chosen:
+            if row in given or self.first_seeds[row] < 0:
+                self.first_seeds[row] = given.get(row, _fresh_seed())
+                self.episodes[row] = 0
+            else:
+                self.episodes[row] += 1
+        playing = [episode_seed(self.first_seeds[row], self.episodes[row]) for row in chosen]
+        self.batch.reset(playing, rows=None if rows is None else chosen)
+
+    def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
+        """Play one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
+
+        Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
+        """
+        batch = self.batch
+        if knobs.shape != (batch.n_rows, len(batch.mask)):
+            raise InvalidActionError("actions", knobs.shape, f"an array of shape ({batch.n_rows}, {len(batch.mask)})")
+        if not self.started:
+            raise NotResetError("step before reset: call reset first")
+        ended = batch.done if rows is None else batch.done & rows
+        if ended.any():
+            raise EpisodeDoneError(
+                f"row {int(np.argmax(ended))}: the episode has ended; reset it to start the next one"
+            )
+        write_actions(batch.fleet, snap(knobs, batch.mask))
+        parts = [(0, batch.n_rows)] if rows is None else _runs(rows)
+        if self._pool is None:
+            for lo, hi in parts:
+                batch.advance(lo, hi)
+        else:
+            waiting = [self._pool.submit(batch.advance, lo, hi) for lo, hi in self._shares(parts)]
+            for one in waiting:
+                _result(one)
+
+    def close(self) -> None:
+        """Release the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _shares(self, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        size = -(-self.batch.n_rows // self._n_threads)
+        return [(at, min(at + size, hi)) for lo, hi in parts for at in range(lo, hi, size)]
+
+
+def _result(one: Future[None]) -> None:
+    one.result()
+
+
+def _runs(rows: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Stretches of set rows as (first, last + 1)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], rows, [False]))))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
+def _fresh_seed() -> int:
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,284 @@
+"""Gymnasium environments over both families; importing this module registers them.
+
+    import gymnasium, inferencegym.gym
+    env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action="discrete")
+    envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
+
+One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. ``inferencegym.gym:InferenceGym/...`` as an id
+makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
+formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
+:mod:`env.vector_env`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` play the same episodes on a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from env.autoreset import episode_seed
+from env.inference_env import REWARD_TERMS, metrics_dict
+from env.traffic_env import TrafficBatch
+from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info, VectorInferenceEnv
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import SPEC_LENGTHS
+from inferencegym.tasks import Calibration, TaskId, list_tasks
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
+from simulator.tables import ServingTables
+from simulator.traffic import QUEUE_LATENCY_MS
+
+NAMESPACE: Final = "InferenceGym"
+ENV_VERSION: Final = 1
+
+
+class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
+    """One episode of a serving task at a time; a row of :class:`env.vector_env.VectorInferenceEnv`.
+
+    ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them, and
+    ``seed``. ``reset(seed=s)`` plays seed ``s``; further resets without a seed play ``episode_seed(s, 1)``, ``(s, 2)``...
+    The end is ``terminated``: the episode's length is part of the task.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+
+    def __init__(
+        self,
+        task_id: TaskId = 1,
+        *,
+        config: Mapping[str, Any] | None = None,
+        observation: str = "raw",
+        action: str = "box",
+        tables: ServingTables | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self._rows = VectorInferenceEnv(
+            1,
+            task_id,
+            config=config,
+            observation=observation,
+            action=action,
+            autoreset_mode=AutoresetMode.DISABLED,
+            tables=tables,
+            calibration=calibration,
+        )
+        self.task = self._rows.task
+        self.config = self._rows.config
+        self.observation_space = self._rows.single_observation_space
+        self.action_space = self._rows.single_action_space
+        self._log: list[dict[str, Any]] = []
+
+    @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The episode so far, as graders and ``POST /grader`` read it."""
+        return self._log
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Float32Array, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        self._log = []
+        observation, _ = self._rows.reset(seed=[seed])
+        return observation[0], {"timestep": 0, "seed": int(self._rows.seeds[0])}
+
+    def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
+        """Play one second."""
+        observation, reward, ended, _, _ = self._rows.step(np.asarray(action)[None])
+        batch = self._rows.batch
+        info = {
+            "timestep": len(self._log) + 1,
+            "metrics": metrics_dict(batch.fleet.snapshot()),
+            "action_applied": self._knobs(),
+            "reward_terms": dict(zip(REWARD_TERMS, batch.reward_terms[:, 0].tolist(), strict=True)),
+            "seed": int(batch.seeds[0]),
+        }
+        value = float(reward[0])
+        self._log.append(
+            {
+                "timestep": info["timestep"],
+                "action": info["action_applied"],
+                "reward": value,
+                "metrics": info["metrics"],
+            }
+        )
+        return observation[0], value, bool(ended[0]), False, info
+
+    def close(self) -> None:
+        """Release what the rows hold."""
+        self._rows.close()
+
+    def _knobs(self) -> dict[str, Any]:
+        """The knobs as they stand in the fleet, in JSON form."""
+        fleet = self._rows.batch.fleet
+        return {
+            "kv_budget": float(fleet.kv_budget[0]),
+            "spec_length": SPEC_LENGTHS[fleet.spec_index[0]],
+            "batch_size": int(fleet.batch_size[0]),
+            "prefill_disagg": bool(fleet.disagg[0]),
+            "quant_tier": int(fleet.tier[0]),
+        }
+
+
+# ---------------------------------------------------------------- the traffic controller
+
+
+class VectorTrafficGymEnv(AutoresetVectorEnv):
+    """``num_envs`` episodes of one traffic task; actions are indices of ``ACTION_NAMES``.
+
+    A crash is ``terminated``; running out of steps, where the server would go on, is ``truncated``. The tasks have no
+    randomness, so a seed changes nothing. Observations are the seven fields of the state, ``"raw"`` or ``"normalised"``
+    (rate by capacity, queue by its limit, latency by ten times the base, step by the episode's length). ``info`` holds
+    ``metrics`` (name -> (B,)) and, where ``info["_final_score"]`` is set, ``final_score``.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        task_id: str = "task_easy",
+        *,
+        config: Mapping[str, Any] | None = None,
+        observation: str = "raw",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        if num_envs < 1:
+            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
+        if observation not in ("raw", "normalised"):
+            raise InvalidConfigError(f"observation={observation!r} is not allowed: one of raw, normalised")
+        task = get_traffic_task(task_id)
+        self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
+        self.task = task
+        self._scale = _traffic_scale(self.batch) if observation == "normalised" else np.ones(len(STATE_FIELDS))
+        high = (_traffic_high(self.batch) / self._scale).astype(np.float32)
+        space = spaces.Box(np.zeros_like(high), high, dtype=np.float32)
+        self._metrics: dict[str, Any] = {}
+        super().__init__(num_envs, space, spaces.Discrete(len(ACTION_NAMES)), autoreset_mode)
+
+    def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
+        self.batch.reset(rows)
+        self._metrics = {}
+
+    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+        result = self.batch.step(actions)  # ended rows stay as they are
+        self._metrics = result.metrics
+        return result.reward.astype(np.float64)
+
+    def _ended(self) -> tuple[BoolArray, BoolArray]:
+        done, crashed = self.batch.done, self.batch.server.crashed
+        return done & crashed, done & ~crashed
+
+    def _observe(self) -> Float32Array:
+        return (self.batch.observation() / self._scale).astype(np.float32)
+
+    def _info(self) -> Info:
+        if not self._metrics:
+            return {}
+        done = self.batch.done.copy()
+        return {
+            "metrics": self._metrics,
+            "_metrics": self._everywhere,
+            "final_score": self.batch.final_score(),
+            "_final_score": done,
+        }
+
+
+class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
+    """One episode of a traffic task at a time; a row of :class:`VectorTrafficGymEnv`."""
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+
+    def __init__(
+        self, task_id: str = "task_easy", *, config: Mapping[str, Any] | None = None, observation: str = "raw"
+    ) -> None:
+        self._rows = VectorTrafficGymEnv(
+            1, task_id, config=config, observation=observation, autoreset_mode=AutoresetMode.DISABLED
+        )
+        self.task = self._rows.task
+        self.observation_space = self._rows.single_observation_space
+        self.action_space = self._rows.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Float32Array, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        observation, _ = self._rows.reset()
+        return observation[0], {}
+
+    def step(self, action: int) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
+        """Let one share of the next second's requests through."""
+        observation, reward, terminated, truncated, info = self._rows.step(np.array([action]))
+        one: dict[str, Any] = {name: values[0].item() for name, values in info["metrics"].items()}
+        if terminated[0] or truncated[0]:
+            one["final_score"] = float(info["final_score"][0])
+        return observation[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), one
+
+
+def _traffic_high(batch: TrafficBatch) -> FloatArray:
+    """Upper bounds of the state's fields for every step of this task and configuration."""
+    rate = float(batch.incoming.max())
+    load = rate / batch.config.server_capacity
+    latency = batch.config.base_latency * (1.0 + max(load**2, load**3)) + QUEUE_LATENCY_MS * batch.config.max_queue
+    high = {
+        "cpu_usage": 1.0,
+        "memory_usage": 1.0,
+        "request_rate": rate,
+        "queue_length": batch.config.max_queue,
+        "avg_latency": latency + 1.0,  # latencies are rounded to a hundredth
+        "step": batch.task.episode_length,
+        "crashed": 1.0,
+    }
+    return np.array([high[name] for name in STATE_FIELDS], dtype=np.float64)
+
+
+def _traffic_scale(batch: TrafficBatch) -> FloatArray:
+    scale = {
+        "request_rate": batch.config.server_capacity,
+        "queue_length": max(1, batch.config.max_queue),
+        "avg_latency": 10.0 * batch.config.base_latency,
+        "step": batch.task.episode_length,
+    }
+    return np.array([scale.get(name, 1.0) for name in STATE_FIELDS], dtype=np.float64)
+
+
+# ---------------------------------------------------------------- registration
+
+
+def serving_id(gym_id: str) -> str:
+    """The Gymnasium id of a task with this ``gym_id``."""
+    return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
+
+
+def register_envs() -> None:
+    """Register one id per task of both families; ids that are registered stay as they are."""
+    for task in list_tasks(include_recorded=True):
+        _register(serving_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task.task_id)
+    for traffic in list_traffic_tasks():
+        _register(serving_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", traffic.task_id)
+
+
+def _register(env_id: str, scalar: str, vector: str, task_id: TaskId) -> None:
+    if env_id not in gymnasium.registry:
+        gymnasium.register(
+            id=env_id,
+            entry_point=f"inferencegym.gym:{scalar}",
+            vector_entry_point=f"inferencegym.gym:{vector}",
+            kwargs={"task_id": task_id},
+        )
+
+
+register_envs()
+
+__all__ = [
+    "InferenceGymEnv",
+    "TrafficGymEnv",
+    "VectorInferenceEnv",
+    "VectorTrafficGymEnv",
+    "episode_seed",
+    "register_envs",
+    "serving_id",
+]
