@@ -98,7 +98,8 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-types: $(STAMPS)/dev
+# With the training libraries installed, so that their types are checked too.
+types: $(STAMPS)/rl
 	$(BIN)/mypy
 
 format: $(STAMPS)/dev

@@ -19,7 +19,7 @@ PACKAGES = ("inferencegym", "simulator", "env", "grader", "agents", "server")
 MANIFEST = "openenv.yaml"
 
 # Fused multiply-add exists on some processors only, so a contracted product rounds differently there. Without
-# contraction, -ffast-math and -march=native, the compiled code rounds as the plain Python code does, on every processor.
+# contraction, -ffast-math and -march=native, compiled code rounds as plain Python does, on every processor.
 COMPILE_ARGS = ["-O3", "-ffp-contract=off", "-g0"]
 
 DIRECTIVES = {
