@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from env.episode import EpisodeRecord, record_of
+from env.families import replay
 from env.traffic_env import TrafficBatch, TrafficEnv, VectorTrafficEnv
 from grader.traffic_grader import grade_traffic
 from inferencegym.errors import (
@@ -217,6 +219,14 @@ def test_task_seed_settings_and_actions_are_the_whole_episode(
         again.step(action)
     assert again.episode_log == env.episode_log
     assert again.state() == env.state()
+
+
+def test_a_stored_record_is_replayed_to_the_same_episode() -> None:
+    env = started("task_hard", server_capacity=130.0)
+    play(env, ["throttle_70", "throttle_40"])
+    again = replay(EpisodeRecord.from_dict(json.loads(json.dumps(record_of(env).to_dict()))))
+    assert again.episode_log == env.episode_log
+    assert again.state() | {"session_id": env.session_id} == env.state()
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
