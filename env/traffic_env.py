@@ -1,4 +1,4 @@
-"""The traffic controller as an environment: one batch that steps B episodes, with a scalar and a vector face.
+"""The traffic controller as an environment: one batch that steps B episodes, and its scalar face.
 
 The tasks have no randomness: their traffic is fixed, so every seed gives the same episode. A seed is accepted and
 recorded all the same, because ``(task_id, seed, config, actions)`` is what an episode of any family is made of.
@@ -283,40 +283,6 @@ class TrafficEnv:
                 f"the episode ended after {len(self.actions)} of {self._task.episode_length} steps: reset to start anew"
             )
         return batch
-
-
-class VectorTrafficEnv:
-    """N episodes that restart by themselves, with Gymnasium's five return values and its next-step autoreset.
-
-    The step after an episode's end ignores that row's action, starts its next episode, and returns its first
-    observation with reward 0. Observations are ``(N, 7)`` float64, actions ``(N,)`` integers.
-    """
-
-    def __init__(self, task_id: str, num_envs: int, config: Mapping[str, Any] | None = None) -> None:
-        if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
-        task = get_traffic_task(task_id)
-        self.num_envs = num_envs
-        self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
-
-    def reset(self, seed: int | None = None) -> tuple[FloatArray, dict[str, Any]]:
-        """Start all episodes. The seed changes nothing: these tasks have no randomness."""
-        if seed is not None:
-            _check_seed(seed)
-        return self.batch.reset(), {}
-
-    def step(self, actions: ArrayLike) -> tuple[FloatArray, FloatArray, BoolArray, BoolArray, dict[str, Any]]:
-        """Observation, reward, terminated (a crash), truncated (all steps taken) and info, one row per episode.
-
-        ``info`` holds the ``(N,)`` metrics of the step, and ``final_score`` where ``_final_score`` is set.
-        """
-        restarted = self.batch.done.copy()
-        result = self.batch.step(actions)
-        observation = self.batch.reset(restarted) if restarted.any() else result.observation
-        ended = self.batch.done
-        terminated = ended & self.batch.server.crashed
-        info = {**result.metrics, "final_score": self.batch.final_score(), "_final_score": ended.copy()}
-        return observation, result.reward, terminated, ended & ~terminated, info
 
 
 def _check_seed(seed: object) -> int:

@@ -142,7 +142,7 @@ CONFIG_FIELDS: Final[dict[str, Field]] = {
     f.name: f
     for f in (
         Field("server_capacity", 1, 1e6, "requests/s", "what the server can handle", 100.0),
-        Field("base_latency", 0, 60_000, "ms", "response time without load", 50.0),
+        Field("base_latency", 0.1, 60_000, "ms", "response time without load", 50.0),
         Field("crash_load_ratio", 0.1, 1000, "share of capacity", "the server crashes beyond this load", 1.3),
         Field("max_queue", 1, 100_000, "requests", "most requests that can wait; the rest is lost", 500),
         Field("traffic_scale", 0.01, 100, "factor", "multiplies the task's incoming rates", 1.0),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from env.episode import EpisodeRecord, record_of
 from env.families import replay
-from env.traffic_env import TrafficBatch, TrafficEnv, VectorTrafficEnv
+from env.traffic_env import TrafficBatch, TrafficEnv
 from grader.traffic_grader import grade_traffic
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -23,7 +23,14 @@ from inferencegym.errors import (
     NotResetError,
     UnknownTaskError,
 )
-from inferencegym.traffic import ACTION_NAMES, CONFIG_FIELDS, STATE_FIELDS, TrafficAction, list_traffic_tasks
+from inferencegym.traffic import (
+    ACTION_NAMES,
+    CONFIG_FIELDS,
+    STATE_FIELDS,
+    TrafficAction,
+    get_traffic_task,
+    list_traffic_tasks,
+)
 
 TASK_IDS = [task.task_id for task in list_traffic_tasks()]
 ACTION = st.sampled_from(ACTION_NAMES)
@@ -275,7 +282,7 @@ def test_the_state_says_where_the_episode_stands() -> None:
     assert state["workload_phase"] == "steady"
 
 
-# ---------------------------------------------------------------- batch and vector faces
+# ---------------------------------------------------------------- batch
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
@@ -308,33 +315,21 @@ def test_wrong_actions_of_a_batch_are_refused(actions: Any) -> None:
         TrafficBatch(next(iter(list_traffic_tasks())), 3).step(actions)
 
 
-def test_a_vector_episode_that_ends_starts_anew_at_the_next_step() -> None:
-    env = VectorTrafficEnv("task_easy", 2)
-    first, _ = env.reset(seed=3)
+def test_a_row_whose_episode_is_over_stays_as_it_is_until_it_is_reset() -> None:
+    batch = TrafficBatch(get_traffic_task("task_easy"), 2)
+    first = batch.observation()
     cautious, careless = ACTION_NAMES.index("throttle_40"), ACTION_NAMES.index("allow_all")
-    for _ in range(10):
-        env.step(np.array([cautious, careless]))
-    _, reward, terminated, truncated, info = env.step(np.array([cautious, careless]))
-    assert (reward.tolist(), terminated.tolist(), truncated.tolist()) == ([0.4, -10.0], [False, True], [False, False])
-    assert (info["_final_score"].tolist(), info["final_score"][1]) == ([False, True], 0.0)
+    for _ in range(11):
+        result = batch.step(np.array([cautious, careless]))
+    assert (result.reward.tolist(), result.done.tolist()) == ([0.4, -10.0], [False, True])
+    crashed, score = result.observation[1].tolist(), batch.final_score()[1]
+    result = batch.step(np.array([cautious, cautious]))
+    assert (result.observation[1].tolist(), result.reward[1], batch.final_score()[1]) == (crashed, 0.0, score)
 
-    observation, reward, terminated, _, _ = env.step(np.array([cautious, careless]))
+    observation = batch.reset(rows=np.array([False, True]))
     assert observation[1].tolist() == first[1].tolist()
-    assert (reward[1], terminated[1]) == (0.0, False)
     assert observation[0, list(STATE_FIELDS).index("step")] == 12
-
-
-def test_a_vector_episode_whose_steps_are_taken_is_truncated() -> None:
-    env = VectorTrafficEnv("task_easy", 1)
-    env.reset()
-    for _ in range(30):
-        _, _, terminated, truncated, info = env.step(np.array([2]))
-    assert (terminated[0], truncated[0], info["final_score"][0]) == (False, True, 1.0)
-
-
-def test_a_vector_of_no_episodes_is_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="num_envs=0"):
-        VectorTrafficEnv("task_easy", 0)
+    assert batch.done.tolist() == [False, False]
 
 
 # ---------------------------------------------------------------- grading logs
