@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError
-from simulator.whatif import RequestLog
+from simulator.tables import FloatArray
+
+MAX_REQUESTS: Final = 2_000_000
 
 _NAMES: Final = {
     "arrival_s": ("arrival_s", "timestamp_s"),
     "prompt_tokens": ("prompt_tokens", "prompt", "input_tokens"),
     "output_tokens": ("output_tokens", "output", "completion_tokens"),
 }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestLog:
+    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served)."""
+
+    arrival_s: FloatArray
+    prompt_tokens: FloatArray
+    output_tokens: FloatArray
+    class_index: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_s)
+        if not 1 <= n <= MAX_REQUESTS:
+            raise DataFormatError(f"{n} requests: there must be 1 to {MAX_REQUESTS}")
+        for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+            values = getattr(self, name)
+            if len(values) != n or not np.isfinite(values).all():
+                raise DataFormatError(f"{name} must be {n} finite numbers")
+        if self.arrival_s.min() < 0 or self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
+            raise DataFormatError("arrival_s must be at least 0, prompt and output tokens at least 1")
 
 
 def read_requests(path: str | Path) -> RequestLog:

@@ -9,37 +9,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from simulator.requests import RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
 from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
-MAX_REQUESTS: Final = 2_000_000
 _OUTPUT_POINTS: Final = 2048
 _SPREAD_POINTS: Final = 15
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestLog:
-    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served)."""
-
-    arrival_s: FloatArray
-    prompt_tokens: FloatArray
-    output_tokens: FloatArray
-    class_index: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        n = len(self.arrival_s)
-        if not 1 <= n <= MAX_REQUESTS:
-            raise DataFormatError(f"{n} requests: there must be 1 to {MAX_REQUESTS}")
-        for name in ("arrival_s", "prompt_tokens", "output_tokens"):
-            values = getattr(self, name)
-            if len(values) != n or not np.isfinite(values).all():
-                raise DataFormatError(f"{name} must be {n} finite numbers")
-        if self.arrival_s.min() < 0 or self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
-            raise DataFormatError("arrival_s must be at least 0, prompt and output tokens at least 1")
 
 
 def steady_requests(
