@@ -25,11 +25,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --no-deps --require-hashes
 
-.PHONY: help serve install dev rl test test-fast soak check lint types format bench pins build clean
+.PHONY: help serve install dev rl test test-fast soak check lint types format bench openenv pins build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | soak | pins | build | clean'
+	@echo '  make check | format | bench | soak | openenv | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -105,6 +105,10 @@ types: $(STAMPS)/rl
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# OpenEnv's own verdicts on the directory, a running server and a played episode.
+openenv: $(STAMPS)/dev $(STAMPS)/package
+	$(PYTHON) scripts/openenv_check.py
 
 pins: $(STAMPS)/dev
 	UV=$(BIN)/uv scripts/pin_requirements.sh

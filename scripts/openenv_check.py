@@ -143,7 +143,11 @@ def start_server() -> RunningServer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"INFERENCEGYM_PORT": str(port), "INFERENCEGYM_HOST": "127.0.0.1"}
+    environment = os.environ | {
+        "INFERENCEGYM_PORT": str(port),
+        "INFERENCEGYM_HOST": "127.0.0.1",
+        "INFERENCEGYM_STORE_URL": "memory://",
+    }
     process = subprocess.Popen([BIN / "server"], cwd=ROOT, env=environment)
     running = RunningServer(process, f"http://127.0.0.1:{port}")
     deadline = time.monotonic() + HEALTHY_WITHIN_S
@@ -154,8 +158,10 @@ def start_server() -> RunningServer:
                     return running
         except OSError:
             time.sleep(0.1)
+    ended = process.poll()
     process.kill()
-    raise RuntimeError(f"no healthy answer within {HEALTHY_WITHIN_S} s: start `{BIN / 'server'}` by hand to see why")
+    why = f"it ended with status {ended}" if ended is not None else f"no answer within {HEALTHY_WITHIN_S} s"
+    raise RuntimeError(f"the server did not become healthy: {why}; its own messages are above")
 
 
 if __name__ == "__main__":

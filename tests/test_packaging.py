@@ -203,6 +203,16 @@ def test_openenv_finds_the_tree_valid(tmp_path: Path) -> None:
     assert (verdict.returncode, "Verdict: PASS" in verdict.stdout) == (0, True), verdict.stdout + verdict.stderr
 
 
+@pytest.mark.slow
+def test_openenv_passes_the_running_server_and_its_runtime_graders() -> None:
+    report = subprocess.run(
+        [sys.executable, ROOT / "scripts/openenv_check.py"], capture_output=True, text=True, check=False
+    )
+    assert report.returncode == 0, report.stdout + report.stderr
+    played = {f"runtime.{name}" for name in ("startup", "observation_schema", "reward_well_formed", "state_contract")}
+    assert set(re.findall(r"(?m)^  PASS  (runtime\.\w+)", report.stdout)) == played
+
+
 def declared_modules() -> list[str]:
     """Modules with a type declaration file, which the build compiles."""
     declarations = [path for package in PACKAGES for path in (ROOT / package).rglob("*.pxd")]
