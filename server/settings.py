@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     )
     live_steps: int = Field(
         250_000,
-        ge=1_000,
+        ge=100,
         le=1_000_000_000,
         description="Steps of all environments held in memory per process: bounds memory where episodes are long.",
     )

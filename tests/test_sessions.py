@@ -90,7 +90,7 @@ async def undisturbed(family: str, task_id: Any, actions: list[dict[str, Any]]) 
 def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
     async def scenario() -> None:
         for family, task_id in EPISODES:
-            actions = actions_of(family, 12)
+            actions = actions_of(family, 4)
             expected = await undisturbed(family, task_id, actions)
             async with manager_on(store_url, live_sessions=1) as manager:
                 live, _ = await manager.reset(family, task_id=task_id, seed=5)
@@ -101,7 +101,7 @@ def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
                     await manager.reset(family, task_id=task_id, seed=6)
                     assert len(manager) == 1
                 assert outcomes == expected
-                assert manager.counters.evictions >= 12
+                assert manager.counters.evictions >= 4
 
     asyncio.run(scenario())
 
@@ -297,13 +297,13 @@ def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) 
 
 def test_long_episodes_are_bounded_by_their_steps(store_url: str) -> None:
     async def scenario() -> None:
-        async with manager_on(store_url, live_steps=1000) as manager:
+        async with manager_on(store_url, live_steps=100) as manager:
             for seed in range(4):
-                live, _ = await manager.reset(SERVING, seed=seed, config={"episode_length": 600})
-                for _ in range(400):
+                live, _ = await manager.reset(SERVING, seed=seed, config={"episode_length": 60})
+                for _ in range(40):
                     await manager.step(live.session_id, {})
             assert len(manager) <= 3
-            assert (await manager.get(live.session_id)).env.state()["step_count"] == 400
+            assert (await manager.get(live.session_id)).env.state()["step_count"] == 40
 
     asyncio.run(scenario())
 

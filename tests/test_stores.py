@@ -1,0 +1,371 @@
+"""Stores under faults: locked, full, damaged, gone or restarting; clear errors, no hang, recovery without hands."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferencegym.errors import StoreError
+from server.families import FAMILIES, SERVING
+from server.session_manager import SessionManager
+from server.settings import Settings
+from server.store_redis import RedisStore
+from server.store_sqlite import SqliteStore
+from server.stores import EpisodeStart
+from tests.redis_server import RedisServer
+from tests.servers import ROOT
+
+START = EpisodeStart(SERVING, 1, 7, {"episode_length": 200})
+
+
+@asynccontextmanager
+async def sqlite_store(path: Path, **settings: Any) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(Settings(store_url=f"sqlite://{path}", **settings))
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def file_of(path: Path) -> Path:
+    return path / "sessions.db"
+
+
+def test_an_action_is_appended_only_where_exactly_that_many_are_stored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            token = await store.put("a", START, "me")
+            results = [await store.append("a", token, index, b"{}") for index in (1, 0, 0, 2, 1, -1, 2)]
+            assert results == [False, True, False, False, True, False, True]
+            assert await store.append("a", str(int(token) + 1), 3, b"{}") is False
+            assert await store.append("b", token, 3, b"{}") is False
+            assert await store.position("a") == (token, 3)
+            again = await store.put("a", START, "me")
+            assert again != token
+            assert await store.append("a", token, 0, b"{}") is False, "a restart ends the earlier episode"
+            assert await store.position("a") == (again, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("durability", ["full", "process", "none"])
+def test_each_durability_sets_what_sqlite_syncs(tmp_path: Path, durability: str) -> None:
+    async def scenario() -> int:
+        async with sqlite_store(file_of(tmp_path), durability=durability) as store:
+            assert store._connection is not None
+            assert store._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+            return int(store._connection.execute("PRAGMA synchronous").fetchone()[0])
+
+    assert asyncio.run(scenario()) == {"full": 2, "process": 1, "none": 0}[durability]
+
+
+def test_a_locked_database_is_waited_for_without_holding_up_other_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            token = await store.put("a", START, "me")
+            with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                appending = asyncio.create_task(store.append("a", token, 0, b"{}"))
+                ticks = 0
+                while ticks < 20:
+                    await asyncio.sleep(0.005)
+                    ticks += 1
+                assert not appending.done()
+                other.execute("ROLLBACK")
+                assert await appending is True
+
+    asyncio.run(scenario())
+
+
+def test_a_database_that_stays_locked_is_a_store_error_in_time_and_works_again_after(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path), store_timeout_s=0.2) as store:
+            token = await store.put("a", START, "me")
+            with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                for operation in (store.append("a", token, 0, b"{}"), store.put("b", START, "me"), store.ping()):
+                    begun = time.monotonic()
+                    with pytest.raises(StoreError, match="locked"):
+                        await operation
+                    assert time.monotonic() - begun < 2
+                assert await store.position("a") == (token, 0), "reading goes on"
+                other.execute("ROLLBACK")
+            assert await store.append("a", token, 0, b"{}") is True
+            assert await store.position("b") is None
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_a_store_error_and_nothing_is_half_stored(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the same write fails, at the same place."""
+    script = """
+import asyncio, resource, signal, sys
+from inferencegym.errors import StoreError
+from server.families import FAMILIES, SERVING
+from server.session_manager import SessionManager
+from server.settings import Settings
+from server.stores import make_store
+
+async def main():
+    settings = Settings(store_url="sqlite://" + sys.argv[1])
+    store = make_store(settings)
+    await store.open()
+    manager = SessionManager(store, FAMILIES, settings)
+    live, _ = await manager.reset(SERVING, seed=3, config={"episode_length": 5000})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+    taken = refused = 0
+    # A first refusal may be followed by success: moving the log into the database frees the log's room.
+    while refused < 3:
+        try:
+            await manager.step(live.session_id, {"batch_size": 1 + taken % 512}, taken + 1)
+            taken, refused = taken + 1, 0
+        except StoreError:
+            refused += 1
+    try:
+        await store.ping()
+        raise SystemExit("a full disk was called ready")
+    except StoreError:
+        pass
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    # Room again: the episode goes on where it was.
+    outcome = await manager.step(live.session_id, {"batch_size": 1 + taken % 512}, taken + 1)
+    assert outcome.number == taken + 1, (outcome.number, taken)
+    position = await store.position(live.session_id)
+    assert position == (live.token, taken + 1), (position, taken)
+    await store.ping()
+    await store.close()
+    print("steps before the disk was full:", taken)
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", script, str(file_of(tmp_path))]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split(":")[1]) > 0
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "truncated", "not a database"])
+def test_a_damaged_database_is_set_aside_and_live_sessions_are_stored_again(tmp_path: Path, damage: str) -> None:
+    path = file_of(tmp_path)
+
+    async def scenario() -> None:
+        settings = Settings(store_url=f"sqlite://{path}")
+        async with sqlite_store(path) as store:
+            manager = SessionManager(store, FAMILIES, settings)
+            live, _ = await manager.reset(SERVING, seed=3)
+            for number in range(1, 6):
+                await manager.step(live.session_id, {}, number)
+            await store.close()
+            await store.open()
+            with closing(sqlite3.connect(path)) as other:
+                other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            store._disconnect()
+            content = path.read_bytes()
+            if damage == "overwritten":
+                path.write_bytes(content[:100] + b"\xaa" * (len(content) - 100))
+            elif damage == "truncated":
+                path.write_bytes(content[: len(content) // 2 + 17])
+            else:
+                path.write_bytes(b"this is not a database at all" * 400)
+            outcome = await manager.step(live.session_id, {}, 6)
+            assert outcome.number == 6
+            position = await store.position(live.session_id)
+            assert position is not None
+            assert position[1] == 6
+        assert len(list(tmp_path.glob("*.damaged-*"))) >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+
+    async def scenario() -> None:
+        settings = Settings(store_url=f"sqlite://{path}")
+        async with sqlite_store(path) as store:
+            manager = SessionManager(store, FAMILIES, settings)
+            live, _ = await manager.reset(SERVING, seed=3)
+            await manager.step(live.session_id, {}, 1)
+            store._disconnect()
+            for file in tmp_path.glob("sessions.db*"):
+                file.unlink()
+            assert (await manager.step(live.session_id, {}, 2)).number == 2
+            assert (await store.position(live.session_id) or ("", 0))[1] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory should be")
+
+    async def scenario() -> None:
+        with pytest.raises(StoreError, match="cannot be"):
+            async with sqlite_store(blocked / "sub" / "sessions.db"):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_a_database_of_another_layout_is_refused_not_overwritten(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA user_version=99")
+        other.execute("CREATE TABLE theirs (x)")
+
+    async def scenario() -> None:
+        with pytest.raises(StoreError, match="another release"):
+            async with sqlite_store(path):
+                pass
+
+    asyncio.run(scenario())
+    with closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT count(*) FROM theirs").fetchone() == (0,)
+
+
+def test_the_log_file_stays_small_while_writers_never_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.store_sqlite.CHECKPOINT_EVERY_S", 0.05)
+    monkeypatch.setattr("server.store_sqlite.LARGE_LOG_BYTES", 2_000_000)
+
+    async def scenario() -> int:
+        largest = 0
+        async with sqlite_store(file_of(tmp_path)) as store:
+            token = await store.put("a", START, "me")
+            for index in range(5000):
+                assert await store.append("a", token, index, b"{}" * 40)
+                if index % 100 == 0:
+                    largest = max(largest, (tmp_path / "sessions.db-wal").stat().st_size)
+                    await asyncio.sleep(0.005)
+        return largest
+
+    assert asyncio.run(scenario()) < 8_000_000  # 5,000 steps write 20 MB of log when nothing resets it
+
+
+def _append_many(url: str, worker: int, count: int) -> None:
+    async def scenario() -> None:
+        settings = Settings(store_url=url)
+        store = SqliteStore(settings)
+        await store.open()
+        token = await store.put(f"s{worker}", START, "me")
+        for index in range(count):
+            assert await store.append(f"s{worker}", token, index, b'{"batch_size":1}')
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    url = f"sqlite://{file_of(tmp_path)}"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_append_many, args=(url, worker, 500)) for worker in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            for worker in range(3):
+                assert (await store.position(f"s{worker}") or ("", 0))[1] == 500
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- Redis
+
+
+def test_redis_killed_and_started_again_loses_no_step_and_needs_no_hands(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        settings = Settings(store_url=redis_server.url, store_timeout_s=0.5)
+        store = RedisStore(settings)
+        await store.open()
+        manager = SessionManager(store, FAMILIES, settings)
+        live, _ = await manager.reset(SERVING, task_id=3, seed=4)
+        outcomes = [await manager.step(live.session_id, {"batch_size": n}, n) for n in range(1, 6)]
+        redis_server.kill()
+        begun = time.monotonic()
+        with pytest.raises(StoreError):
+            await manager.step(live.session_id, {"batch_size": 6}, 6)
+        with pytest.raises(StoreError):
+            await store.ping()
+        assert time.monotonic() - begun < 10
+        redis_server.start()
+        outcomes += [await manager.step(live.session_id, {"batch_size": n}, n) for n in range(6, 11)]
+        assert [o.number for o in outcomes] == list(range(1, 11))
+        assert (await store.position(live.session_id)) == (live.token, 10)
+        # A second process, which has only what Redis kept, agrees.
+        fresh = SessionManager(RedisStore(settings), FAMILIES, settings)
+        assert [await fresh.step(live.session_id, {"batch_size": n}, n) for n in range(1, 11)] == outcomes
+        await fresh.store.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_sessions_in_use_survive_a_redis_that_forgot_everything(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        settings = Settings(store_url=redis_server.url)
+        store = RedisStore(settings)
+        manager = SessionManager(store, FAMILIES, settings)
+        live, _ = await manager.reset(SERVING, seed=4)
+        await manager.step(live.session_id, {}, 1)
+        redis_server.empty()
+        assert (await manager.step(live.session_id, {}, 2)).number == 2
+        assert (await store.position(live.session_id)) == (live.token, 2)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_redis_that_hangs_is_a_store_error_in_time(redis_server: RedisServer) -> None:
+    import signal
+
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.2))
+        token = await store.put("a", START, "me")
+        assert redis_server.process is not None
+        redis_server.process.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(StoreError):
+            await store.append("a", token, 0, b"{}")
+        assert time.monotonic() - begun < 5
+        redis_server.process.send_signal(signal.SIGCONT)
+        # The append that timed out may have arrived or not; the next one knows.
+        position = await store.position("a")
+        assert position is not None
+        assert await store.append("a", token, position[1], b"{}") is True
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_checkpoints_end_with_the_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)):
+            assert any(thread.name == "sqlite-checkpoints" for thread in threading.enumerate())
+
+    asyncio.run(scenario())
+    assert not any(thread.name == "sqlite-checkpoints" for thread in threading.enumerate())
+    assert file_of(tmp_path).stat().st_size > 0
