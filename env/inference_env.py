@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from env.action import mask_action, write_action
@@ -182,7 +181,7 @@ class InferenceEnv:
         return {
             "timestep": len(self.actions),
             "metrics": metrics,
-            "workload": asdict(self.workload()),
+            "workload": vars(self.workload()),
             "action_applied": applied,
             "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
         }

@@ -1,15 +1,16 @@
 """OpenEnv's own protocol beside our HTTP interface: /ws, /mcp, /metadata, /schema and the Task API.
 
-The routes are OpenEnv's, from its server class, registered on an application of their own and moved here one by one: its
-stateless /reset, /step and /state would otherwise stand where ours are. An episode played over a WebSocket is a session
-like any other, named by its ``episode_id``: it is recorded step by step, GET /state and POST /grader see it, and after a
-dropped connection ``reset(episode_id=..., resume=True)`` goes on with it.
+The routes are OpenEnv's, from its server class, registered on an application of their own and moved here one by one:
+its stateless /reset, /step and /state would otherwise stand where ours are. An episode played over a WebSocket is a
+session like any other, named by its ``episode_id``: it is recorded step by step, GET /state and POST /grader see it,
+and after a dropped connection ``reset(episode_id=..., resume=True)`` goes on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from env.inference_env import observation_dict
@@ -40,7 +41,7 @@ from inferencegym.openenv_types import (
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from server.families import SERVING, TRAFFIC
-from server.middleware import RateLimit
+from server.middleware import Callers, RateLimit
 from server.request_errors import InvalidJsonError, InvalidRequestError
 from server.routes import Context
 from server.schemas import task_description
@@ -62,6 +63,8 @@ IDLE_SLOT_S: Final = 900.0
 """A connection silent for so long no longer counts against the limit; it may speak again, because its episode is not
 kept here but in its session."""
 
+REPORT_EVERY_S: Final = 60.0
+
 TRAIN: Final = "train"
 RECORDED: Final = "test"
 """The Task API's splits: the tasks of GET /tasks, and those that replay recorded traffic."""
@@ -75,7 +78,7 @@ NEXT: Final[Mapping[str, str]] = {
     "episode_done": "reset() starts the next one; POST /grader with its episode_id as session_id scores this one",
     "unknown_session": "reset() without resume starts an episode",
     "unknown_task": "the Task API and GET /tasks list the tasks",
-    "step_conflict": "reset() without an episode_id starts an episode of your own",
+    "step_conflict": "reset(episode_id=..., resume=True) goes on where the episode is, reset() starts another",
     "rate_limited": "wait, then send it again",
     "store": "send it again in a moment; nothing was changed",
     "capacity": "try again in a moment",
@@ -83,9 +86,6 @@ NEXT: Final[Mapping[str, str]] = {
 }
 """What to do after an error, in the words of OpenEnv's clients."""
 _NEXT_OTHERWISE: Final = "correct it and send it again; nothing was changed"
-
-_caller: ContextVar[tuple[str, str]] = ContextVar("caller", default=("", ""))
-"""Identity and address of the client whose frame is being answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class OpenEnvFamily:
     observation_json: Callable[[Any], dict[str, Any]]
     tasks: Callable[[], dict[str, list[dict[str, Any]]]]
     """Split -> descriptions of its tasks, each with its ``id``."""
+    callers: str = ""
+    """What precedes a caller's identity where this family's HTTP paths look up the caller's most recent session."""
 
 
 def _serving_tasks() -> dict[str, list[dict[str, Any]]]:
@@ -116,8 +118,8 @@ OPENENV_FAMILIES: Final = {
         SERVING,
         ENV_NAME,
         "InferenceGym",
-        "Control an LLM serving fleet: KV budget, speculative length, batch size, prefill disaggregation and precision, "
-        "once a second, under live traffic.",
+        "Control an LLM serving fleet under live traffic: KV budget, speculative length, batch size, prefill "
+        "disaggregation and precision, once a second.",
         InferenceGymAction,
         InferenceGymObservation,
         InferenceGymState,
@@ -134,6 +136,7 @@ OPENENV_FAMILIES: Final = {
         TrafficControllerState,
         asdict,
         lambda: {TRAIN: [task.summary() for task in list_traffic_tasks()]},
+        callers=f"{TRAFFIC}:",
     ),
 }
 
@@ -142,14 +145,13 @@ def add_openenv(app: FastAPI, context: Context) -> Callable[[FastAPI], AbstractA
     """Add OpenEnv's routes for every family, each under its prefix; returns what is to run around the server's life."""
     theirs = []
     for name, prefix in _places(context):
-        scratch = _openenv_server(OPENENV_FAMILIES[name], context)
+        scratch = _openenv_server(OPENENV_FAMILIES[name], context, prefix)
         theirs.append(scratch)
-        kept = APIRouter()
-        kept.routes.extend(route for route in scratch.router.routes if getattr(route, "path", None) in _KEPT_PATHS)
-        app.include_router(kept, prefix=prefix)
-        if prefix:
-            # Before a mount of the same prefix, which would answer for everything below it.
-            app.router.routes.insert(0, app.router.routes.pop())
+        paths = {prefix + path for path in _KEPT_PATHS}
+        kept = [route for route in scratch.router.routes if getattr(route, "path", None) in paths]
+        # Before a mount of the same prefix, which would answer for everything below it; at the root, after our own.
+        at = 0 if prefix else len(app.router.routes)
+        app.router.routes[at:at] = kept
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
@@ -173,8 +175,8 @@ def _places(context: Context) -> list[tuple[str, str]]:
     return [(TRAFFIC, ""), (TRAFFIC, "/traffic"), (SERVING, "/serving")]
 
 
-def _openenv_server(family: OpenEnvFamily, context: Context) -> FastAPI:
-    """An application with all of OpenEnv's routes for one family."""
+def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> FastAPI:
+    """An application with all of OpenEnv's routes for one family, below ``prefix``."""
     resets = RateLimit(context.settings.resets_per_minute) if context.settings.resets_per_minute else None
     limit = ConcurrencyConfig(max_concurrent_envs=context.settings.max_concurrent_envs, session_timeout=IDLE_SLOT_S)
     server = HTTPEnvServer(
@@ -186,11 +188,12 @@ def _openenv_server(family: OpenEnvFamily, context: Context) -> FastAPI:
         concurrency_config=limit,
     )
     scratch = FastAPI()
+    scratch.router.prefix = prefix
     # The mode "production" would leave out their reset, step and state, but imports OpenEnv's model clients.
     server.register_routes(scratch, mode=ServerMode.SIMULATION)
     for route in scratch.router.routes:
-        if getattr(route, "path", None) == "/ws":
-            route.app = StrictFrames(route.app, context)  # type: ignore[attr-defined]
+        if getattr(route, "path", None) == f"{prefix}/ws":
+            route.app = Frames(route.app, context.callers)  # type: ignore[attr-defined]
     return scratch
 
 
@@ -217,13 +220,16 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
         """Start an episode, or with ``resume=True`` go on with the one that ``episode_id`` names.
 
         ``task_id``, ``seed`` and ``config`` as in POST /reset; ``split`` and ``index`` choose a task of the Task API
-        instead of ``task_id``; ``info=True`` adds POST /step's info to every observation. An unknown argument is refused.
+        instead of ``task_id``; ``info=True`` adds POST /step's info to observations. Unknown arguments are refused.
         """
         with _Explained():
-            if self._resets is not None:
-                self._resets.take(_caller.get()[1])
+            connection = _connection.get(None)
+            if connection is not None and self._resets is not None:
+                self._resets.take(connection.address)
             given = {"seed": seed, "episode_id": episode_id, "task_id": task_id, "config": config, **others}
             wanted = ResetArguments.parse(given, self._family)
+            if connection is not None:
+                connection.environment = self
             if wanted.resume:
                 return await self._resume(wanted)
             live, first = await self._sessions.reset(
@@ -231,7 +237,7 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
                 task_id=wanted.task_id,
                 seed=wanted.seed,
                 config=wanted.config or {},
-                caller=_caller.get()[0],
+                caller="" if connection is None else self._family.callers + connection.caller,
                 session_id=wanted.episode_id,
                 create=True,
             )
@@ -249,6 +255,19 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
             outcome = await self._sessions.step(live.session_id, knobs, number)
             self._taken = max(self._taken, outcome.number)
             return self._served(outcome)
+
+    async def step_json(self, knobs: Any) -> bytes | None:
+        """The frame that answers a step, or None (and nothing changed) if it has to be looked at more closely."""
+        if type(knobs) is not dict or "metadata" in knobs:
+            return None
+        try:
+            live = self._current()
+            outcome = await self._sessions.step(live.session_id, knobs, self._taken + 1)
+        except InferenceGymError:
+            return None
+        self._taken = outcome.number
+        data = {"observation": self._seen(outcome), "reward": outcome.reward, "done": outcome.done}
+        return orjson.dumps({"type": "observation", "data": data})
 
     @property
     def state(self) -> Any:
@@ -296,19 +315,20 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
         self._live = live
         return live
 
-    def _served(self, outcome: Outcome) -> ServedObservation:
+    def _seen(self, outcome: Outcome) -> dict[str, Any]:
         seen = self._family.observation_json(outcome.observation)
         if self._with_info:
             seen["info"] = outcome.info
-        return ServedObservation(seen, outcome.reward, outcome.done)
+        return seen
+
+    def _served(self, outcome: Outcome) -> ServedObservation:
+        return ServedObservation(self._seen(outcome), outcome.reward, outcome.done)
 
     # ------------------------------------------------------------ telling
 
     def get_metadata(self) -> EnvironmentMetadata:
         """Name, description and version for GET /metadata."""
-        return EnvironmentMetadata(
-            name=self._family.title, description=self._family.description, version=__version__
-        )
+        return EnvironmentMetadata(name=self._family.title, description=self._family.description, version=__version__)
 
     def list_splits(self) -> list[dict[str, str]]:
         """The splits that have tasks."""
@@ -396,7 +416,7 @@ def _step_number(metadata: Mapping[str, Any], following: int) -> int:
 
 
 class ServedObservation:
-    """What OpenEnv's server reads of an observation, around JSON that is ready: no model is built only to be taken apart."""
+    """What OpenEnv's server reads of an observation; no model is built here only to be taken apart there."""
 
     __slots__ = ("_seen", "done", "metadata", "reward")
 
@@ -423,9 +443,7 @@ class _Explained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             return
         if isinstance(error, InferenceGymError):
@@ -435,36 +453,74 @@ class _Explained:
             log.error("a WebSocket frame could not be answered", exc_info=error)
 
 
-class StrictFrames:
-    """Answers frames that are not one strict JSON object, which OpenEnv's handler would end the connection over."""
+class _Connection:
+    """One WebSocket: who is at its other end, and the environment that answers it once it was reset."""
 
-    def __init__(self, app: ASGIApp, context: Context) -> None:
+    __slots__ = ("address", "caller", "environment", "reported")
+
+    def __init__(self, caller: str, address: str) -> None:
+        self.caller = caller
+        self.address = address
+        self.environment: SessionEnvironment | None = None
+        self.reported = 0.0
+
+
+_connection: ContextVar[_Connection] = ContextVar("connection")
+"""The connection whose frame is being answered."""
+
+
+class Frames:
+    """Stands between a WebSocket and OpenEnv's handler of it.
+
+    Frames that are not one strict JSON object are answered here: OpenEnv's handler would end the connection over most
+    of them. Steps of a running episode are answered here too, without the four models that the handler builds for each.
+    Everything else, and every step that is refused, goes on to the handler.
+    """
+
+    def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
-        self._callers = context.callers
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def strict() -> Message:
+        connection = _Connection(self._callers.caller(scope), self._callers.address(scope))
+        _connection.set(connection)
+
+        async def for_the_handler() -> Message:
             while True:
                 message = await receive()
                 if message["type"] != "websocket.receive":
                     return message
-                refusal = _refusal(message)
-                if refusal is None:
+                try:
+                    answer = await _answer(connection, _parsed(message))
+                except InvalidJsonError as error:
+                    answer = _malformed(error)
+                if answer is None:
                     return message
-                await send({"type": "websocket.send", "text": refusal})
+                await send({"type": "websocket.send", "text": answer.decode()})
 
-        _caller.set((self._callers.caller(scope), self._callers.address(scope)))
-        await self._app(scope, strict, send)
+        await self._app(scope, for_the_handler, send)
 
 
-def _refusal(message: Message) -> str | None:
-    """The error frame that answers a malformed message, or None for a sound one."""
+def _parsed(message: Message) -> dict[str, Any]:
     text = message.get("text")
-    try:
-        if text is None:
-            raise InvalidJsonError("a frame must be text, not bytes")
-        parse_object(text.encode())
-    except InvalidJsonError as error:
-        said = write_error(str(error).replace("the body", "the frame"), error.code, "send one JSON object as text")
-        return orjson.dumps({"type": "error", "data": {"message": said, "code": WSErrorCode.INVALID_JSON}}).decode()
-    return None
+    if text is None:
+        raise InvalidJsonError("the body must be text, not bytes")
+    return parse_object(text.encode())
+
+
+async def _answer(connection: _Connection, frame: dict[str, Any]) -> bytes | None:
+    """The answer to a step of a running episode; None leaves the frame to OpenEnv's handler."""
+    if connection.environment is None or frame.get("type") != "step" or len(frame) != 2:
+        return None
+    now = time.monotonic()
+    if now - connection.reported > REPORT_EVERY_S:
+        # The handler notes when it last heard of a connection, and gives the slots of silent ones to others.
+        connection.reported = now
+        return None
+    return await connection.environment.step_json(frame.get("data"))
+
+
+def _malformed(error: InvalidJsonError) -> bytes:
+    """The error frame for what is no JSON object."""
+    said = write_error(str(error).replace("the body", "the frame", 1), error.code, "send one JSON object as text")
+    return orjson.dumps({"type": "error", "data": {"message": said, "code": WSErrorCode.INVALID_JSON}})

@@ -1,0 +1,257 @@
+"""Steps per second of this server and of a stock OpenEnv echo server, measured in turns within one run.
+
+    python benchmarks/bench_openenv.py [--seconds 3] [--rounds 3] [--json FILE]
+
+The stock server's step returns what it was sent; ours simulates a serving fleet and records the step in its store. Both
+servers run in processes of their own, this process is the client. The stock server runs twice: as `pip install openenv`
+leaves it (asyncio, h11, compressed frames), and on uvloop and httptools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferencegym.openenv_types import without_gradio
+
+with without_gradio():
+    from openenv.core import GenericEnvClient
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVE_ECHO = "--serve-echo"
+BARS = {"1 WebSocket client": 1.3, "8 WebSocket clients": 1.5, "1 HTTP connection": 1.3}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One server, and what to send it."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    ready_after_s: float
+    action: dict[str, Any]
+    reset: dict[str, Any]
+
+    def resident_mib(self) -> float:
+        """Resident memory of the server process."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+
+
+# ---------------------------------------------------------------- load
+
+
+async def _play(target: Target, until: float) -> int:
+    steps = 0
+    async with GenericEnvClient(base_url=target.url) as env:
+        await env.reset(**target.reset)
+        while time.perf_counter() < until:
+            result = await env.step(target.action)
+            steps += 1
+            if result.done:
+                await env.reset(**target.reset)
+    return steps
+
+
+def websocket(clients: int) -> Callable[[Target, float], int]:
+    """Load of so many OpenEnv clients in one process."""
+
+    def load(target: Target, seconds: float) -> int:
+        async def together() -> int:
+            until = time.perf_counter() + seconds
+            return sum(await asyncio.gather(*(_play(target, until) for _ in range(clients))))
+
+        return asyncio.run(together())
+
+    return load
+
+
+def http_steps(target: Target, seconds: float) -> int:
+    """Load of one keep-alive connection."""
+    host = target.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host)
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{target.name} {path}: {answer.status} {text!r}")
+        return dict(json.loads(text))
+
+    def start() -> dict[str, Any]:
+        session = post("/reset", target.reset).get("session_id")
+        return {"action": target.action, **({"session_id": session} if session else {})}
+
+    body, steps, until = start(), 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        done = post("/step", body)["done"]
+        steps += 1
+        if done:
+            body = start()
+    connection.close()
+    return steps
+
+
+LOADS = {"1 WebSocket client": websocket(1), "8 WebSocket clients": websocket(8), "1 HTTP connection": http_steps}
+
+
+# ---------------------------------------------------------------- servers
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    name: str, command: list[str], action: dict[str, Any], reset: dict[str, Any], **environment: str
+) -> Iterator[Target]:
+    """Start a server, measure how long it takes to its first /health, and stop it at the end."""
+    port = free_port()
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [part.format(port=port) for part in command],
+        cwd=ROOT,
+        env=os.environ | {"INFERENCEGYM_PORT": str(port)} | environment,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
+                break
+            if process.poll() is not None or time.perf_counter() - started > 60:
+                raise RuntimeError(f"{name} did not start: {command}")
+            time.sleep(0.01)
+        yield Target(name, url, process, time.perf_counter() - started, action, reset)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def serve_echo(port: int, fast: bool) -> None:
+    """OpenEnv's own application around an environment that does nothing."""
+    import uvicorn
+    from openenv.core.env_server.http_server import create_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class EchoAction(Action):  # type: ignore[misc]
+        message: str
+
+    class EchoObservation(Observation):  # type: ignore[misc]
+        message: str = ""
+
+    class Echo(Environment):  # type: ignore[misc]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> EchoObservation:
+            return EchoObservation()
+
+        def step(self, action: EchoAction, timeout_s: float | None = None, **_: Any) -> EchoObservation:
+            return EchoObservation(message=action.message, reward=0.0)
+
+        @property
+        def state(self) -> State:
+            return State()
+
+    app = create_app(Echo, EchoAction, EchoObservation, env_name="echo", max_concurrent_envs=64)
+    kinds = {"loop": "uvloop", "http": "httptools"} if fast else {"loop": "asyncio", "http": "h11"}
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", **kinds)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def main() -> int:
+    """Print the table; 1 when a ratio lies below its bar."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per server and load; the median is shown")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument(SERVE_ECHO, nargs=2, metavar=("PORT", "KIND"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_echo:
+        serve_echo(int(args.serve_echo[0]), args.serve_echo[1] == "fast")
+        return 0
+    echo = [sys.executable, __file__, SERVE_ECHO, "{port}"]
+    message, action = {"message": "hello"}, {"batch_size": 64}
+    with tempfile.TemporaryDirectory() as data, contextlib.ExitStack() as stack:
+        ours = stack.enter_context(
+            running(
+                "InferenceGym",
+                [sys.executable, "-m", "server.app"],
+                action,
+                {"task_id": 1, "seed": 1},
+                INFERENCEGYM_DATA_DIR=data,
+                INFERENCEGYM_HOST="127.0.0.1",
+                INFERENCEGYM_RESETS_PER_MINUTE="0",
+            )
+        )
+        stock = stack.enter_context(running("stock echo", [*echo, "plain"], message, {}))
+        fast = stack.enter_context(running("stock echo, uvloop", [*echo, "fast"], message, {}))
+        targets = [ours, stock, fast]
+        memory = {target.name: target.resident_mib() for target in targets}
+        figures = measure(targets, args.seconds, args.rounds)
+        report = {
+            "cpus": os.cpu_count(),
+            "idle_rss_mib": memory,
+            "first_health_s": {target.name: target.ready_after_s for target in targets},
+            "steps_per_s": figures,
+        }
+    return show(report, args.json)
+
+
+def measure(targets: list[Target], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    """Median steps per second by load and server; the servers take turns, so that a noisy minute hits them all."""
+    for target in targets:
+        for load in LOADS.values():
+            load(target, 0.2)
+    rates: dict[str, dict[str, list[float]]] = {name: {t.name: [] for t in targets} for name in LOADS}
+    for _ in range(rounds):
+        for name, load in LOADS.items():
+            for target in targets:
+                started = time.perf_counter()
+                steps = load(target, seconds)
+                rates[name][target.name].append(steps / (time.perf_counter() - started))
+    return {name: {t: statistics.median(values) for t, values in by.items()} for name, by in rates.items()}
+
+
+def show(report: dict[str, Any], path: Path | None) -> int:
+    names = list(report["idle_rss_mib"])
+    ours, stock = names[0], names[1]
+    print(f"{'':22}" + "".join(f"{name:>20}" for name in names) + f"{'ours / stock':>14}")
+    ratios = {}
+    for load, by in report["steps_per_s"].items():
+        ratios[load] = by[ours] / by[stock]
+        print(f"{load:22}" + "".join(f"{by[name]:14,.0f} step/s" for name in names) + f"{ratios[load]:13.2f}x")
+    print(f"{'idle memory':22}" + "".join(f"{report['idle_rss_mib'][name]:17.0f} MiB"[:20].rjust(20) for name in names))
+    print(f"{'first /health':22}" + "".join(f"{report['first_health_s'][name]:18.2f} s" for name in names))
+    if path is not None:
+        path.write_text(json.dumps(report | {"ratios": ratios}, indent=1) + "\n", encoding="utf-8")
+    missed = [f"{load}: {ratio:.2f}x, bar {BARS[load]}x" for load, ratio in ratios.items() if ratio < BARS[load]]
+    print("Every ratio reaches its bar." if not missed else "Below the bar: " + "; ".join(missed))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
