@@ -291,6 +291,16 @@ _KEYS: Final[dict[str, Any]] = {
     "recorded": False,
 }
 
+_TRACE_DEFAULTS: Final[dict[str, Any]] = {
+    "arrival_rate_rps": 1.0,
+    "arrival_dist": "trace",
+    "prompt_len_dist": "trace",
+    "output_mean_tokens": [1.0],
+    "difficulty": "recorded",
+    "recorded": True,
+}
+"""What a recorded trace decides by itself."""
+
 
 def parse_task(key: str, entry: Mapping[str, Any], base: Path = DATA_DIR) -> TaskSpec:
     """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
@@ -299,7 +309,7 @@ def parse_task(key: str, entry: Mapping[str, Any], base: Path = DATA_DIR) -> Tas
     unknown = sorted(set(entry) - set(_KEYS))
     if unknown:
         raise InvalidConfigError(f"unknown key {unknown[0]!r}; allowed are {', '.join(_KEYS)}")
-    c = {**_KEYS, **entry}
+    c = {**_KEYS, **(_TRACE_DEFAULTS if entry.get("trace") is not None else {}), **entry}
     missing = [k for k, v in c.items() if v is _REQUIRED]
     if missing:
         raise InvalidConfigError(f"missing key {missing[0]!r}")

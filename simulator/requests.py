@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,23 +23,33 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLog:
-    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served)."""
+    """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served).
+
+    ``reused_tokens`` are the leading prompt tokens that an earlier request of the log had in common (0 where unknown).
+    """
 
     arrival_s: FloatArray
     prompt_tokens: FloatArray
     output_tokens: FloatArray
     class_index: NDArray[np.int64]
+    reused_tokens: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
         if not 1 <= n <= MAX_REQUESTS:
             raise DataFormatError(f"{n} requests: there must be 1 to {MAX_REQUESTS}")
-        for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+        if len(self.reused_tokens) == 0:
+            object.__setattr__(self, "reused_tokens", np.zeros(n))
+        for name in ("arrival_s", "prompt_tokens", "output_tokens", "reused_tokens"):
             values = getattr(self, name)
             if len(values) != n or not np.isfinite(values).all():
                 raise DataFormatError(f"{name} must be {n} finite numbers")
         if self.arrival_s.min() < 0 or self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
             raise DataFormatError("arrival_s must be at least 0, prompt and output tokens at least 1")
+        if (self.reused_tokens < 0).any() or (self.reused_tokens > self.prompt_tokens).any():
+            raise DataFormatError("reused_tokens must lie between 0 and the prompt's tokens")
+        if (np.diff(self.arrival_s) < 0).any():
+            raise DataFormatError("arrival_s must not decrease")
 
 
 def read_requests(path: str | Path) -> RequestLog:

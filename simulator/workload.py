@@ -281,6 +281,10 @@ def bin_requests(
 @lru_cache(maxsize=64)
 def traffic_of(task: TaskSpec, tables: ServingTables) -> Traffic:
     """The traffic source of a task on a table, built once."""
+    if task.trace is not None:
+        from simulator.recorded import RecordedTraffic  # it builds on this module
+
+        return RecordedTraffic(task, tables)
     return SyntheticTraffic(task, tables)
 
 

@@ -1,0 +1,154 @@
+"""Recorded traffic: a packed request log as the load of a task.
+
+A trace file is a small ``.npz`` (numpy only, so that a server can play it) with the arrays ``arrival_s``,
+``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier request
+of the log had in common) and a JSON description under ``meta``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.tasks import TaskSpec
+from simulator.requests import RequestLog
+from simulator.tables import FloatArray, ServingTables
+from simulator.workload import (
+    ClassStats,
+    Workload,
+    bin_requests,
+    check_seed,
+    class_stats,
+    draw_noise,
+    listed_work_ms,
+    phases,
+)
+
+TRACE_VERSION: Final = 1
+BURST_FACTOR: Final = 2.0
+"""A second belongs to a burst when the mean of the five seconds up to it exceeds this many times the trace's mean."""
+_BURST_WINDOW_S: Final = 5
+_OUTPUT_POINTS: Final = 2048
+
+
+def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Path:
+    """Write a packed trace; nothing is left behind if that fails."""
+    path = Path(path)
+    description = json.dumps({"version": TRACE_VERSION, **meta}).encode()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez_compressed(
+                file,
+                arrival_s=log.arrival_s.astype(np.float64).round(4),
+                prompt_tokens=log.prompt_tokens.astype(np.int32),
+                output_tokens=log.output_tokens.astype(np.int32),
+                class_index=log.class_index.astype(np.int8),
+                reused_tokens=log.reused_tokens.astype(np.int32),
+                meta=np.frombuffer(description, dtype=np.uint8),
+            )
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+@lru_cache(maxsize=16)
+def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
+    """A packed trace and its description. Raises :class:`DataFormatError` saying what is wrong with the file."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            columns = {name: archive[name] for name in archive.files}
+        meta = json.loads(columns["meta"].tobytes().decode())
+        log = RequestLog(
+            arrival_s=columns["arrival_s"].astype(np.float64),
+            prompt_tokens=columns["prompt_tokens"].astype(np.float64),
+            output_tokens=columns["output_tokens"].astype(np.float64),
+            class_index=columns["class_index"].astype(np.int64),
+            reused_tokens=columns["reused_tokens"].astype(np.float64),
+        )
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataFormatError(
+            f"{path} is not a packed trace ({error}); make one with `inferencegym import-trace`"
+        ) from error
+    if meta.get("version") != TRACE_VERSION:
+        raise DataFormatError(f"{path}: trace version {meta.get('version')!r} is not {TRACE_VERSION}; import it again")
+    return log, meta
+
+
+class RecordedTraffic:
+    """A recorded log as a source of workloads.
+
+    The seed chooses the second of the log at which an episode starts; the log is repeated without end. Lengths and
+    classes are those of the log; the output lengths of a class enter by their distribution.
+    """
+
+    def __init__(self, task: TaskSpec, tables: ServingTables) -> None:
+        if task.trace is None:
+            raise InvalidConfigError(f"task {task.task_id!r} has no trace")
+        log, _ = load_trace(task.trace)
+        span = max(1, math.ceil(float(log.arrival_s[-1]) + 1e-9))
+        present = np.unique(log.class_index)
+        self.stats = trace_stats(task, log, present, tables)
+        self.nominal_rate_rps = len(log.arrival_s) / span
+        self._load = bin_requests(
+            log.arrival_s,
+            log.prompt_tokens,
+            np.searchsorted(present, log.class_index),
+            len(present),
+            tables,
+            span,
+            work_tokens=log.prompt_tokens,
+        )
+        self._burst = burst_seconds(self._load.arrivals.sum(axis=1))
+
+    def draw(self, seed: int, n_steps: int) -> Workload:
+        """The workload of an episode."""
+        seed = check_seed(seed)
+        span = self._load.n_steps
+        start = int(np.random.default_rng([seed, 0]).integers(span))
+        index = (start + np.arange(n_steps)) % span
+        return Workload(
+            arrivals=self._load.arrivals[index],
+            prompt_tokens=self._load.prompt_tokens[index],
+            prefill_work_ms=self._load.prefill_work_ms[index],
+            noise=draw_noise(seed, n_steps),
+            phase=phases(self._burst[index]),
+        )
+
+
+def trace_stats(task: TaskSpec, log: RequestLog, present: NDArray[np.int64], tables: ServingTables) -> ClassStats:
+    """Statistics of the classes that occur in a log; objectives come from the task."""
+    q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
+    members = [log.class_index == c for c in present]
+    return class_stats(
+        names=[PRIORITY_CLASSES[c] for c in present],
+        shares=[float(m.mean()) for m in members],
+        slo_ms=[task.classes[c].slo_ms for c in present],
+        complexity_penalty=[task.classes[c].complexity_penalty for c in present],
+        prompts=[log.prompt_tokens[m] for m in members],
+        works=[listed_work_ms(log.prompt_tokens[m], tables) for m in members],
+        outputs=[np.quantile(log.output_tokens[m], q, method="inverted_cdf") for m in members],
+    )
+
+
+def burst_seconds(arrivals: FloatArray) -> NDArray[np.bool_]:
+    """Seconds (T,) that belong to a burst, from the requests of each second."""
+    window = np.convolve(arrivals, np.ones(_BURST_WINDOW_S))[: len(arrivals)]
+    recent = window / np.minimum(np.arange(len(arrivals)) + 1, _BURST_WINDOW_S)
+    burst: NDArray[np.bool_] = recent > BURST_FACTOR * arrivals.mean()
+    return burst
