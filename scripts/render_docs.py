@@ -1,0 +1,149 @@
+"""Fill the generated blocks of the documents: ``python scripts/render_docs.py [--check]``.
+
+A block stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Some come from the code (tables of fields, tasks,
+settings), some from files that a benchmark wrote under ``benchmarks/results/``. With ``--check`` nothing is written and the
+exit status tells whether every block is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+DOCUMENTS = ("README.md", "ENVIRONMENT.md")
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end: (?P=name) -->)", re.DOTALL)
+
+
+def action_table() -> str:
+    """The five knobs with type, range, default and meaning."""
+    from inferencegym.models import ACTION_FIELDS
+
+    types = {"kv_budget": "float", "spec_length": "int", "batch_size": "int", "prefill_disagg": "bool"}
+    lines = ["| field | type | allowed | default | unit | meaning |", "|---|---|---|---|---|---|"]
+    for f in ACTION_FIELDS.values():
+        kind = types.get(f.name, "enum")
+        default = {"prefill_disagg": "false", "quant_tier": "0 (FP16)"}.get(f.name, f"{f.default:g}")
+        lines.append(f"| `{f.name}` | {kind} | {f.allowed()} | {default} | {f.unit} | {f.description} |")
+    return "\n".join(lines)
+
+
+def observation_table() -> str:
+    """The fourteen numbers with range, unit and meaning."""
+    from inferencegym.models import OBSERVATION_FIELDS
+
+    lines = ["| # | field | range | unit | meaning |", "|---|---|---|---|---|"]
+    for i, f in enumerate(OBSERVATION_FIELDS.values()):
+        name = f"priority_distribution[{i - 9}]" if f.name.startswith("priority_") else f.name
+        high = "∞" if f.high == float("inf") else f"{f.high:g}"
+        lines.append(f"| {i} | `{name}` | {f.low:g} to {high} | {f.unit} | {f.description} |")
+    return "\n".join(lines)
+
+
+def task_table() -> str:
+    """Every registered task: traffic, fleet, objectives and knobs."""
+    from inferencegym.tasks import list_tasks
+
+    lines = [
+        "| id | task | difficulty | arrivals/s | floods | replicas | objective TTFT | live knobs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for t in list_tasks(include_recorded=True):
+        burst = "none"
+        if t.burst is not None:
+            burst = (
+                f"{t.burst.rate_rps:g}/s for {t.burst.duration_steps} s every {t.burst.interval_steps} s"
+                f" from {t.burst.offset_steps} s"
+            )
+        knobs = ", ".join(f"`{a}`" for a in t.active_actions)
+        rate = "recorded" if t.recorded else f"{t.arrival_rate_rps:g}"
+        lines.append(
+            f"| `{t.task_id}` | {t.name} | {t.difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
+            f" {t.slo_target_ms:g} ms | {knobs} |"
+        )
+    return "\n".join(lines)
+
+
+def calibration_table() -> str:
+    """The calibrated constants of each task."""
+    from inferencegym.tasks import DATA_DIR
+
+    entries = json.loads((DATA_DIR / "calibration.json").read_text(encoding="utf-8"))["tasks"]
+    lines = ["| task | floor tokens/s | optimal tokens/s | MAX_THROUGHPUT | price |", "|---|---|---|---|---|"]
+    for name, c in entries.items():
+        lines.append(
+            f"| `{name}` | {c['floor_tps']:.1f} | {c['optimal_tps']:.1f} | {c['max_throughput_tps']:.1f} | {c['price']:.6f} |"
+        )
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """The server's settings with default, range and meaning."""
+    from server.settings import describe_settings
+
+    rows = describe_settings()
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row[c].replace("|", "\\|") for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def written(name: str) -> Callable[[], str]:
+    """A block whose text a benchmark wrote."""
+
+    def read() -> str:
+        return (RESULTS / f"{name}.md").read_text(encoding="utf-8").strip()
+
+    return read
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "action-table": action_table,
+    "observation-table": observation_table,
+    "task-table": task_table,
+    "calibration-table": calibration_table,
+    "settings": settings,
+    "fidelity": written("fidelity"),
+    "results": written("tasks"),
+    "scores": written("scores"),
+    "performance": written("performance"),
+}
+
+
+def render(text: str) -> str:
+    """The document with every block filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match.group(1)}{BLOCKS[match['name']]()}\n{match.group(4)}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main() -> int:
+    """Render or check all documents; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a block is out of date")
+    arguments = parser.parse_args()
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = render(text)
+        if new != text:
+            stale.append(name)
+            if not arguments.check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(("out of date: " if arguments.check else "rendered: ") + ", ".join(stale))
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
