@@ -30,6 +30,7 @@ from inferencegym.traffic import (
     get_traffic_task,
     list_traffic_tasks,
     parse_action,
+    traffic_config,
 )
 from server import schemas
 from server.families import TRAFFIC
@@ -198,9 +199,14 @@ class TrafficRoutes:
 
     def _grader_route(self) -> JsonRoute:
         answers = documented({"type": "object"}, 400, 404, 429, 503)
-        return self._route(
-            "POST", "/grader", self.grade, "Score an episode", answers, request_schema=schemas.grade_schema()
-        )
+        schema = schemas.grade_schema()
+        log = {"type": "array", "items": {"type": "object"}, "description": "a log, or the answers of step in order"}
+        schema["properties"] |= {
+            "task_id": _nullable(_task_id_schema()),
+            "config": _nullable(_config_schema()),
+            "episode_log": _nullable(log),
+        }
+        return self._route("POST", "/grader", self.grade, "Score an episode", answers, request_schema=schema)
 
     def _tasks_route(self) -> JsonRoute:
         return self._route("GET", "/tasks", self.tasks, "What can be played", documented({"type": "object"}))
@@ -247,6 +253,7 @@ def _grade_log(wanted: GradeRequest) -> dict[str, Any]:
     assert wanted.task_id is not None
     assert wanted.episode_log is not None
     task_id, log = str(wanted.task_id), traffic_log(wanted.episode_log)
+    traffic_config(wanted.config, get_traffic_task(task_id).config)
     verified = wanted.verify and len(log) > 0
     if verified:
         assert wanted.seed is not None
@@ -261,6 +268,10 @@ def _state_schema() -> Schema:
     properties = {name: schemas.field_schema(field) for name, field in STATE_FIELDS.items()}
     properties["crashed"] = {"type": "boolean", "description": STATE_FIELDS["crashed"].description}
     return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _task_id_schema() -> Schema:
+    return {"type": "string", "enum": [task.task_id for task in list_traffic_tasks()]}
 
 
 def _config_schema() -> Schema:

@@ -411,6 +411,7 @@ def test_answers_of_step_are_a_log_that_can_be_graded_and_verified(server: Runni
         ({"task_id": "task_easy", "episode_log": [1]}, 422, "malformed_log"),
         ({"task_id": "task_nope", "episode_log": []}, 400, "unknown_task"),
         ({"session_id": "nobody-knows-it"}, 404, "unknown_session"),
+        ({"task_id": "task_easy", "episode_log": [], "config": {"delta": 0}}, 422, "invalid_config"),
         ({"task_id": "task_easy", "episode_log": [{"state": {}, "info": {"accept_rate": 0.5}}]}, 422, "malformed_log"),
     ],
 )
