@@ -1,8 +1,8 @@
 """Recorded traffic: a packed request log as the load of a task.
 
 A trace file is a small ``.npz`` (numpy only, so that a server can play it) with the arrays ``arrival_s``,
-``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier request
-of the log had in common) and a JSON description under ``meta``.
+``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier
+request of the log had in common) and a JSON description under ``meta``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
     """Write a packed trace; nothing is left behind if that fails."""
     path = Path(path)
     description = json.dumps({"version": TRACE_VERSION, **meta}).encode()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez_compressed(
@@ -59,10 +60,10 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
                 reused_tokens=log.reused_tokens.astype(np.int32),
                 meta=np.frombuffer(description, dtype=np.uint8),
             )
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink()
         raise
     return path
 
