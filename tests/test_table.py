@@ -171,7 +171,7 @@ def test_step_times_do_not_depend_on_the_cache_budget(name: str) -> None:
 
 
 def test_a_smaller_cache_hardly_ever_serves_more(name: str) -> None:
-    """It may by some per cent: past 128 rows a GEMM's time jumps by a tile, so a few more residents can cost throughput."""
+    """It may by some per cent: past 128 rows a GEMM takes another tile, so a few more residents can cost throughput."""
     table = read(name)
     tps = np.stack([table["tps"][table["kv_budget"] == kv] for kv in KV_BUDGETS])
     assert (tps[1:] >= 0.9 * tps[:-1]).all()
