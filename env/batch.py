@@ -152,7 +152,7 @@ def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
     """Metrics of an empty fleet with the naive knobs: one request at a time, nothing waiting."""
     params = fleet.params
     tables, stats = params.tables, params.stats
-    scalars = params.constants()
+    scalars = params.constants
     kv_pool_gb = scalars["memory_gb"] - scalars["weights_gb"][0] - scalars["activation_gb"] - scalars["workspace_gb"]
     share = stats.shares / stats.shares.sum()
     alone = float((stats.work_mean_ms[:, 0] * scalars["alone_ratio"][:, 0]) @ share)

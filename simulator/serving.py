@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -104,8 +104,9 @@ class ServingParams:
         """Classes that occur."""
         return len(self.stats.names)
 
+    @cached_property
     def constants(self) -> dict[str, Any]:
-        """Scalars and tables for the kernel."""
+        """Scalars and tables for the kernel, made once."""
         return {**self._scalars(), **_class_tables(self), **self._lookup()}
 
     def _scalars(self) -> dict[str, float]:
@@ -356,7 +357,7 @@ class ServingFleet:
         self.metric: Mapping[str, FloatArray] = {name: self.metrics[i] for i, name in enumerate(METRICS)}
         self.record = np.zeros((n_rows, max(record, 1), 6))
         self.reset_rows(range(n_rows))
-        self._kernel = ServingKernel({**params.constants(), "record_rows": record}, self._arrays())
+        self._kernel = ServingKernel({**params.constants, "record_rows": record}, self._arrays())
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         scratch: dict[str, NDArray[Any]] = {name: np.zeros(self.n_rows) for name in _SCRATCH_ROW}

@@ -6,6 +6,7 @@ the same traffic, and a longer episode starts with the shorter one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -328,7 +329,7 @@ def class_shares(stats: ClassStats, counts: FloatArray) -> list[float]:
 
 def prompt_bucket(prompt_tokens: float) -> int:
     """Bucket 0-7 of a prompt length, the lookup table's key."""
-    return int(np.digitize(prompt_tokens, PROMPT_BUCKET_EDGES))
+    return bisect_right(PROMPT_BUCKET_EDGES, prompt_tokens)
 
 
 class WorkloadGenerator:

@@ -246,7 +246,7 @@ def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
     interpreted = interpreted_kernel()
     params = params_of(get_task(3), tables, 1.0)
     fleet = ServingFleet(params, 1, 2)
-    kernel = interpreted.ServingKernel({**params.constants(), "record_rows": 0}, fleet._arrays())
+    kernel = interpreted.ServingKernel({**params.constants, "record_rows": 0}, fleet._arrays())
     grid = (np.log2(tables.axes["batch_size"]), np.log2(tables.axes["prompt_len_bucket"]))
     rng = np.random.default_rng(0)
     for tier in range(3):
@@ -278,7 +278,7 @@ def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_number
     batch.reset([1, 2])
     other.reset([1, 2])
     other.fleet._kernel = interpreted.ServingKernel(
-        {**other.fleet.params.constants(), "record_rows": 0}, other.fleet._arrays()
+        {**other.fleet.params.constants, "record_rows": 0}, other.fleet._arrays()
     )
     rng = np.random.default_rng(6)
     for _ in range(75):
