@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from agents.protocol import FloatArray
 from env.action import ACTION_HIGH, ACTION_LOW, to_row
-from inferencegym.models import SPEC_LENGTHS, ServeAction
+from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS, ServeAction
+
+NAIVE_ROW: Final = to_row(NAIVE_ACTION)
+"""The naive knobs (5,)."""
 
 
 class ConstantAgent:

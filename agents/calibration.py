@@ -1,0 +1,160 @@
+"""Measuring the constants of a task: floor, best and peak throughput, and the price of a GPU second.
+
+Nothing in the calibration file is typed by hand: ``inferencegym calibrate`` measures all of it with the solver, and
+stores the policies that it found beside the agents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from agents.baseline import BASELINE_ACTION, NaiveAgent
+from agents.modes import ActionsAgent, ModeAgent, ModeParams
+from agents.play import play
+from agents.protocol import FloatArray
+from agents.seeds import CALIBRATION_SEEDS
+from agents.solver import Budget, Progress, Solver, score, silent, throughput
+from env.action import from_row, to_row
+from inferencegym.tasks import DATA_DIR, UNCALIBRATED, Calibration, TaskId, TaskSpec
+from simulator.tables import load_tables
+
+CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
+POLICY_DIR: Final = Path(__file__).resolve().parent / "policies"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """What calibrating a task found: its constants with their provenance, and the two best policies."""
+
+    calibration: Calibration
+    provenance: dict[str, Any]
+    best_static: dict[str, Any]
+    best_adaptive: dict[str, Any]
+
+    def entry(self) -> dict[str, Any]:
+        """The task's entry in the calibration file."""
+        c = self.calibration
+        constants = {
+            "floor_tps": c.floor_tps,
+            "optimal_tps": c.optimal_tps,
+            "max_throughput_tps": c.max_throughput_tps,
+            "price": c.price,
+        }
+        return {**constants, **self.provenance}
+
+
+def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress = silent) -> Solved:
+    """Measure a task's constants and solve it.
+
+    1. price: the naive agent spends exactly the task's cost budget, on average over the calibration seeds;
+    2. floor: mean throughput with ``batch_size`` 1, all else naive;
+    3. optimum: the highest mean throughput over the calibration seeds that any policy of the solver reached, whether it
+       was after throughput or after the grade;
+    4. MAX_THROUGHPUT: the highest throughput of a single second among those policies.
+    """
+    began = time.perf_counter()
+    budget = budget or Budget()
+    price = measure_price(task)
+    floor, _ = measure_throughput_of(task, batch_one(), price)
+
+    neutral = Calibration(floor, floor + 1.0, 1.0, price)
+    fast_solver = Solver(task, neutral, objective=throughput, budget=budget, progress=progress)
+    fastest, _ = fast_solver.best_static()
+    fastest_policy, _ = fast_solver.best_adaptive(fastest)
+    optimum, peak = _highest(task, price, [fastest], [fastest_policy])
+
+    # The grade needs the optimum, and the search for the grade may find a higher one: measure again with it.
+    guess = Calibration(floor, optimum, peak, price)
+    solver = Solver(task, guess, objective=score, budget=budget, progress=progress)
+    static, static_value = solver.best_static()
+    adaptive, adaptive_value = solver.best_adaptive(static)
+    optimum, peak = _highest(task, price, [fastest, static], [fastest_policy, adaptive])
+
+    calibration = Calibration(floor, optimum, peak, price)
+    provenance = {
+        "table_sha256": load_tables().sha256,
+        "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
+        "training_seeds": [min(budget.seeds), max(budget.seeds) + 1],
+        "validation_seeds": [min(budget.validation), max(budget.validation) + 1],
+        "fastest_action": from_row(fastest).to_dict(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    found = {"task": str(task.task_id), "table_sha256": load_tables().sha256}
+    return Solved(
+        calibration,
+        provenance,
+        {"kind": "constant", "action": from_row(static).to_dict(), "training_score": static_value, **found},
+        {**adaptive.to_dict(), "validation_score": adaptive_value, **found},
+    )
+
+
+def batch_one() -> FloatArray:
+    """The naive action with one request at a time."""
+    action = to_row(BASELINE_ACTION)
+    action[2] = 1.0
+    return action
+
+
+def measure_price(task: TaskSpec) -> float:
+    """Cost units per GPU and thousand tokens per second at which the naive agent spends the whole budget."""
+    played = play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
+    return float(task.cost_budget / played.metrics["cost_per_1k"].sum(axis=0).mean())
+
+
+def measure_throughput_of(task: TaskSpec, policy: FloatArray | ModeParams, price: float) -> tuple[float, float]:
+    """Mean tokens per second of an action (5,) or policy over the calibration seeds, and its fastest second."""
+    calibration = Calibration(0.0, 1.0, 1.0, price)
+    agent = ModeAgent(policy, task) if isinstance(policy, ModeParams) else ActionsAgent(policy[None], len(CALIBRATION_SEEDS))
+    tps = play(task, agent, CALIBRATION_SEEDS, calibration=calibration).metrics["tokens_per_sec"]
+    return float(tps.mean()), float(tps.max())
+
+
+def _highest(task: TaskSpec, price: float, actions: list[FloatArray], policies: list[ModeParams]) -> tuple[float, float]:
+    measured = [measure_throughput_of(task, p, price) for p in (*actions, *policies)]
+    means, peaks = np.array(measured).T
+    return float(means.max()), float(peaks.max())
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_calibration(solved: Mapping[TaskId, Solved], path: Path = CALIBRATION_FILE) -> None:
+    """Merge the entries into the calibration file, atomically; other tasks keep theirs."""
+    current: dict[str, Any] = {"tasks": {}}
+    if path.exists():
+        current = json.loads(path.read_text(encoding="utf-8"))
+    for task_id, result in solved.items():
+        current["tasks"][str(task_id)] = result.entry()
+    write_json(path, current)
+
+
+def write_policies(solved: Mapping[TaskId, Solved], directory: Path = POLICY_DIR) -> None:
+    """Store each task's best constant action and best adaptive policy."""
+    for task_id, result in solved.items():
+        write_json(policy_path("best_static", task_id, directory), result.best_static)
+        write_json(policy_path("best_adaptive", task_id, directory), result.best_adaptive)
+
+
+def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
+    """File of a stored policy of a task."""
+    return directory / f"{name}-task-{task_id}.json"
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2)
+        file.write("\n")
+    Path(name).chmod(0o644)
+    Path(name).replace(path)

@@ -1,0 +1,141 @@
+"""A small state-feedback policy that a search can fit: a few knob settings, and a gate that chooses among them.
+
+Each mode is one setting of the five knobs. The gate scores every mode by a weighted sum of the normalised observation
+(and of the phase of the task's announced flood period), adds a bonus to the mode that is on, and takes the highest: a
+switch with hysteresis. One mode for calm, one for floods and one for draining the backlog is what operators script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from agents.protocol import FloatArray
+from env.action import ACTION_HIGH, ACTION_LOW
+from env.observation import OBSERVATION_SIZE, normalise
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+from inferencegym.tasks import TaskSpec
+
+TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
+
+FEATURES: Final = (*OBSERVATION_FIELDS, "phase_sin", "phase_cos", "one")
+"""What the gate weighs: the normalised observation, the phase of the flood period, and a constant."""
+
+Q: Final = len(FEATURES)
+
+
+def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
+    """Features (B, Q) of observations (B, 14).
+
+    The phase is that of the next step within the task's announced flood period, zero for tasks without floods.
+    """
+    phi = np.empty((len(observation), Q))
+    phi[:, :OBSERVATION_SIZE] = normalise(observation, task.episode_length, task.cost_budget)
+    phi[:, -3:-1] = 0.0
+    if task.burst is not None:
+        angle = 2.0 * np.pi * (observation[:, TIMESTEP] - task.burst.offset_steps) / task.burst.interval_steps
+        phi[:, -3], phi[:, -2] = np.sin(angle), np.cos(angle)
+    phi[:, -1] = 1.0
+    return phi
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModeParams:
+    """P policies of K modes: ``settings`` (P, K, 5) knobs, ``gate`` (P, K, Q) weights, ``stay`` (P,) switching bonus."""
+
+    settings: FloatArray
+    gate: FloatArray
+    stay: FloatArray
+
+    @property
+    def n_modes(self) -> int:
+        """Modes of each policy."""
+        return self.settings.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def pick(self, index: int) -> ModeParams:
+        """One of the policies alone."""
+        one = slice(index, index + 1)
+        return ModeParams(self.settings[one].copy(), self.gate[one].copy(), self.stay[one].copy())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form of a single policy, weights by feature name."""
+        modes = [
+            {
+                "knobs": dict(zip(ACTION_FIELDS, setting, strict=True)),
+                "gate": {name: weight for name, weight in zip(FEATURES, weights, strict=True) if weight != 0.0},
+            }
+            for setting, weights in zip(self.settings[0].tolist(), self.gate[0].tolist(), strict=True)
+        ]
+        return {"kind": "modes", "stay": float(self.stay[0]), "modes": modes}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModeParams:
+        """Read the JSON form; raises :class:`InvalidConfigError` on another kind of policy."""
+        if data.get("kind") != "modes":
+            raise InvalidConfigError(f"policy kind {data.get('kind')!r} is not 'modes'")
+        settings = [[float(mode["knobs"][name]) for name in ACTION_FIELDS] for mode in data["modes"]]
+        gate = [[float(mode["gate"].get(name, 0.0)) for name in FEATURES] for mode in data["modes"]]
+        return cls(np.array([settings]), np.array([gate]), np.array([float(data["stay"])]))
+
+
+class ModeAgent:
+    """Plays one policy in every row, or P policies side by side: row b plays policy ``b // rows_per_policy``."""
+
+    def __init__(self, params: ModeParams, task: TaskSpec, rows_per_policy: int | None = None) -> None:
+        self.params = params
+        self._task = task
+        self._rows_per_policy = rows_per_policy
+        self._mode = np.zeros(0, dtype=np.int64)
+
+    @property
+    def mode(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The mode each row is in, (B,)."""
+        return self._mode
+
+    def reset(self, n_rows: int) -> None:
+        self._mode = np.full(n_rows, -1)
+        each = self._rows_per_policy
+        self._policy = np.zeros(n_rows, dtype=np.int64) if each is None else np.arange(n_rows) // each
+        self._gate = self.params.gate[self._policy]
+        self._settings = self.params.settings[self._policy]
+        self._stay = self.params.stay[self._policy]
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        phi = features(observation, self._task)
+        scores = (self._gate * phi[:, None, :]).sum(axis=2)
+        on = np.flatnonzero(self._mode >= 0)
+        scores[on, self._mode[on]] += self._stay[on]
+        self._mode = scores.argmax(axis=1)
+        chosen: FloatArray = self._settings[np.arange(len(observation)), self._mode]
+        return chosen
+
+
+class ActionsAgent:
+    """Plays N constant actions side by side: row b plays ``actions[b // rows_per_action]``."""
+
+    def __init__(self, actions: FloatArray, rows_per_action: int) -> None:
+        self._rows = np.repeat(np.clip(actions, ACTION_LOW, ACTION_HIGH), rows_per_action, axis=0)
+
+    def reset(self, n_rows: int) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        return self._rows
+
+
+def read_policy(path: Path) -> dict[str, Any]:
+    """A stored policy file; raises :class:`InvalidConfigError` if it is missing or no JSON."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(f"{path.name}: no stored policy ({error}); run `inferencegym calibrate`") from error
+    return data

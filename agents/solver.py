@@ -1,0 +1,401 @@
+"""How well a task can be played: an exhaustive sweep of constant actions and a search over adaptive policies.
+
+Both play whole episodes on the batch engine, many candidates on the same traffic at once. The adaptive search builds a
+:class:`agents.modes.ModeParams` policy: it tries a library of simple gates with every knob setting of a coarse grid in
+the other mode, polishes the settings knob by knob, and then lets a cross-entropy search move everything at once. Fitted
+on :data:`agents.seeds.TRAINING_SEEDS`, chosen on :data:`agents.seeds.VALIDATION_SEEDS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from agents.modes import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
+from agents.play import Played, play
+from agents.protocol import Agent, FloatArray
+from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
+from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
+from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
+from inferencegym.tasks import Calibration, TaskSpec
+from simulator.tables import ServingTables
+
+GRID: Final[dict[str, tuple[float, ...]]] = {
+    "kv_budget": (0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0),
+    "spec_length": SPEC_LENGTHS,
+    "batch_size": (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+    "prefill_disagg": (0, 1),
+    "quant_tier": (0, 1, 2),
+}
+"""The exhaustive sweep: 2,880 actions when all knobs are live."""
+
+COARSE: Final[dict[str, tuple[float, ...]]] = {
+    "kv_budget": (0.15, 0.35, 0.6, 0.9),
+    "spec_length": (0, 1, 4),
+    "batch_size": (16, 48, 96, 192, 448),
+    "prefill_disagg": (0, 1),
+    "quant_tier": (0, 1, 2),
+}
+
+ROWS_AT_ONCE: Final = 1536
+"""Rows of a batch: enough to amortise numpy's cost per step, few enough to stay in the caches."""
+
+Objective = Callable[[Played, Calibration], FloatArray]
+"""What to maximise, (B,) of finished episodes."""
+
+
+def score(played: Played, calibration: Calibration) -> FloatArray:
+    """The grade."""
+    return played.scores(calibration)
+
+
+def throughput(played: Played, calibration: Calibration) -> FloatArray:
+    """Mean tokens per second."""
+    mean: FloatArray = played.metrics["tokens_per_sec"].mean(axis=0)
+    return mean
+
+
+class Progress(Protocol):
+    """Told what is going on."""
+
+    def __call__(self, what: str, share: float) -> None:
+        """``share`` of the work is done, ``what`` is going on."""
+        ...
+
+
+def silent(what: str, share: float) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How hard to search."""
+
+    grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRID))
+    coarse: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(COARSE))
+    seeds: Sequence[int] = TRAINING_SEEDS[:8]
+    quick_seeds: Sequence[int] = TRAINING_SEEDS[:2]
+    validation: Sequence[int] = VALIDATION_SEEDS
+    gates_kept: int = 3
+    population: int = 192
+    generations: int = 40
+
+
+QUICK: Final = Budget(
+    grid=dict(COARSE),
+    seeds=TRAINING_SEEDS[:4],
+    validation=VALIDATION_SEEDS[:8],
+    gates_kept=1,
+    population=96,
+    generations=10,
+)
+"""For tests and first looks: a coarse sweep and a short search."""
+
+
+class Solver:
+    """Searches one task under one objective.
+
+    ``frozen`` holds knobs at a value in every candidate (name to value): what a policy is worth without that knob.
+    """
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        calibration: Calibration,
+        *,
+        objective: Objective = score,
+        budget: Budget | None = None,
+        tables: ServingTables | None = None,
+        frozen: dict[str, float] | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.task = task
+        self.calibration = calibration
+        self.budget = budget or Budget()
+        self._objective = objective
+        self._tables = tables
+        self._frozen = frozen or {}
+        self._progress = progress
+        self._mask = action_mask(task.active_actions)
+
+    # ------------------------------------------------------------ evaluation
+
+    def values_of_actions(self, actions: FloatArray, seeds: Sequence[int]) -> FloatArray:
+        """Mean objective of constant actions (N, 5) over the seeds, (N,)."""
+        return self._values(len(actions), seeds, lambda part: ActionsAgent(actions[part], len(seeds)))
+
+    def values_of_policies(self, params: ModeParams, seeds: Sequence[int]) -> FloatArray:
+        """Mean objective of mode policies (P) over the seeds, (P,)."""
+
+        def agent(part: slice) -> Agent:
+            chosen = ModeParams(params.settings[part], params.gate[part], params.stay[part])
+            return ModeAgent(chosen, self.task, len(seeds))
+
+        return self._values(len(params), seeds, agent)
+
+    def _values(self, n: int, seeds: Sequence[int], agent: Callable[[slice], Agent]) -> FloatArray:
+        at_once = max(1, ROWS_AT_ONCE // len(seeds))
+        values = np.empty(n)
+        for start in range(0, n, at_once):
+            part = slice(start, min(n, start + at_once))
+            rows = (part.stop - start) * len(seeds)
+            played = play(
+                self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, tables=self._tables
+            )
+            values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
+        return values
+
+    # ------------------------------------------------------------ constant actions
+
+    def grid(self, points: dict[str, tuple[float, ...]]) -> FloatArray:
+        """All combinations of these points (N, 5); knobs that are not live or frozen have one value."""
+        axes = []
+        for i, name in enumerate(ACTION_FIELDS):
+            if name in self._frozen:
+                axes.append((self._frozen[name],))
+            else:
+                axes.append(points[name] if self._mask[i] else (float(FORCED[i]),))
+        return np.array(list(itertools.product(*axes)), dtype=np.float64)
+
+    def best_static(self) -> tuple[FloatArray, float]:
+        """The best constant action (5,) and its value on the training seeds.
+
+        The whole grid on a few seeds, its best 48 on all of them, then the best one is moved off the grid knob by knob.
+        """
+        budget = self.budget
+        self._progress("constant actions: grid", 0.0)
+        actions = self.grid(budget.grid)
+        rough = self.values_of_actions(actions, budget.quick_seeds)
+        actions = actions[np.argsort(-rough, kind="stable")[:48]]
+        values = self.values_of_actions(actions, budget.seeds)
+        best = int(np.argmax(values))
+        self._progress("constant actions: refinement", 0.05)
+        policy = constant_policy(actions[best])
+        policy, value = self.polish(policy, float(values[best]))
+        return snap(policy.settings[0], self._mask)[0], value
+
+    # ------------------------------------------------------------ adaptive policies
+
+    def best_adaptive(self, static: FloatArray) -> tuple[ModeParams, float]:
+        """The best policy found and its value on the validation seeds, never below the best constant action's."""
+        budget = self.budget
+        candidates = [constant_policy(static)]
+        starts = self._two_modes(static)
+        for i, start in enumerate(starts):
+            self._progress("adaptive: settings of each mode", 0.3 + 0.3 * i / len(starts))
+            candidates.append(self._settle(start))
+        best = candidates[1 + int(np.argmax([self._value(c, budget.seeds) for c in candidates[1:]]))]
+        three, _ = self._settle_modes(self._third_mode(best), self._value(best, budget.seeds))
+        candidates.append(three)
+        best = max(candidates, key=lambda c: self._value(c, budget.seeds))
+        candidates.append(self._cross_entropy(best))
+        self._progress("adaptive: validation", 0.98)
+        values = [self._value(c, budget.validation) for c in candidates]
+        chosen = int(np.argmax(values))
+        self._progress("done", 1.0)
+        return candidates[chosen], values[chosen]
+
+    def _value(self, params: ModeParams, seeds: Sequence[int]) -> float:
+        return float(self.values_of_policies(params, seeds)[0])
+
+    def _two_modes(self, static: FloatArray) -> list[ModeParams]:
+        """The static action plus a second setting behind each gate of the library; the best few pairs."""
+        self._progress("adaptive: gates", 0.1)
+        settings = self.grid(self.budget.coarse)
+        found: list[tuple[float, ModeParams]] = []
+        gates = gate_library(self.task)
+        for i, gate in enumerate(gates):
+            pairs = pair_policies(static, settings, gate)
+            values = self.values_of_policies(pairs, self.budget.quick_seeds)
+            best = int(np.argmax(values))
+            found.append((float(values[best]), pairs.pick(best)))
+            self._progress("adaptive: gates", 0.1 + 0.2 * (i + 1) / len(gates))
+        found.sort(key=lambda pair: -pair[0])
+        return [params for _, params in found[: self.budget.gates_kept]]
+
+    def _settle(self, params: ModeParams) -> ModeParams:
+        """Sweep the settings of each mode in turn with the others held, then polish."""
+        settled, _ = self._settle_modes(params, self._value(params, self.budget.seeds))
+        return settled
+
+    def _settle_modes(self, params: ModeParams, value: float) -> tuple[ModeParams, float]:
+        settings = self.grid(self.budget.coarse)
+        for _ in range(2):
+            before = value
+            for mode in range(params.n_modes):
+                tried = replace_mode(params, mode, settings)
+                rough = self.values_of_policies(tried, self.budget.quick_seeds)
+                shortlist = np.argsort(-rough, kind="stable")[:16]
+                tried = ModeParams(tried.settings[shortlist], tried.gate[shortlist], tried.stay[shortlist])
+                values = self.values_of_policies(tried, self.budget.seeds)
+                best = int(np.argmax(values))
+                if values[best] > value:
+                    params, value = tried.pick(best), float(values[best])
+            params, value = self.polish(params, value)
+            if value - before < 1e-3 * abs(before):
+                break
+        return params, value
+
+    def polish(self, params: ModeParams, value: float, rounds: int = 6) -> tuple[ModeParams, float]:
+        """Move one knob of one mode at a time to its neighbours for as long as it pays."""
+        scale = 1.0
+        for _ in range(rounds):
+            tried = self._neighbours(params, scale)
+            values = self.values_of_policies(tried, self.budget.seeds)
+            best = int(np.argmax(values))
+            if values[best] > value + 1e-9:
+                params, value = tried.pick(best), float(values[best])
+            else:
+                scale *= 0.5
+        return params, value
+
+    def _neighbours(self, params: ModeParams, scale: float) -> ModeParams:
+        found = []
+        for mode in range(params.n_modes):
+            setting = snap(params.settings[:, mode], self._mask)[0]
+            for i, name in enumerate(ACTION_FIELDS):
+                if not self._mask[i] or name in self._frozen:
+                    continue
+                for value in neighbours(name, float(setting[i]), scale):
+                    moved = params.settings[0].copy()
+                    moved[mode, i] = value
+                    found.append(moved)
+        if not found:
+            return params
+        n = len(found)
+        return ModeParams(np.array(found), np.repeat(params.gate, n, axis=0), np.repeat(params.stay, n))
+
+    def _third_mode(self, params: ModeParams) -> ModeParams:
+        """Add a mode that comes on with a long queue; it starts out with the settings of the second."""
+        gate = np.zeros((1, 1, Q))
+        gate[0, 0, FEATURES.index("queue_depth")] = 12.0
+        gate[0, 0, FEATURES.index("one")] = -12.0 * 0.8
+        return ModeParams(
+            np.concatenate([params.settings, params.settings[:, -1:]], axis=1),
+            np.concatenate([params.gate, gate], axis=1),
+            params.stay.copy(),
+        )
+
+    # ------------------------------------------------------------ cross-entropy search
+
+    def _cross_entropy(self, start: ModeParams) -> ModeParams:
+        """Move gates, settings and hysteresis together: sample, keep the best tenth, fit a normal to them, repeat."""
+        budget = self.budget
+        rng = np.random.default_rng(20_260_101)
+        mean = self._encode(start)
+        spread = self._spread(start)
+        elite_size = max(8, budget.population // 10)
+        best, best_value = start, self._value(start, budget.seeds)
+        for generation in range(budget.generations):
+            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", 0.6 + 0.38 * generation / budget.generations)
+            drawn = mean + spread * rng.standard_normal((budget.population, len(mean)))
+            drawn[0] = mean
+            drawn[1] = self._encode(best)
+            params = self._decode(drawn, start.n_modes)
+            values = self.values_of_policies(params, budget.seeds)
+            order = np.argsort(-values, kind="stable")[:elite_size]
+            mean = 0.3 * mean + 0.7 * drawn[order].mean(axis=0)
+            spread = 0.3 * spread + 0.7 * drawn[order].std(axis=0)
+            if values[order[0]] > best_value:
+                best, best_value = params.pick(int(order[0])), float(values[order[0]])
+        best, _ = self.polish(best, best_value)
+        return best
+
+    def _encode(self, params: ModeParams) -> FloatArray:
+        settings = params.settings[0].copy()
+        settings[:, 1] = np.searchsorted(SPEC_LENGTHS, settings[:, 1])
+        settings[:, 2] = np.log2(np.maximum(settings[:, 2], 1.0))
+        return np.concatenate([settings.ravel(), params.gate[0, 1:].ravel(), params.stay])
+
+    def _spread(self, params: ModeParams) -> FloatArray:
+        settings = np.tile([0.1, 0.5, 0.5, 0.3, 0.4], (params.n_modes, 1))
+        settings[:, ~self._mask] = 0.0
+        for name in self._frozen:
+            settings[:, list(ACTION_FIELDS).index(name)] = 0.0
+        return np.concatenate([settings.ravel(), np.full((params.n_modes - 1) * Q, 1.0), [0.3]])
+
+    def _decode(self, vectors: FloatArray, n_modes: int) -> ModeParams:
+        n = len(vectors)
+        settings = vectors[:, : 5 * n_modes].reshape(n, n_modes, 5).copy()
+        index = np.clip(np.rint(settings[..., 1]), 0, len(SPEC_LENGTHS) - 1).astype(np.int64)
+        settings[..., 1] = np.array(SPEC_LENGTHS, dtype=np.float64)[index]
+        settings[..., 2] = 2.0 ** np.clip(settings[..., 2], 0.0, 9.0)
+        flat = np.clip(settings.reshape(-1, 5), ACTION_LOW, ACTION_HIGH)
+        settings = snap(flat, self._mask).reshape(n, n_modes, 5)
+        gate = np.zeros((n, n_modes, Q))
+        gate[:, 1:] = vectors[:, 5 * n_modes : -1].reshape(n, n_modes - 1, Q)
+        return ModeParams(settings, gate, np.maximum(vectors[:, -1], 0.0))
+
+
+def constant_policy(action: FloatArray) -> ModeParams:
+    """A policy of one mode."""
+    return ModeParams(action.reshape(1, 1, 5).copy(), np.zeros((1, 1, Q)), np.zeros(1))
+
+
+def pair_policies(calm: FloatArray, settings: FloatArray, gate: FloatArray) -> ModeParams:
+    """For every setting (N, 5) the policy that plays ``calm`` until ``gate`` (Q,) asks for the setting."""
+    n = len(settings)
+    both = np.stack([np.broadcast_to(calm, settings.shape), settings], axis=1)
+    gates = np.zeros((n, 2, Q))
+    gates[:, 1] = gate
+    return ModeParams(both, gates, np.full(n, 0.1))
+
+
+def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModeParams:
+    """The policy with one mode's knobs replaced by each of ``settings`` (N, 5)."""
+    n = len(settings)
+    changed = np.repeat(params.settings, n, axis=0)
+    changed[:, mode] = settings
+    return ModeParams(changed, np.repeat(params.gate, n, axis=0), np.repeat(params.stay, n))
+
+
+def gate_library(task: TaskSpec) -> list[FloatArray]:
+    """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the hours of the announced floods."""
+    rates = [1.3, 2.0, 3.0] if task.burst is None else [1.0 + x * (task.burst.rate_rps / task.arrival_rate_rps - 1.0)
+                                                        for x in (0.08, 0.25, 0.6)]
+    library = [threshold_gate("arrival_rate", np.log1p(r * task.arrival_rate_rps) / np.log1p(1000.0)) for r in rates]
+    library += [threshold_gate("queue_depth", np.log1p(q) / np.log1p(512.0)) for q in (8.0, 64.0)]
+    if task.burst is not None:
+        for lead, lag in itertools.product((0, 3, 8, 20), (0, 5, 15)):
+            library.append(window_gate(-lead, task.burst.duration_steps + lag, task.burst.interval_steps))
+    return library
+
+
+def threshold_gate(feature: str, level: float, gain: float = 12.0) -> FloatArray:
+    """On while a feature is above ``level``."""
+    gate = np.zeros(Q)
+    gate[FEATURES.index(feature)] = gain
+    gate[FEATURES.index("one")] = -gain * level
+    return gate
+
+
+def window_gate(start: float, stop: float, period: float, gain: float = 12.0) -> FloatArray:
+    """On in the steps start <= t - offset < stop of every flood period."""
+    half = np.pi * min(stop - start, period) / period
+    centre = np.pi * (start + stop - 1.0) / period
+    gate = np.zeros(Q)
+    gate[FEATURES.index("phase_sin")] = gain * np.sin(centre)
+    gate[FEATURES.index("phase_cos")] = gain * np.cos(centre)
+    gate[FEATURES.index("one")] = -gain * np.cos(half)
+    return gate
+
+
+def neighbours(name: str, value: float, scale: float) -> list[float]:
+    """Values next to this one: the other choices of a discrete knob, smaller and larger ones of the others."""
+    bounds = ACTION_FIELDS[name]
+    if bounds.choices is not None:
+        return [float(c) for c in bounds.choices if c != value]
+    if name == "kv_budget":
+        near = [value + step * scale for step in (-0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2)]
+    else:
+        near = [value * factor**scale for factor in (0.5, 0.7, 0.85, 0.95, 1.05, 1.18, 1.4, 2.0)]
+    return [min(bounds.high, max(bounds.low, v)) for v in near]
+
+
+def with_budget(budget: Budget, **changes: object) -> Budget:
+    """A copy of a budget with some fields replaced."""
+    return replace(budget, **changes)  # type: ignore[arg-type]
