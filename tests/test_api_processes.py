@@ -1,0 +1,187 @@
+"""Servers that are killed, and several processes behind one address: no acknowledged step is lost or played twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from env.inference_env import InferenceEnv
+from tests.redis_server import RedisServer
+from tests.servers import ROOT, free_port, running_server
+
+QUICK_KILLS, MANY_KILLS = 3, 30
+N_PLAYERS = 4
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def store_settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    if request.param == "sqlite":
+        yield {}
+        return
+    redis = RedisServer(tmp_path)
+    redis.start()
+    yield {"store_url": redis.url}
+    redis.kill()
+
+
+def action(player: int, step: int) -> dict[str, Any]:
+    rng = random.Random(1000 * player + step)
+    return {"batch_size": rng.randint(1, 512), "kv_budget": rng.uniform(0.1, 1.0), "quant_tier": rng.randint(0, 2)}
+
+
+class Player:
+    """Plays one episode whatever happens to the server: sends a step again, with its number, until it is answered."""
+
+    def __init__(self, url: str, player: int, length: int) -> None:
+        self.player, self.length = player, length
+        self.client = httpx.Client(base_url=url, timeout=10)
+        self.rewards: list[float] = []
+        self.retries = 0
+        self.session_id = self._post("/reset", self.reset_body(player, length))["session_id"]
+
+    @staticmethod
+    def reset_body(player: int, length: int) -> dict[str, Any]:
+        return {"task_id": 3, "seed": player, "config": {"episode_length": length}}
+
+    def play(self, stop: threading.Event) -> None:
+        while len(self.rewards) < self.length and not stop.is_set():
+            number = len(self.rewards) + 1
+            body = {"session_id": self.session_id, "action": action(self.player, number), "step": number}
+            self.rewards.append(self._post("/step", body)["reward"])
+            time.sleep(0.005)
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                answer = self.client.post(path, json=body)
+                if answer.status_code == 200:
+                    return dict(answer.json())
+                assert answer.status_code == 503, answer.text
+            assert time.monotonic() < deadline, "the server did not come back"
+            self.retries += 1
+            time.sleep(0.02)
+
+
+def expected_rewards(player: int, length: int, steps: int) -> list[float]:
+    """What an undisturbed episode in this process gives."""
+    env = InferenceEnv()
+    env.reset(**Player.reset_body(player, length))
+    return [env.step(action(player, number))[1] for number in range(1, steps + 1)]
+
+
+def kill_under_load(directory: Path, settings: dict[str, str], kills: int) -> tuple[int, int]:
+    """Kill and restart a server while players play; returns steps played and answers that had to be asked for again."""
+    length = 5000
+    stop = threading.Event()
+    rng = random.Random(kills)
+    with running_server(directory, **settings) as server:
+        players = [Player(server.url, player, length) for player in range(N_PLAYERS)]
+        with contextlib.ExitStack() as clients, ThreadPoolExecutor(N_PLAYERS) as pool:
+            for player in players:
+                clients.callback(player.client.close)
+            playing = [pool.submit(player.play, stop) for player in players]
+            for _ in range(kills):
+                time.sleep(rng.uniform(0.05, 0.4))
+                server.kill()
+                server.start()
+            time.sleep(0.2)
+            stop.set()
+            for one in playing:
+                one.result(timeout=90)
+        for player in players:
+            taken = len(player.rewards)
+            assert server.get("/state", session_id=player.session_id)["step_count"] == taken
+            assert player.rewards == expected_rewards(player.player, length, taken)
+            # Every answer that was ever given can still be had.
+            for number in {1, taken // 2, taken}:
+                body = {"session_id": player.session_id, "action": action(player.player, number), "step": number}
+                assert server.post("/step", body)["reward"] == player.rewards[number - 1]
+        server.stop()
+    return sum(len(player.rewards) for player in players), sum(player.retries for player in players)
+
+
+def test_a_server_killed_under_load_loses_no_acknowledged_step(tmp_path: Path, store_settings: dict[str, str]) -> None:
+    steps, retries = kill_under_load(tmp_path, store_settings, QUICK_KILLS)
+    assert steps > 0
+    assert retries > 0, "the kills did not hit anybody"
+
+
+@pytest.mark.soak
+def test_thirty_kills_lose_no_acknowledged_step(tmp_path: Path, store_settings: dict[str, str]) -> None:
+    steps, retries = kill_under_load(tmp_path, store_settings, MANY_KILLS)
+    print(f"{MANY_KILLS} kills, {steps} steps acknowledged, {retries} requests sent again, none lost")  # noqa: T201
+    assert retries >= MANY_KILLS
+
+
+def test_two_servers_on_one_store_play_one_episode(tmp_path: Path, store_settings: dict[str, str]) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    second.mkdir()
+    settings = {"store_url": f"sqlite://{tmp_path}/shared.db", **store_settings}
+    with running_server(first, **settings) as one, running_server(second, **settings) as two:
+        session_id = one.post("/reset", Player.reset_body(9, 60))["session_id"]
+        rng = random.Random(2)
+        servers = [rng.choice([one, two]) for _ in range(60)]
+        rewards = [
+            server.post("/step", {"session_id": session_id, "action": action(9, number)})["reward"]
+            for number, server in enumerate(servers, 1)
+        ]
+        assert rewards == expected_rewards(9, 60, 60)
+        scores = [server.post("/grader", {"session_id": session_id}) for server in (one, two)]
+        assert scores[0] == scores[1]
+        assert scores[0]["done"] is True
+
+
+def test_two_workers_on_one_port_share_their_sessions_and_stop_cleanly(tmp_path: Path) -> None:
+    with running_server(tmp_path, workers="2") as server:
+        session_id = server.post("/reset", Player.reset_body(4, 100))["session_id"]
+        rewards = []
+        workers = set()
+        for number in range(1, 101):
+            # A connection each, so that the kernel spreads them over both workers.
+            body = {"session_id": session_id, "action": action(4, number)}
+            answer = httpx.post(f"{server.url}/step", json=body, timeout=30)
+            assert answer.status_code == 200, answer.text
+            workers.add(answer.headers["x-request-id"].split("-")[0])
+            rewards.append(answer.json()["reward"])
+        assert len(workers) == 2, "only one of the workers was reached"
+        assert rewards == expected_rewards(4, 100, 100)
+        server.stop()
+
+
+def test_a_second_port_serves_the_same_sessions(tmp_path: Path) -> None:
+    port = free_port()
+    with running_server(tmp_path, also_port=str(port)) as server:
+        session_id = server.post("/reset")["session_id"]
+        other = httpx.post(f"http://127.0.0.1:{port}/step", json={"session_id": session_id})
+        assert other.status_code == 200
+        assert server.get("/state", session_id=session_id)["step_count"] == 1
+
+
+def test_a_wrong_setting_stops_the_start_and_names_itself() -> None:
+    environment = {**os.environ, "INFERENCEGYM_PORT": "99999"}
+    run = subprocess.run(
+        [sys.executable, "-m", "server.app"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "INFERENCEGYM_PORT: '99999' is not allowed: it must be an integer from 1 to 65,535" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,104 @@
+"""Settings are read from the environment, checked at start, and described for the documents."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from inferencegym.errors import InvalidConfigError
+from server.settings import Settings, describe_settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("INFERENCEGYM_") or name in ("PORT", "WORKERS", "WEB_CONCURRENCY", "MAX_CONCURRENT_ENVS"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("INFERENCEGYM_PORT", "0", "an integer from 1 to 65,535"),
+        ("PORT", "http", "an integer from 1 to 65,535"),
+        ("INFERENCEGYM_WORKERS", "65", "an integer from 1 to 64"),
+        ("INFERENCEGYM_DURABILITY", "some", "one of full, process, none"),
+        ("INFERENCEGYM_ENV", "chess", "one of serving, traffic"),
+        ("INFERENCEGYM_STORE_TIMEOUT_S", "0", "a number from 0.05 to 60"),
+        ("INFERENCEGYM_STORE_URL", "mysql://x", "sqlite:///"),
+        ("INFERENCEGYM_API_KEY", "short", "8 characters or more"),
+        ("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, nonsense", "addresses or networks, or *"),
+        ("INFERENCEGYM_CORS", "yes", "one of read, all, off"),
+        ("INFERENCEGYM_MAX_BODY_BYTES", "1e3", "an integer from 1,024 to 1,073,741,824"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert name.removeprefix("INFERENCEGYM_") in str(refused.value)
+    assert allowed in str(refused.value)
+
+
+def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_API_KEY", "s3cret")
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert "s3cret" not in str(refused.value)
+    assert "s3cret!!" not in repr(Settings(api_key="s3cret!!"))
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_APIKEY", "correct horse")
+    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_APIKEY is not a setting.*INFERENCEGYM_API_KEY"):
+        load_settings()
+
+
+def test_values_come_from_the_environment_with_the_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORT", "9000")
+    monkeypatch.setenv("WORKERS", "3")
+    monkeypatch.setenv("MAX_CONCURRENT_ENVS", "128")
+    monkeypatch.setenv("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, 127.0.0.1")
+    settings = load_settings()
+    assert (settings.port, settings.workers, settings.max_concurrent_envs) == (9000, 3, 128)
+    assert [str(network) for network in settings.trusted_proxies] == ["10.0.0.0/8", "127.0.0.1/32"]
+    monkeypatch.setenv("INFERENCEGYM_PORT", "9001")
+    assert load_settings().port == 9001, "the product's own name goes before the common one"
+
+
+def test_every_setting_is_described_with_its_allowed_values() -> None:
+    rows = describe_settings()
+    assert [row["variable"] for row in rows] == ["INFERENCEGYM_" + name.upper() for name in Settings.model_fields]
+    for row in rows:
+        assert row["description"].endswith((".", ")")), row
+        assert row["allowed"], row
+
+
+def test_the_default_store_lies_in_a_directory_that_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert Settings().sqlite_path() == tmp_path / "state" / "inferencegym" / "sessions.db"
+    # Where the home directory cannot be written (a container's), the temporary one serves.
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = Settings().sqlite_path()
+    assert found == tmp_path / f"inferencegym-{os.getuid()}" / "sessions.db"
+    assert found.parent.stat().st_mode & 0o077 == 0
+    assert Settings(data_dir=tmp_path / "mine").sqlite_path() == tmp_path / "mine" / "sessions.db"
+    assert Settings(store_url="sqlite:///var/x.db").sqlite_path() == Path("/var/x.db")
+
+
+def test_log_lines_of_libraries_are_json_too() -> None:
+    import orjson
+
+    from server.logs import JsonFormatter
+
+    record = logging.LogRecord("uvicorn.error", logging.WARNING, "file", 1, "port %d", (7860,), None)
+    line = orjson.loads(JsonFormatter().format(record))
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "uvicorn.error", "port 7860")
