@@ -1,0 +1,144 @@
+"""Scores of agents on held-out traffic: means, confidence intervals, paired differences, regret.
+
+Every agent plays the same seeds, so differences between agents are paired: the traffic's luck cancels. Intervals are
+95 % Student t intervals of the mean over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from agents.play import Played, play
+from agents.protocol import Agent, FloatArray
+from agents.registry import AGENTS, make_agent
+from agents.seeds import HELD_OUT_SEEDS
+from inferencegym.errors import InferenceGymError
+from inferencegym.tasks import TaskSpec
+
+REFERENCES: Final = ("best_static", "best_adaptive")
+"""Solved policies that regret is measured against, beside the agents asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its 95 % confidence interval (Student t over seeds)."""
+
+    mean: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """JSON form."""
+        return {"mean": self.mean, "ci95_low": self.low, "ci95_high": self.high}
+
+
+def interval(values: FloatArray) -> Interval:
+    """Mean and 95 % t interval of independent values (n,), n >= 2."""
+    from scipy.stats import t
+
+    mean = float(values.mean())
+    half = float(t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def paired(a: FloatArray, b: FloatArray) -> Interval:
+    """Mean of ``a - b`` and its 95 % interval; both were played on the same seeds."""
+    return interval(a - b)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """One agent on one task: ``scores`` and ``returns`` (n,) by seed, ``breakdown`` (n,) by component of the grade."""
+
+    agent: str
+    task: TaskSpec
+    seeds: tuple[int, ...]
+    scores: FloatArray
+    returns: FloatArray
+    breakdown: Mapping[str, FloatArray]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form with intervals."""
+        return {
+            "agent": self.agent,
+            "score": interval(self.scores).to_dict(),
+            "return": interval(self.returns).to_dict(),
+            "breakdown": {name: float(part.mean()) for name, part in self.breakdown.items()},
+            "scores": self.scores.tolist(),
+        }
+
+
+def evaluate(agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "") -> Evaluation:
+    """Play an agent (an object or a registered name) on a task, one episode per seed."""
+    player = make_agent(agent, task) if isinstance(agent, str) else agent
+    label = name or (agent if isinstance(agent, str) else type(agent).__name__)
+    return of_played(label, play(task, player, seeds))
+
+
+def of_played(label: str, played: Played) -> Evaluation:
+    """Grade finished episodes, one row per seed."""
+    return Evaluation(label, played.task, played.seeds, played.scores(), played.returns, played.breakdown())
+
+
+def agents_for(task: TaskSpec, names: Sequence[str]) -> list[str]:
+    """Agent names with ``all`` spelled out: every registered agent that can play the task without an argument."""
+    chosen: list[str] = []
+    for name in names:
+        for each in AGENTS if name == "all" else [name]:
+            if each in chosen or (name == "all" and not _playable(each, task)):
+                continue
+            chosen.append(each)
+    return chosen
+
+
+def _playable(name: str, task: TaskSpec) -> bool:
+    try:
+        make_agent(name, task)
+    except InferenceGymError:  # needs an argument, or no policy of this task is stored
+        return False
+    return True
+
+
+def compare(task: TaskSpec, names: Sequence[str], seeds: Sequence[int] = HELD_OUT_SEEDS) -> dict[str, Any]:
+    """Evaluate agents side by side on the same seeds.
+
+    Each agent's entry holds its score with interval, the paired difference to the naive agent, and its regret: the
+    paired difference of the best known agent to it. Best known is the best mean among the agents asked for and the
+    solver's stored policies.
+    """
+    asked = agents_for(task, names)
+    extra = [n for n in ("naive", *REFERENCES) if n not in asked and _playable(n, task)]
+    played = {name: evaluate(name, task, seeds) for name in (*asked, *extra)}
+    best = max(played.values(), key=lambda e: float(e.scores.mean()))
+    entries = []
+    for name in asked:
+        entry = played[name].to_dict()
+        entry["over_naive"] = paired(played[name].scores, played["naive"].scores).to_dict()
+        entry["regret"] = paired(best.scores, played[name].scores).to_dict()
+        entries.append(entry)
+    return {
+        "task": task.task_id,
+        "seeds": [int(s) for s in seeds],
+        "interval": "95 % Student t over seeds; differences are paired by seed",
+        "best_known": {"agent": best.agent, **interval(best.scores).to_dict()},
+        "agents": entries,
+    }
+
+
+def ranks(values: FloatArray) -> FloatArray:
+    """Ranks from 1, ties sharing their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    mean_rank = last - 0.5 * (counts - 1)
+    result: FloatArray = mean_rank[inverse]
+    return result
+
+
+def spearman(a: FloatArray, b: FloatArray) -> float:
+    """Spearman's rank correlation of two samples (n,)."""
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])

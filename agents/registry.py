@@ -1,0 +1,85 @@
+"""Agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive``, ...
+
+A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from agents.baseline import NaiveAgent
+from agents.calibration import policy_path
+from agents.heuristic import HeuristicAgent
+from agents.hill_climb import HillClimbAgent
+from agents.modes import ModeAgent, ModeParams, read_policy
+from agents.protocol import Agent, AgentFactory
+from agents.simple import ConstantAgent, RandomAgent
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
+from inferencegym.tasks import TaskSpec
+
+AGENTS: Final[dict[str, AgentFactory]] = {}
+"""Every agent: its name to a function of the task and the text behind the name's colon."""
+
+
+def register(name: str, factory: AgentFactory) -> None:
+    """Make an agent known under a name."""
+    AGENTS[name] = factory
+
+
+def make_agent(spec: str, task: TaskSpec) -> Agent:
+    """The agent ``name`` or ``name:argument`` for a task.
+
+    Raises :class:`InvalidConfigError` for a name that is not registered or an argument that the agent cannot read, and
+    :class:`InvalidActionError` for a constant action out of range.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in AGENTS:
+        raise InvalidConfigError(f"agent {spec!r} is unknown: one of {', '.join(AGENTS)}")
+    return AGENTS[name](task, argument)
+
+
+def _naive(task: TaskSpec, argument: str) -> Agent:
+    return NaiveAgent()
+
+
+def _constant(task: TaskSpec, argument: str) -> Agent:
+    try:
+        data = json.loads(argument)
+    except ValueError as error:
+        raise InvalidConfigError(
+            f"constant:{argument}: not JSON ({error}); write constant:'{{\"batch_size\": 256}}'"
+        ) from error
+    return ConstantAgent(ServeAction.from_dict(data))
+
+
+def _random(task: TaskSpec, argument: str) -> Agent:
+    if argument and not argument.isdigit():
+        raise InvalidConfigError(f"random:{argument}: the seed must be a whole number, as in random:7")
+    return RandomAgent(int(argument or 0))
+
+
+def _best_static(task: TaskSpec, argument: str) -> Agent:
+    return ConstantAgent(ServeAction.from_dict(read_policy(policy_path("best_static", task.task_id))["action"]))
+
+
+def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
+    return ModeAgent(ModeParams.from_dict(read_policy(policy_path("best_adaptive", task.task_id))), task)
+
+
+def _heuristic(task: TaskSpec, argument: str) -> Agent:
+    return HeuristicAgent(task)
+
+
+def _hill_climb(task: TaskSpec, argument: str) -> Agent:
+    return HillClimbAgent(task)
+
+
+register("random", _random)
+register("naive", _naive)
+register("constant", _constant)
+register("hill_climb", _hill_climb)
+register("heuristic", _heuristic)
+register("best_static", _best_static)
+register("best_adaptive", _best_adaptive)

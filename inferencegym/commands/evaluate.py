@@ -1,0 +1,60 @@
+"""``inferencegym evaluate``: score agents on held-out seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--task", action="append", help="task id; may be given several times (default: tasks 1 to 3)")
+    parser.add_argument(
+        "--agent",
+        action="append",
+        help="naive, random[:SEED], heuristic, hill_climb, best_static, best_adaptive, ..., "
+        "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
+    )
+    parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default and least to report: 30)")
+    parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 2 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from 2 to 100000")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    from agents.evaluate import compare
+    from agents.seeds import held_out_seeds
+    from inferencegym.tasks import get_task, list_tasks
+
+    tasks = [get_task(t) for t in args.task] if args.task else list_tasks()
+    results = [compare(task, args.agent or ["all"], held_out_seeds(args.seeds)) for task in tasks]
+    if args.json:
+        print(json.dumps({"results": results}, indent=2))
+    else:
+        print("\n\n".join(_table(result) for result in results))
+    return 0
+
+
+def _table(result: dict[str, Any]) -> str:
+    seeds = result["seeds"]
+    lines = [
+        f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]; "
+        f"best known: {result['best_known']['agent']}",
+        f"{'agent':<16}{'score':>24}{'over naive':>26}{'regret':>26}",
+    ]
+    for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
+        label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
+        lines.append(
+            f"{label:<16}{_cell(entry['score']):>24}{_cell(entry['over_naive']):>26}{_cell(entry['regret']):>26}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(x: dict[str, float]) -> str:
+    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
