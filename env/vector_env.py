@@ -30,10 +30,10 @@ Stepped = tuple[Float32Array, FloatArray, BoolArray, BoolArray, Info]
 class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):
     """What a family fills in, and Gymnasium's three autoreset modes over it.
 
-    ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and returns
-    the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step that ends an
-    episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]`` hold the last of
-    the old, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are restarted by
+    ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
+    returns the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step
+    that ends an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]``
+    hold the last of the old, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are restarted by
     ``reset(options={"reset_mask": mask})`` and by nothing else.
     """
 

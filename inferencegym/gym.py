@@ -4,9 +4,9 @@
     env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action="discrete")
     envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
 
-One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. ``inferencegym.gym:InferenceGym/...`` as an id
-makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
-formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
+One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. Written ``inferencegym.gym:InferenceGym/...``
+an id makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native
+batch; formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
 :mod:`env.vector_env`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` play the same episodes on a server.
 """
 
@@ -39,9 +39,9 @@ ENV_VERSION: Final = 1
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """One episode of a serving task at a time; a row of :class:`env.vector_env.VectorInferenceEnv`.
 
-    ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them, and
-    ``seed``. ``reset(seed=s)`` plays seed ``s``; further resets without a seed play ``episode_seed(s, 1)``, ``(s, 2)``...
-    The end is ``terminated``: the episode's length is part of the task.
+    ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them,
+    and ``seed``. ``reset(seed=s)`` plays seed ``s``; resets without a seed then play ``episode_seed(s, 1)``, ``(s, 2)``
+    and so on. The end is ``terminated``: the episode's length is part of the task.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
