@@ -23,8 +23,8 @@ class ServingBatch:
     """B episodes of one task, stepping together; rows are independent and identical to the same episode alone.
 
     ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]``
-    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays the seed
-    ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic.
+    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays
+    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic.
     """
 
     def __init__(

@@ -40,7 +40,8 @@ class Workload:
     """The offered load of one episode of T steps and C classes (only classes that occur).
 
     ``arrivals`` (T, C) requests, ``prompt_tokens`` (T, C) their summed prompts, ``prefill_work_ms`` (T, C, 3) their
-    summed prefill work per precision tier, ``noise`` (T, 2) factors on TTFT and TPOT, ``phase`` (T,) index into ``PHASES``.
+    summed prefill work per precision tier, ``noise`` (T, 2) factors on TTFT and TPOT, ``phase`` (T,) index into
+    ``PHASES``.
     """
 
     arrivals: FloatArray
