@@ -19,10 +19,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import orjson
 
+from env.episode import EpisodeEnv
 from inferencegym import __version__
 from inferencegym.errors import EpisodeDoneError, StepConflictError, StoreError, UnknownSessionError
 from inferencegym.tasks import TaskId
@@ -39,35 +40,9 @@ MAINTENANCE_EVERY_S: Final = 10.0
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
-class EpisodeEnv(Protocol):
-    """One episode of any family, as the server uses it."""
-
-    session_id: str
-
-    @property
-    def task_id(self) -> TaskId: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def done(self) -> bool: ...
-    @property
-    def episode_log(self) -> list[dict[str, Any]]: ...
-    def config_dict(self) -> dict[str, Any]: ...
-    def observation_dict(self) -> dict[str, Any]: ...
-    def state(self) -> dict[str, Any]: ...
-    def reset(
-        self,
-        seed: int | None = None,
-        task_id: Any = None,
-        config: Mapping[str, Any] | None = None,
-        session_id: str | None = None,
-    ) -> Any: ...
-    def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A kind of environment: how to make one, and how to read an action.
+class ServedFamily:
+    """A kind of environment as it is served: how to make one, and how to read an action.
 
     ``parse_action`` returns the complete JSON form that every equal action has, or raises InvalidActionError.
     """
@@ -93,7 +68,7 @@ class Live:
     """A session whose environment is in memory."""
 
     session_id: str
-    family: Family
+    family: ServedFamily
     start: EpisodeStart
     token: str
     caller: str
@@ -127,7 +102,7 @@ def new_session_id() -> str:
 class SessionManager:
     """Resets, steps and looks up sessions of all families."""
 
-    def __init__(self, store: SessionStore, families: Mapping[str, Family], settings: Settings) -> None:
+    def __init__(self, store: SessionStore, families: Mapping[str, ServedFamily], settings: Settings) -> None:
         self.store = store
         self.families = families
         self.counters = Counters()
@@ -353,7 +328,7 @@ class SessionManager:
             await self.store.append(live.session_id, live.token, index, live.actions[index])
 
     async def _replay(
-        self, family: Family, start: EpisodeStart, session_id: str, actions: Sequence[Action]
+        self, family: ServedFamily, start: EpisodeStart, session_id: str, actions: Sequence[Action]
     ) -> tuple[EpisodeEnv, Outcome | None]:
         self.counters.replays += 1
         self.counters.replayed_steps += len(actions)
@@ -361,7 +336,7 @@ class SessionManager:
             return await asyncio.to_thread(replay, family, start, session_id, actions)
         return replay(family, start, session_id, actions)
 
-    def _family_of(self, start: EpisodeStart) -> Family:
+    def _family_of(self, start: EpisodeStart) -> ServedFamily:
         if start.release != __version__ or start.family not in self.families:
             raise UnknownSessionError(
                 f"the session was started on release {start.release} and this server is {__version__}: "
@@ -392,7 +367,9 @@ class SessionManager:
             self._drop(victim)
             self.counters.evictions += 1
 
-    def _replace(self, live: Live, family: Family, start: EpisodeStart, env: EpisodeEnv, actions: list[Action]) -> None:
+    def _replace(
+        self, live: Live, family: ServedFamily, start: EpisodeStart, env: EpisodeEnv, actions: list[Action]
+    ) -> None:
         self._steps_held += len(actions) - len(live.actions)
         live.family, live.start, live.env, live.actions, live.last = family, start, env, actions, None
 
@@ -407,7 +384,7 @@ class SessionManager:
 
 
 def replay(
-    family: Family, start: EpisodeStart, session_id: str, actions: Sequence[Action]
+    family: ServedFamily, start: EpisodeStart, session_id: str, actions: Sequence[Action]
 ) -> tuple[EpisodeEnv, Outcome | None]:
     """A fresh environment with ``actions`` played, and what the last of them gave: the same bits as the first time."""
     env = family.make()

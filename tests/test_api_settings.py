@@ -55,7 +55,7 @@ def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERENCEGYM_APIKEY", "correct horse")
-    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_APIKEY is not a setting.*INFERENCEGYM_API_KEY"):
+    with pytest.raises(InvalidConfigError, match=r"INFERENCEGYM_APIKEY is not a setting.*INFERENCEGYM_API_KEY"):
         load_settings()
 
 

@@ -1,0 +1,160 @@
+"""Verified grades: a log is replayed, and whatever was changed in it is refused with step and field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from env.inference_env import InferenceEnv
+from inferencegym.tasks import list_tasks
+from server.app import create_app
+from server.settings import Settings
+
+Log = list[dict[str, Any]]
+LENGTH = 40
+CONFIG = {"episode_length": LENGTH}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def honest() -> Log:
+    env = InferenceEnv()
+    env.reset(seed=11, task_id=3, config=CONFIG)
+    for step in range(LENGTH):
+        env.step({"batch_size": 16 + step, "quant_tier": step % 3, "spec_length": (0, 2, 8)[step % 3]})
+    return list(json.loads(json.dumps(env.episode_log)))
+
+
+def grade(client: TestClient, log: Log, **changes: Any) -> Any:
+    body = {"task_id": 3, "episode_log": log, "seed": 11, "config": CONFIG, "verify": True, **changes}
+    return client.post("/grader", json=body)
+
+
+def test_an_honest_log_is_verified_and_scores_as_without_verification(client: TestClient, honest: Log) -> None:
+    verified = grade(client, honest).json()
+    plain = grade(client, honest, verify=False).json()
+    assert verified["verified"] is True
+    assert plain["verified"] is False
+    assert {**plain, "verified": True} == verified
+
+
+def test_digits_lost_on_the_way_are_no_forgery(client: TestClient, honest: Log) -> None:
+    rounded = json.loads(json.dumps(honest), parse_float=lambda text: float(f"{float(text):.12g}"))
+    assert grade(client, rounded).json()["verified"] is True
+
+
+def test_the_answers_of_step_are_a_log_too(client: TestClient) -> None:
+    session_id = client.post("/reset", json={"task_id": 3, "seed": 11, "config": CONFIG}).json()["session_id"]
+    log = [client.post("/step", json={"session_id": session_id}).json() for _ in range(LENGTH)]
+    assert grade(client, log).json()["verified"] is True
+
+
+def set_metric(log: Log) -> None:
+    log[7]["metrics"]["tokens_per_sec"] *= 1.001
+
+
+def set_reward(log: Log) -> None:
+    log[0]["reward"] += 1e-6
+
+
+def set_action(log: Log) -> None:
+    log[20]["action"]["batch_size"] += 1
+
+
+def add_metric(log: Log) -> None:
+    log[3]["metrics"]["bonus"] = 1.0
+
+
+def drop_metric(log: Log) -> None:
+    del log[3]["metrics"]["ttft_p99_ms"]
+
+
+def set_timestep(log: Log) -> None:
+    log[5]["timestep"] = 99
+
+
+def swap(log: Log) -> None:
+    log[1], log[2] = log[2], log[1]
+
+
+def flip(log: Log) -> None:
+    log[9]["metrics"]["oom"] = not log[9]["metrics"]["oom"]
+
+
+@pytest.mark.parametrize(
+    ("forge", "step", "field"),
+    [
+        (set_metric, 7, "metrics.tokens_per_sec"),
+        (set_reward, 0, "reward"),
+        (set_action, 20, ""),
+        (add_metric, 3, "metrics.bonus"),
+        (drop_metric, 3, "metrics.ttft_p99_ms"),
+        (set_timestep, 5, "timestep"),
+        (swap, 1, "timestep"),
+        (flip, 9, "metrics.oom"),
+    ],
+)
+def test_a_forged_log_is_refused_with_step_and_field(
+    client: TestClient, honest: Log, forge: Callable[[Log], None], step: int, field: str
+) -> None:
+    forged = copy.deepcopy(honest)
+    forge(forged)
+    answer = grade(client, forged)
+    assert answer.status_code == 422
+    detail = answer.json()["detail"]
+    assert detail["code"] == "forged_log"
+    assert f"step {step}: {field}" in detail["message"]
+    assert grade(client, forged, verify=False).status_code in (200, 422)
+
+
+@pytest.mark.parametrize("change", [{"seed": 12}, {"task_id": 2}, {"config": {"episode_length": LENGTH, "alpha": 0.9}}])
+def test_a_log_of_another_seed_task_or_config_is_refused(
+    client: TestClient, honest: Log, change: dict[str, Any]
+) -> None:
+    detail = grade(client, honest, **change).json()["detail"]
+    assert detail["code"] == "forged_log"
+    assert "step 0" in detail["message"]
+
+
+def test_a_log_that_is_too_short_or_too_long_is_refused(client: TestClient, honest: Log) -> None:
+    short = grade(client, honest[:-1]).json()["detail"]
+    assert short["code"] == "forged_log"
+    assert f"ends at step {LENGTH - 1} of {LENGTH}" in short["message"]
+    long = grade(client, [*honest, honest[-1]]).json()["detail"]
+    assert long["code"] == "forged_log"
+    assert f"{LENGTH} steps" in long["message"]
+
+
+@pytest.mark.parametrize("entry", [5, {}, {"action": {}}, {"timestep": 0, "action": 1, "reward": 0, "metrics": {}}])
+def test_what_is_no_log_entry_is_malformed(client: TestClient, entry: Any) -> None:
+    detail = grade(client, [entry]).json()["detail"]
+    assert detail["code"] == "malformed_log"
+    assert "step 0" in detail["message"]
+
+
+def test_an_impossible_action_is_refused(client: TestClient, honest: Log) -> None:
+    forged = copy.deepcopy(honest)
+    forged[2]["action"]["batch_size"] = 100_000
+    detail = grade(client, forged).json()["detail"]
+    assert detail["code"] == "forged_log"
+    assert "batch_size" in detail["message"]
+
+
+@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks()])
+def test_every_task_can_be_verified(client: TestClient, task_id: int) -> None:
+    env = InferenceEnv()
+    env.reset(seed=0, task_id=task_id)
+    while not env.done:
+        env.step({"batch_size": 64})
+    answer = grade(client, env.episode_log, task_id=task_id, seed=0, config=None)
+    assert answer.json()["verified"] is True
