@@ -161,7 +161,7 @@ def test_a_constant_of_an_unknown_action_is_refused_with_the_names() -> None:
 
 
 def test_the_table_of_scores_shows_every_agent_and_no_negative_regret() -> None:
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / "traffic.py"
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "bench_traffic.py"
     printed = subprocess.run(
         [sys.executable, str(script), "--json"], capture_output=True, check=True, timeout=120
     ).stdout

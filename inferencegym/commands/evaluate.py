@@ -28,12 +28,10 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
-    from agents.evaluate import compare
-    from agents.seeds import held_out_seeds
-    from inferencegym.tasks import get_task, list_tasks
+    from inferencegym.tasks import list_tasks
 
-    tasks = [get_task(t) for t in args.task] if args.task else list_tasks()
-    results = [compare(task, args.agent or ["all"], held_out_seeds(args.seeds)) for task in tasks]
+    ids = args.task or [task.task_id for task in list_tasks()]
+    results = [_compare(task_id, args.agent or ["all"], args.seeds) for task_id in ids]
     if args.json:
         print(json.dumps({"results": results}, indent=2))
     else:
@@ -41,7 +39,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(task_id: Any, names: list[str], n_seeds: int) -> dict[str, Any]:
+    """Agents on a task of whichever family it belongs to."""
+    from agents.evaluate import compare
+    from agents.seeds import held_out_seeds
+    from agents.traffic_report import compare_traffic
+    from inferencegym.tasks import get_task
+    from inferencegym.traffic import get_traffic_task, list_traffic_tasks
+
+    seeds = held_out_seeds(n_seeds)
+    if any(task_id == task.task_id for task in list_traffic_tasks()):
+        return compare_traffic(get_traffic_task(task_id), names, seeds)
+    return compare(get_task(task_id), names, seeds)
+
+
 def _table(result: dict[str, Any]) -> str:
+    if "optimum" in result:  # the traffic controller's is known exactly
+        from agents.traffic_report import traffic_table
+
+        return traffic_table(result)
     seeds = result["seeds"]
     lines = [
         f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]; "
