@@ -33,6 +33,42 @@ def episode_seed(first: int, episode: int) -> int:
     return int(np.random.SeedSequence([first, episode]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+class SeedSeries:
+    """Which seed each row plays next."""
+
+    def __init__(self, n_rows: int) -> None:
+        self._first = [-1] * n_rows
+        self._episode = [0] * n_rows
+
+    @property
+    def started(self) -> bool:
+        """Whether every row has an episode."""
+        return min(self._first) >= 0
+
+    def next(
+        self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The rows that start an episode now (all, or those of the mask) and the seeds that they play.
+
+        A row with a seed starts a new series with it. A row without one (None) goes on to the next episode of its
+        series; if it has none yet, it starts one with a seed drawn from the operating system.
+        """
+        n_rows = len(self._first)
+        chosen = list(range(n_rows)) if rows is None else np.flatnonzero(rows).tolist()
+        if seeds is not None and len(seeds) != n_rows:
+            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each")
+        given = {row: check_seed(s) for row in chosen if seeds is not None and (s := seeds[row]) is not None}
+        if len(chosen) < n_rows and not self.started:
+            raise NotResetError("the first reset must start all episodes")
+        for row in chosen:
+            if row in given or self._first[row] < 0:
+                self._first[row] = given.get(row, _fresh_seed())
+                self._episode[row] = 0
+            else:
+                self._episode[row] += 1
+        return chosen, [episode_seed(self._first[row], self._episode[row]) for row in chosen]
+
+
 class AutoresetBatch:
     """Steps a :class:`ServingBatch` and restarts rows whose episode has ended.
 
@@ -44,15 +80,9 @@ class AutoresetBatch:
         if n_threads < 1:
             raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1")
         self.batch = batch
-        self.first_seeds = [-1] * batch.n_rows
-        self.episodes = [0] * batch.n_rows
+        self._series = SeedSeries(batch.n_rows)
         self._n_threads = min(n_threads, max(1, batch.n_rows // MIN_ROWS_PER_THREAD))
         self._pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
-
-    @property
-    def started(self) -> bool:
-        """Whether every row has an episode."""
-        return min(self.first_seeds) >= 0
 
     @property
     def seeds(self) -> NDArray[np.int64]:
@@ -60,24 +90,8 @@ class AutoresetBatch:
         return self.batch.seeds
 
     def reset(self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None) -> None:
-        """Start episodes in all rows, or in those of the mask ``rows``.
-
-        A row with a seed starts a new series of episodes with it. A row without one (None) goes on to the next episode
-        of its series; if it has none yet, it starts one with a seed drawn from the operating system.
-        """
-        chosen = range(self.batch.n_rows) if rows is None else np.flatnonzero(rows).tolist()
-        if seeds is not None and len(seeds) != self.batch.n_rows:
-            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {self.batch.n_rows} episodes; give one for each")
-        given = {row: check_seed(s) for row in chosen if seeds is not None and (s := seeds[row]) is not None}
-        if rows is not None and not self.started and not rows.all():
-            raise NotResetError("the first reset must start all episodes")
-        for row in chosen:
-            if row in given or self.first_seeds[row] < 0:
-                self.first_seeds[row] = given.get(row, _fresh_seed())
-                self.episodes[row] = 0
-            else:
-                self.episodes[row] += 1
-        playing = [episode_seed(self.first_seeds[row], self.episodes[row]) for row in chosen]
+        """Start episodes in all rows, or in those of the mask ``rows``; seeds as in :meth:`SeedSeries.next`."""
+        chosen, playing = self._series.next(seeds, rows)
         self.batch.reset(playing, rows=None if rows is None else chosen)
 
     def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
@@ -88,7 +102,7 @@ class AutoresetBatch:
         batch = self.batch
         if knobs.shape != (batch.n_rows, len(batch.mask)):
             raise InvalidActionError("actions", knobs.shape, f"an array of shape ({batch.n_rows}, {len(batch.mask)})")
-        if not self.started:
+        if not self._series.started:
             raise NotResetError("step before reset: call reset first")
         ended = batch.done if rows is None else batch.done & rows
         if ended.any():

@@ -14,6 +14,7 @@
     ``TableError``              the lookup table is missing, damaged or of another version (503)
     ``StoreError``              the session store cannot answer now (503)
     ``CapacityError``           the server holds as many sessions as it may (503)
+    ``RemoteError``             a server that this program talks to refused a request or cannot be reached (502)
 """
 
 from __future__ import annotations
@@ -123,3 +124,17 @@ class CapacityError(InferenceGymError, RuntimeError):
 
     code = "capacity"
     http_status = 503
+
+
+class RemoteError(InferenceGymError, RuntimeError):
+    """A server that this program talks to refused a request or cannot be reached. (HTTP 502)
+
+    ``status`` is the HTTP status of its answer, None where there was none.
+    """
+
+    code = "remote"
+    http_status = 502
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(message)

@@ -4,9 +4,9 @@
     env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action="discrete")
     envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
 
-One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. Written ``inferencegym.gym:InferenceGym/...``
-an id makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native
-batch; formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
+One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. With ``inferencegym.gym:`` before it, an id
+makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
+formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
 :mod:`env.vector_env`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` play the same episodes on a server.
 """
 
@@ -26,6 +26,7 @@ from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic_env import TrafficBatch
 from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info, VectorInferenceEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.gym_http import HTTPGymEnv, HTTPVectorEnv
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Calibration, TaskId, list_tasks
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
@@ -34,6 +35,8 @@ from simulator.traffic import QUEUE_LATENCY_MS
 
 NAMESPACE: Final = "InferenceGym"
 ENV_VERSION: Final = 1
+REMOTE_ID: Final = f"{NAMESPACE}/HTTP-v{ENV_VERSION}"
+"""Any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
@@ -254,26 +257,30 @@ def serving_id(gym_id: str) -> str:
 
 
 def register_envs() -> None:
-    """Register one id per task of both families; ids that are registered stay as they are."""
+    """Register one id per task of both families and :data:`REMOTE_ID`; ids that are registered stay as they are."""
     for task in list_tasks(include_recorded=True):
-        _register(serving_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task.task_id)
+        _register(serving_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
     for traffic in list_traffic_tasks():
-        _register(serving_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", traffic.task_id)
+        _register(serving_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
+    _register(REMOTE_ID, "HTTPGymEnv", "HTTPVectorEnv")
 
 
-def _register(env_id: str, scalar: str, vector: str, task_id: TaskId) -> None:
+def _register(env_id: str, scalar: str, vector: str, **kwargs: Any) -> None:
     if env_id not in gymnasium.registry:
         gymnasium.register(
             id=env_id,
             entry_point=f"inferencegym.gym:{scalar}",
             vector_entry_point=f"inferencegym.gym:{vector}",
-            kwargs={"task_id": task_id},
+            kwargs=kwargs,
         )
 
 
 register_envs()
 
 __all__ = [
+    "REMOTE_ID",
+    "HTTPGymEnv",
+    "HTTPVectorEnv",
     "InferenceGymEnv",
     "TrafficGymEnv",
     "VectorInferenceEnv",

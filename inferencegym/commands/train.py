@@ -1,0 +1,76 @@
+"""``inferencegym train``: train a PPO policy in process, or against a running server."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import get_task
+
+if TYPE_CHECKING:
+    from env.vector_env import AutoresetVectorEnv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--task", default="3", help="task id (default 3)")
+    parser.add_argument("--steps", type=int, default=50_000, help="environment steps in all (default 50000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its traffic (default 0)")
+    parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
+    parser.add_argument("--envs", type=int, default=16, help="episodes played side by side (default 16)")
+    parser.add_argument("--url", help="train against this server instead of in process")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, then say what came out."""
+    if args.steps < 1 or args.envs < 1:
+        raise InvalidConfigError("--steps and --envs must be at least 1")
+    task = get_task(args.task)
+    try:
+        from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, rise, train
+    except ModuleNotFoundError as error:
+        raise InvalidConfigError(f"training needs the extra 'rl' ({error.name} is missing): run `make rl`") from error
+    settings = PpoSettings(n_envs=args.envs)
+    label = f"task {task.task_id}, seed {args.seed}"
+    envs: AutoresetVectorEnv
+    if args.url:
+        from inferencegym.gym import HTTPVectorEnv
+
+        envs = HTTPVectorEnv(
+            args.url, args.envs, task.task_id, observation=OBSERVATION, action=ACTION, autoreset_mode="SameStep"
+        )
+    else:
+        from env.vector_env import VectorInferenceEnv
+
+        envs = VectorInferenceEnv(
+            args.envs, task.task_id, observation=OBSERVATION, action=ACTION, autoreset_mode="SameStep"
+        )
+    started = time.perf_counter()
+    try:
+        trained = train(
+            envs,
+            args.out,
+            steps=args.steps,
+            seed=args.seed,
+            settings=settings,
+            resume=args.resume,
+            progress=not args.quiet,
+            label=label,
+        )
+    finally:
+        envs.close()
+    wall_s = time.perf_counter() - started
+    print(f"{trained.model.num_timesteps} steps in {wall_s:.1f} s; files in {trained.out}")
+    if trained.episodes and trained.episodes[-1][0] >= 10_000:
+        test = rise(trained.episodes)
+        print(
+            f"return: first 5k steps {test['first_mean']:.2f}, last 5k {test['last_mean']:.2f} "
+            f"(one-sided Mann-Whitney p = {test['p_value']:.1e})"
+        )
+    print(f"score it: inferencegym evaluate --task {task.task_id} --agents ppo:{trained.out / 'policy.npz'}")
+    return 0
