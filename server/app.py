@@ -13,14 +13,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount
 
 from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
 from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
-from server.middleware import Callers, Guard, RequestLog, cors_options
+from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
 from server.openenv_adapter import add_openenv
 from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
@@ -28,6 +27,7 @@ from server.session_manager import SessionManager
 from server.settings import Settings, load_settings
 from server.stores import make_store
 from server.traffic_routes import TrafficRoutes
+from server.wire import JsonRoute
 
 if TYPE_CHECKING:
     app: FastAPI
@@ -64,9 +64,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     hooks.append(add_openenv(app, context))
     install_problem_handlers(app)
     # Added last, run first.
+    app.add_middleware(
+        Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}
+    )
     app.add_middleware(Guard, settings=settings)
     if settings.cors != "off":
-        app.add_middleware(CORSMiddleware, **cors_options(settings))
+        app.add_middleware(Cors, **cors_options(settings))
     app.add_middleware(RequestLog, settings=settings, log=lines)
     return app
 

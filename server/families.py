@@ -11,7 +11,7 @@ from env.families import make
 from grader.verify import Replayed
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskId
-from inferencegym.traffic import parse_action
+from inferencegym.traffic import TrafficAction, parse_action
 from server.session_manager import ServedFamily
 from simulator.tables import ServingTables, load_tables
 
@@ -25,12 +25,14 @@ def served_tables() -> ServingTables:
     return load_tables(isolated=True)
 
 
-def _parse_serving(action: Any) -> dict[str, Any]:
-    return ServeAction.from_dict(action).to_dict()
+def _parse_serving(action: Any) -> tuple[ServeAction, dict[str, Any]]:
+    parsed = ServeAction.from_dict(action)
+    return parsed, parsed.to_dict()
 
 
-def _parse_traffic(action: Any) -> dict[str, Any]:
-    return {"action": parse_action(action).value}
+def _parse_traffic(action: Any) -> tuple[TrafficAction, dict[str, Any]]:
+    parsed = parse_action(action)
+    return parsed, {"action": parsed.value}
 
 
 def _make_serving() -> EpisodeEnv:

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
@@ -161,6 +162,28 @@ class Guard:
         raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
 
 
+class Shortcut:
+    """Takes the most used requests straight to their routes.
+
+    FastAPI's way there (telemetry, two exit stacks, every route's pattern in turn) takes longer than a step of the
+    simulator. The routes are the same ones that FastAPI documents and would find.
+    """
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, ASGIApp]) -> None:
+        self.app = app
+        self._posts = posts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self.app(scope, receive, send)
+            return
+        try:
+            await route(scope, receive, send)
+        except InferenceGymError as error:
+            await problem_reply(error)(scope, receive, send)
+
+
 class RateLimit:
     """A bucket of tokens per client: a minute's worth at once, refilled evenly."""
 
@@ -233,6 +256,16 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class Cors(CORSMiddleware):
+    """Starlette's CORS handling for requests that come from a page; programs send no Origin and need none of it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+            await super().__call__(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 def cors_options(settings: Settings) -> Mapping[str, Any]:

@@ -44,12 +44,13 @@ _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 class ServedFamily:
     """A kind of environment as it is served: how to make one, and how to read an action.
 
-    ``parse_action`` returns the complete JSON form that every equal action has, or raises InvalidActionError.
+    ``parse_action`` returns an action as the environment takes it, and the complete JSON form that every equal action
+    has; it raises InvalidActionError.
     """
 
     name: str
     make: Callable[[], EpisodeEnv]
-    parse_action: Callable[[Any], dict[str, Any]]
+    parse_action: Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +214,8 @@ class SessionManager:
     # ------------------------------------------------------------ one step
 
     async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
-        parsed = live.family.parse_action(action)
-        wanted = orjson.dumps(parsed)
+        parsed, canonical = live.family.parse_action(action)
+        wanted = orjson.dumps(canonical)
         for _ in range(MAX_ATTEMPTS):
             if live.env.done or (number is not None and number != len(live.actions) + 1):
                 # Before this is refused or answered from memory: has another process moved or restarted the session?
@@ -232,7 +233,7 @@ class SessionManager:
         self.counters.conflicts += 1
         raise StepConflictError("other requests keep stepping this session; give the step its number")
 
-    def _apply(self, live: Live, parsed: dict[str, Any], wanted: Action) -> Outcome:
+    def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
         observation, reward, done, info = live.env.step(parsed)
         live.actions.append(wanted)
         self._steps_held += 1
