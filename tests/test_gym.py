@@ -1,0 +1,453 @@
+"""Gymnasium: registration, formats, autoreset modes, seeds, and equality of every face of the same episode."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import httpx
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import inferencegym.gym as ig
+from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
+from env.autoreset import AutoresetBatch, episode_seed
+from env.batch import ServingBatch
+from env.inference_env import InferenceEnv
+from env.spaces import LEVELS, ObservationCodec, action_codec
+from grader.grader import GraderModule
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError, RemoteError
+from inferencegym.models import NAIVE_ACTION
+from inferencegym.tasks import get_calibration, get_task, list_tasks
+from inferencegym.traffic import list_traffic_tasks
+from tests.servers import RunningServer
+
+SERVING = [ig.serving_id(task.gym_id) for task in list_tasks(include_recorded=True)]
+TRAFFIC = [ig.serving_id(task.gym_id) for task in list_traffic_tasks()]
+SHORT = {"episode_length": 7}
+
+
+def test_every_task_has_a_versioned_id() -> None:
+    named = {
+        "InferenceGym/StaticUniform-v1",
+        "InferenceGym/BurstyShareGPT-v1",
+        "InferenceGym/AdversarialMultiTenant-v1",
+    }
+    named |= {"InferenceGym/TrafficEasy-v1", "InferenceGym/TrafficMedium-v1", "InferenceGym/TrafficHard-v1"}
+    assert named <= set(SERVING + TRAFFIC) <= set(gymnasium.registry)
+
+
+def test_an_id_with_the_module_before_it_needs_no_import() -> None:
+    code = (
+        "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v1'); "
+        "e.reset(seed=0); e.step(e.action_space.sample())"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_a_task_of_a_users_file_is_registered(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "simulator" / "data" / "workload_configs.json"
+    entry = {**json.loads(source.read_text())["tasks"]["1"], "gym_id": "MyOwn"}
+    (tmp_path / "mine.json").write_text(json.dumps({"tasks": {"mine": entry}}))
+    code = "import gymnasium, inferencegym.gym; gymnasium.spec('InferenceGym/MyOwn-v1')"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env={"INFERENCEGYM_TASKS": str(tmp_path / "mine.json")},
+    )
+
+
+@pytest.mark.parametrize("env_id", SERVING)
+@pytest.mark.parametrize("action", ["box", "discrete"])
+@pytest.mark.parametrize("observation", ["raw", "normalised"])
+def test_gymnasiums_checker_has_nothing_to_say_about_serving(env_id: str, action: str, observation: str) -> None:
+    # Warnings are errors in these tests.
+    env = gymnasium.make(env_id, action=action, observation=observation, config=SHORT)
+    check_env(env.unwrapped)
+    env.close()
+
+
+@pytest.mark.parametrize("env_id", TRAFFIC)
+@pytest.mark.parametrize("observation", ["raw", "normalised"])
+def test_gymnasiums_checker_has_nothing_to_say_about_traffic(env_id: str, observation: str) -> None:
+    check_env(gymnasium.make(env_id, observation=observation).unwrapped)
+
+
+@pytest.mark.parametrize("env_id", SERVING)
+def test_observations_stay_within_their_bounds_for_a_whole_episode_of_random_play(env_id: str) -> None:
+    for observation in ("raw", "normalised"):
+        envs = gymnasium.make_vec(env_id, num_envs=3, observation=observation, action="discrete")
+        envs.action_space.seed(1)
+        envs.reset(seed=1)
+        for _ in range(envs.unwrapped.config.episode_length + 2):
+            seen, reward, *_ = envs.step(envs.action_space.sample())
+            assert envs.observation_space.contains(seen)
+            assert (np.abs(reward) <= 1.0).all()
+        envs.close()
+
+
+@pytest.mark.parametrize("env_id", TRAFFIC)
+def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
+    for action in range(4):
+        env = gymnasium.make(env_id)
+        env.reset()
+        over = False
+        while not over:
+            seen, _, terminated, truncated, info = env.step(action)
+            assert env.observation_space.contains(seen)
+            over = terminated or truncated
+        assert terminated == bool(info["crashed"])
+        assert 0.0 <= info["final_score"] <= 1.0
+
+
+# ---------------------------------------------------------------- formats
+
+
+@given(knobs=arrays(np.float64, (4, 5), elements=st.floats(-1e3, 1e3)))
+@settings(max_examples=50, deadline=None)
+def test_what_a_format_can_say_survives_encoding_and_decoding(knobs: np.ndarray) -> None:
+    everything = action_mask(list(LEVELS))
+    allowed = snap(knobs, everything)
+    for name in ("box", "natural", "discrete"):
+        codec = action_codec(name)
+        again = snap(codec.decode(codec.encode(allowed)), everything)
+        np.testing.assert_array_equal(again[:, [1, 3, 4]], allowed[:, [1, 3, 4]])
+        if name != "discrete":
+            np.testing.assert_allclose(again, allowed, atol=1e-6)
+        said = codec.encode(again)
+        np.testing.assert_array_equal(snap(codec.decode(said), everything), again)
+
+
+def test_the_ends_and_the_middle_of_the_box_mean_what_the_documentation_says() -> None:
+    knobs = action_codec("box").decode(np.array([[-1.0] * 5, [1.0] * 5, [0.0] * 5]))
+    np.testing.assert_allclose(knobs[0], ACTION_LOW)
+    np.testing.assert_allclose(knobs[1], ACTION_HIGH)
+    np.testing.assert_allclose(knobs[2], [0.55, 2.0, 512**0.5, 1.0, 1.0])
+
+
+def test_a_box_action_of_nan_means_the_naive_default() -> None:
+    knobs = snap(action_codec("box").decode(np.full((1, 5), np.nan)), action_mask(list(LEVELS)))
+    np.testing.assert_array_equal(knobs[0], FORCED)
+    np.testing.assert_array_equal(FORCED, to_row(NAIVE_ACTION))
+
+
+def test_a_discrete_action_out_of_range_is_refused() -> None:
+    for wrong in (np.array([[0, 0, 18, 0, 0]]), np.array([[-1, 0, 0, 0, 0]]), np.array([[0.5, 0, 0, 0, 0]])):
+        with pytest.raises(InvalidActionError):
+            action_codec("discrete").decode(wrong)
+
+
+def test_unknown_formats_are_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidConfigError, match="box, natural, discrete"):
+        ig.InferenceGymEnv(1, action="boxes")
+    with pytest.raises(InvalidConfigError, match="raw, normalised"):
+        ig.InferenceGymEnv(1, observation="scaled")
+    with pytest.raises(InvalidConfigError, match="num_envs"):
+        ig.VectorInferenceEnv(0, 1)
+
+
+def test_raw_observations_are_those_of_the_environment_to_float32() -> None:
+    task = get_task(3)
+    batch = ServingBatch(task, 2)
+    seen = ObservationCodec(task, task.config(), get_calibration(3), "raw").encode(batch.reset([1, 2]))
+    assert seen.dtype == np.float32
+    np.testing.assert_allclose(seen, batch.observation, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- one episode, many faces
+
+
+@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
+def test_a_row_of_the_vector_the_scalar_face_and_inference_env_play_the_same_episode(task_id: Any) -> None:
+    rng = np.random.default_rng(5)
+    codec = action_codec("box")
+    envs = ig.VectorInferenceEnv(3, task_id, config=SHORT)
+    one = ig.InferenceGymEnv(task_id, config=SHORT)
+    core = InferenceEnv(task_id=task_id, config=SHORT)
+    first, _ = envs.reset(seed=[11, 12, 13])
+    np.testing.assert_array_equal(first[1], one.reset(seed=12)[0])
+    core.reset(seed=12)
+    for _ in range(SHORT["episode_length"]):
+        actions = rng.uniform(-1, 1, (3, 5)).astype(np.float32)
+        seen, rewards, ended, _, _ = envs.step(actions)
+        alone, reward, over, truncated, info = one.step(actions[1])
+        knobs = snap(codec.decode(actions[1:2]), action_mask(one.task.active_actions))[0]
+        names = ("kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier")
+        _, core_reward, core_done, core_info = core.step(dict(zip(names, knobs.tolist(), strict=True)))
+        np.testing.assert_array_equal(seen[1], alone)
+        assert (rewards[1], ended[1]) == (reward, over) == (core_reward, core_done)
+        assert info["metrics"] == core_info["metrics"]
+        assert info["action_applied"] == core_info["action_applied"]
+        assert not truncated
+    assert one.episode_log == core._episode_log
+    assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core._episode_log)
+
+
+def test_threads_change_nothing() -> None:
+    one, two = (ig.VectorInferenceEnv(200, 2, config=SHORT, n_threads=n) for n in (1, 2))
+    one.action_space.seed(3)
+    one.reset(seed=0)
+    two.reset(seed=0)
+    for _ in range(10):
+        actions = one.action_space.sample()
+        left, right = one.step(actions), two.step(actions)
+        for a, b in zip(left[:4], right[:4], strict=True):
+            np.testing.assert_array_equal(a, b)
+    one.close()
+    two.close()
+
+
+# ---------------------------------------------------------------- seeds and restarts
+
+
+def test_the_seeds_of_restarts_are_those_documented() -> None:
+    envs = ig.VectorInferenceEnv(2, 1, config=SHORT, autoreset_mode="SameStep")
+    envs.reset(seed=40)
+    met = [envs.seeds.tolist()]
+    for _ in range(2 * SHORT["episode_length"]):
+        *_, ended, _, _ = envs.step(envs.action_space.sample())
+        if ended.any():
+            met.append(envs.seeds.tolist())
+    assert met == [[episode_seed(first, k) for first in (40, 41)] for k in range(3)]
+    assert met[0] == [40, 41]
+
+
+def test_resets_without_a_seed_go_on_through_the_series_of_the_first() -> None:
+    env = ig.InferenceGymEnv(1, config=SHORT)
+    seeds = [env.reset(seed=9)[1]["seed"], env.reset()[1]["seed"], env.reset()[1]["seed"], env.reset(seed=9)[1]["seed"]]
+    assert seeds == [9, episode_seed(9, 1), episode_seed(9, 2), 9]
+
+
+def test_an_unseeded_environment_plays_seeds_of_its_own() -> None:
+    first, second = (ig.InferenceGymEnv(1, config=SHORT).reset()[1]["seed"] for _ in range(2))
+    assert first != second
+
+
+def test_restart_seeds_are_never_small_numbers() -> None:
+    assert min(episode_seed(first, k) for first in range(50) for k in range(1, 50)) > 10**12
+
+
+def run_to_the_end(mode: AutoresetMode) -> list[Any]:
+    envs = ig.VectorInferenceEnv(2, 3, config=SHORT, autoreset_mode=mode)
+    envs.reset(seed=1)
+    action = np.zeros((2, 5), dtype=np.float32)
+    return [envs.step(action) for _ in range(SHORT["episode_length"] + 1)]
+
+
+def test_next_step_mode_spends_one_step_on_the_restart() -> None:
+    steps = run_to_the_end(AutoresetMode.NEXT_STEP)
+    last, restart = steps[-2], steps[-1]
+    assert last[2].all()
+    assert (last[0][:, 12] == SHORT["episode_length"]).all()
+    assert (restart[0][:, 12] == 0).all()
+    assert (restart[1] == 0.0).all()
+    assert not restart[2].any()
+
+
+def test_same_step_mode_returns_the_new_episode_and_keeps_the_old_ones_last_observation() -> None:
+    steps = run_to_the_end(AutoresetMode.SAME_STEP)
+    last, following = steps[-2], steps[-1]
+    assert last[2].all()
+    assert (last[0][:, 12] == 0).all()
+    assert last[4]["_final_obs"].all()
+    assert (last[4]["final_obs"][:, 12] == SHORT["episode_length"]).all()
+    assert last[4]["final_info"]["metrics"]["tokens_per_sec"].shape == (2,)
+    assert (following[0][:, 12] == 1).all()
+
+
+def test_modes_give_the_same_episodes() -> None:
+    next_step, same_step = run_to_the_end(AutoresetMode.NEXT_STEP), run_to_the_end(AutoresetMode.SAME_STEP)
+    for a, b in zip(next_step[:-1], same_step[:-1], strict=True):
+        np.testing.assert_array_equal(a[1], b[1])
+    np.testing.assert_array_equal(next_step[-1][0], same_step[-2][0])
+
+
+def test_without_autoreset_a_step_after_the_end_is_refused_until_the_row_is_reset() -> None:
+    envs = ig.VectorInferenceEnv(2, 1, config=SHORT, autoreset_mode="Disabled")
+    envs.reset(seed=1)
+    action = np.zeros((2, 5), dtype=np.float32)
+    for _ in range(SHORT["episode_length"]):
+        envs.step(action)
+    with pytest.raises(EpisodeDoneError, match="reset_mask"):
+        envs.step(action)
+    seen, _ = envs.reset(options={"reset_mask": np.array([True, True])})
+    assert (seen[:, 12] == 0).all()
+    envs.step(action)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_rows_that_were_reset_apart_end_apart_and_equal_the_same_episodes_alone(mode: str) -> None:
+    envs = ig.VectorInferenceEnv(3, 3, config=SHORT, autoreset_mode=mode)
+    rng = np.random.default_rng(0)
+    envs.reset(seed=[1, 2, 3])
+    for _ in range(3):
+        envs.step(np.zeros((3, 5), dtype=np.float32))
+    envs.reset(seed=[None, 77, None], options={"reset_mask": np.array([False, True, False])})
+    alone = ig.InferenceGymEnv(3, config=SHORT)
+    alone.reset(seed=77)
+    for k in range(SHORT["episode_length"]):
+        actions = rng.uniform(-1, 1, (3, 5)).astype(np.float32)
+        seen, rewards, ended, _, info = envs.step(actions)
+        expected, reward, over, _, _ = alone.step(actions[1])
+        last = info["final_obs"][1] if mode == "SameStep" and over else seen[1]
+        np.testing.assert_array_equal(last, expected)
+        assert (rewards[1], bool(ended[1])) == (reward, over)
+        assert ended[0] == ended[2] == (k == 3)
+
+
+def test_a_reset_mask_that_is_no_mask_is_refused() -> None:
+    envs = ig.VectorInferenceEnv(2, 1)
+    with pytest.raises(NotResetError):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.reset(seed=0)
+    for wrong in ([True, False], np.array([True]), np.array([1, 0]), np.array([False, False])):
+        with pytest.raises(InvalidConfigError, match="reset_mask"):
+            envs.reset(options={"reset_mask": wrong})
+
+
+def test_misuse_of_the_batch_is_named() -> None:
+    with pytest.raises(InvalidConfigError, match="n_threads"):
+        ig.VectorInferenceEnv(2, 1, n_threads=0)
+    envs = ig.VectorInferenceEnv(2, 1, autoreset_mode="Disabled", action="natural")
+    with pytest.raises(NotResetError):
+        envs.step(np.tile(FORCED, (2, 1)))
+    with pytest.raises(InvalidConfigError, match="2 episodes"):
+        envs.reset(seed=[1, 2, 3])
+    with pytest.raises(InvalidConfigError, match="seed"):
+        envs.reset(seed=[-1, 2])
+    envs.reset(seed=0)
+    with pytest.raises(InvalidActionError, match="shape"):
+        envs.step(np.tile(FORCED, (3, 1)))
+    rows = AutoresetBatch(ServingBatch(get_task(1), 1, get_task(1).config({"episode_length": 1})))
+    rows.reset([1])
+    rows.step(FORCED[None])
+    with pytest.raises(EpisodeDoneError):
+        rows.step(FORCED[None])
+
+
+def test_vector_traffic_restarts_crashed_rows_alone() -> None:
+    envs = gymnasium.make_vec("InferenceGym/TrafficEasy-v1", num_envs=2, vectorization_mode="vector_entry_point")
+    envs.reset()
+    crashed_at = None
+    for k in range(12):
+        seen, reward, terminated, truncated, info = envs.step(np.array([0, 3]))
+        if terminated[0]:
+            crashed_at = k
+            assert not terminated[1]
+            assert not truncated.any()
+            assert info["_final_score"].tolist() == [True, False]
+    assert crashed_at == 10
+    assert (seen[0, 5], reward[0], seen[1, 5]) == (0, 0.0, 12)
+
+
+def test_traffic_that_runs_out_of_steps_is_truncated() -> None:
+    env = gymnasium.make("InferenceGym/TrafficEasy-v1")
+    env.reset()
+    ends = [env.step(3)[2:4] for _ in range(30)]
+    assert ends[-1] == (False, True)
+    assert set(ends[:-1]) == {(False, False)}
+
+
+# ---------------------------------------------------------------- on a server
+
+
+def test_an_episode_on_a_server_is_the_same_to_the_last_bit(server: RunningServer) -> None:
+    remote = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=3, config=SHORT, action="discrete").unwrapped
+    local = ig.InferenceGymEnv(3, config=SHORT, action="discrete")
+    remote.action_space.seed(2)
+    np.testing.assert_array_equal(remote.reset(seed=6)[0], local.reset(seed=6)[0])
+    for _ in range(SHORT["episode_length"]):
+        action = remote.action_space.sample()
+        there, here = remote.step(action), local.step(action)
+        np.testing.assert_array_equal(there[0], here[0])
+        assert there[1:4] == here[1:4]
+        assert there[4]["metrics"] == here[4]["metrics"]
+    graded = server.post("/grader", {"session_id": remote.session_id})
+    assert graded["score"] == GraderModule().score(3, local.episode_log)["score"]
+    remote.close()
+
+
+def test_gymnasiums_checker_has_nothing_to_say_about_a_server(server: RunningServer) -> None:
+    env = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=1, config=SHORT)
+    check_env(env.unwrapped)
+    env.close()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_many_episodes_on_a_server_are_the_same_as_in_process(server: RunningServer, mode: str) -> None:
+    remote = gymnasium.make_vec(
+        ig.REMOTE_ID, num_envs=3, url=server.url, task_id=2, config=SHORT, observation="normalised", autoreset_mode=mode
+    )
+    local = ig.VectorInferenceEnv(3, 2, config=SHORT, observation="normalised", autoreset_mode=mode)
+    np.testing.assert_array_equal(remote.reset(seed=6)[0], local.reset(seed=6)[0])
+    remote.action_space.seed(2)
+    for _ in range(2 * SHORT["episode_length"]):
+        actions = remote.action_space.sample()
+        there, here = remote.step(actions), local.step(actions)
+        for a, b in zip(there[:4], here[:4], strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(there[4]["seed"], here[4]["seed"])
+    remote.close()
+
+
+def test_a_step_whose_answer_was_lost_is_not_played_twice(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
+    local = ig.InferenceGymEnv(1, config=SHORT)
+    remote.reset(seed=3)
+    local.reset(seed=3)
+    send = httpx.Client.request
+    lost: list[str] = []
+
+    def lossy(self: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
+        answer = send(self, method, url, **options)
+        if url == "/step" and len(lost) < 2:
+            lost.append(url)
+            raise httpx.ReadError("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(httpx.Client, "request", lossy)
+    monkeypatch.setattr("inferencegym.gym_http.FIRST_PAUSE_S", 0.0)
+    for _ in range(SHORT["episode_length"]):
+        action = np.zeros(5, dtype=np.float32)
+        there, here = remote.step(action), local.step(action)
+        assert there[1:3] == here[1:3]
+    assert len(lost) == 2
+    remote.close()
+
+
+def test_a_session_that_the_server_forgot_is_replaced_at_the_next_reset(server: RunningServer) -> None:
+    remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
+    remote.reset(seed=1)
+    remote._rows._episodes[0].session_id = "gone"
+    assert remote.reset(seed=1)[1]["session_id"] != "gone"
+    remote.close()
+
+
+def test_refusals_and_absence_of_a_server_are_told_in_its_words(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferencegym.gym_http.FIRST_PAUSE_S", 0.0)
+    remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
+    with pytest.raises(NotResetError):
+        remote.step(np.zeros(5, dtype=np.float32))
+    remote.reset(seed=1)
+    remote._rows._episodes[0].session_id = "gone"
+    with pytest.raises(RemoteError, match=r"404.*POST /reset"):
+        remote.step(np.zeros(5, dtype=np.float32))
+    remote.close()
+    nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1)
+    with pytest.raises(RemoteError, match="no answer after"):
+        nobody.reset(seed=1)
+    nobody.close()
