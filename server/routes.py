@@ -175,7 +175,8 @@ class RootRoutes:
         named = request.query_params.get("session_id")
         session_id = named or await self._sessions.latest(self._context.callers.caller(request.scope))
         request.scope[SESSION_KEY] = session_id
-        state = (await self._sessions.get(session_id)).env.state()
+        env = (await self._sessions.get(session_id)).env
+        state = {**env.state(), "observation": env.observation_dict()}
         if named is None:
             # Clients behind one address share "the most recent session": its id, which lets its holder play, is not
             # for the others.

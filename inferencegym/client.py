@@ -1,0 +1,59 @@
+"""Clients of a server, none of which needs the simulator.
+
+``InferenceGymHTTP`` and ``AsyncInferenceGymHTTP`` play over HTTP with the methods, results and errors of local use.
+``InferenceGymEnv`` is OpenEnv's client over a WebSocket, with ``InferenceGymAction``, ``InferenceGymObservation`` and
+``InferenceGymState``; OpenEnv's ``AutoEnv.from_env("inference_gym", base_url=...)`` finds it here once this package is
+installed. ``TrafficControllerEnv`` and its types are the same for the other environment.
+
+OpenEnv remembers in its cache file which environments are installed. If ``AutoEnv`` does not know this one after an
+installation, ``openenv.auto._discovery.get_discovery().clear_cache()`` makes it look again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inferencegym.http_client import (
+    AsyncInferenceGymHTTP,
+    InferenceGymHTTP,
+    ServerError,
+    ServerUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from inferencegym.openenv_client import InferenceGymEnv, TrafficControllerEnv
+    from inferencegym.openenv_types import (
+        InferenceGymAction,
+        InferenceGymObservation,
+        InferenceGymState,
+        TrafficControllerAction,
+        TrafficControllerObservation,
+        TrafficControllerState,
+    )
+
+__all__ = [
+    "AsyncInferenceGymHTTP",
+    "InferenceGymAction",
+    "InferenceGymEnv",
+    "InferenceGymHTTP",
+    "InferenceGymObservation",
+    "InferenceGymState",
+    "ServerError",
+    "ServerUnavailableError",
+    "TrafficControllerAction",
+    "TrafficControllerEnv",
+    "TrafficControllerObservation",
+    "TrafficControllerState",
+]
+
+_CLIENTS = ("InferenceGymEnv", "TrafficControllerEnv")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs OpenEnv on first use: it takes half a second, which a plain HTTP client need not wait for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'inferencegym.client' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    import importlib
+
+    room = "inferencegym.openenv_client" if name in _CLIENTS else "inferencegym.openenv_types"
+    return getattr(importlib.import_module(room), name)

@@ -1,0 +1,196 @@
+"""OpenEnv's clients of both environments, with reconnection: a dropped socket costs time and no step.
+
+An episode belongs to a session on the server and not to the socket, so these clients open another socket, go on with
+the episode and send the step that had no answer again under its number; the server plays it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+from websockets.exceptions import ConnectionClosed
+
+from inferencegym.errors import CapacityError, NotResetError
+from inferencegym.http_client import ServerUnavailableError, error_of
+from inferencegym.models import ServeAction
+from inferencegym.openenv_types import (
+    InferenceGymAction,
+    InferenceGymObservation,
+    InferenceGymState,
+    TrafficControllerAction,
+    TrafficControllerObservation,
+    TrafficControllerState,
+    read_error,
+    without_gradio,
+)
+from inferencegym.traffic import TrafficAction, parse_action
+
+with without_gradio():
+    from openenv.core.client_types import StepResult
+    from openenv.core.env_client import EnvClient
+
+_LOST: Final = (ConnectionClosed, TimeoutError, OSError)
+"""What a dropped, silent or unreachable server looks like; OpenEnv's own ConnectionError is an OSError."""
+_CODE_OF_OPENENV: Final = re.compile(r"\(code: ([A-Z_]+)\)\Z")
+
+
+class EpisodeClient(EnvClient):  # type: ignore[misc]
+    """What the clients of both environments share.
+
+    ``reset`` takes ``task_id``, ``seed``, ``config``, ``episode_id`` (a random one is made if it is left out),
+    ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (go on with ``episode_id``). Errors
+    are those of local use, from :mod:`inferencegym.errors`. All other arguments are those of OpenEnv's ``EnvClient``.
+    """
+
+    reconnect_attempts: int = 6
+    """New sockets that are tried after a lost one, after pauses of 0.1, 0.2, 0.4 ... seconds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._episode_id: str | None = None
+        self._taken = 0
+        self._info = False
+
+    @property
+    def episode_id(self) -> str | None:
+        """Id of the episode, which is the session id for GET /state and POST /grader; None before the first reset."""
+        return self._episode_id
+
+    # ------------------------------------------------------------ frames
+
+    async def _reset_async(self, **kwargs: Any) -> Any:
+        wanted = {"episode_id": secrets.token_hex(16), **kwargs}
+        payload = await self._persistent({"type": "reset", "data": wanted}, resume=False)
+        result = self._parse_result(payload)
+        self._episode_id, self._info = wanted["episode_id"], bool(kwargs.get("info", False))
+        self._taken = self._steps_of(result.observation)
+        return result
+
+    async def _step_async(self, action: Any, **kwargs: Any) -> Any:
+        data = self._step_payload(action)
+        result = self._parse_result(await self._persistent({"type": "step", "data": data}, resume=True))
+        self._taken = self._steps_of(result.observation)
+        return result
+
+    async def _state_async(self) -> Any:
+        payload = await self._persistent({"type": "state"}, resume=True)
+        if payload.get("episode_id") is None and self._episode_id is not None:
+            # A new socket that has not been told which episode it is about.
+            await self._resume()
+            payload = await self._persistent({"type": "state"}, resume=True)
+        return self._parse_state(payload)
+
+    async def _persistent(self, message: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Data of the reply, over as many sockets as it takes."""
+        lost: Exception | None = None
+        for attempt in range(self.reconnect_attempts + 1):
+            if lost is not None:
+                await asyncio.sleep(0.1 * 2 ** (attempt - 1))
+            try:
+                if lost is not None and resume and self._episode_id is not None:
+                    await self._resume()
+                    message = self._numbered(message)
+                return await self._data(message)
+            except NotResetError as error:
+                # OpenEnv's client opens a new socket by itself when it finds the old one closed.
+                if self._episode_id is None or not resume or isinstance(lost, NotResetError):
+                    raise
+                lost = error
+            except _LOST as error:
+                lost = error
+        raise ServerUnavailableError(
+            f"{self._ws_url} was lost and not found again ({lost!r}); the episode is kept there: "
+            f"reset(episode_id={self._episode_id!r}, resume=True) goes on with it"
+        ) from lost
+
+    async def _resume(self) -> None:
+        await self._data(
+            {"type": "reset", "data": {"episode_id": self._episode_id, "resume": True, "info": self._info}}
+        )
+
+    async def _data(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            reply = await self._send_and_receive(message)
+        except RuntimeError as error:
+            raise _ours(error) from error
+        return dict(reply.get("data", {}))
+
+    def _numbered(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["type"] != "step":
+            return message
+        return {"type": "step", "data": {**message["data"], "metadata": {"step": self._taken + 1}}}
+
+    def _steps_of(self, observation: Any) -> int:
+        raise TypeError(f"{type(self).__name__} does not say how an observation counts its steps")
+
+
+def _ours(error: RuntimeError) -> Exception:
+    """The error of local use that OpenEnv's one kind of error stands for."""
+    said = read_error(str(error))
+    if said is not None:
+        message, code = said
+        return error_of(code, message.removeprefix("Server error: "))
+    code_of_theirs = _CODE_OF_OPENENV.search(str(error))
+    if code_of_theirs is not None and code_of_theirs[1] == "CAPACITY_REACHED":
+        return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
+    return error
+
+
+class InferenceGymEnv(EpisodeClient):
+    """The serving fleet over a WebSocket.
+
+    >>> async with InferenceGymEnv(base_url="http://localhost:7860") as env:  # doctest: +SKIP
+    ...     result = await env.reset(task_id=1, seed=7)
+    ...     result = await env.step(InferenceGymAction(batch_size=128))
+
+    Without an event loop: ``with InferenceGymEnv(base_url=...).sync() as env``. An action may also be a ``ServeAction``
+    or a mapping.
+    """
+
+    def _step_payload(self, action: InferenceGymAction | ServeAction | Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(action, InferenceGymAction):
+            return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
+        if isinstance(action, ServeAction):
+            action.validate()
+            return action.to_dict()
+        return ServeAction.from_dict(dict(action)).to_dict()
+
+    def _parse_result(self, payload: dict[str, Any]) -> Any:
+        reward, done = payload.get("reward"), bool(payload.get("done", False))
+        seen = InferenceGymObservation.model_validate({**payload["observation"], "reward": reward, "done": done})
+        return StepResult(observation=seen, reward=reward, done=done)
+
+    def _parse_state(self, payload: dict[str, Any]) -> InferenceGymState:
+        return InferenceGymState(**payload)
+
+    def _steps_of(self, observation: InferenceGymObservation) -> int:
+        return observation.timestep
+
+
+class TrafficControllerEnv(EpisodeClient):
+    """The traffic controller over a WebSocket: ``base_url`` is the server's address with ``/traffic`` at its end.
+
+    An action may also be a :class:`~inferencegym.traffic.TrafficAction`, its name or a mapping.
+    """
+
+    def _step_payload(
+        self, action: TrafficControllerAction | TrafficAction | str | Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if isinstance(action, TrafficControllerAction):
+            return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
+        return {"action": parse_action(action).value}
+
+    def _parse_result(self, payload: dict[str, Any]) -> Any:
+        reward, done = payload.get("reward"), bool(payload.get("done", False))
+        seen = TrafficControllerObservation.model_validate({**payload["observation"], "reward": reward, "done": done})
+        return StepResult(observation=seen, reward=reward, done=done)
+
+    def _parse_state(self, payload: dict[str, Any]) -> TrafficControllerState:
+        return TrafficControllerState(**payload)
+
+    def _steps_of(self, observation: TrafficControllerObservation) -> int:
+        return observation.step
