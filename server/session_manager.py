@@ -215,7 +215,8 @@ class SessionManager:
 
     async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
         parsed, canonical = live.family.parse_action(action)
-        wanted = orjson.dumps(canonical)
+        # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
+        wanted = bytes(memoryview(orjson.dumps(canonical)))
         for _ in range(MAX_ATTEMPTS):
             if live.env.done or (number is not None and number != len(live.actions) + 1):
                 # Before this is refused or answered from memory: has another process moved or restarted the session?
