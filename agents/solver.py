@@ -199,6 +199,21 @@ class Solver:
         self._progress("done", 1.0)
         return candidates[chosen], values[chosen]
 
+    def refine(self, start: ModeParams) -> tuple[ModeParams, float]:
+        """Improve a policy from where it stands; returns it with its value on the validation seeds.
+
+        Frozen knobs are set in the start as well, so this tells what a policy is worth without them.
+        """
+        settings = start.settings.copy()
+        for name, value in self._frozen.items():
+            settings[..., list(ACTION_FIELDS).index(name)] = value
+        start = ModeParams(settings, start.gate, start.stay)
+        settled = self._settle(start)
+        candidates = [start, settled, self._cross_entropy(settled)]
+        values = [self._value(c, self.budget.validation) for c in candidates]
+        chosen = int(np.argmax(values))
+        return candidates[chosen], values[chosen]
+
     def _value(self, params: ModeParams, seeds: Sequence[int]) -> float:
         return float(self.values_of_policies(params, seeds)[0])
 

@@ -1,0 +1,232 @@
+"""Are the tasks worth playing? Scores of all agents, constant against adaptive, what each knob is worth, and whether
+rewards point the same way as grades.
+
+    python benchmarks/tasks.py                       all of it: benchmarks/tasks.json, tasks.md and figures/
+    python benchmarks/tasks.py --skip-ablation       without the slow part (the knobs' ablation searches anew five times)
+
+Agents play the 30 held-out seeds that nothing was fitted to; intervals are 95 % Student t intervals over seeds,
+differences are paired by seed. Figures need the extra `report` (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.ablation import ablate
+from agents.calibration import policy_path
+from agents.evaluate import compare, evaluate, paired
+from agents.modes import ModeParams, read_policy
+from agents.play import Played, play
+from agents.registry import make_agent
+from agents.seeds import HELD_OUT_SEEDS
+from agents.solver import QUICK, Budget
+from agents.spread import reward_grade_correlation
+from inferencegym.models import ServeAction
+from inferencegym.tasks import TaskSpec, get_task, list_tasks
+
+HERE = Path(__file__).resolve().parent
+FIGURES = HERE / "figures"
+ABLATED_TASK = 3
+DRAWN_SEED = HELD_OUT_SEEDS[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Scores, ablation and reward correlation of the tasks.")
+    parser.add_argument("--skip-ablation", action="store_true", help="keep the ablation of the last full run")
+    parser.add_argument("--quick", action="store_true", help="short searches in the ablation")
+    parser.add_argument("--out", type=Path, default=HERE / "tasks.json", help="where to write the numbers")
+    parser.add_argument("--no-figures", action="store_true", help="numbers only")
+    options = parser.parse_args(arguments)
+    began = time.perf_counter()
+    result: dict[str, Any] = {"tasks": [measure(task) for task in list_tasks()]}
+    if options.skip_ablation:
+        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+        result["ablation"] = before.get("ablation", [])
+    else:
+        result["ablation"] = ablation(get_task(ABLATED_TASK), QUICK if options.quick else Budget())
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    text = markdown(result)
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
+    if not options.no_figures:
+        draw(result)
+
+
+def measure(task: TaskSpec) -> dict[str, Any]:
+    compared = compare(task, ["all"])
+    adaptive = evaluate("best_adaptive", task)
+    static = evaluate("best_static", task)
+    heuristic = evaluate("heuristic", task)
+    return {
+        **compared,
+        "expected_naive": task.expected_baseline,
+        "adaptive_over_static": paired(adaptive.scores, static.scores).to_dict(),
+        "heuristic_over_random": paired(heuristic.scores, evaluate("random", task).scores).to_dict(),
+        "heuristic_over_naive": paired(heuristic.scores, evaluate("naive", task).scores).to_dict(),
+        "reward_grade_spearman": reward_grade_correlation(task),
+    }
+
+
+def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
+    adaptive = ModeParams.from_dict(read_policy(policy_path("best_adaptive", task.task_id)))
+    static = ServeAction.from_dict(read_policy(policy_path("best_static", task.task_id))["action"])
+    return ablate(task, adaptive, static, budget)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def markdown(result: dict[str, Any]) -> str:
+    parts = [scores_table(result), differences_table(result)]
+    if result["ablation"]:
+        parts.append(ablation_table(result["ablation"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def scores_table(result: dict[str, Any]) -> str:
+    names = list(dict.fromkeys(e["agent"] for t in result["tasks"] for e in t["agents"]))
+    lines = [
+        "Mean grade over 30 held-out seeds [95 % CI].",
+        "",
+        "| agent | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "|---|" + "---|" * len(result["tasks"]),
+    ]
+    for name in names:
+        cells = []
+        for t in result["tasks"]:
+            entry = next((e for e in t["agents"] if e["agent"] == name), None)
+            cells.append("" if entry is None else cell(entry["score"]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    expected = [t["expected_naive"] for t in result["tasks"]]
+    lines.append("| naive is meant to lie in | " + " | ".join(f"{e[0]:.2f} to {e[1]:.2f}" for e in expected) + " |")
+    return "\n".join(lines)
+
+
+def differences_table(result: dict[str, Any]) -> str:
+    rows = {
+        "best adaptive over best constant action": "adaptive_over_static",
+        "heuristic over random": "heuristic_over_random",
+        "heuristic over naive": "heuristic_over_naive",
+    }
+    lines = [
+        "Paired differences [95 % CI], and rank correlation of episode return and grade over a spread of policies.",
+        "",
+        "| | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "|---|" + "---|" * len(result["tasks"]),
+    ]
+    for label, key in rows.items():
+        lines.append(f"| {label} | " + " | ".join(cell(t[key]) for t in result["tasks"]) + " |")
+    correlations = [t["reward_grade_spearman"] for t in result["tasks"]]
+    lines.append("| Spearman, return and grade | " + " | ".join(f"{c:.3f}" for c in correlations) + " |")
+    return "\n".join(lines)
+
+
+def ablation_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, the policy searched anew.",
+        "",
+        "| knob | frozen at | score | cost [95 % CI] |",
+        "|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(f"| {r['knob']} | {r['frozen_at']:g} | {r['score']:.3f} | {cell(r['cost'])} |")
+    return "\n".join(lines)
+
+
+def cell(x: dict[str, float]) -> str:
+    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
+
+
+# ---------------------------------------------------------------- figures
+
+
+def draw(result: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "inferencegym"
+    FIGURES.mkdir(exist_ok=True)
+    draw_scores(result, FIGURES / "scores.svg")
+    draw_episode(get_task(ABLATED_TASK), FIGURES / "episode_task3.svg")
+
+
+def draw_scores(result: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(result["tasks"]), figsize=(10, 3.2), sharey=True, layout="constrained")
+    for axis, task in zip(axes, result["tasks"], strict=True):
+        entries = sorted(task["agents"], key=lambda e: e["score"]["mean"])
+        means = [e["score"]["mean"] for e in entries]
+        errors = np.array(
+            [[e["score"]["mean"] - e["score"]["ci95_low"], e["score"]["ci95_high"] - e["score"]["mean"]] for e in entries]
+        ).T
+        axis.errorbar(range(len(means)), means, yerr=errors, fmt="o", markersize=4, capsize=3, color="#1f4e79")
+        axis.axhspan(*task["expected_naive"], color="#dddddd", zorder=0, label="meant for naive")
+        axis.set_xticks(range(len(means)), [e["agent"] for e in entries], rotation=60, ha="right", fontsize=8)
+        axis.set_title(f"Task {task['task']}", fontsize=10)
+        axis.set_ylim(0, 1)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel("grade, 30 held-out seeds, 95 % CI", fontsize=8)
+    axes[0].legend(fontsize=7, loc="upper left")
+    save(figure, path)
+
+
+def draw_episode(task: TaskSpec, path: Path) -> None:
+    """One episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
+    import matplotlib.pyplot as plt
+
+    arrivals: list[float] = []
+    played = play(
+        task,
+        make_agent("best_adaptive", task),
+        [DRAWN_SEED],
+        keep=("queue_requests", "ttft_p99_ms"),
+        watch=lambda t, batch: arrivals.append(float(batch.fleet.arrivals[0, t].sum())),
+    )
+    naive = play(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
+    figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
+    axes[0].plot(arrivals, color="#444444", linewidth=1)
+    axes[0].set_ylabel("arrivals/s")
+    axes[1].plot(played.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[1].plot(naive.metrics["queue_requests"][:, 0], label="naive", color="#b0b0b0")
+    axes[1].set_ylabel("queue")
+    axes[1].legend(fontsize=7)
+    axes[2].plot(played.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[2].plot(naive.metrics["ttft_p50_ms"][:, 0], label="naive", color="#b0b0b0")
+    axes[2].axhline(task.slo_target_ms, color="#b22222", linestyle="--", linewidth=1, label="objective")
+    axes[2].set_yscale("log")
+    axes[2].set_ylabel("TTFT p50, ms")
+    axes[2].legend(fontsize=7)
+    draw_knobs(axes[3], played)
+    axes[3].set_xlabel("second of the episode")
+    figure.suptitle(f"Task {task.task_id}, seed {DRAWN_SEED}: one episode of the best adaptive policy", fontsize=10)
+    save(figure, path)
+
+
+def draw_knobs(axis: Any, played: Played) -> None:
+    knobs = played.actions[:, 0]
+    scales = {"kv_budget": 1.0, "spec_length / 8": 8.0, "batch_size / 512": 512.0, "prefill_disagg": 1.0, "quant_tier / 2": 2.0}
+    for i, (label, scale) in enumerate(scales.items()):
+        axis.step(range(len(knobs)), knobs[:, i] / scale, where="post", label=label, linewidth=1.2)
+    axis.set_ylim(-0.05, 1.05)
+    axis.set_ylabel("knobs")
+    axis.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.18))
+
+
+def save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Agents, the solver, calibration and evaluation: the machinery, on small searches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from agents.baseline import BASELINE_ACTION, NaiveAgent, run_all_baselines, run_baseline
+from agents.calibration import calibrate, measure_price, policy_path, write_calibration
+from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
+from agents.modes import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
+from agents.play import play
+from agents.registry import AGENTS, make_agent
+from agents.seeds import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
+from agents.solver import COARSE, Budget, Solver, constant_policy, neighbours, threshold_gate, throughput, window_gate
+from env.batch import ServingBatch
+from env.inference_env import InferenceEnv
+from grader.grader import GraderModule
+from inferencegym.cli import main
+from inferencegym.errors import InvalidActionError, InvalidConfigError
+from inferencegym.models import OBSERVATION_FIELDS
+from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tasks
+
+TINY = Budget(
+    grid={k: v[::2] for k, v in COARSE.items()},
+    coarse={"kv_budget": (0.3, 0.9), "spec_length": (0, 1), "batch_size": (32, 256), "prefill_disagg": (0, 1), "quant_tier": (0, 1)},
+    seeds=TRAINING_SEEDS[:2],
+    quick_seeds=TRAINING_SEEDS[:1],
+    validation=VALIDATION_SEEDS[:2],
+    gates_kept=1,
+    population=16,
+    generations=2,
+)
+
+TASK_IDS = [task.task_id for task in list_tasks()]
+AGENT_NAMES = [name for name in AGENTS if name != "constant"] + ['constant:{"batch_size": 200, "kv_budget": 0.8}']
+
+
+# ---------------------------------------------------------------- agents
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+@pytest.mark.parametrize("name", AGENT_NAMES)
+def test_a_row_plays_the_same_whatever_the_batch(name: str, task_id: int) -> None:
+    task = get_task(task_id)
+    together = play(task, make_agent(name, task), [11, 12, 13], config=task.config({"episode_length": 90}))
+    alone = play(task, make_agent(name, task), [11], config=task.config({"episode_length": 90}))
+    assert_array_equal(together.actions[:, 0], alone.actions[:, 0])
+    assert together.returns[0] == alone.returns[0]
+
+
+@pytest.mark.parametrize("name", AGENT_NAMES)
+def test_an_agent_plays_a_second_episode_like_the_first(name: str) -> None:
+    task = get_task(3)
+    agent = make_agent(name, task)
+    first = play(task, agent, [5, 6])
+    assert_array_equal(play(task, agent, [5, 6]).actions, first.actions)
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_batched_scores_equal_those_of_the_graded_episode_log(task_id: int) -> None:
+    task = get_task(task_id)
+    played = play(task, make_agent("random", task), [7])
+    env = InferenceEnv(task_id=task_id, seed=7)
+    env.reset()
+    for kv, spec, batch, disagg, tier in played.actions[:, 0].tolist():
+        env.step(
+            {
+                "kv_budget": kv,
+                "spec_length": int(spec),
+                "batch_size": int(batch),
+                "prefill_disagg": bool(disagg),
+                "quant_tier": int(tier),
+            }
+        )
+    grade = GraderModule().score(task_id, env._episode_log)
+    assert_allclose(played.scores()[0], grade["score"], rtol=1e-12)
+    assert_allclose(played.returns[0], sum(step["reward"] for step in env._episode_log), rtol=1e-12)
+    assert {k: float(v[0]) for k, v in played.breakdown().items()} == pytest.approx(grade["breakdown"], rel=1e-12)
+
+
+def test_rows_on_several_threads_equal_rows_on_one() -> None:
+    task = get_task(3)
+    actions = np.array([[0.3 + 0.05 * i, 1, 64, 0, 1] for i in range(8)])
+    many = play(task, ActionsAgent(actions, 80), range(80), n_rows=640, config=task.config({"episode_length": 40}))
+    few = play(task, ActionsAgent(actions[:1], 80), range(80), config=task.config({"episode_length": 40}))
+    assert_array_equal(many.returns[:80], few.returns)
+
+
+def test_the_naive_agent_never_leaves_the_engine_defaults() -> None:
+    played = play(get_task(3), NaiveAgent(), [1])
+    assert_array_equal(played.actions[:, 0], np.tile([1.0, 0, 32, 0, 0], (200, 1)))
+
+
+def test_the_random_agent_reaches_every_choice_of_every_knob() -> None:
+    drawn = play(get_task(3), make_agent("random:3", get_task(3)), range(4)).actions.reshape(-1, 5)
+    assert set(drawn[:, 1]) == {0, 1, 2, 4, 8}
+    assert set(drawn[:, 3]) == {0, 1}
+    assert set(drawn[:, 4]) == {0, 1, 2}
+    assert drawn[:, 0].min() < 0.15
+    assert drawn[:, 0].max() > 0.95
+    assert drawn[:, 2].min() <= 2
+    assert drawn[:, 2].max() > 450
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nobody", "agent 'nobody' is unknown: one of random, naive"),
+        ("constant:{", "not JSON"),
+        ("constant:", "not JSON"),
+        ("random:x", "the seed must be a whole number"),
+    ],
+)
+def test_an_agent_that_cannot_be_made_is_refused_with_the_remedy(spec: str, message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message.replace("{", r"\{")):
+        make_agent(spec, get_task(1))
+
+
+def test_a_constant_action_out_of_range_is_refused() -> None:
+    with pytest.raises(InvalidActionError, match="batch_size"):
+        make_agent('constant:{"batch_size": 1000}', get_task(1))
+
+
+def test_the_heuristic_prefers_fewer_gpus_in_calm_and_capacity_in_floods() -> None:
+    from agents.capacity import CapacityPlanner, Setting
+    from simulator.tables import load_tables
+
+    planner = CapacityPlanner(get_task(3), load_tables(), np.array([0.2, 0.5, 0.3]))
+    beside = planner.plan(Setting(1, 0, False))
+    apart = planner.plan(Setting(1, 0, True))
+    assert apart.capacity_rps > beside.capacity_rps
+    assert 0.1 <= beside.kv_budget <= 1.0
+    assert 1 <= beside.batch_size <= 512
+
+
+# ---------------------------------------------------------------- baseline
+
+
+def test_the_baseline_gives_the_same_numbers_every_time_in_the_documented_shape() -> None:
+    first = run_all_baselines()
+    assert run_all_baselines() == first
+    assert set(first["scores"]) == {"task1", "task2", "task3"} == set(first["breakdown"])
+    assert first["expected_range"] == {"task1": [0.30, 0.40], "task2": [0.22, 0.32], "task3": [0.18, 0.28]}
+    assert first["action_config"] == BASELINE_ACTION.to_dict()
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_the_baseline_lies_in_its_expected_range(task_id: int) -> None:
+    low, high = get_task(task_id).expected_baseline or (0.0, 1.0)
+    assert low <= run_baseline(task_id)["score"] <= high
+
+
+# ---------------------------------------------------------------- mode policies
+
+
+def two_modes(gate: np.ndarray[Any, Any], stay: float = 0.0) -> ModeParams:
+    settings = np.array([[[0.5, 0, 32, 0, 0], [0.9, 1, 256, 1, 1]]])
+    gates = np.zeros((1, 2, len(FEATURES)))
+    gates[0, 1] = gate
+    return ModeParams(settings, gates, np.array([stay]))
+
+
+def observations(**columns: list[float]) -> np.ndarray[Any, Any]:
+    names = list(OBSERVATION_FIELDS)
+    out = np.zeros((len(next(iter(columns.values()))), len(names)))
+    for name, values in columns.items():
+        out[:, names.index(name)] = values
+    return out
+
+
+def test_a_threshold_gate_switches_where_it_says() -> None:
+    level = math.log1p(100) / math.log1p(1000)
+    agent = ModeAgent(two_modes(threshold_gate("arrival_rate", level)), get_task(3))
+    agent.reset(2)
+    assert agent.act(observations(arrival_rate=[99.0, 101.0]))[:, 2].tolist() == [32, 256]
+
+
+def test_hysteresis_holds_a_mode_until_the_other_is_clearly_better() -> None:
+    level = math.log1p(100) / math.log1p(1000)
+    agent = ModeAgent(two_modes(threshold_gate("arrival_rate", level), stay=0.5), get_task(3))
+    agent.reset(1)
+    played = [agent.act(observations(arrival_rate=[rate]))[0, 2] for rate in (50.0, 110.0, 200.0, 90.0, 50.0)]
+    assert played == [32, 32, 256, 256, 32]
+
+
+def test_a_window_gate_is_on_for_exactly_its_steps_of_every_flood_period() -> None:
+    task = get_task(3)
+    assert task.burst is not None
+    agent = ModeAgent(two_modes(window_gate(-3, 10, task.burst.interval_steps)), task)
+    steps = np.arange(2 * task.burst.interval_steps)
+    agent.reset(len(steps))
+    on = agent.act(observations(timestep=steps.tolist()))[:, 2] == 256
+    since = (steps - task.burst.offset_steps + 3) % task.burst.interval_steps
+    assert_array_equal(on, since < 13)
+
+
+def test_a_mode_policy_survives_its_file() -> None:
+    params = two_modes(window_gate(-3, 10, 120), stay=0.25)
+    back = ModeParams.from_dict(json.loads(json.dumps(params.to_dict())))
+    assert_array_equal(back.settings, params.settings)
+    assert_array_equal(back.gate, params.gate)
+    assert_array_equal(back.stay, params.stay)
+    with pytest.raises(InvalidConfigError, match="is not 'modes'"):
+        ModeParams.from_dict({"kind": "constant"})
+
+
+def test_the_phase_points_forward_when_a_flood_begins() -> None:
+    task = get_task(3)
+    assert task.burst is not None
+    phi = features(observations(timestep=[float(task.burst.offset_steps)]), task)[0]
+    assert phi[FEATURES.index("phase_cos")] == pytest.approx(1.0)
+    assert phi[FEATURES.index("phase_sin")] == pytest.approx(0.0)
+    steady = features(observations(timestep=[37.0]), get_task(1))[0]
+    assert steady[FEATURES.index("phase_cos")] == 0.0
+
+
+# ---------------------------------------------------------------- solver
+
+
+def test_policies_side_by_side_earn_what_each_earns_alone() -> None:
+    task = get_task(3)
+    solver = Solver(task, get_calibration(3), budget=TINY)
+    settings = solver.grid(TINY.coarse)[::7]
+    values = solver.values_of_actions(settings, [1, 2, 3])
+    for i in (0, len(settings) - 1):
+        alone = play(task, ActionsAgent(settings[i : i + 1], 3), [1, 2, 3]).scores().mean()
+        assert values[i] == pytest.approx(alone, rel=1e-12)
+
+
+def test_the_static_sweep_beats_every_action_of_its_grid() -> None:
+    task = get_task(1)
+    solver = Solver(task, get_calibration(1), objective=throughput, budget=TINY)
+    action, value = solver.best_static()
+    assert value >= solver.values_of_actions(solver.grid(TINY.grid), TINY.seeds).max() - 1e-9
+    assert value == pytest.approx(solver.values_of_actions(action[None], TINY.seeds)[0], rel=1e-12)
+
+
+def test_the_adaptive_search_never_ends_below_the_constant_action_it_starts_from() -> None:
+    task = get_task(3)
+    solver = Solver(task, get_calibration(3), budget=TINY)
+    static = np.array([0.9, 0, 64, 0, 1])
+    policy, value = solver.best_adaptive(static)
+    before = solver.values_of_policies(constant_policy(static), TINY.validation)[0]
+    assert value >= before
+    assert value == pytest.approx(solver.values_of_policies(policy, TINY.validation)[0], rel=1e-12)
+
+
+def test_a_frozen_knob_stays_frozen_in_every_mode() -> None:
+    task = get_task(3)
+    solver = Solver(task, get_calibration(3), budget=TINY, frozen={"batch_size": 100.0, "quant_tier": 1.0})
+    level = math.log1p(100) / math.log1p(1000)
+    policy, _ = solver.refine(two_modes(threshold_gate("arrival_rate", level)))
+    assert set(policy.settings[0, :, 2]) == {100.0}
+    assert set(policy.settings[0, :, 4]) == {1.0}
+
+
+def test_knobs_that_a_task_does_not_offer_are_not_searched() -> None:
+    grid = Solver(get_task(1), get_calibration(1)).grid(COARSE)
+    assert len(grid) == len(COARSE["kv_budget"]) * len(COARSE["batch_size"])
+    assert {tuple(row) for row in grid[:, [1, 3, 4]].tolist()} == {(0.0, 0.0, 0.0)}
+
+
+def test_neighbours_are_other_choices_or_nearby_values_within_bounds() -> None:
+    assert neighbours("spec_length", 2.0, 1.0) == [0.0, 1.0, 4.0, 8.0]
+    assert neighbours("batch_size", 400.0, 1.0)[-1] == 512
+    assert min(neighbours("kv_budget", 0.12, 1.0)) == 0.1
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
+    task = get_task(3)
+    solved = calibrate(task, TINY)
+    c = solved.calibration
+    naive = play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=c)
+    assert naive.metrics["cost_per_1k"].sum(axis=0).mean() == pytest.approx(task.cost_budget, rel=1e-12)
+    assert 0 < c.floor_tps < float(naive.metrics["tokens_per_sec"].mean()) < c.optimal_tps <= c.max_throughput_tps
+    one = play(task, ActionsAgent(np.array([[1.0, 0, 1, 0, 0]]), 16), CALIBRATION_SEEDS, calibration=c)
+    assert c.floor_tps == pytest.approx(float(one.metrics["tokens_per_sec"].mean()), rel=1e-12)
+    assert len(solved.provenance["table_sha256"]) == 64
+
+    file = tmp_path / "calibration.json"
+    file.write_text('{"tasks": {"other": {"floor_tps": 1.0}}}')
+    write_calibration({3: solved}, file)
+    written = json.loads(file.read_text())["tasks"]
+    assert set(written) == {"other", "3"}
+    assert written["3"]["price"] == c.price
+    assert [p.name for p in tmp_path.iterdir()] == ["calibration.json"]
+
+
+def test_the_price_does_not_depend_on_the_calibration_in_use() -> None:
+    task = get_task(2)
+    expected = task.cost_budget / float(
+        play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED).metrics["cost_per_1k"].sum(axis=0).mean()
+    )
+    assert measure_price(task) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_calibrate_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (Path("simulator/data/calibration.json")).read_bytes()
+    status = main(
+        ["calibrate", "--task", "1", "--quick", "--out", str(tmp_path / "c.json"), "--policies", str(tmp_path / "p"), "--json"]
+    )
+    assert status == 0
+    printed = json.loads(capsys.readouterr().out)["tasks"]["1"]
+    assert json.loads((tmp_path / "c.json").read_text())["tasks"]["1"] == printed
+    stored = json.loads(policy_path("best_static", 1, tmp_path / "p").read_text())
+    assert stored["action"]["batch_size"] > 32
+    assert (Path("simulator/data/calibration.json")).read_bytes() == before
+
+
+# ---------------------------------------------------------------- statistics and the command
+
+
+def test_seed_ranges_do_not_overlap() -> None:
+    ranges = [CALIBRATION_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, HELD_OUT_SEEDS]
+    assert len(set().union(*ranges)) == sum(len(r) for r in ranges)
+    assert list(held_out_seeds(30)) == list(HELD_OUT_SEEDS)
+
+
+def test_the_interval_is_students_t_by_hand() -> None:
+    # mean 2, standard deviation 1, n = 3: half width 4.3027 / sqrt(3)
+    got = interval(np.array([1.0, 2.0, 3.0]))
+    assert (got.mean, got.low, got.high) == pytest.approx((2.0, 2.0 - 2.48414, 2.0 + 2.48414), abs=1e-4)
+
+
+def test_paired_differences_cancel_the_seeds_luck() -> None:
+    luck = np.array([0.1, 0.5, 0.9])
+    got = paired(luck + 0.2, luck)
+    assert (got.low, got.mean, got.high) == pytest.approx((0.2, 0.2, 0.2))
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert ranks(np.array([10.0, 30.0, 10.0, 20.0])).tolist() == [1.5, 4.0, 1.5, 3.0]
+    assert spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 8.0, 27.0])) == pytest.approx(1.0)
+    assert spearman(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0])) == pytest.approx(-1.0)
+
+
+def test_comparison_names_the_best_known_and_every_regret_is_against_it() -> None:
+    result = compare(get_task(1), ["naive", "heuristic"], range(10_000, 10_004))
+    by_name = {entry["agent"]: entry for entry in result["agents"]}
+    best = result["best_known"]["mean"]
+    for entry in by_name.values():
+        assert entry["regret"]["mean"] == pytest.approx(best - entry["score"]["mean"])
+        assert len(entry["scores"]) == 4
+    assert by_name["naive"]["over_naive"]["mean"] == 0.0
+
+
+def test_all_stands_for_every_agent_that_can_play() -> None:
+    names = agents_for(get_task(3), ["all"])
+    assert {"random", "naive", "heuristic", "hill_climb", "best_static", "best_adaptive"} <= set(names)
+    assert "constant" not in names
+
+
+def test_the_evaluate_command_prints_json_with_every_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--task", "3", "--agent", "naive", "--agent", 'constant:{"batch_size": 256}', "--seeds", "3", "--json"]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)["results"][0]
+    assert result["seeds"] == [10_000, 10_001, 10_002]
+    assert [entry["agent"] for entry in result["agents"]] == ["naive", 'constant:{"batch_size": 256}']
+    expected = evaluate("naive", get_task(3), [10_000, 10_001, 10_002]).scores.tolist()
+    assert result["agents"][0]["scores"] == expected
+
+
+def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--task", "1", "--agent", "naive", "--seeds", "2"]) == 0
+    assert "best known" in capsys.readouterr().out
+    assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
+    assert "agent 'nobody' is unknown" in capsys.readouterr().err
+
+
+def test_playing_uses_the_seeds_it_is_given() -> None:
+    task = get_task(3)
+    batch = ServingBatch(task, 1)
+    batch.reset([77])
+    total = 0.0
+    for _ in range(200):
+        batch.step(np.array([[1.0, 0, 32, 0, 0]]))
+        total += batch.reward[0]
+    assert play(task, NaiveAgent(), [77]).returns[0] == total
