@@ -37,6 +37,9 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     ``reset(options={"reset_mask": mask})`` and by nothing else.
     """
 
+    # Some versions of Gymnasium close what is garbage: an environment is open only once it is complete.
+    closed = True
+
     def __init__(
         self,
         num_envs: int,
@@ -53,6 +56,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         self.action_space = batch_space(action_space, num_envs)
         self._everywhere: BoolArray = np.ones(num_envs, dtype=np.bool_)
         self._ended_before: BoolArray = np.zeros(num_envs, dtype=np.bool_)
+        self.closed = False
 
     def reset(
         self,
