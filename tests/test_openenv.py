@@ -1,0 +1,490 @@
+"""OpenEnv's protocol: what the server answers to frames good and bad, and what OpenEnv's own tools say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from inferencegym.client import InferenceGymAction, InferenceGymEnv, InferenceGymObservation, TrafficControllerEnv
+from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+from inferencegym.openenv_types import (
+    TrafficControllerAction,
+    TrafficControllerObservation,
+    read_error,
+    without_gradio,
+    write_error,
+)
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
+from tests.servers import ROOT, RunningServer, running_server
+
+with without_gradio():
+    from openenv.core import GenericEnvClient
+
+Ask = Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+def talk(
+    server: RunningServer, conversation: Callable[[Ask, ClientConnection], Awaitable[None]], path: str = "/ws"
+) -> None:
+    """Hold a conversation over one bare socket; every frame gets exactly one answer."""
+
+    async def run() -> None:
+        async with connect(server.url.replace("http", "ws", 1) + path, proxy=None) as socket:
+
+            async def ask(frame: Any) -> dict[str, Any]:
+                await socket.send(frame if isinstance(frame, (str, bytes)) else json.dumps(frame))
+                return dict(json.loads(await asyncio.wait_for(socket.recv(), 10)))
+
+            await conversation(ask, socket)
+
+    asyncio.run(run())
+
+
+def reset(**data: Any) -> dict[str, Any]:
+    return {"type": "reset", "data": data}
+
+
+def step(**data: Any) -> dict[str, Any]:
+    return {"type": "step", "data": data}
+
+
+def refused_with(answer: dict[str, Any], code: str) -> bool:
+    said = read_error(answer["data"].get("message", ""))
+    return answer["type"] == "error" and said is not None and said[1] == code
+
+
+# ---------------------------------------------------------------- types
+
+
+def test_actions_and_observations_have_the_fields_of_the_shared_vocabulary() -> None:
+    assert list(InferenceGymAction.model_fields)[1:] == list(ACTION_FIELDS)
+    spread = [name for name in OBSERVATION_FIELDS if not name.startswith("priority_")]
+    own = [name for name in InferenceGymObservation.model_fields if name not in ("done", "reward", "metadata", "info")]
+    assert [name for name in own if name != "priority_distribution"] == spread
+    own = [n for n in TrafficControllerObservation.model_fields if n not in ("done", "reward", "metadata", "info")]
+    assert own == list(STATE_FIELDS)
+
+
+def test_schemas_carry_the_bounds_of_the_shared_vocabulary(server: RunningServer) -> None:
+    published = server.get("/schema")
+    for name, field in OBSERVATION_FIELDS.items():
+        if not name.startswith("priority_"):
+            schema = published["observation"]["properties"][name]
+            assert schema["minimum"] == field.low
+            assert schema.get("maximum", math.inf) == field.high
+    knobs = published["action"]["properties"]
+    assert knobs["spec_length"]["enum"] == list(ACTION_FIELDS["spec_length"].choices or ())
+    assert (knobs["batch_size"]["minimum"], knobs["batch_size"]["maximum"]) == (1, 512)
+    assert server.get("/traffic/schema")["action"]["properties"]["action"]["enum"] == list(ACTION_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kv_budget", 0.05), ("spec_length", 3), ("batch_size", 1.5), ("prefill_disagg", "yes"), ("quant_tier", "FP8")],
+)
+def test_an_action_out_of_bounds_is_refused_in_the_words_of_local_use(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=f"{field}=.* is not allowed"):
+        InferenceGymAction(**{field: value})
+
+
+def test_a_traffic_action_outside_the_four_is_refused() -> None:
+    with pytest.raises(ValidationError, match="one of allow_all"):
+        TrafficControllerAction(action="allow_some")
+
+
+def test_an_error_text_keeps_message_and_code() -> None:
+    assert read_error("Server error: " + write_error("no [such] thing", "x_y", "go on")) == (
+        "Server error: no [such] thing; go on",
+        "x_y",
+    )
+    assert read_error("something else") is None
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_a_step_before_a_reset_is_refused_and_says_what_to_do(server: RunningServer) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        answer = await ask(step(batch_size=32))
+        assert refused_with(answer, "not_reset")
+        assert "resume=True" in answer["data"]["message"]
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 0
+        assert (await ask(reset()))["type"] == "observation"
+
+    talk(server, conversation)
+
+
+MALFORMED: dict[str, Any] = {
+    "text": '"hello"',
+    "array": "[]",
+    "number": "1",
+    "broken": '{"type": "reset"',
+    "empty": "",
+    "bytes": b"\x00\x01",
+    "nan": '{"type": "reset", "data": {"seed": NaN}}',
+    "infinity": '{"type": "step", "data": {"kv_budget": 1e999}}',
+    "lone_surrogate": '{"type": "\\ud800"}',
+    "deep": '{"a":' * 5000 + "1" + "}" * 5000,
+    "repeated_key": '{"type": "reset", "type": "state"}',
+    "no_type": "{}",
+    "list_type": '{"type": ["reset"]}',
+    "unknown_type": '{"type": "destroy"}',
+    "extra_key": '{"type": "reset", "extra": 1}',
+    "data_no_object": '{"type": "step", "data": 5}',
+    "data_missing": '{"type": "step"}',
+    "old_form": '{"type": "step", "data": {"action": {"batch_size": 1}}}',
+    "mcp_nonsense": '{"type": "mcp", "data": {"method": 5}}',
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("path", ["/ws", "/traffic/ws"])
+def test_a_malformed_frame_is_answered_and_the_episode_goes_on(server: RunningServer, name: str, path: str) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        action = {"action": "throttle_40"} if "traffic" in path else {"batch_size": 64}
+        await ask(reset(seed=3))
+        await ask(step(**action))
+        answer = await ask(MALFORMED[name])
+        assert answer["type"] == "error" or answer["data"]["error"]["code"] < 0
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 1
+        assert (await ask(step(**action)))["type"] == "observation"
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 2
+
+    talk(server, conversation, path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"seed": "7"}, "invalid_request"),
+        ({"seed": 1.5}, "invalid_request"),
+        ({"seed": True}, "invalid_request"),
+        ({"seed": -1}, "invalid_config"),
+        ({"seed": 2**70}, "invalid_config"),
+        ({"task_id": 99}, "unknown_task"),
+        ({"task_id": [1]}, "invalid_request"),
+        ({"config": {"alpha": 2}}, "invalid_config"),
+        ({"config": {"colour": 1}}, "invalid_config"),
+        ({"config": [1]}, "invalid_request"),
+        ({"episode_id": 5}, "invalid_request"),
+        ({"episode_id": "no spaces, please"}, "invalid_request"),
+        ({"self": 1}, "invalid_request"),
+        ({"difficulty": "hard"}, "invalid_request"),
+        ({"split": "holdout"}, "invalid_request"),
+        ({"split": "train", "index": 99}, "invalid_request"),
+        ({"index": 0, "task_id": 1}, "invalid_request"),
+        ({"resume": True}, "invalid_request"),
+        ({"resume": True, "episode_id": "x", "seed": 1}, "invalid_request"),
+        ({"resume": True, "episode_id": "nobody-played-this"}, "unknown_session"),
+        ({"resume": "yes", "episode_id": "x"}, "invalid_request"),
+    ],
+)
+def test_a_wrong_reset_argument_is_refused_and_the_episode_goes_on(
+    server: RunningServer, arguments: dict[str, Any], code: str
+) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        await ask(reset(task_id=2, seed=3))
+        await ask(step(batch_size=64))
+        answer = await ask(reset(**arguments))
+        assert refused_with(answer, code), answer
+        state = (await ask({"type": "state"}))["data"]
+        assert (state["task_id"], state["step_count"]) == (2, 1)
+        assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 2
+
+    talk(server, conversation)
+
+
+def test_what_a_reset_is_given_is_honoured(server: RunningServer) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        config = {"episode_length": 2, "alpha": 0.5}
+        await ask(reset(task_id=3, seed=11, episode_id="my-episode.1", config=config))
+        state = (await ask({"type": "state"}))["data"]
+        assert (state["task_id"], state["seed"], state["episode_id"]) == (3, 11, "my-episode.1")
+        assert state["config"]["alpha"] == 0.5
+        assert [(await ask(step()))["data"]["done"] for _ in range(2)] == [False, True]
+        assert refused_with(await ask(step()), "episode_done")
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 2
+        await ask(reset(split="train", index=1, info=True))
+        assert (await ask({"type": "state"}))["data"]["task_id"] == 2
+        info = (await ask(step()))["data"]["observation"]["info"]
+        assert {"metrics", "workload", "action_applied"} <= info.keys()
+
+    talk(server, conversation)
+
+
+def test_a_refused_action_changes_nothing_and_names_the_field(server: RunningServer) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        await ask(reset(seed=1))
+        for knobs in ({"batch_size": 0}, {"batch_size": "64"}, {"colour": 1}, {"spec_length": 3}):
+            answer = await ask(step(**knobs))
+            assert (answer["type"], answer["data"]["code"]) == ("error", "VALIDATION_ERROR")
+            assert answer["data"]["errors"][0]["loc"] == list(knobs)
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 0
+
+    talk(server, conversation)
+
+
+def test_a_numbered_step_is_played_once(server: RunningServer) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        await ask(reset(seed=5))
+        first = await ask(step(batch_size=64, metadata={"step": 1}))
+        assert await ask(step(batch_size=64, metadata={"step": 1})) == first
+        assert refused_with(await ask(step(batch_size=65, metadata={"step": 1})), "step_conflict")
+        assert refused_with(await ask(step(metadata={"step": 3})), "step_conflict")
+        assert refused_with(await ask(step(metadata={"step": 0})), "invalid_request")
+        assert (await ask({"type": "state"}))["data"]["step_count"] == 1
+        assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 2
+
+    talk(server, conversation)
+
+
+def test_the_quick_and_the_thorough_way_to_answer_a_step_give_the_same(server: RunningServer) -> None:
+    """A step with metadata goes through OpenEnv's handler, one without does not."""
+
+    async def play(metadata: Callable[[int], dict[str, Any]], info: bool) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = []
+
+        async with connect(server.url.replace("http", "ws", 1) + "/ws", proxy=None) as socket:
+            await socket.send(json.dumps(reset(task_id=3, seed=9, info=info)))
+            await socket.recv()
+            for number in range(1, 30):
+                await socket.send(json.dumps(step(batch_size=10 * number, quant_tier="INT8", **metadata(number))))
+                answers.append(json.loads(await socket.recv()))
+        return answers
+
+    for info in (False, True):
+        quick = asyncio.run(play(lambda _: {}, info))
+        assert quick == asyncio.run(play(lambda number: {"metadata": {"step": number}}, info))
+        assert ("info" in quick[0]["data"]["observation"]) == info
+
+
+def test_two_connections_with_one_episode_id_do_not_mix_their_episodes(server: RunningServer) -> None:
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        await ask(reset(task_id=1, seed=1, episode_id="shared"))
+        await ask(step(batch_size=64))
+        async with GenericEnvClient(base_url=server.url) as other:
+            await other.reset(task_id=2, seed=2, episode_id="shared")
+            answer = await ask(step(batch_size=64))
+            assert refused_with(answer, "step_conflict")
+            assert "another connection" in answer["data"]["message"]
+            assert (await other.step({"batch_size": 64})).observation["timestep"] == 1
+        assert (await ask(reset(task_id=1, seed=1)))["type"] == "observation"
+        assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 1
+
+    talk(server, conversation)
+
+
+# ---------------------------------------------------------------- lost connections
+
+
+def test_a_stock_client_that_lost_its_socket_is_told_how_to_go_on(server: RunningServer) -> None:
+    async def run() -> None:
+        async with GenericEnvClient(base_url=server.url) as env:
+            await env.reset(seed=4, episode_id="lost-and-found")
+            await env.step({"batch_size": 64})
+            await env._ws.close()
+            with pytest.raises(RuntimeError, match="resume=True"):
+                await env.step({"batch_size": 64})
+            resumed = await env.reset(episode_id="lost-and-found", resume=True)
+            assert resumed.observation["timestep"] == 1
+            assert (await env.step({"batch_size": 64})).observation["timestep"] == 2
+
+    asyncio.run(run())
+
+
+def test_our_client_goes_on_by_itself_when_its_socket_is_lost(server: RunningServer) -> None:
+    async def run() -> None:
+        async with InferenceGymEnv(base_url=server.url) as env, InferenceGymEnv(base_url=server.url) as undisturbed:
+            await env.reset(seed=4, task_id=2)
+            await undisturbed.reset(seed=4, task_id=2)
+            for number in range(1, 13):
+                if number % 3 == 0:
+                    await env._ws.close()
+                if number % 4 == 0:
+                    env._ws.transport.abort()
+                action = InferenceGymAction(batch_size=20 * number)
+                assert await env.step(action) == await undisturbed.step(action)
+            await env._ws.close()
+            assert (await env.state()).step_count == 12
+
+    asyncio.run(run())
+
+
+def test_our_client_goes_on_when_the_server_was_killed_and_started_again(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+
+        async def run() -> None:
+            async with InferenceGymEnv(base_url=server.url) as env:
+                await env.reset(seed=4, task_id=3)
+                await env.step({"batch_size": 100})
+                server.kill()
+                restart = asyncio.to_thread(server.start)
+                result, _ = await asyncio.gather(env.step({"batch_size": 200}), restart)
+                assert result.observation.timestep == 2
+
+        asyncio.run(run())
+
+
+def test_a_step_after_a_timeout_is_not_played_twice(server: RunningServer) -> None:
+    """The answer to a step is lost on its way; the client asks for it again under the step's number."""
+
+    async def run() -> None:
+        async with InferenceGymEnv(base_url=server.url) as env:
+            await env.reset(seed=4)
+            send, lost = env._send, []
+
+            async def send_and_lose(message: dict[str, Any]) -> None:
+                await send(message)
+                if message["type"] == "step" and not lost:
+                    lost.append(await env._ws.recv())
+                    await env._ws.close()
+
+            env._send = send_and_lose
+            result = await env.step({"batch_size": 64})
+            assert json.loads(lost[0])["data"]["observation"] == result.observation.model_dump(
+                exclude={"reward", "done", "metadata", "info"}
+            )
+            assert (await env.state()).step_count == 1
+
+    asyncio.run(run())
+
+
+def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningServer) -> None:
+    async def run() -> None:
+        async with InferenceGymEnv(base_url=server.url) as env:
+            with pytest.raises(NotResetError):
+                await env.step({"batch_size": 64})
+            with pytest.raises(InvalidActionError, match="batch_size"):
+                await env.step({"batch_size": 6400})
+            await env.reset()
+            assert (await env.step({})).observation.timestep == 1
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- capacity
+
+
+def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_concurrent_envs="2", store_url="memory://") as server:
+
+        async def run() -> None:
+            async with InferenceGymEnv(base_url=server.url) as first:
+                await first.reset()
+                async with InferenceGymEnv(base_url=server.url) as second:
+                    await second.reset()
+                    third = InferenceGymEnv(base_url=server.url)
+                    with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
+                        await third.reset()
+                    second._ws.transport.abort()
+                    for _ in range(100):
+                        await asyncio.sleep(0.02)
+                        try:
+                            await third.reset()
+                            break
+                        except (CapacityError, ConnectionClosed):
+                            continue
+                    assert (await third.step({})).observation.timestep == 1
+                    await third.close()
+
+        asyncio.run(run())
+
+
+def test_a_bucket_of_resets_runs_out_for_one_client(tmp_path: Path) -> None:
+    with running_server(tmp_path, resets_per_minute="3", store_url="memory://") as server:
+
+        async def conversation(ask: Ask, _: ClientConnection) -> None:
+            answers = [await ask(reset()) for _ in range(4)]
+            assert [answer["type"] for answer in answers] == ["observation"] * 3 + ["error"]
+            assert refused_with(answers[3], "rate_limited")
+            assert (await ask(step()))["type"] == "observation"
+
+        talk(server, conversation)
+
+
+# ---------------------------------------------------------------- the other routes
+
+
+def test_the_task_api_lists_what_the_manifest_declares(server: RunningServer) -> None:
+    declared = yaml.safe_load((ROOT / "openenv.yaml").read_text(encoding="utf-8"))
+    names = [split["name"] for split in server.client.get("/inference_gym/splits").json()]
+    for name, count in declared["validation"]["capabilities"]["declared_task_count"].items():
+        assert name in names
+        assert server.post("/inference_gym/num_tasks", {"split": name}) == {"num_tasks": count}
+        tasks = server.post("/inference_gym/tasks", {"split": name})["tasks"]
+        assert len(tasks) == count
+        assert server.post("/inference_gym/task", {"split": name, "index": count - 1})["task"] == tasks[-1]
+        assert server.post("/inference_gym/task_range", {"split": name, "start": 1})["tasks"] == tasks[1:]
+        for index in (count, -1):
+            answer = server.client.post("/inference_gym/task", json={"split": name, "index": index})
+            assert answer.status_code == 400
+    assert server.client.get("/other/splits").status_code == 404
+    assert len(server.post("/traffic/traffic_controller/tasks", {"split": "train"})["tasks"]) == 3
+
+
+def test_metadata_and_mcp_answer_for_both_environments(server: RunningServer) -> None:
+    for prefix in ("", "/traffic"):
+        assert server.get(f"{prefix}/metadata")["description"]
+        assert server.post(f"{prefix}/mcp", {})["jsonrpc"] == "2.0"
+
+
+def test_the_traffic_environment_can_stand_at_the_root(tmp_path: Path) -> None:
+    with running_server(tmp_path, env="traffic", store_url="memory://") as server:
+
+        async def run() -> None:
+            for base, client, action in (
+                (server.url, TrafficControllerEnv, "allow_all"),
+                (server.url + "/traffic", TrafficControllerEnv, "allow_all"),
+                (server.url + "/serving", InferenceGymEnv, {"batch_size": 64}),
+            ):
+                async with client(base_url=base) as env:
+                    await env.reset(seed=1)
+                    await env.step(action)
+                    assert (await env.state()).step_count == 1
+
+        asyncio.run(run())
+
+
+# ---------------------------------------------------------------- OpenEnv's own tools
+
+
+def test_openenv_finds_the_running_server_valid(server: RunningServer) -> None:
+    command = [Path(sys.executable).with_name("openenv"), "validate", "--url", server.url]
+    verdict = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (verdict.returncode, "Verdict: PASS" in verdict.stdout) == (0, True), verdict.stdout + verdict.stderr
+
+
+def test_the_server_process_loads_neither_a_demonstration_page_nor_model_clients() -> None:
+    program = (
+        "import sys; from server.app import create_app; create_app(); heavy = "
+        "('gradio', 'openai', 'anthropic', 'torch', 'pandas', 'pyarrow', 'scipy'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_openenvs_discovery_finds_client_action_and_observation() -> None:
+    program = """
+from inferencegym.openenv_types import without_gradio
+with without_gradio():
+    from openenv.auto._discovery import get_discovery
+get_discovery().clear_cache()
+info = get_discovery().get_environment("inference_gym")
+print(info.get_client_class().__name__, info.get_action_class().__name__, info.get_observation_class().__name__)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["InferenceGymEnv", "InferenceGymAction", "InferenceGymObservation"]
