@@ -418,7 +418,7 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
         return answer
 
     monkeypatch.setattr(httpx.Client, "request", lossy)
-    monkeypatch.setattr("inferencegym.gym_http.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("inferencegym.remote.FIRST_PAUSE_S", 0.0)
     for _ in range(SHORT["episode_length"]):
         action = np.zeros(5, dtype=np.float32)
         there, here = remote.step(action), local.step(action)
@@ -438,7 +438,7 @@ def test_a_session_that_the_server_forgot_is_replaced_at_the_next_reset(server: 
 def test_refusals_and_absence_of_a_server_are_told_in_its_words(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferencegym.gym_http.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("inferencegym.remote.FIRST_PAUSE_S", 0.0)
     remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
     with pytest.raises(NotResetError):
         remote.step(np.zeros(5, dtype=np.float32))
