@@ -2,7 +2,8 @@
 
 A trace file is a small ``.npz`` (numpy only, so that a server can play it) with the arrays ``arrival_s``,
 ``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier
-request of the log had in common) and a JSON description under ``meta``.
+request of the log had in common), ``reuse_hit`` (see :class:`simulator.requests.RequestLog`; optional) and a JSON
+description under ``meta``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import TaskSpec
+from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
 from simulator.tables import FloatArray, ServingTables
 from simulator.workload import (
@@ -58,6 +61,7 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
                 output_tokens=log.output_tokens.astype(np.int32),
                 class_index=log.class_index.astype(np.int8),
                 reused_tokens=log.reused_tokens.astype(np.int32),
+                reuse_hit=log.reuse_hit.astype(np.float64).round(6),
                 meta=np.frombuffer(description, dtype=np.uint8),
             )
         temporary.chmod(0o644)
@@ -81,6 +85,7 @@ def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
             output_tokens=columns["output_tokens"].astype(np.float64),
             class_index=columns["class_index"].astype(np.int64),
             reused_tokens=columns["reused_tokens"].astype(np.float64),
+            reuse_hit=columns.get("reuse_hit", np.zeros(0)).astype(np.float64),
         )
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataFormatError(
@@ -113,7 +118,7 @@ class RecordedTraffic:
             len(present),
             tables,
             span,
-            work_tokens=log.prompt_tokens,
+            reused_tokens=log.reused_tokens,
         )
         self._burst = burst_seconds(self._load.arrivals.sum(axis=1))
 
@@ -123,12 +128,14 @@ class RecordedTraffic:
         span = self._load.n_steps
         start = int(np.random.default_rng([seed, 0]).integers(span))
         index = (start + np.arange(n_steps)) % span
+        saved = self._load.saved_work_ms
         return Workload(
             arrivals=self._load.arrivals[index],
             prompt_tokens=self._load.prompt_tokens[index],
             prefill_work_ms=self._load.prefill_work_ms[index],
             noise=draw_noise(seed, n_steps),
             phase=phases(self._burst[index]),
+            saved_work_ms=None if saved is None else saved[index],
         )
 
 
@@ -136,7 +143,7 @@ def trace_stats(task: TaskSpec, log: RequestLog, present: NDArray[np.int64], tab
     """Statistics of the classes that occur in a log; objectives come from the task."""
     q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
     members = [log.class_index == c for c in present]
-    return class_stats(
+    stats = class_stats(
         names=[PRIORITY_CLASSES[c] for c in present],
         shares=[float(m.mean()) for m in members],
         slo_ms=[task.classes[c].slo_ms for c in present],
@@ -145,6 +152,7 @@ def trace_stats(task: TaskSpec, log: RequestLog, present: NDArray[np.int64], tab
         works=[listed_work_ms(log.prompt_tokens[m], tables) for m in members],
         outputs=[np.quantile(log.output_tokens[m], q, method="inverted_cdf") for m in members],
     )
+    return replace(stats, reuse_hit=reuse_curve(log))
 
 
 def burst_seconds(arrivals: FloatArray) -> NDArray[np.bool_]:

@@ -26,6 +26,8 @@ class RequestLog:
     """Individual requests, arrays (N,): arrival (s, ascending), prompt and output tokens, class (0 first served).
 
     ``reused_tokens`` are the leading prompt tokens that an earlier request of the log had in common (0 where unknown).
+    ``reuse_hit`` is the share of them that a cache of each of ``simulator.prefix.CAPACITY_TOKENS`` still holds; empty
+    where the log does not tell which tokens repeat.
     """
 
     arrival_s: FloatArray
@@ -33,6 +35,7 @@ class RequestLog:
     output_tokens: FloatArray
     class_index: NDArray[np.int64]
     reused_tokens: FloatArray = field(default_factory=lambda: np.zeros(0))
+    reuse_hit: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -48,6 +51,8 @@ class RequestLog:
             raise DataFormatError("arrival_s must be at least 0, prompt and output tokens at least 1")
         if (self.reused_tokens < 0).any() or (self.reused_tokens > self.prompt_tokens).any():
             raise DataFormatError("reused_tokens must lie between 0 and the prompt's tokens")
+        if not ((self.reuse_hit >= 0) & (self.reuse_hit <= 1)).all():
+            raise DataFormatError("reuse_hit must hold shares between 0 and 1")
         if (np.diff(self.arrival_s) < 0).any():
             raise DataFormatError("arrival_s must not decrease")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
@@ -106,7 +107,7 @@ def run_requests(
     action.validate()
     if closed_clients:
         start = np.zeros_like(requests.arrival_s)
-        requests = RequestLog(start, requests.prompt_tokens, requests.output_tokens, requests.class_index)
+        requests = replace(requests, arrival_s=start)
     params = ServingParams(
         tables=tables,
         stats=log_stats(requests, tables, slo_ms),
@@ -129,7 +130,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     members = [requests.class_index == c for c in range(n_classes)]
     members = [m if m.any() else np.ones_like(m) for m in members]
     q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
-    return class_stats(
+    stats = class_stats(
         names=PRIORITY_CLASSES[:n_classes],
         shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
         slo_ms=[slo_ms] * n_classes,
@@ -138,6 +139,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
         works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
         outputs=[np.quantile(requests.output_tokens[m], q, method="inverted_cdf") for m in members],
     )
+    return replace(stats, reuse_hit=reuse_curve(requests))
 
 
 def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> WhatIf:
@@ -165,6 +167,7 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
         params.tables,
         n_steps,
         params.step_s,
+        reused_tokens=requests.reused_tokens,
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)

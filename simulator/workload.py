@@ -32,6 +32,9 @@ PROMPT_WINDOW_STEPS: Final = 10
 REFERENCE_BATCH: Final = 32
 """Running requests for which prefill work is listed; the dynamics scale it to the batch at hand."""
 
+REUSE_LOG2_FIRST: Final = 10.0
+"""Logarithm of the smallest cache size at which reuse is listed; sizes double from there."""
+
 _ARRIVALS, _PROMPTS, _NOISE = range(3)
 
 
@@ -41,7 +44,8 @@ class Workload:
 
     ``arrivals`` (T, C) requests, ``prompt_tokens`` (T, C) their summed prompts, ``prefill_work_ms`` (T, C, 3) their
     summed prefill work per precision tier, ``noise`` (T, 2) factors on TTFT and TPOT, ``phase`` (T,) index into
-    ``PHASES``.
+    ``PHASES``. ``saved_work_ms`` (T, C, 3) is the part of that work that repeats prefixes seen before; None where
+    nothing does.
     """
 
     arrivals: FloatArray
@@ -49,6 +53,7 @@ class Workload:
     prefill_work_ms: FloatArray
     noise: FloatArray
     phase: NDArray[np.int64]
+    saved_work_ms: FloatArray | None = None
 
     @property
     def n_steps(self) -> int:
@@ -61,7 +66,9 @@ class ClassStats:
     """What the dynamics need to know of each occurring class beforehand; arrays are (C,) or (C, ...).
 
     ``prompt_mean`` tokens, ``work_mean_ms`` (C, 3) mean listed prefill work, ``work_cv2`` squared coefficient of
-    variation of that work, ``output_cdf_tokens`` (C, Q) output lengths at evenly spaced quantiles.
+    variation of that work, ``output_cdf_tokens`` (C, Q) output lengths at evenly spaced quantiles. ``reuse_hit`` (K,)
+    is the share of the tokens of repeated prefixes that a KV cache of ``2 ** (REUSE_LOG2_FIRST + i)`` tokens still
+    holds; None where prompts share nothing.
     """
 
     names: tuple[str, ...]
@@ -72,6 +79,7 @@ class ClassStats:
     work_mean_ms: FloatArray
     work_cv2: FloatArray
     output_cdf_tokens: FloatArray
+    reuse_hit: FloatArray | None = None
 
 
 class Traffic(Protocol):
@@ -237,6 +245,16 @@ def listed_work_ms(prompt_tokens: FloatArray, tables: ServingTables) -> FloatArr
     return np.stack([interp_log(prompt_tokens, points, listed[tier]) for tier in range(len(listed))], axis=-1)
 
 
+def saved_work_ms(prompt_tokens: FloatArray, reused_tokens: FloatArray, tables: ServingTables) -> FloatArray:
+    """Prefill work (N, 3) in ms that prompts (N,) do not need when their first ``reused_tokens`` are in the cache.
+
+    What is left still attends to the prefix, so the saving is the work of the prefix alone. One token is always
+    computed.
+    """
+    reused = np.minimum(reused_tokens, prompt_tokens - 1.0)
+    return np.where(reused[:, None] > 0.0, listed_work_ms(reused, tables), 0.0)
+
+
 def interp_log(x: FloatArray, points: FloatArray, values: FloatArray) -> FloatArray:
     """Linear on the logarithms of both axes; the outermost slopes continue beyond the grid."""
     lx, lp, lv = np.log(np.maximum(x, 1.0)), np.log(points), np.log(values)
@@ -255,28 +273,33 @@ def bin_requests(
     n_steps: int,
     step_s: float = 1.0,
     noise: FloatArray | None = None,
-    work_tokens: FloatArray | None = None,
+    reused_tokens: FloatArray | None = None,
 ) -> Workload:
     """Gather individual requests into steps; requests beyond ``n_steps`` are left out.
 
-    ``work_tokens`` are the prompt tokens that must be computed where that is fewer than the prompt (prefix reuse).
+    ``reused_tokens`` are the leading tokens of each prompt that an earlier request had in common.
     """
     step = np.floor(arrival_s / step_s).astype(np.int64)
     inside = (step >= 0) & (step < n_steps)
     cell = (step * n_classes + class_index)[inside]
     size = n_steps * n_classes
-    work = listed_work_ms(prompt_tokens if work_tokens is None else work_tokens, tables)[inside]
+    work = listed_work_ms(prompt_tokens, tables)[inside]
 
     def gather(weights: FloatArray) -> FloatArray:
         summed: FloatArray = np.bincount(cell, weights=weights, minlength=size).astype(np.float64)
         return summed.reshape(n_steps, n_classes)
 
+    saved = None
+    if reused_tokens is not None and (reused_tokens > 0).any():
+        saved_each = saved_work_ms(prompt_tokens, reused_tokens, tables)[inside]
+        saved = np.stack([gather(saved_each[:, q]) for q in range(3)], axis=-1)
     return Workload(
         arrivals=gather(np.ones(len(cell))),
         prompt_tokens=gather(prompt_tokens[inside]),
         prefill_work_ms=np.stack([gather(work[:, q]) for q in range(3)], axis=-1),
         noise=np.ones((n_steps, 2)) if noise is None else noise,
         phase=phases(np.zeros(n_steps, dtype=bool)),
+        saved_work_ms=saved,
     )
 
 
