@@ -19,43 +19,9 @@ from env.autoreset import SeedSeries
 from env.observation import OBSERVATION_SIZE, to_array
 from env.spaces import ObservationCodec, action_codec
 from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
-from inferencegym.errors import InvalidConfigError, NotResetError, RemoteError
-from inferencegym.models import ServeObservation
-from inferencegym.remote import Server
+from inferencegym.errors import InvalidConfigError, UnknownSessionError
+from inferencegym.http_client import InferenceGymHTTP
 from inferencegym.tasks import TaskId, get_calibration, get_task
-
-
-class RemoteEpisode:
-    """One session of a server: restarted for every new episode."""
-
-    def __init__(self, server: Server, task_id: TaskId, config: Mapping[str, Any] | None) -> None:
-        self._server = server
-        self._start = {"task_id": task_id, "config": dict(config or {})}
-        self.session_id: str | None = None
-        self.steps = 0
-
-    def reset(self, seed: int) -> FloatArray:
-        """Start an episode; the flat observation (14,)."""
-        body = {**self._start, "seed": seed}
-        try:
-            answer = self._server.post(
-                "/reset", body if self.session_id is None else body | {"session_id": self.session_id}
-            )
-        except RemoteError as error:
-            if self.session_id is None or error.status != 404:
-                raise
-            answer = self._server.post("/reset", body)  # the server has forgotten the session since its last step
-        self.session_id, self.steps = answer["session_id"], 0
-        return to_array(ServeObservation(**answer["observation"]))
-
-    def step(self, action: Mapping[str, Any]) -> tuple[FloatArray, float, bool, dict[str, Any]]:
-        """Play one second: observation (14,), reward, done, info."""
-        if self.session_id is None:
-            raise NotResetError("step before reset: call reset first")
-        body = {"session_id": self.session_id, "action": action, "step": self.steps + 1}
-        answer = self._server.post("/step", body)
-        self.steps += 1
-        return to_array(ServeObservation(**answer["observation"])), answer["reward"], answer["done"], answer["info"]
 
 
 class HTTPVectorEnv(AutoresetVectorEnv):
@@ -77,17 +43,19 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         api_key: str | None = None,
         timeout_s: float = 30.0,
+        retries: int = 5,
         connections: int = 8,
     ) -> None:
         if num_envs < 1:
             raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
         self.task = get_task(task_id)
         self.config = self.task.config(config)
+        self._overrides = dict(config or {})
         calibration = get_calibration(self.task.task_id)
-        connections = max(1, min(connections, num_envs))
-        self._server = Server(url, api_key, timeout_s, connections)
-        self._pool = ThreadPoolExecutor(connections)
-        self._episodes = [RemoteEpisode(self._server, self.task.task_id, config) for _ in range(num_envs)]
+        self._pool = ThreadPoolExecutor(max(1, min(connections, num_envs)))
+        self._clients = [
+            InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries) for _ in range(num_envs)
+        ]
         self._series = SeedSeries(num_envs)
         self._actions = action_codec(action)
         self._mask = action_mask(self.task.active_actions)
@@ -102,29 +70,39 @@ class HTTPVectorEnv(AutoresetVectorEnv):
     @property
     def session_ids(self) -> list[str | None]:
         """Sessions of the rows on the server."""
-        return [episode.session_id for episode in self._episodes]
+        return [client.session_id for client in self._clients]
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the connections; the server forgets its sessions by itself."""
         self._pool.shutdown()
-        self._server.close()
+        for client in self._clients:
+            client.close()
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         chosen, playing = self._series.next(seeds, rows)
-        started = list(self._pool.map(lambda row, seed: self._episodes[row].reset(seed), chosen, playing))
+        started = list(self._pool.map(self._restart, chosen, playing))
         self._observation[chosen] = started
         self._done[chosen] = False
         self.seeds[chosen] = playing
         for row in chosen:
             self.infos[row] = {}
 
+    def _restart(self, row: int, seed: int) -> FloatArray:
+        client = self._clients[row]
+        try:
+            first = client.reset(seed, self.task.task_id, self._overrides, client.session_id)
+        except UnknownSessionError:
+            # The server has forgotten the session since its last step.
+            first = client.reset(seed, self.task.task_id, self._overrides)
+        return to_array(first)
+
     def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         chosen = list(range(self.num_envs)) if rows is None else np.flatnonzero(rows).tolist()
         knobs = snap(self._actions.decode(actions), self._mask)
         wanted = [from_row(knobs[row]).to_dict() for row in chosen]
-        played = self._pool.map(lambda row, action: self._episodes[row].step(action), chosen, wanted)
+        played = self._pool.map(lambda row, action: self._clients[row].step(action), chosen, wanted)
         for row, (observation, reward, done, info) in zip(chosen, played, strict=True):
-            self._observation[row], self._reward[row], self._done[row] = observation, reward, done
+            self._observation[row], self._reward[row], self._done[row] = to_array(observation), reward, done
             self.infos[row] = info
         return self._reward.copy()
 
@@ -160,6 +138,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         action: str = "box",
         api_key: str | None = None,
         timeout_s: float = 30.0,
+        retries: int = 5,
     ) -> None:
         self._rows = HTTPVectorEnv(
             url,
@@ -171,6 +150,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
             autoreset_mode=AutoresetMode.DISABLED,
             api_key=api_key,
             timeout_s=timeout_s,
+            retries=retries,
         )
         self.task = self._rows.task
         self.config = self._rows.config

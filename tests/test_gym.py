@@ -25,7 +25,14 @@ from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.spaces import LEVELS, ObservationCodec, action_codec
 from grader.grader import GraderModule
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError, RemoteError
+from inferencegym.errors import (
+    EpisodeDoneError,
+    InvalidActionError,
+    InvalidConfigError,
+    NotResetError,
+    UnknownSessionError,
+)
+from inferencegym.http_client import ServerUnavailableError
 from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
@@ -418,7 +425,6 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
         return answer
 
     monkeypatch.setattr(httpx.Client, "request", lossy)
-    monkeypatch.setattr("inferencegym.remote.FIRST_PAUSE_S", 0.0)
     for _ in range(SHORT["episode_length"]):
         action = np.zeros(5, dtype=np.float32)
         there, here = remote.step(action), local.step(action)
@@ -430,24 +436,21 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
 def test_a_session_that_the_server_forgot_is_replaced_at_the_next_reset(server: RunningServer) -> None:
     remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
     remote.reset(seed=1)
-    remote._rows._episodes[0].session_id = "gone"
+    remote._rows._clients[0]._episode.session_id = "gone"
     assert remote.reset(seed=1)[1]["session_id"] != "gone"
     remote.close()
 
 
-def test_refusals_and_absence_of_a_server_are_told_in_its_words(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("inferencegym.remote.FIRST_PAUSE_S", 0.0)
+def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningServer) -> None:
     remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
     with pytest.raises(NotResetError):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.reset(seed=1)
-    remote._rows._episodes[0].session_id = "gone"
-    with pytest.raises(RemoteError, match=r"404.*POST /reset"):
+    remote._rows._clients[0]._episode.session_id = "gone"
+    with pytest.raises(UnknownSessionError, match="POST /reset"):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
-    nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1)
-    with pytest.raises(RemoteError, match="no answer after"):
+    nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retries=1)
+    with pytest.raises(ServerUnavailableError, match="did not answer"):
         nobody.reset(seed=1)
     nobody.close()
