@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +170,38 @@ def test_a_second_port_serves_the_same_sessions(tmp_path: Path) -> None:
         other = httpx.post(f"http://127.0.0.1:{port}/step", json={"session_id": session_id})
         assert other.status_code == 200
         assert server.get("/state", session_id=session_id)["step_count"] == 1
+
+
+def test_a_client_that_sends_its_body_too_slowly_is_answered_and_holds_up_nobody(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path, body_timeout_s="0.5") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow,
+    ):
+        head = "POST /reset HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+        slow.sendall(head.encode() + b'{"seed"')
+        assert server.post("/reset")["seed"] == 42
+        answer = slow.recv(4096).decode()
+        assert answer.startswith("HTTP/1.1 408 ")
+        assert "body_timeout" in answer
+
+
+def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as begun:
+            body = b'{"seed": 5}'
+            head = "POST /reset HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n"
+            begun.sendall(head.encode() + body[:4])
+            assert server.get("/health")["status"] == "healthy"  # so the first bytes have been read
+            stopping = pool.submit(server.stop)
+            deadline = time.monotonic() + 10
+            while "Shutting down" not in server.log.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            begun.sendall(body[4:])
+            answer = begun.recv(8192).decode()
+            assert answer.startswith("HTTP/1.1 200 ")
+            assert '"seed":5' in answer
+        stopping.result(timeout=20)
 
 
 def test_a_wrong_setting_stops_the_start_and_names_itself() -> None:
