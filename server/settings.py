@@ -83,7 +83,7 @@ class Settings(BaseSettings):
         description="Environments held in memory per process; others are rebuilt from the store when they are used.",
     )
     live_steps: int = Field(
-        250_000,
+        200_000,
         ge=100,
         le=1_000_000_000,
         description="Steps of all environments held in memory per process: bounds memory where episodes are long.",
@@ -124,6 +124,9 @@ class Settings(BaseSettings):
     )
     baselines_per_minute: int = Field(
         600, ge=0, le=10_000_000, description="/baseline per client address and process (0 = no limit)."
+    )
+    plays_per_minute: int = Field(
+        600, ge=0, le=10_000_000, description="/play per client address and process (0 = no limit)."
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."
