@@ -15,7 +15,7 @@ from inferencegym.models import ServeAction
 
 FloatArray = NDArray[np.float64]
 
-_METRICS: Final[dict[str, float]] = {
+GRADED_METRICS: Final[dict[str, float]] = {
     "ttft_p50_ms": math.inf,
     "tokens_per_sec": math.inf,
     "gpu_memory_gb": 1e6,
@@ -74,7 +74,7 @@ def _read_step(i: int, step: object) -> list[float]:
         parsed = ServeAction.from_dict(dict(action))
     except InvalidActionError as error:
         raise MalformedLogError(f"step {i}: action.{error}") from error
-    values = [_number(i, name, metrics.get(name), high) for name, high in _METRICS.items()]
+    values = [_number(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
     return [*values, float(parsed.batch_size), parsed.kv_budget]
 
 

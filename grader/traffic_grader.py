@@ -16,7 +16,8 @@ _FROM_INFO: Final = ("incoming_requests", "allowed_requests", "accept_rate")
 _FROM_STATE: Final = ("cpu_usage", "memory_usage", "queue_length", "avg_latency", "crashed")
 METRICS: Final = (*_FROM_INFO, *_FROM_STATE)
 """What a log entry measures."""
-_SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency")
+SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency", "crashed")
+"""What a score is made of; all but ``crashed`` are numbers of at least 0."""
 
 
 def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     metrics = entry.get("metrics")
     if not isinstance(metrics, Mapping):
         raise MalformedLogError(f"step {i}: metrics must be an object")
-    for name in _SCORED:
+    for name in SCORED[:-1]:
         value = metrics.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise MalformedLogError(f"step {i}: metrics.{name}={value!r} is not allowed: it must be a number >= 0")

@@ -61,7 +61,8 @@ def verify_log(
         compare_entries(step, claimed, true)
     if not replayed.done:
         raise ForgedLogError(
-            f"the log ends at step {len(entries)} of {replayed.episode_length}: only a whole episode can be verified"
+            f"the log ends at step {len(entries)} of {replayed.episode_length}: only a whole episode can be verified",
+            step=len(entries),
         )
 
 
@@ -119,4 +120,5 @@ def _same(claimed: Any, true: Any) -> bool:
 
 
 def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:
-    return ForgedLogError(f"step {step}: {path} is {claimed!r} in the log, and {true!r} when its actions are replayed")
+    message = f"step {step}: {path} is {claimed!r} in the log, and {true!r} when its actions are replayed"
+    return ForgedLogError(message, step, path)

@@ -92,10 +92,19 @@ class MalformedLogError(InferenceGymError, ValueError):
 
 
 class ForgedLogError(InferenceGymError, ValueError):
-    """A log disagrees with the replay of its own actions; the message names the first step that does. (HTTP 422)"""
+    """A log disagrees with the replay of its own actions; the message names the first step that does. (HTTP 422)
+
+    ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the
+    disagreement is not one of a single entry.
+    """
 
     code = "forged_log"
     http_status = 422
+
+    def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
+        self.step = step
+        self.field = field
+        super().__init__(message)
 
 
 class DataFormatError(InferenceGymError, ValueError):

@@ -20,6 +20,7 @@ from server.baseline import Baseline
 from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
 from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
+from server.openapi import install_openapi
 from server.openenv_adapter import add_openenv
 from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
@@ -63,6 +64,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.router.routes[:0] = _routes(context)
     hooks.append(add_openenv(app, context))
     install_problem_handlers(app)
+    install_openapi(app)
     # Added last, run first.
     app.add_middleware(
         Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}

@@ -43,7 +43,7 @@ from inferencegym.traffic import list_traffic_tasks
 from server.families import SERVING, TRAFFIC
 from server.middleware import Callers, RateLimit
 from server.request_errors import InvalidJsonError, InvalidRequestError
-from server.routes import Context
+from server.routes import Context, documented_errors
 from server.schemas import task_description
 from server.session_manager import Live, Outcome
 from server.stores import EpisodeStart
@@ -187,7 +187,7 @@ def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> Fas
         state_cls=family.state_cls,
         concurrency_config=limit,
     )
-    scratch = FastAPI()
+    scratch = FastAPI(responses=documented_errors(400, 401, 404, 413, 422))
     scratch.router.prefix = prefix
     # The mode "production" would leave out their reset, step and state, but imports OpenEnv's model clients.
     server.register_routes(scratch, mode=ServerMode.SIMULATION)

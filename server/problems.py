@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from inferencegym.errors import InferenceGymError
+from inferencegym.errors import ForgedLogError, InferenceGymError
 from server.request_errors import InvalidRequestError
 from server.wire import JsonReply
 
@@ -24,6 +24,7 @@ NEXT: Final[dict[str, str]] = {
     "not_reset": "POST /reset first",
     "episode_done": "POST /reset starts the next episode; POST /grader scores this one",
     "step_conflict": "GET /state tells how many steps were taken; go on from there",
+    "session_conflict": "leave task_id out, or name the session's own task: GET /state tells which",
     "malformed_log": "send the log as the environment wrote it; GET /info has its schema",
     "forged_log": "send the log of the episode as it was played, with its seed and config",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
@@ -51,6 +52,8 @@ def problem_reply(error: InferenceGymError) -> JsonReply:
         value = getattr(error, key, None)
         if value is not None:
             detail[key] = str(value)
+    if isinstance(error, ForgedLogError) and error.step is not None:
+        detail["step"] = error.step
     detail["next"] = NEXT.get(error.code, "correct the request and send it again")
     headers: list[tuple[bytes, bytes]] = []
     if error.http_status in (429, 503):

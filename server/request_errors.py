@@ -16,6 +16,13 @@ class InvalidRequestError(InvalidConfigError):
         super().__init__(f"{field}={_shorten(value)} is not allowed: {field} must be {allowed}")
 
 
+class SessionConflictError(InferenceGymError, RuntimeError):
+    """The session plays something else than the request says. (HTTP 409)"""
+
+    code = "session_conflict"
+    http_status = 409
+
+
 class InvalidJsonError(InferenceGymError, ValueError):
     """The body is not one JSON object, or not strict JSON. (HTTP 422)"""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +18,14 @@ from grader.grader import GraderModule
 from grader.verify import verify_log
 from inferencegym import __version__
 from inferencegym.errors import InvalidConfigError, StoreError
-from inferencegym.tasks import TaskId, get_calibration, list_tasks
+from inferencegym.tasks import TaskId, get_calibration, get_task, list_tasks
 from server import schemas
 from server.baseline import Baseline
 from server.families import SERVING, replay_serving, served_tables
 from server.middleware import SESSION_KEY, Callers
-from server.request_errors import InvalidRequestError
+from server.request_errors import InvalidRequestError, SessionConflictError
 from server.schemas import GradeRequest, ResetRequest
-from server.session_manager import SessionManager
+from server.session_manager import Live, SessionManager
 from server.settings import Settings
 from server.wire import JsonReply, JsonRoute, read_object, reply
 
@@ -90,7 +90,7 @@ class RootRoutes:
                 method="POST",
                 summary="Score an episode",
                 request_schema=schemas.grade_schema(),
-                responses=documented({"type": "object"}, 404, 429, 503),
+                responses=documented({"type": "object"}, 404, 409, 429, 503),
             ),
             JsonRoute(
                 "/health",
@@ -126,7 +126,7 @@ class RootRoutes:
                 self.manifest,
                 method="GET",
                 summary="The OpenEnv manifest",
-                responses={200: {"content": {"application/yaml": {"schema": {"type": "string"}}}}},
+                responses={200: {"content": {"application/yaml": {"schema": {"type": "object"}}}}},
             ),
         ]
 
@@ -136,7 +136,7 @@ class RootRoutes:
         body = await self._body(request)
         session_id, action, number = schemas.parse_step(body)
         request.scope[SESSION_KEY] = session_id
-        outcome = await self._sessions.step(session_id, action, number)
+        outcome = await self._sessions.step(session_id, action, number, SERVING)
         return reply(
             {
                 "observation": outcome.observation,
@@ -199,6 +199,7 @@ class RootRoutes:
     def _grade_log(self, wanted: GradeRequest) -> dict[str, Any]:
         assert wanted.episode_log is not None
         assert wanted.task_id is not None
+        get_task(wanted.task_id).config(wanted.config)
         verified = wanted.verify and len(wanted.episode_log) > 0
         if verified:
             assert wanted.seed is not None
@@ -206,11 +207,8 @@ class RootRoutes:
         return {**self._grader.score(wanted.task_id, wanted.episode_log), "verified": verified}
 
     async def _grade_session(self, session_id: str, task_id: TaskId | None) -> dict[str, Any]:
-        live = await self._sessions.get(session_id)
-        if task_id is not None and str(task_id) != str(live.start.task_id):
-            raise InvalidRequestError("task_id", task_id, f"{live.start.task_id!r}, the session's task, or left out")
-        if live.family.name != SERVING:
-            raise InvalidRequestError("session_id", session_id, "a session that POST /reset returned")
+        live = await self._sessions.get(session_id, SERVING)
+        must_play(live, task_id)
         # The log never left the server, so there is nothing to verify it against but itself.
         score = self._grader.score(live.start.task_id, live.env.episode_log)
         return {**score, "verified": True, "done": live.env.done, "steps": len(live.actions)}
@@ -282,6 +280,13 @@ class RootRoutes:
         return await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
 
 
+def must_play(live: Live, task_id: TaskId | None) -> None:
+    """Raise SessionConflictError if a task is named and the session plays another one."""
+    played = live.start.task_id
+    if task_id is not None and str(task_id) != str(played):
+        raise SessionConflictError(f"session {live.session_id!r} plays task {played!r}, not {task_id!r}")
+
+
 def _calibration(task_id: TaskId) -> dict[str, float] | None:
     try:
         return asdict(get_calibration(task_id))
@@ -290,11 +295,11 @@ def _calibration(task_id: TaskId) -> dict[str, float] | None:
 
 
 _STATUS_TEXTS: Final = {
-    400: "The episode is over",
+    400: "The request cannot be answered as things stand (the episode is over, for one)",
     401: "The API key is missing or wrong",
-    404: "There is no such session",
+    404: "There is no such session, or no such environment",
     408: "The body did not arrive in time",
-    409: "Another action was already accepted for this step",
+    409: "Another action was already accepted for this step, or the session plays another task",
     413: "The body is too large",
     415: "The body is not JSON",
     422: "A field is missing, unknown or out of range",
@@ -304,11 +309,12 @@ _STATUS_TEXTS: Final = {
 
 
 def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
-    }
-    always: Sequence[int] = (401, 408, 413, 415, 422)
-    for status in sorted({*always, *statuses}):
-        content = {"application/json": {"schema": schemas.detail_schema()}}
-        responses[status] = {"description": _STATUS_TEXTS[status], "content": content}
-    return responses
+    """The answer 200, the errors of these statuses, and those that any path with a body may give."""
+    ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
+    return {200: ok, **documented_errors(401, 408, 413, 415, 422, *statuses)}
+
+
+def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors by status, all in the one form."""
+    content = {"application/json": {"schema": schemas.detail_schema()}}
+    return {status: {"description": _STATUS_TEXTS[status], "content": content} for status in sorted({*statuses})}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
+from grader.episode import GRADED_METRICS
 from inferencegym.models import (
     ACTION_FIELDS,
     NAIVE_ACTION,
@@ -20,13 +21,14 @@ from inferencegym.models import (
     QuantTier,
     WorkloadState,
 )
-from inferencegym.tasks import MAX_EPISODE_LENGTH, RewardWeights, TaskId, TaskSpec
+from inferencegym.tasks import MAX_EPISODE_LENGTH, RewardWeights, TaskId, TaskSpec, list_tasks
 from server.request_errors import InvalidRequestError
 
 DEFAULT_TASK: Final = 1
 DEFAULT_SEED: Final = 42
 MAX_SEED: Final = 2**63 - 1
 MAX_STEP: Final = 2**31 - 1
+SESSION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 
 Schema = dict[str, Any]
 
@@ -124,6 +126,7 @@ def _refuse_unknown(body: Mapping[str, Any], known: Iterable[str]) -> None:
 def _task_id(value: object, default: TaskId) -> TaskId:
     if value is None:
         return default
+    value = _whole(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise InvalidRequestError("task_id", value, "a number or a name from GET /tasks")
     return value
@@ -132,11 +135,15 @@ def _task_id(value: object, default: TaskId) -> TaskId:
 def _integer(name: str, value: object, low: int, high: int, default: int) -> int:
     if value is None:
         return default
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)  # JSON has one kind of number: 42.0 is 42
+    value = _whole(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
     return value
+
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 42.0 is 42."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _object(name: str, value: object) -> Mapping[str, Any] | None:
@@ -217,8 +224,8 @@ def observation_schema() -> Schema:
 
 def config_schema() -> Schema:
     """What /reset may override."""
-    weights = {f.name: {"type": "number", "minimum": 0, "maximum": 1} for f in fields(RewardWeights)}
-    length = {"type": "integer", "minimum": 1, "maximum": MAX_EPISODE_LENGTH}
+    weights = {f.name: nullable({"type": "number", "minimum": 0, "maximum": 1}) for f in fields(RewardWeights)}
+    length = nullable({"type": "integer", "minimum": 1, "maximum": MAX_EPISODE_LENGTH})
     return {
         "type": "object",
         "additionalProperties": False,
@@ -262,12 +269,20 @@ def workload_schema() -> Schema:
     return schema
 
 
-TASK_ID_SCHEMA: Final[Schema] = {"anyOf": [{"type": "integer"}, {"type": "string"}], "description": "an id from /tasks"}
-SEED_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": MAX_SEED}
-SESSION_ID_SCHEMA: Final[Schema] = {"type": "string", "minLength": 1}
+# The bound is the power of two itself: a reader that takes numbers as doubles cannot tell 2^63 - 1 from it.
+SEED_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_SEED + 1}
+SESSION_ID_SCHEMA: Final[Schema] = {"type": "string", "pattern": SESSION_ID_PATTERN}
 
 
-def _nullable(schema: Schema) -> Schema:
+def task_id_schema() -> Schema:
+    """Ids that a reset takes; a number may be sent as text."""
+    ids: list[TaskId] = [task.task_id for task in list_tasks(include_recorded=True)]
+    ids += [str(task_id) for task_id in ids if isinstance(task_id, int)]
+    return {"enum": ids, "description": "an id from /tasks"}
+
+
+def nullable(schema: Schema) -> Schema:
+    """The schema's values, or null, which means: as if left out."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -276,10 +291,10 @@ def reset_schema() -> Schema:
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            "task_id": {**_nullable(TASK_ID_SCHEMA), "default": DEFAULT_TASK},
-            "seed": {**_nullable(SEED_SCHEMA), "default": DEFAULT_SEED},
-            "config": _nullable(config_schema()),
-            "session_id": {**_nullable(SESSION_ID_SCHEMA), "description": "restart this session"},
+            "task_id": {**nullable(task_id_schema()), "default": DEFAULT_TASK},
+            "seed": {**nullable(SEED_SCHEMA), "default": DEFAULT_SEED},
+            "config": nullable(config_schema()),
+            "session_id": {**nullable(SESSION_ID_SCHEMA), "description": "restart this session"},
         },
     }
 
@@ -293,7 +308,7 @@ def step_schema() -> Schema:
             "session_id": SESSION_ID_SCHEMA,
             "action": {**action_schema(), "description": "fields left out take the naive defaults"},
             "step": {
-                **_nullable({"type": "integer", "minimum": 1, "maximum": MAX_STEP}),
+                **nullable({"type": "integer", "minimum": 1, "maximum": MAX_STEP}),
                 "description": "number of this step, from 1: makes sending it again safe (same step, same answer)",
             },
         },
@@ -301,45 +316,83 @@ def step_schema() -> Schema:
 
 
 def log_entry_schema() -> Schema:
-    """One entry of an episode log."""
+    """One entry of an episode log: what grading reads of it. Verifying wants every field that the step gave."""
+    measured = {name: {"type": "number", "minimum": 0, "maximum": high} for name, high in GRADED_METRICS.items()}
+    metrics = {
+        "type": "object",
+        "required": list(measured),
+        "properties": {n: {k: v for k, v in m.items() if v != math.inf} for n, m in measured.items()},
+        "description": "what the step measured; see /info",
+    }
+    action = {**action_schema(), "description": "the action as applied"}
     return {
         "type": "object",
-        "required": ["timestep", "action", "reward", "metrics"],
+        "required": ["action", "metrics"],
         "properties": {
-            "timestep": {"type": "integer", "minimum": 0},
-            "action": {"type": "object", "description": "the action as applied"},
-            "reward": {"type": "number"},
-            "metrics": {"type": "object", "description": "what the step measured; see /info"},
+            # Scores do not depend on these two: they count when a log is verified.
+            "timestep": {"description": "number of the step, from 1"},
+            "action": action,
+            "reward": {"description": "reward of the step"},
+            "metrics": metrics,
         },
     }
 
 
-def grade_schema() -> Schema:
+def step_as_log_entry_schema() -> Schema:
+    """An answer of /step, which is read as a log entry too."""
+    entry = log_entry_schema()["properties"]
+    info = {
+        "type": "object",
+        "required": ["metrics", "action_applied"],
+        "properties": {"metrics": entry["metrics"], "action_applied": entry["action"]},
+    }
+    # With metrics beside it, it is read as an entry.
+    return {"type": "object", "required": ["info"], "properties": {"info": info, "metrics": {"not": {}}}}
+
+
+def grade_schema(
+    task_id: Schema | None = None, config: Schema | None = None, log_entry: Schema | None = None
+) -> Schema:
+    """A session, or a log with its task; a log to verify with its seed too."""
+    items = log_entry or {"anyOf": [log_entry_schema(), step_as_log_entry_schema()]}
+    log = {"type": "array", "items": items, "maxItems": MAX_EPISODE_LENGTH}
+    absent: Schema = {"type": "null"}
+    seed, task = SEED_SCHEMA, task_id or task_id_schema()
+    shared = {"config": nullable(config or config_schema())}
+    named = {"session_id": {**SESSION_ID_SCHEMA, "description": "grade this session's episode"}}
+    verify = {"type": "boolean", "description": "replay the log's actions and refuse a log that differs"}
+    unverified = {**verify, "enum": [False], "default": False}
+    sent = {"task_id": task, "episode_log": log, "session_id": absent, **shared}
     return {
         "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "task_id": _nullable(TASK_ID_SCHEMA),
-            "episode_log": _nullable({"type": "array", "items": log_entry_schema(), "maxItems": MAX_EPISODE_LENGTH}),
-            "session_id": {
-                **_nullable(SESSION_ID_SCHEMA),
-                "description": "grade this session's episode instead of a log",
-            },
-            "seed": _nullable(SEED_SCHEMA),
-            "config": _nullable(config_schema()),
-            "verify": {
-                "type": "boolean",
-                "default": False,
-                "description": "replay the log's actions from seed and config, and refuse a log that differs",
-            },
-        },
+        "oneOf": [
+            closed(
+                ("session_id",),
+                {
+                    **named,
+                    "episode_log": absent,
+                    "task_id": nullable(task),
+                    "seed": nullable(seed),
+                    "verify": verify,
+                    **shared,
+                },
+            ),
+            closed(("task_id", "episode_log"), {**sent, "seed": nullable(seed), "verify": unverified}),
+            closed(("task_id", "episode_log", "seed", "verify"), {**sent, "seed": seed, "verify": {"enum": [True]}}),
+        ],
     }
+
+
+def closed(required: Iterable[str], properties: Schema) -> Schema:
+    """An object with these properties and no others."""
+    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
 
 
 def detail_schema() -> Schema:
     """Every error's body."""
     text = {"type": "string"}
-    properties = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
+    properties: Schema = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
+    properties["step"] = {"type": "integer", "description": "of a forged log: the first step that differs, from 0"}
     detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
     return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
 
@@ -350,7 +403,7 @@ def reset_answer_schema() -> Schema:
         "required": ["session_id", "task_id", "seed", "observation", "episode_length", "config", "reward", "done"],
         "properties": {
             "session_id": {"type": "string"},
-            "task_id": TASK_ID_SCHEMA,
+            "task_id": task_id_schema(),
             "seed": SEED_SCHEMA,
             "observation": observation_schema(),
             "episode_length": {"type": "integer"},

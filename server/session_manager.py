@@ -158,17 +158,20 @@ class SessionManager:
         self.counters.resets += 1
         return live, first
 
-    async def step(self, session_id: str, action: Any, number: int | None = None) -> Outcome:
+    async def step(self, session_id: str, action: Any, number: int | None = None, family: str | None = None) -> Outcome:
         """Take step ``number`` (counting from 1; None: the next one) and return what it gave.
 
         A step that was taken already with the same action gives the same outcome again; with another action it is a
-        StepConflictError, and so is a number ahead of the episode.
+        StepConflictError, and so is a number ahead of the episode. Where ``family`` is given, a session of another
+        family is an UnknownSessionError.
         """
         live = self._live.get(session_id)
         if live is None:
             live = await self._load(session_id)
         else:
             self._live.move_to_end(session_id)
+        if family is not None:
+            must_be(live, family)
         if live.waiting >= self._max_waiting:
             raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
         live.waiting += 1
@@ -178,15 +181,21 @@ class SessionManager:
         finally:
             live.waiting -= 1
 
-    async def get(self, session_id: str) -> Live:
-        """The session as it is now, whichever process stepped it last. Hold its ``lock`` while awaiting with it."""
+    async def get(self, session_id: str, family: str | None = None) -> Live:
+        """The session as it is now, whichever process stepped it last. Hold its ``lock`` while awaiting with it.
+
+        Where ``family`` is given, a session of another family is an UnknownSessionError.
+        """
         live = self._live.get(session_id)
         if live is None:
-            return await self._load(session_id)
-        self._live.move_to_end(session_id)
-        async with live.lock:
-            if await self.store.position(session_id) != (live.token, len(live.actions)):
-                await self._refresh(live)
+            live = await self._load(session_id)
+        else:
+            self._live.move_to_end(session_id)
+            async with live.lock:
+                if await self.store.position(session_id) != (live.token, len(live.actions)):
+                    await self._refresh(live)
+        if family is not None:
+            must_be(live, family)
         return live
 
     def peek(self, session_id: str) -> Live | None:
@@ -383,6 +392,14 @@ class SessionManager:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
         for live in [one for one in self._live.values() if one.touched < oldest and not one.waiting]:
             self._drop(live)
+
+
+def must_be(live: Live, family: str) -> None:
+    """Raise UnknownSessionError unless the session plays this family: each environment knows its own sessions only."""
+    if live.family.name != family:
+        raise UnknownSessionError(
+            f"session {live.session_id!r} is one of the {live.family.name} environment, not of the {family} one"
+        )
 
 
 def replay(

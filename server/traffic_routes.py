@@ -19,25 +19,24 @@ from starlette.responses import Response
 
 import inferencegym
 from env.traffic_env import TrafficEnv
-from grader.traffic_grader import grade_traffic, traffic_log
+from grader.traffic_grader import SCORED, grade_traffic, traffic_log
 from grader.verify import Replayed, verify_log
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import (
+    ACCEPT_SHARES,
     ACTION_NAMES,
     CONFIG_FIELDS,
     DEFAULT_TASK_ID,
     STATE_FIELDS,
     get_traffic_task,
     list_traffic_tasks,
-    parse_action,
     traffic_config,
 )
 from server import schemas
 from server.families import TRAFFIC
 from server.middleware import SESSION_KEY
-from server.request_errors import InvalidRequestError
-from server.routes import LARGE_LOG_ENTRIES, Context, documented
-from server.schemas import GradeRequest, ResetRequest, Schema
+from server.routes import LARGE_LOG_ENTRIES, Context, documented, must_play
+from server.schemas import GradeRequest, ResetRequest, Schema, nullable
 from server.session_manager import Live
 from server.wire import JsonRoute, read_object, reply
 
@@ -75,9 +74,7 @@ class TrafficRoutes:
             body["session_id"] = await self._session_of(request)
         session_id, action, number = schemas.parse_step(body)
         request.scope[SESSION_KEY] = session_id
-        # Read here as well as by the session's own family: no other family takes this form, so a session of another
-        # environment is refused before it moves.
-        outcome = await self._sessions.step(session_id, {"action": parse_action(action).value}, number)
+        outcome = await self._sessions.step(session_id, action, number, TRAFFIC)
         return reply(
             {"state": outcome.observation, "reward": outcome.reward, "done": outcome.done, "info": outcome.info}
         )
@@ -127,9 +124,8 @@ class TrafficRoutes:
             long = wanted.verify or len(wanted.episode_log or ()) > LARGE_LOG_ENTRIES
             return reply(await asyncio.to_thread(_grade_log, wanted) if long else _grade_log(wanted))
         live = await self._live(request, wanted.session_id)
+        must_play(live, wanted.task_id)
         task_id = str(live.start.task_id)
-        if wanted.task_id not in (None, task_id):
-            raise InvalidRequestError("task_id", wanted.task_id, f"{task_id!r}, the session's task, or left out")
         # The log never left the server, so there is nothing to verify it against but itself.
         score = grade_traffic(task_id, live.env.episode_log)
         return reply({**score, "verified": True, "done": live.env.done, "steps": len(live.actions)})
@@ -157,10 +153,7 @@ class TrafficRoutes:
 
     async def _live(self, request: Request, session_id: str) -> Live:
         request.scope[SESSION_KEY] = session_id
-        live = await self._sessions.get(session_id)
-        if live.family.name != TRAFFIC:
-            raise InvalidRequestError("session_id", session_id, f"a session that POST {self._prefix}/reset returned")
-        return live
+        return await self._sessions.get(session_id, TRAFFIC)
 
     def _caller(self, request: Request) -> str:
         # A client that plays both environments has a most recent session in each.
@@ -198,14 +191,8 @@ class TrafficRoutes:
         return self._route("GET", "/state", self.state, "Where an episode stands", answers, parameters=[named])
 
     def _grader_route(self) -> JsonRoute:
-        answers = documented({"type": "object"}, 400, 404, 429, 503)
-        schema = schemas.grade_schema()
-        log = {"type": "array", "items": {"type": "object"}, "description": "a log, or the answers of step in order"}
-        schema["properties"] |= {
-            "task_id": _nullable(_task_id_schema()),
-            "config": _nullable(_config_schema()),
-            "episode_log": _nullable(log),
-        }
+        answers = documented({"type": "object"}, 400, 404, 409, 429, 503)
+        schema = schemas.grade_schema(_task_id_schema(), _config_schema(), _log_entry_schema())
         return self._route("POST", "/grader", self.grade, "Score an episode", answers, request_schema=schema)
 
     def _tasks_route(self) -> JsonRoute:
@@ -275,7 +262,7 @@ def _task_id_schema() -> Schema:
 
 
 def _config_schema() -> Schema:
-    properties = {n: {**schemas.field_schema(f), "default": f.default} for n, f in CONFIG_FIELDS.items()}
+    properties = {n: {**nullable(schemas.field_schema(f)), "default": f.default} for n, f in CONFIG_FIELDS.items()}
     return {
         "type": "object",
         "additionalProperties": False,
@@ -284,8 +271,32 @@ def _config_schema() -> Schema:
     }
 
 
-def _nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+def _log_entry_schema() -> Schema:
+    """A log entry, or an answer of step; that their steps follow one another no schema can say."""
+    number, step = {"type": "number", "minimum": 0}, {"type": "integer", "minimum": 1}
+    scored: Schema = {name: {"type": "boolean"} if name == "crashed" else number for name in SCORED}
+    in_state = {name: scored[name] for name in scored if name in STATE_FIELDS}
+    in_info = {name: scored[name] for name in scored if name not in STATE_FIELDS}
+    in_info |= {"accept_rate": {"enum": list(ACCEPT_SHARES.values())}, "episode_step": step}
+    name = {"type": "string", "enum": list(ACTION_NAMES)}
+    entry = {
+        "timestep": step,
+        "action": {"anyOf": [name, schemas.closed(("action",), {"action": name})]},
+        "reward": {"description": "counts when the log is verified"},
+        "metrics": {"type": "object", "properties": scored, "required": list(scored)},
+    }
+    answer = {
+        "state": {"type": "object", "properties": in_state, "required": list(in_state)},
+        "info": {"type": "object", "properties": in_info, "required": list(in_info)},
+        "metrics": {"not": {}},
+    }
+    return {
+        "anyOf": [
+            {"type": "object", "properties": entry, "required": ["timestep", "action", "metrics"]},
+            # With metrics beside them, it is read as an entry.
+            {"type": "object", "properties": answer, "required": ["state", "info"]},
+        ]
+    }
 
 
 def _reset_schema() -> Schema:
@@ -294,12 +305,12 @@ def _reset_schema() -> Schema:
         "additionalProperties": False,
         "properties": {
             "task_id": {
-                **_nullable({"type": "string", "description": "an id from /tasks"}),
+                **nullable(_task_id_schema()),
                 "default": DEFAULT_TASK_ID,
             },
-            "seed": {**_nullable(schemas.SEED_SCHEMA), "description": "recorded; these tasks have no randomness"},
-            "config": _nullable(_config_schema()),
-            "session_id": {**_nullable(schemas.SESSION_ID_SCHEMA), "description": "restart this session"},
+            "seed": {**nullable(schemas.SEED_SCHEMA), "description": "recorded; these tasks have no randomness"},
+            "config": nullable(_config_schema()),
+            "session_id": {**nullable(schemas.SESSION_ID_SCHEMA), "description": "restart this session"},
         },
     }
 
@@ -324,8 +335,8 @@ def _step_schema() -> Schema:
         "required": ["action"],
         "properties": {
             "action": {"type": "string", "enum": list(ACTION_NAMES)},
-            "session_id": {**_nullable(schemas.SESSION_ID_SCHEMA), "description": "without it, the latest episode"},
-            "step": {**_nullable(number), "description": "number of this step, from 1: makes sending it again safe"},
+            "session_id": {**nullable(schemas.SESSION_ID_SCHEMA), "description": "without it, the latest episode"},
+            "step": {**nullable(number), "description": "number of this step, from 1: makes sending it again safe"},
         },
     }
 
