@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +18,11 @@ from typing import Any, Final
 import numpy as np
 
 from agents.baseline import BASELINE_ACTION, NaiveAgent
-from agents.modes import ActionsAgent, ModeAgent, ModeParams
+from agents.modes import ModeAgent, ModeParams
 from agents.play import play
 from agents.protocol import FloatArray
 from agents.seeds import CALIBRATION_SEEDS
-from agents.solver import Budget, Progress, Solver, score, silent, throughput
+from agents.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from env.action import from_row, to_row
 from inferencegym.tasks import DATA_DIR, UNCALIBRATED, Calibration, TaskId, TaskSpec
 from simulator.tables import load_tables
@@ -70,14 +70,14 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
     fast_solver = Solver(task, neutral, objective=throughput, budget=budget, progress=progress)
     fastest, _ = fast_solver.best_static()
     fastest_policy, _ = fast_solver.best_adaptive(fastest)
-    optimum, peak = _highest(task, price, [fastest], [fastest_policy])
+    optimum, peak = _highest(task, price, [fastest, fastest_policy])
 
     # The grade needs the optimum, and the search for the grade may find a higher one: measure again with it.
     guess = Calibration(floor, optimum, peak, price)
     solver = Solver(task, guess, objective=score, budget=budget, progress=progress)
     static, static_value = solver.best_static()
     adaptive, adaptive_value = solver.best_adaptive(static)
-    optimum, peak = _highest(task, price, [fastest, static], [fastest_policy, adaptive])
+    optimum, peak = _highest(task, price, [fastest, fastest_policy, static, adaptive])
 
     calibration = Calibration(floor, optimum, peak, price)
     provenance = {
@@ -113,13 +113,13 @@ def measure_price(task: TaskSpec) -> float:
 def measure_throughput_of(task: TaskSpec, policy: FloatArray | ModeParams, price: float) -> tuple[float, float]:
     """Mean tokens per second of an action (5,) or policy over the calibration seeds, and its fastest second."""
     calibration = Calibration(0.0, 1.0, 1.0, price)
-    agent = ModeAgent(policy, task) if isinstance(policy, ModeParams) else ActionsAgent(policy[None], len(CALIBRATION_SEEDS))
-    tps = play(task, agent, CALIBRATION_SEEDS, calibration=calibration).metrics["tokens_per_sec"]
+    params = policy if isinstance(policy, ModeParams) else constant_policy(policy)
+    tps = play(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration).metrics["tokens_per_sec"]
     return float(tps.mean()), float(tps.max())
 
 
-def _highest(task: TaskSpec, price: float, actions: list[FloatArray], policies: list[ModeParams]) -> tuple[float, float]:
-    measured = [measure_throughput_of(task, p, price) for p in (*actions, *policies)]
+def _highest(task: TaskSpec, price: float, tried: Sequence[FloatArray | ModeParams]) -> tuple[float, float]:
+    measured = [measure_throughput_of(task, policy, price) for policy in tried]
     means, peaks = np.array(measured).T
     return float(means.max()), float(peaks.max())
 

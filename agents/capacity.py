@@ -81,11 +81,8 @@ class CapacityPlanner:
         """Highest rate at which prefill leaves decoding enough time to keep up with ``batch`` running requests."""
         prefill_s = float(self._work_ms[setting.tier]) / 1000.0
         decode_s = self._output * self._tpot_ms(setting, batch) / 1000.0 / batch
-        if setting.disagg:
-            each = min(1.0 / max(prefill_s, 1e-9), 1.0 / decode_s)
-        else:
-            each = 1.0 / (prefill_s + decode_s)
-        return each * self._fleet.n_replicas
+        busy_s = max(prefill_s, decode_s) if setting.disagg else prefill_s + decode_s
+        return self._fleet.n_replicas / busy_s
 
     def _tpot_ms(self, setting: Setting, running: float) -> float:
         k = SPEC_LENGTHS.index(setting.spec_length)

@@ -13,6 +13,7 @@ import itertools
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.capacity import CapacityPlanner, Plan, Setting
 from agents.hill_climb import COLUMN
@@ -61,13 +62,14 @@ class HeuristicAgent:
         self._hold = np.where(alarm, HOLD_STEPS, np.maximum(self._hold - 1.0, 0.0))
         return np.where(self._hold[:, None] > 0, self._flood.row(), self._calm.row())
 
-    def _announced(self, observation: FloatArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _announced(self, observation: FloatArray) -> NDArray[np.bool_]:
         """Whether an announced flood begins within the time that the roll-out takes."""
         timestep = observation[:, COLUMN["timestep"]]
         if self._burst is None or self._rollout_s == 0.0:
             return np.zeros(len(timestep), dtype=bool)
         ahead = (self._burst.offset_steps - timestep) % self._burst.interval_steps
-        return ahead <= np.ceil(self._rollout_s)
+        due: NDArray[np.bool_] = ahead <= np.ceil(self._rollout_s)
+        return due
 
     @staticmethod
     def _plan_flood(task: TaskSpec, planner: CapacityPlanner) -> Plan:

@@ -21,8 +21,8 @@ WATCH_STEPS: Final = 8
 class HillClimbAgent:
     """Coordinate ascent on what an operator watches: late requests first, then queue, time to first token and cost.
 
-    The share of late requests is the tail of the latency distribution (the violations that p99 objectives are about), so
-    the tuner is driven by the tail, not by the median. Every row climbs on its own.
+    The share of late requests is the tail of the latency distribution (what p99 objectives are about), so the tuner is
+    driven by the tail, not by the median. Every row climbs on its own.
     """
 
     def __init__(self, task: TaskSpec) -> None:

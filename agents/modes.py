@@ -47,7 +47,7 @@ def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModeParams:
-    """P policies of K modes: ``settings`` (P, K, 5) knobs, ``gate`` (P, K, Q) weights, ``stay`` (P,) switching bonus."""
+    """P policies of K modes: ``settings`` (P, K, 5) knobs, ``gate`` (P, K, Q) weights, ``stay`` (P,) bonuses."""
 
     settings: FloatArray
     gate: FloatArray
@@ -56,7 +56,7 @@ class ModeParams:
     @property
     def n_modes(self) -> int:
         """Modes of each policy."""
-        return self.settings.shape[1]
+        return int(self.settings.shape[1])
 
     def __len__(self) -> int:
         return len(self.settings)

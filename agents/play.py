@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +41,10 @@ class Played:
 
     def episode(self, row: int) -> Episode:
         """What the grader sees of one row."""
-        columns = [self.metrics[name][:, row] for name in GRADED]
+        columns = {name: self.metrics[name][:, row] for name in GRADED}
         # Logs carry whole violations, see ServingFleet.snapshot.
-        columns[-1] = np.rint(columns[-1])
-        return Episode(*columns, self.actions[:, row, 2], self.actions[:, row, 0])
+        columns["slo_violations"] = np.rint(columns["slo_violations"])
+        return Episode(**columns, batch_size=self.actions[:, row, 2], kv_budget=self.actions[:, row, 0])
 
     def scores(self, calibration: Calibration | None = None) -> FloatArray:
         """The grade of every row, (B,)."""
@@ -103,7 +104,7 @@ class _Stepper:
         self._batch = batch
         n = max(1, min(os.cpu_count() or 1, batch.n_rows // MIN_ROWS_PER_THREAD))
         edges = np.linspace(0, batch.n_rows, n + 1).astype(int).tolist()
-        self._parts = list(zip(edges[:-1], edges[1:], strict=True))
+        self._parts = list(itertools.pairwise(edges))
         self._pool = ThreadPoolExecutor(n) if n > 1 else None
 
     def __enter__(self) -> _Stepper:

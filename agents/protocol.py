@@ -24,7 +24,7 @@ class Agent(Protocol):
         ...
 
     def act(self, observation: FloatArray) -> FloatArray:
-        """Knobs (B, 5) in the order of ``ACTION_FIELDS`` for observations (B, 14) in the order of ``OBSERVATION_FIELDS``.
+        """Knobs (B, 5) for observations (B, 14), in the orders of ``ACTION_FIELDS`` and ``OBSERVATION_FIELDS``.
 
         The environment clamps and snaps what it is given and ignores knobs that the task does not offer.
         """

@@ -143,9 +143,7 @@ class Solver:
         for start in range(0, n, at_once):
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
-            played = play(
-                self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, tables=self._tables
-            )
+            played = play(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, tables=self._tables)
             values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
@@ -153,7 +151,7 @@ class Solver:
 
     def grid(self, points: dict[str, tuple[float, ...]]) -> FloatArray:
         """All combinations of these points (N, 5); knobs that are not live or frozen have one value."""
-        axes = []
+        axes: list[tuple[float, ...]] = []
         for i, name in enumerate(ACTION_FIELDS):
             if name in self._frozen:
                 axes.append((self._frozen[name],))
@@ -306,7 +304,8 @@ class Solver:
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
         for generation in range(budget.generations):
-            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", 0.6 + 0.38 * generation / budget.generations)
+            share = 0.6 + 0.38 * generation / budget.generations
+            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
             drawn = mean + spread * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
             drawn[1] = self._encode(best)
@@ -370,8 +369,8 @@ def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModePar
 
 def gate_library(task: TaskSpec) -> list[FloatArray]:
     """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the hours of the announced floods."""
-    rates = [1.3, 2.0, 3.0] if task.burst is None else [1.0 + x * (task.burst.rate_rps / task.arrival_rate_rps - 1.0)
-                                                        for x in (0.08, 0.25, 0.6)]
+    flood = 3.0 if task.burst is None else task.burst.rate_rps / task.arrival_rate_rps
+    rates = [1.0 + x * (flood - 1.0) for x in (0.08, 0.25, 0.6)]
     library = [threshold_gate("arrival_rate", np.log1p(r * task.arrival_rate_rps) / np.log1p(1000.0)) for r in rates]
     library += [threshold_gate("queue_depth", np.log1p(q) / np.log1p(512.0)) for q in (8.0, 64.0)]
     if task.burst is not None:

@@ -2,7 +2,7 @@
 rewards point the same way as grades.
 
     python benchmarks/tasks.py                       all of it: benchmarks/tasks.json, tasks.md and figures/
-    python benchmarks/tasks.py --skip-ablation       without the slow part (the knobs' ablation searches anew five times)
+    python benchmarks/tasks.py --skip-ablation       without the slow part: ablation searches anew for each knob
 
 Agents play the 30 held-out seeds that nothing was fitted to; intervals are 95 % Student t intervals over seeds,
 differences are paired by seed. Figures need the extra `report` (matplotlib).
@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from agents.ablation import ablate
 from agents.calibration import policy_path
@@ -165,10 +163,8 @@ def draw_scores(result: dict[str, Any], path: Path) -> None:
     for axis, task in zip(axes, result["tasks"], strict=True):
         entries = sorted(task["agents"], key=lambda e: e["score"]["mean"])
         means = [e["score"]["mean"] for e in entries]
-        errors = np.array(
-            [[e["score"]["mean"] - e["score"]["ci95_low"], e["score"]["ci95_high"] - e["score"]["mean"]] for e in entries]
-        ).T
-        axis.errorbar(range(len(means)), means, yerr=errors, fmt="o", markersize=4, capsize=3, color="#1f4e79")
+        half = [e["score"]["ci95_high"] - e["score"]["mean"] for e in entries]
+        axis.errorbar(range(len(means)), means, yerr=half, fmt="o", markersize=4, capsize=3, color="#1f4e79")
         axis.axhspan(*task["expected_naive"], color="#dddddd", zorder=0, label="meant for naive")
         axis.set_xticks(range(len(means)), [e["agent"] for e in entries], rotation=60, ha="right", fontsize=8)
         axis.set_title(f"Task {task['task']}", fontsize=10)
@@ -213,7 +209,13 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
 
 def draw_knobs(axis: Any, played: Played) -> None:
     knobs = played.actions[:, 0]
-    scales = {"kv_budget": 1.0, "spec_length / 8": 8.0, "batch_size / 512": 512.0, "prefill_disagg": 1.0, "quant_tier / 2": 2.0}
+    scales = {
+        "kv_budget": 1.0,
+        "spec_length / 8": 8.0,
+        "batch_size / 512": 512.0,
+        "prefill_disagg": 1.0,
+        "quant_tier / 2": 2.0,
+    }
     for i, (label, scale) in enumerate(scales.items()):
         axis.step(range(len(knobs)), knobs[:, i] / scale, where="post", label=label, linewidth=1.2)
     axis.set_ylim(-0.05, 1.05)

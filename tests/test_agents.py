@@ -29,7 +29,13 @@ from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tas
 
 TINY = Budget(
     grid={k: v[::2] for k, v in COARSE.items()},
-    coarse={"kv_budget": (0.3, 0.9), "spec_length": (0, 1), "batch_size": (32, 256), "prefill_disagg": (0, 1), "quant_tier": (0, 1)},
+    coarse={
+        "kv_budget": (0.3, 0.9),
+        "spec_length": (0, 1),
+        "batch_size": (32, 256),
+        "prefill_disagg": (0, 1),
+        "quant_tier": (0, 1),
+    },
     seeds=TRAINING_SEEDS[:2],
     quick_seeds=TRAINING_SEEDS[:1],
     validation=VALIDATION_SEEDS[:2],
@@ -306,10 +312,8 @@ def test_the_price_does_not_depend_on_the_calibration_in_use() -> None:
 
 def test_the_calibrate_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (Path("simulator/data/calibration.json")).read_bytes()
-    status = main(
-        ["calibrate", "--task", "1", "--quick", "--out", str(tmp_path / "c.json"), "--policies", str(tmp_path / "p"), "--json"]
-    )
-    assert status == 0
+    places = ["--out", str(tmp_path / "c.json"), "--policies", str(tmp_path / "p")]
+    assert main(["calibrate", "--task", "1", "--quick", "--json", *places]) == 0
     printed = json.loads(capsys.readouterr().out)["tasks"]["1"]
     assert json.loads((tmp_path / "c.json").read_text())["tasks"]["1"] == printed
     stored = json.loads(policy_path("best_static", 1, tmp_path / "p").read_text())
@@ -361,8 +365,8 @@ def test_all_stands_for_every_agent_that_can_play() -> None:
 
 
 def test_the_evaluate_command_prints_json_with_every_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", "--task", "3", "--agent", "naive", "--agent", 'constant:{"batch_size": 256}', "--seeds", "3", "--json"]
-    assert main(arguments) == 0
+    agents = ["--agent", "naive", "--agent", 'constant:{"batch_size": 256}']
+    assert main(["evaluate", "--task", "3", *agents, "--seeds", "3", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)["results"][0]
     assert result["seeds"] == [10_000, 10_001, 10_002]
     assert [entry["agent"] for entry in result["agents"]] == ["naive", 'constant:{"batch_size": 256}']

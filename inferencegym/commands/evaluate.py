@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="naive, random[:SEED], heuristic, hill_climb, best_static, best_adaptive, ..., "
         "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
     )
-    parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default and least to report: 30)")
+    parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
 
 
