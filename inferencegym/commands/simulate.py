@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-cv", type=float, default=0.55, help="its coefficient of variation (log-normal)")
     parser.add_argument("--burst-s", type=float, help="arrivals only in the first so many seconds")
     parser.add_argument("--closed", type=int, default=0, metavar="N", help="N requests always in flight")
-    parser.add_argument("--trace", type=Path, help="request log (CSV or parquet) instead of drawn requests")
+    parser.add_argument(
+        "--trace", type=Path, help="request log (see `inferencegym import-trace`) instead of drawn requests"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the load and print what it met."""
     from inferencegym.errors import InvalidConfigError
     from inferencegym.models import ServeAction
-    from simulator.requests import read_requests
+    from simulator.build.importers import import_log
     from simulator.tables import TABLE_80GB, load_tables
     from simulator.whatif import run_requests, steady_requests
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     n_requests = args.requests if args.requests is not None or args.burst_s is not None else 300
     tables = load_tables(args.table or (TABLE_80GB if args.memory_gb == 80 else None))
     if args.trace is not None:
-        requests = read_requests(args.trace)
+        requests = import_log(args.trace).log
     else:
         requests = steady_requests(
             args.qps,
