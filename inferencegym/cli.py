@@ -20,6 +20,7 @@ COMMANDS: Final[dict[str, str]] = {
     "evaluate": "score agents on held-out seeds with confidence intervals",
     "calibrate": "measure floors, optima and prices of the tasks",
     "train": "train a PPO policy",
+    "llm": "let a language model play an episode on a server",
     "sweep": "evaluate agents and seeds on many workers",
     "verify": "replay an episode log and check every number of it",
     "leaderboard": "add to or check a replay-verified leaderboard",
