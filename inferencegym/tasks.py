@@ -21,6 +21,7 @@ from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES
 TaskId = int | str
 
 DATA_DIR: Final = Path(__file__).resolve().parent.parent / "simulator" / "data"
+CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
 EPISODE_LENGTH: Final = 200
 MAX_EPISODE_LENGTH: Final = 5_000
@@ -134,8 +135,12 @@ class TaskSpec:
     episode_length: int = EPISODE_LENGTH
     expected_baseline: tuple[float, float] | None = None
     trace: str | None = None
-    """File of a recorded trace (parquet, relative to the task file) that replaces drawn arrivals and lengths."""
+    """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
     recorded: bool = field(default=False)
+    calibration: Calibration | None = None
+    """Constants that the task's entry carries itself; those in ``calibration_file`` come first."""
+    calibration_file: str = str(CALIBRATION_FILE)
+    """Where the task's measured constants are kept: beside the task file, for tasks of one's own."""
 
     def config(self, overrides: Mapping[str, Any] | None = None) -> EpisodeConfig:
         """The episode configuration with ``overrides`` applied; raises :class:`InvalidConfigError`."""
@@ -191,8 +196,13 @@ def list_tasks(include_recorded: bool = False) -> list[TaskSpec]:
 
 
 def load_task_file(path: str | Path) -> list[TaskSpec]:
-    """Read a task file. Raises :class:`InvalidConfigError` naming file, task and key."""
+    """Read a task file. Raises :class:`InvalidConfigError` naming file, task and key.
+
+    Constants that ``inferencegym calibrate`` measures for tasks of ``my_tasks.json`` lie in
+    ``my_tasks.calibration.json`` beside it; those of the tasks that ship, in ``calibration.json``.
+    """
     path = Path(path)
+    constants = CALIBRATION_FILE if path.parent == DATA_DIR else path.with_suffix(".calibration.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         entries = raw["tasks"].items()
@@ -203,7 +213,7 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
     tasks = []
     for key, entry in entries:
         try:
-            tasks.append(parse_task(key, entry, base=path.parent))
+            tasks.append(replace(parse_task(key, entry, base=path.parent), calibration_file=str(constants)))
         except InvalidConfigError as error:
             raise InvalidConfigError(f"{path}: task {key!r}: {error}") from error
     return tasks
@@ -289,6 +299,7 @@ _KEYS: Final[dict[str, Any]] = {
     "expected_baseline": None,
     "trace": None,
     "recorded": False,
+    "calibration": None,
 }
 
 _TRACE_DEFAULTS: Final[dict[str, Any]] = {
@@ -345,6 +356,7 @@ def parse_task(key: str, entry: Mapping[str, Any], base: Path = DATA_DIR) -> Tas
         else (c["expected_baseline"][0], c["expected_baseline"][1]),
         trace=None if c["trace"] is None else str((base / str(c["trace"])).resolve()),
         recorded=bool(c["recorded"]),
+        calibration=None if c["calibration"] is None else _parse_calibration(c["calibration"]),
     )
 
 
@@ -360,6 +372,17 @@ def _parse_reward(raw: Mapping[str, Any]) -> RewardWeights:
     if unknown:
         raise InvalidConfigError(f"reward: unknown key {sorted(unknown)[0]!r}")
     return replace(RewardWeights(), **{k: _number(raw, k, 0, 1) for k in raw})
+
+
+def _parse_calibration(raw: object) -> Calibration:
+    """Measured constants; keys beside them tell how they were measured and are not read."""
+    if not isinstance(raw, Mapping):
+        raise InvalidConfigError("calibration must be an object; `inferencegym import-trace` writes it")
+    names = [f.name for f in fields(Calibration)]
+    missing = [name for name in names if name not in raw]
+    if missing:
+        raise InvalidConfigError(f"calibration: missing key {missing[0]!r}")
+    return Calibration(**{name: _number(raw, name, 0 if name == "floor_tps" else 1e-12, 1e12) for name in names})
 
 
 def _parse_burst(c: Mapping[str, Any]) -> Burst | None:
@@ -465,20 +488,31 @@ UNCALIBRATED: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 
 
 def get_calibration(task_id: TaskId) -> Calibration:
-    """Constants of a task from ``simulator/data/calibration.json``; raises :class:`InvalidConfigError` if absent."""
-    table = _calibrations(str(DATA_DIR / "calibration.json"))
-    if _key(task_id) not in table:
-        raise InvalidConfigError(f"task {task_id!r} is not calibrated: run `inferencegym calibrate --task {task_id}`")
-    return table[_key(task_id)]
+    """Measured constants of a task; raises :class:`InvalidConfigError` if there are none.
+
+    They lie in ``simulator/data/calibration.json``, beside the task's own file, or in its entry (key ``calibration``).
+    """
+    key = _key(task_id)
+    task = _registry(os.environ.get(TASKS_ENV, "")).get(key)
+    path = Path(CALIBRATION_FILE if task is None else task.calibration_file)
+    measured = _calibrations(str(path), path.stat().st_mtime_ns) if path.exists() else {}
+    if key in measured:
+        return measured[key]
+    if task is not None and task.calibration is not None:
+        return task.calibration
+    raise InvalidConfigError(f"task {task_id!r} is not calibrated: run `inferencegym calibrate --task {task_id}`")
 
 
 @lru_cache(maxsize=4)
-def _calibrations(path: str) -> dict[str, Calibration]:
-    if not Path(path).exists():
-        return {}
-    raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    names = {f.name for f in fields(Calibration)}
-    return {k: Calibration(**{n: v for n, v in entry.items() if n in names}) for k, entry in raw["tasks"].items()}
+def _calibrations(path: str, version: int) -> dict[str, Calibration]:
+    """The constants of one state of a file."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {key: _parse_calibration(entry) for key, entry in raw["tasks"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidConfigError(
+            f"{path}: not a calibration file ({error}); measure again with `inferencegym calibrate`"
+        ) from error
 
 
 def active_classes(task: TaskSpec) -> Iterable[RequestClass]:

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
     parser.add_argument("--quick", action="store_true", help="a coarse sweep and a short search: seconds, not minutes")
-    parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the tasks read)")
+    parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
     parser.add_argument("--policies", type=Path, help="folder for the policies found (default: the agents' own)")
     parser.add_argument("--json", action="store_true", help="print the entries as JSON")
 
@@ -21,12 +21,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from agents.calibration import CALIBRATION_FILE, POLICY_DIR, calibrate, write_calibration, write_policies
+    from agents.calibration import POLICY_DIR, calibrate, write_calibration, write_policies
     from agents.solver import QUICK, Budget
     from inferencegym.tasks import get_task, list_tasks
 
     tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
-    out, policies = args.out or CALIBRATION_FILE, args.policies or POLICY_DIR
+    policies = args.policies or POLICY_DIR
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     entries = {}
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
             solved = calibrate(task, QUICK if args.quick else Budget(), progress)
             # Written task by task: an interrupted run keeps what it has finished.
-            write_calibration({task.task_id: solved}, out)
+            write_calibration({task.task_id: solved}, args.out or Path(task.calibration_file))
             write_policies({task.task_id: solved}, policies)
             entries[str(task.task_id)] = solved.entry()
     if args.json:
