@@ -64,19 +64,21 @@ METRICS: Final = (
 class EngineParams:
     """How the modelled engine behaves; each value with its source in ENVIRONMENT.md, "Serving dynamics"."""
 
-    colocated_limit: float = 0.9
-    """Most of a replica's time that prefill may take from decoding."""
     disagg_limit: float = 0.98
     """Most of a prefill GPU's time that prefill may take."""
     recompute_factor: float = 1.5
     """Extra prefill work per unit of overcommitted KV cache (preempted requests are recomputed)."""
+    churn_factor: float = 0.9
+    """Output tokens recomputed per output token of a request that is admitted into a full KV pool."""
+    load_weight: float = 0.3
+    """Weight of the newest step in the prefill load that decides how long prompts queue within a step."""
     kv_fill: float = 1.0
     """Share of the KV pool up to which new requests are admitted."""
     block_slack_tokens: float = 8.0
     """KV tokens that a request holds beyond its context: half a block of 16."""
     handoff_ms_per_token: float = 131_072 / 25e9 * 1e3
     """KV transfer from a prefill GPU over a 25 GB/s link."""
-    jitter: float = 0.12
+    jitter: float = 0.05
     """Log standard deviation of TTFT beside queueing and prompt length."""
     eviction_rate: float = 1.0
     """Preemptions per second and overcommitted request."""
@@ -129,6 +131,7 @@ class ServingParams:
             "closed_clients": float(self.closed_clients),
             "price": self.price,
             "memory_gb": float(meta["memory_budget_gb"]),
+            "memory_limit_gb": float(meta["memory_limit_gb"]),
             "activation_gb": float(memory["activations_gb"]),
             "workspace_gb": float(memory["workspace_gb"]),
             "sequence_gb": float(memory["per_sequence_gb"]),
@@ -136,15 +139,15 @@ class ServingParams:
             "kv_bytes_per_token": float(meta["kv_bytes_per_token"]),
             "tau_ms": float(meta["tau_ms"]),
             "chunk_tokens": float(meta["max_batched_tokens"]),
-            "colocated_limit": engine.colocated_limit,
             "disagg_limit": engine.disagg_limit,
             "recompute_factor": engine.recompute_factor,
+            "churn_factor": engine.churn_factor,
+            "load_weight": engine.load_weight,
             "kv_fill": engine.kv_fill,
             "block_slack": engine.block_slack_tokens,
             "handoff_ms_per_token": engine.handoff_ms_per_token,
             "jitter": engine.jitter,
             "eviction_rate": engine.eviction_rate,
-            "context_floor": float(self.tables.axes["prompt_len_bucket"][0]),
         }
 
     def _lookup(self) -> dict[str, Any]:
@@ -152,10 +155,12 @@ class ServingParams:
         weights = tables.weights_gb
         return {
             "n_batch_points": len(tables.axes["batch_size"]),
+            "n_iteration_points": len(tables.iteration_batches),
+            "iteration_points": tables.iteration_batches,
             "n_context_points": len(tables.axes["prompt_len_bucket"]),
-            "log2_batch": np.log2(tables.axes["batch_size"]),
-            "log2_context": np.log2(tables.axes["prompt_len_bucket"]),
-            "log_decode_ms": np.log(tables.decode_ms),
+            "batch_points": tables.axes["batch_size"].copy(),
+            "context_points": tables.axes["prompt_len_bucket"].copy(),
+            "decode_ms": tables.iteration_ms,
             "weights_gb": weights,
             "reload_s": self.restart_s + weights / self.load_gb_per_s,
             "spec_tokens": tables.spec_tokens,
@@ -167,17 +172,19 @@ def _class_tables(params: ServingParams) -> dict[str, FloatArray]:
     """Per-class tables: objectives, prefill ratios, survival of output lengths."""
     stats, tables = params.stats, params.tables
     survival, position = survival_integrals(stats.output_cdf_tokens, GRID_CELLS)
-    alone, marginal, saturated = prefill_ratios(stats, tables)
+    alone, apart, marginal, saturated = prefill_ratios(stats, tables)
     return {
         "slo_ms": stats.slo_ms,
         "mean_prompt": stats.prompt_mean,
         "mean_work_ms": stats.work_mean_ms,
         "work_cv2": stats.work_cv2,
+        "output_gini": gini(stats.output_cdf_tokens),
         # Acceptance was measured at a base rate of 0.65; a task's rate scales the accepted tokens.
         "accept_scale": params.base_accept_rate / 0.65 * (1.0 - stats.complexity_penalty),
         "survival_int": survival,
         "position_int": position,
         "alone_ratio": alone,
+        "apart_ratio": apart,
         "marginal_ratio": marginal,
         "saturated_ratio": saturated,
     }
@@ -202,26 +209,43 @@ def survival_integrals(quantile_tokens: FloatArray, cells: int) -> tuple[FloatAr
     return survival, position
 
 
-def prefill_ratios(stats: ClassStats, tables: ServingTables) -> tuple[FloatArray, FloatArray, FloatArray]:
+def gini(quantile_tokens: FloatArray) -> FloatArray:
+    """Gini coefficients of output lengths, (C,) from (C, Q) evenly spaced quantiles.
+
+    Given when requests came, the number in flight has this share of its mean as variance: a request of age x is still
+    there with probability S(x), and the integral of S(1 - S) is the mean times the Gini coefficient.
+    """
+    n = quantile_tokens.shape[1]
+    rank = (2.0 * np.arange(n) + 1.0 - n) / n
+    spread: FloatArray = (np.sort(quantile_tokens, axis=1) * rank).mean(axis=1) / quantile_tokens.mean(axis=1)
+    return spread
+
+
+def prefill_ratios(stats: ClassStats, tables: ServingTables) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     """Prefill time of a class's mean prompt relative to its listed work.
 
-    Returns (C, 3) for a prompt alone on an idle engine, (C, 3, batch points) for one prompt fused into a running batch,
-    and the same for iterations full of such prompts.
+    Returns (C, 3) for a prompt alone on an idle engine, (C, 3) for prompts that fill the iterations of a GPU which does
+    nothing else, (C, 3, batch points) for one prompt fused into a running batch, and the same for iterations full of
+    such prompts.
     """
     points = tables.axes["prompt_len_bucket"]
     n_classes, n_tiers, n_batch = len(stats.names), 3, len(tables.axes["batch_size"])
     reference = int(np.argmin(np.abs(tables.axes["batch_size"] - REFERENCE_BATCH)))
-    alone = np.empty((n_classes, n_tiers))
+    alone, apart = np.empty((2, n_classes, n_tiers))
+    chunk_tokens = float(tables.meta["max_batched_tokens"])
     marginal, saturated = np.empty((2, n_classes, n_tiers, n_batch))
     for c, prompt in enumerate(stats.prompt_mean):
         at = np.array([prompt])
         for tier in range(n_tiers):
             listed = interp_log(at, points, tables.prefill_saturated_ms[tier, reference])[0]
             alone[c, tier] = interp_log(at, points, tables.prefill_ms[tier])[0] / listed
+            # Each iteration streams the weights once, as a decode of one request does.
+            streaming = float(tables.decode_ms[tier, 0, 0, 0]) * prompt / chunk_tokens
+            apart[c, tier] = (interp_log(at, points, tables.prefill_saturated_ms[tier, 0])[0] + streaming) / listed
             for b in range(n_batch):
                 marginal[c, tier, b] = interp_log(at, points, tables.prefill_marginal_ms[tier, b])[0] / listed
                 saturated[c, tier, b] = interp_log(at, points, tables.prefill_saturated_ms[tier, b])[0] / listed
-    return alone, marginal, saturated
+    return alone, apart, marginal, saturated
 
 
 @lru_cache(maxsize=64)
@@ -250,12 +274,23 @@ _ROW_FLOAT: Final = (
     "recompute_ms",
     "overcommit",
     "prefill_load",
+    "prefill_cap",
+    "kv_pressure",
+    "prefilling",
     "prompt_window_requests",
     "prompt_window_tokens",
     "rate_ema",
     "cost_so_far",
 )
-_CLASS_FLOAT: Final = ("queue", "in_flight", "prompt_in_flight", "position_in_flight", "class_window", "work_ratio")
+_CLASS_FLOAT: Final = (
+    "queue",
+    "in_flight",
+    "prompt_in_flight",
+    "position_in_flight",
+    "class_window",
+    "work_ratio",
+    "class_load",
+)
 _SCRATCH_ROW: Final = (
     "share_to",
     "restarted",
@@ -265,7 +300,7 @@ _SCRATCH_ROW: Final = (
     "resident",
     "kv_context",
     "prefill_apart",
-    "prefill_limit",
+    "kv_bound",
     "kv_pool_tokens",
     "late_requests",
     "judged_requests",
@@ -281,6 +316,10 @@ _SCRATCH_CLASS: Final = (
     "survive_pos",
     "head_prompt",
     "head_work_ms",
+    "each_ms",
+    "shift_ms",
+    "rest_ms",
+    "spread",
     "base_ms",
     "base_p99_ms",
 )
@@ -299,7 +338,9 @@ class ServingState:
     - ``progress`` (B, T + 1) tokens that a request gained since the start; ``density`` (B, T, C) requests admitted per
       token of progress.
     - ``last_gain`` tokens per request in the last step, ``recompute_ms`` prefill owed to restarted replicas,
-      ``overcommit`` share of requests beyond the KV pool, rolling statistics of the load, ``cost_so_far``.
+      ``overcommit`` share of requests beyond the KV pool, ``kv_pressure`` how much the pool bounded admission lately,
+      ``prefill_cap`` share of time that prefill may take, ``prefilling`` requests that hold a slot and await their
+      first token, ``class_load`` (B, C) smoothed prefill load, rolling statistics of the load, ``cost_so_far``.
     """
 
     rows: dict[str, NDArray[Any]]
@@ -355,7 +396,7 @@ class ServingFleet:
         self.tier = np.zeros(n_rows, dtype=np.int64)
         self.metrics = np.zeros((len(METRICS), n_rows))
         self.metric: Mapping[str, FloatArray] = {name: self.metrics[i] for i, name in enumerate(METRICS)}
-        self.record = np.zeros((n_rows, max(record, 1), 6))
+        self.record = np.zeros((n_rows, max(record, 1), 7))
         self.reset_rows(range(n_rows))
         self._kernel = ServingKernel({**params.constants, "record_rows": record}, self._arrays())
 
@@ -399,6 +440,7 @@ class ServingFleet:
         self.state.rows["converted"][index] = 1.0
         self.state.rows["rate_ema"][index] = self.params.nominal_rate_rps
         self.state.rows["work_ratio"][index] = 1.0
+        self.state.rows["prefill_cap"][index] = 0.85
 
     def step(self, lo: int = 0, hi: int | None = None) -> None:
         """Serve one step in rows ``lo`` to ``hi``; every row must have steps left."""

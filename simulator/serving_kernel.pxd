@@ -1,25 +1,26 @@
 # C types of serving_kernel.py; arrays are documented in serving.py.
 cimport cython
-from libc.math cimport erfc, exp, log, log2
+from libc.math cimport erfc, exp, log, sqrt
 
 cdef int SWEEPS
 cdef int BISECTIONS
+cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
 
 cdef class ServingKernel:
     # sizes and constants of the fleet
-    cdef public int n_classes, grid_cells, n_batch_points, n_context_points, max_segments, record_rows
+    cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, max_segments, record_rows
     cdef public int class_window_steps, prompt_window_steps
     cdef public double n_replicas, dt_s, dt_ms, queue_limit, closed_clients, price
-    cdef public double memory_gb, activation_gb, workspace_gb, sequence_gb, draft_gb, kv_bytes_per_token
-    cdef public double colocated_limit, disagg_limit, recompute_factor, kv_fill, block_slack, context_floor
+    cdef public double memory_gb, memory_limit_gb, activation_gb, workspace_gb, sequence_gb, draft_gb, kv_bytes_per_token
+    cdef public double disagg_limit, churn_factor, load_weight, recompute_factor, kv_fill, block_slack
     cdef public double tau_ms, handoff_ms_per_token, chunk_tokens, jitter, ema_weight, eviction_rate
     cdef public double grid_inv, longest_output
     # tables
-    cdef public double[::1] weights_gb, reload_s, spec_tokens, spec_length, log2_batch, log2_context
-    cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale
+    cdef public double[::1] weights_gb, reload_s, spec_tokens, spec_length, batch_points, iteration_points, context_points
+    cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale, output_gini
     cdef public double[:, :, ::1] marginal_ratio, saturated_ratio
-    cdef public double[:, ::1] alone_ratio, mean_work_ms, survival_int, position_int
-    cdef public double[:, :, :, ::1] log_decode_ms
+    cdef public double[:, ::1] alone_ratio, apart_ratio, mean_work_ms, survival_int, position_int
+    cdef public double[:, :, :, ::1] decode_ms
     # offered load
     cdef public double[:, :, ::1] arrivals, prompt_tokens, noise
     cdef public double[:, :, :, ::1] prefill_work_ms
@@ -34,8 +35,8 @@ cdef class ServingKernel:
     cdef public double[:, ::1] queue, queue_before, in_flight, prompt_in_flight, position_in_flight, class_window, progress
     cdef public double[:, :, ::1] waiting, density, segments, record
     # scratch of one step
-    cdef public double[:, ::1] work_ratio
-    cdef public double[::1] prefill_load, iteration_ms, resident, kv_context, prefill_apart, prefill_limit
+    cdef public double[:, ::1] work_ratio, class_load, each_ms, shift_ms, rest_ms, spread
+    cdef public double[::1] prefill_load, iteration_ms, resident, kv_context, prefill_apart, prefill_cap, kv_pressure, kv_bound, prefilling
     cdef public double[::1] kv_pool_tokens, late_requests, judged_requests
     cdef public double[:, ::1] admit, room, after, after_pos, after_prompt, survive, survive_pos
     cdef public double[:, ::1] head_prompt, head_work_ms, base_ms, base_p99_ms
@@ -58,25 +59,30 @@ cdef class ServingKernel:
     cdef void _head_of_line(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(c=Py_ssize_t, i=Py_ssize_t, j=Py_ssize_t, n=Py_ssize_t, s=Py_ssize_t, d=double, p=double, u=double, v=double, x=double)
     cdef void _survivors(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
-    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, admit=double, before=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, prompts=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
+    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, apart=double, limit=double, churn=double, fit=double, admit=double, before=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, prompts=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
     cdef void _solve(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
-    @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, context=double, fit=double, gain=double, iteration=double, lc=double, ln=double, load=double, n=double, over=double, per_verify=double, resident=double, share=double, stolen=double, tpot=double)
+    @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, context=double, fit=double, gain=double, chunk=double, full=double, rows=double, iteration=double, at_least_one=double, load=double, n=double, over=double, per_verify=double, resident=double, share=double, stolen=double, tpot=double)
     cdef void _advance(self, Py_ssize_t b, double up, double held, double tokens, double work_ms) noexcept nogil
+    @cython.locals(c=Py_ssize_t, count=double, work=double, tokens=double)
+    cdef double _token_ms(self, Py_ssize_t b) noexcept nogil
     @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, count=double, rate=double, total=double)
     cdef double _tokens_per_verify(self, Py_ssize_t b) noexcept nogil
     @cython.locals(i=Py_ssize_t, j=Py_ssize_t, u=double, v=double)
-    cdef double _decode_ms(self, Py_ssize_t tier, Py_ssize_t spec, double log2_n, double log2_context) noexcept nogil
+    cdef double _decode_ms(self, Py_ssize_t tier, Py_ssize_t spec, double n, double context) noexcept nogil
     @cython.locals(i=Py_ssize_t, u=double, lone=double, full=double)
-    cdef double _work_ratio(self, Py_ssize_t c, Py_ssize_t tier, double log2_n, double load) noexcept nogil
-    @cython.locals(c=Py_ssize_t, s=Py_ssize_t, done=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, x=double)
+    cdef double _work_ratio(self, Py_ssize_t c, Py_ssize_t tier, double n, double load) noexcept nogil
+    @cython.locals(c=Py_ssize_t, s=Py_ssize_t, load=double, output=double, lost_tokens=double, churned=double, done=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, x=double)
     cdef void _commit(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
-    @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, base=double, busy=double, chunks=double, fused=double, here=double, iteration=double, judged=double, late=double, load=double, prompt=double, queueing=double, spread=double, stale=double, there=double, up=double)
+    @cython.locals(c=Py_ssize_t, judged=double, late=double, prefilling=double, stale=double)
     cdef void _measure_latency(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
+    @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, admitted=double, ahead=double, away=double, deviation=double, excess=double, full=double, margin=double, most=double, pooled=double, replicas=double, brief_work=double, running=double, slot_wait=double, backlog=double, before=double, busy=double, cap=double, chunks=double, crowd=double, cycle=double, decodes=double, each=double, fill=double, here=double, iteration=double, load=double, lengthy=double, mean=double, own=double, packed=double, prompt=double, queueing=double, residual=double, seen=double, share=double, shift=double, brief=double, spread2=double, transient=double, up=double, upto=double, variance=double, whole=double, work=double)
+    cdef void _after_admission(self, Py_ssize_t b) noexcept nogil
     @cython.locals(j=Py_ssize_t, admit=double, closed_wait=double, first=double, have=double, hi=double, last=double, late=double, left=double, lo=double, room=double, taken=double, whole=double, x=double)
-    cdef double _segments(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, Py_ssize_t c, double base, double spread) noexcept nogil
+    cdef double _segments(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, Py_ssize_t c) noexcept nogil
     @cython.locals(k=Py_ssize_t, r=Py_ssize_t)
-    cdef void _keep_segment(self, Py_ssize_t b, Py_ssize_t c, double weight, double lo, double hi, double spread) noexcept nogil
-    cdef double _share_late(self, double lo, double hi, double base, double spread, double slo) noexcept nogil
+    cdef void _keep_segment(self, Py_ssize_t b, Py_ssize_t c, double weight, double lo, double hi) noexcept nogil
+    @cython.locals(left=double, rest=double, slo=double, spread=double)
+    cdef double _share_late(self, Py_ssize_t b, Py_ssize_t c, double lo, double hi) noexcept nogil
     @cython.locals(j=Py_ssize_t, fresh=double, slo=double, span=double)
     cdef double _stale(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c) noexcept nogil
     @cython.locals(k=Py_ssize_t, n=Py_ssize_t, base=double, below=double, goal=double, hi=double, high=double, lo=double, low=double, mid=double, total=double, wait=double)
@@ -88,5 +94,5 @@ cdef class ServingKernel:
     @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, cost=double, gpus=double, judged=double, late=double, queue=double, share=double)
     cdef void _report(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
 
-cdef double beyond(double mean_ms, double spread, double slo_ms) noexcept nogil
+cdef double beyond(double median_ms, double spread, double limit_ms) noexcept nogil
 cdef double up_slots(double up, double batch_size) noexcept nogil

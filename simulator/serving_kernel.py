@@ -19,10 +19,16 @@ from typing import Any
 import cython
 
 if not cython.compiled:  # compiled, the same names are the C library's (see serving_kernel.pxd)
-    from math import erfc, exp, log, log2
+    from math import erfc, exp, log, sqrt
 
 SWEEPS = 3
 BISECTIONS = 18
+SLOT_DEVIATION = 0.7
+"""Standard deviation of requests in flight that matters to waiting for a slot, per that without a bound on slots."""
+TRANSIENT = 0.45
+"""Mean over a step of a reflected random walk that starts the step at 0, per standard deviation gained in it."""
+CHURNED_OUTPUT = 100.0
+"""Output tokens that a request preempted for lack of KV cache has written by then."""
 
 
 class ServingKernel:
@@ -139,11 +145,9 @@ class ServingKernel:
         pool_gb = self.kv_budget[b] * (self.memory_gb - weights - self.activation_gb - self.workspace_gb - draft_gb)
         self.kv_pool_tokens[b] = pool_gb * 1e9 / self.kv_bytes_per_token
         used = weights + self.activation_gb + self.sequence_gb * self.batch_size[b] + draft_gb + pool_gb
-        self.oom[b] = 1.0 if used > self.memory_gb else 0.0
-        self.gpu_memory_gb[b] = min(used, self.memory_gb)
-        on_prefill_gpus = share * self.disagg_to[b] + (1.0 - share) * self.disagg_from[b]
-        self.prefill_apart[b] = on_prefill_gpus
-        self.prefill_limit[b] = self.colocated_limit + (self.disagg_limit - self.colocated_limit) * on_prefill_gpus
+        self.oom[b] = 1.0 if used > self.memory_limit_gb else 0.0
+        self.gpu_memory_gb[b] = min(used, self.memory_limit_gb)
+        self.prefill_apart[b] = share * self.disagg_to[b] + (1.0 - share) * self.disagg_from[b]
 
     def _head_of_line(self, b: int, t: int, w: int) -> None:
         """Mean prompt (tokens) and prefill work (ms) of the requests that could be admitted this step."""
@@ -241,27 +245,42 @@ class ServingKernel:
             running += self.survive[b, c]
             keep = self.survive[b, c] / self.in_flight[b, c] if self.in_flight[b, c] > 1e-12 else 0.0
             kv_tokens += self.prompt_in_flight[b, c] * keep + self.survive_pos[b, c]
+        # Requests whose prompt is under way hold slots and do not decode yet.
         slots = up * self.batch_size[b]
+        slots -= min(self.prefilling[b], 0.5 * slots)
         if self.closed_clients > 0.0:
             slots = min(slots, self.closed_clients)
         pool = up * self.kv_pool_tokens[b]
-        budget_ms = self.prefill_limit[b] * up * self.dt_ms
+        apart = self.prefill_apart[b]
+        limit = self.prefill_cap[b] + (self.disagg_limit - self.prefill_cap[b]) * apart
+        budget_ms = limit * up * self.dt_ms
         recompute_ms = self.recompute_ms[b]
         budget_ms = max(0.0, budget_ms - recompute_ms)
         thrash = 1.0 + self.recompute_factor * self.overcommit[b]
+        churn = self.churn_factor * self.kv_pressure[b]
+        self.kv_bound[b] = 0.0
         work_ms = 0.0
         before = 0.0
         mean_tokens = 0.0
         for c in range(self.n_classes):
             stay = (self.survival_int[i, c] + u * (self.survival_int[i + 1, c] - self.survival_int[i, c])) / gain
             stay_pos = (self.position_int[i, c] + u * (self.position_int[i + 1, c] - self.position_int[i, c])) / gain
-            each_ms = self.head_work_ms[b, c] * self.work_ratio[b, c] * thrash
+            each_ms = self.head_work_ms[b, c] * (
+                (1.0 - apart) * self.work_ratio[b, c] + apart * self.apart_ratio[c, self.tier_to[b]]
+            )
+            self.each_ms[b, c] = each_ms
+            # What greedy admission into a full pool recomputes, in prompts of this class.
+            each_ms *= thrash + churn * min(self.survival_int[self.grid_cells, c] / self.head_prompt[b, c], 8.0)
             room = max(0.0, slots - running) / stay
             room = min(room, budget_ms / max(each_ms, 1e-9))
             # An engine admits a request when its prompt fits into the free part of the pool.
             each_kv = self.head_prompt[b, c] * stay + stay_pos
-            room = min(room, max(0.0, self.kv_fill * pool - kv_tokens) / max(each_kv, 1e-9))
-            if running + self.queue[b, c] <= 1.0:
+            fit = max(0.0, self.kv_fill * pool - kv_tokens) / max(each_kv, 1e-9)
+            if fit < room:
+                room = fit
+                if fit < self.queue[b, c]:
+                    self.kv_bound[b] = 1.0
+            if running + self.queue[b, c] <= 1.0 and self.up[b] > 1e-6:
                 room = max(room, 1.0)  # an empty replica always takes one request, however long
             admit = min(self.queue[b, c], room)
             self.room[b, c] = max(room, admit)
@@ -285,8 +304,9 @@ class ServingKernel:
         self._advance(b, up, held, mean_tokens, work_ms + recompute_ms)
 
     def _advance(self, b: int, up: float, held: float, tokens: float, work_ms: float) -> None:
-        """Tokens each request gains in a step with ``held`` requests holding ``tokens`` KV tokens on ``up`` replicas."""
-        n = held / up
+        """Tokens a request gains in a step with ``held`` requests holding ``tokens`` KV tokens on ``up`` replicas."""
+        # While every replica restarts there are none to share the requests: the table's largest batch is the bound.
+        n = min(held / up, self.batch_points[self.n_batch_points - 1])
         context = tokens / max(held, 1e-9)
         if context < 1.0:
             context = 1.0
@@ -296,12 +316,21 @@ class ServingKernel:
         resident = max(resident, 1e-9)
         spec = self.spec[b]
         share = self.share_to[b]
-        ln = log2(max(resident, 1.0))
-        lc = log2(max(context, self.context_floor))
-        iteration = self._decode_ms(self.tier_to[b], spec, ln, lc)
+        at_least_one = max(resident, 1.0)
+        iteration = self._decode_ms(self.tier_to[b], spec, at_least_one, context)
         if share < 1.0:
-            iteration = share * iteration + (1.0 - share) * self._decode_ms(self.tier_from[b], spec, ln, lc)
-        load = min(work_ms / (up * self.dt_ms), self.prefill_limit[b])
+            iteration = share * iteration + (1.0 - share) * self._decode_ms(
+                self.tier_from[b], spec, at_least_one, context
+            )
+        # An iteration full of prompt tokens leaves the decodes their share of it, no less.
+        rows = resident * (1.0 + self.spec_length[spec])
+        chunk = self.chunk_tokens - rows if rows < 0.75 * self.chunk_tokens else 0.25 * self.chunk_tokens
+        full = chunk * self._token_ms(b)
+        self.prefill_cap[b] = full / (full + iteration)
+        load = min(
+            work_ms / (up * self.dt_ms),
+            self.prefill_cap[b] + (self.disagg_limit - self.prefill_cap[b]) * self.prefill_apart[b],
+        )
         stolen = load * (1.0 - self.prefill_apart[b])
         per_verify = self._tokens_per_verify(b)
         tpot = iteration / per_verify / (1.0 - stolen)
@@ -311,7 +340,7 @@ class ServingKernel:
             tpot *= 2.0
         self.overcommit[b] = over
         for c in range(self.n_classes):
-            self.work_ratio[b, c] = self._work_ratio(c, self.tier_to[b], ln, load)
+            self.work_ratio[b, c] = self._work_ratio(c, self.tier_to[b], at_least_one, load)
         self.prefill_load[b] = load
         self.iteration_ms[b] = iteration
         self.resident[b] = resident
@@ -321,6 +350,16 @@ class ServingKernel:
         if self.up[b] < 1e-6:
             gain = 1e-9
         self.next_gain[b] = max(gain, 1e-9)
+
+    def _token_ms(self, b: int) -> float:
+        """Prefill time per prompt token of what was admitted, or would be, in iterations full of it."""
+        work = 0.0
+        tokens = 0.0
+        for c in range(self.n_classes):
+            count = self.admit[b, c] + 1e-6
+            work += count * self.head_work_ms[b, c]
+            tokens += count * self.head_prompt[b, c]
+        return work / tokens
 
     def _tokens_per_verify(self, b: int) -> float:
         spec = self.spec[b]
@@ -334,33 +373,31 @@ class ServingKernel:
             total += count
         return 1.0 + (self.spec_tokens[spec] - 1.0) * rate / total
 
-    def _decode_ms(self, tier: int, spec: int, log2_n: float, log2_context: float) -> float:
-        """Time of one decode iteration: bilinear on the logarithms of the table's grid."""
+    def _decode_ms(self, tier: int, spec: int, n: float, context: float) -> float:
+        """Time of one decode iteration: bilinear in requests and context, as GEMM rows and KV reads are."""
         i = 0
-        while i < self.n_batch_points - 2 and log2_n >= self.log2_batch[i + 1]:
+        while i < self.n_iteration_points - 2 and n >= self.iteration_points[i + 1]:
             i += 1
         j = 0
-        while j < self.n_context_points - 2 and log2_context >= self.log2_context[j + 1]:
+        while j < self.n_context_points - 2 and context >= self.context_points[j + 1]:
             j += 1
-        u = (log2_n - self.log2_batch[i]) / (self.log2_batch[i + 1] - self.log2_batch[i])
-        v = (log2_context - self.log2_context[j]) / (self.log2_context[j + 1] - self.log2_context[j])
-        return exp(
-            (1.0 - u)
-            * ((1.0 - v) * self.log_decode_ms[tier, spec, i, j] + v * self.log_decode_ms[tier, spec, i, j + 1])
-            + u
-            * ((1.0 - v) * self.log_decode_ms[tier, spec, i + 1, j] + v * self.log_decode_ms[tier, spec, i + 1, j + 1])
-        )
+        u = (n - self.iteration_points[i]) / (self.iteration_points[i + 1] - self.iteration_points[i])
+        v = (context - self.context_points[j]) / (self.context_points[j + 1] - self.context_points[j])
+        v = max(v, 0.0)
+        return (1.0 - u) * (
+            (1.0 - v) * self.decode_ms[tier, spec, i, j] + v * self.decode_ms[tier, spec, i, j + 1]
+        ) + u * ((1.0 - v) * self.decode_ms[tier, spec, i + 1, j] + v * self.decode_ms[tier, spec, i + 1, j + 1])
 
-    def _work_ratio(self, c: int, tier: int, log2_n: float, load: float) -> float:
-        """Prefill work of a request relative to the listed one, fused into ``2**log2_n`` running requests.
+    def _work_ratio(self, c: int, tier: int, n: float, load: float) -> float:
+        """Prefill work of a request relative to the listed one, fused into ``n`` running requests.
 
         A lone prompt rides on decode iterations that stream the weights anyway; the fuller the prefill, the closer its
         cost comes to that of iterations full of prompts.
         """
         i = 0
-        while i < self.n_batch_points - 2 and log2_n >= self.log2_batch[i + 1]:
+        while i < self.n_batch_points - 2 and n >= self.batch_points[i + 1]:
             i += 1
-        u = (log2_n - self.log2_batch[i]) / (self.log2_batch[i + 1] - self.log2_batch[i])
+        u = (n - self.batch_points[i]) / (self.batch_points[i + 1] - self.batch_points[i])
         lone = (1.0 - u) * self.marginal_ratio[c, tier, i] + u * self.marginal_ratio[c, tier, i + 1]
         full = (1.0 - u) * self.saturated_ratio[c, tier, i] + u * self.saturated_ratio[c, tier, i + 1]
         return lone + (full - lone) * load
@@ -376,8 +413,11 @@ class ServingKernel:
         held = 0.0
         kv = 0.0
         lost = 0.0
+        lost_tokens = 0.0
         for c in range(self.n_classes):
             self.density[b, t, c] = self.admit[b, c] / gain
+            load = min(1.0, self.admit[b, c] * self.each_ms[b, c] / (max(self.up[b], 1e-9) * self.dt_ms))
+            self.class_load[b, c] += self.load_weight * (load - self.class_load[b, c])
             done += self.in_flight[b, c] + self.admit[b, c] - self.after[b, c]
             held += 0.5 * (self.in_flight[b, c] + self.after[b, c])
             self.in_flight[b, c] = self.after[b, c]
@@ -387,6 +427,8 @@ class ServingKernel:
             if self.queue[b, c] < 1e-9:
                 self.queue[b, c] = 0.0
             total += self.admit[b, c]
+            output = self.survival_int[self.grid_cells, c]
+            lost_tokens += self.admit[b, c] * min(output / (self.head_prompt[b, c] + CHURNED_OUTPUT), 8.0)
             kv += self.after_prompt[b, c] + self.after_pos[b, c]
             # Requests on replicas that restart next are computed anew: their prompt and what they had written.
             scale = 1.0
@@ -404,36 +446,30 @@ class ServingKernel:
         self.tokens_per_sec[b] = held * gain / self.dt_s
         pool = max(self.up[b], 1e-9) * self.kv_pool_tokens[b]
         self.kv_occupancy[b] = min(1.0, kv / max(pool, 1.0))
-        self.eviction_events[b] = self.overcommit[b] * held * self.eviction_rate
+        # A preempted request comes back with its prompt and some of its output.
+        churned = self.churn_factor * self.kv_pressure[b] * lost_tokens
+        self.eviction_events[b] = self.overcommit[b] * held * self.eviction_rate + churned
+        self.kv_pressure[b] += 0.5 * (self.kv_bound[b] - self.kv_pressure[b])
 
     def _measure_latency(self, b: int, t: int, w: int) -> None:
-        """TTFT of what was admitted: waits from the arrival and admission curves plus prefill and iteration times."""
-        up = max(self.up[b], 1e-9)
-        busy = min(1.0, self.running_requests[b] / up)
-        load = self.prefill_load[b]
-        apart = self.prefill_apart[b]
-        iteration = self.iteration_ms[b]
-        tier = self.tier_to[b]
+        """TTFT of what was admitted: waits from the arrival and admission curves, then what happens after admission.
+
+        After admission a request waits for the iteration under way and for prompts before it, then for its own. That
+        part is ``shift`` (certain) plus a log-normal with the mean and variance of the rest.
+        """
         late = 0.0
         judged = 0.0
+        prefilling = 0.0
         self.n_segments[b] = 0
+        self._after_admission(b)
         for c in range(self.n_classes):
-            prompt = self.head_prompt[b, c]
-            alone = self.head_work_ms[b, c] * self.alone_ratio[c, tier]
-            fused = self.head_work_ms[b, c] * self.work_ratio[b, c]
-            chunks = max(1.0, prompt / self.chunk_tokens)
-            queueing = 0.5 * load / (1.0 - min(load, 0.95)) * fused * (1.0 + self.work_cv2[c])
-            here = max(alone, busy * iteration * chunks + fused) + 0.5 * busy * iteration / (1.0 - min(load, 0.9))
-            there = alone + prompt * self.handoff_ms_per_token
-            base = self.tau_ms + queueing + (1.0 - apart) * here + apart * there
-            spread = self.jitter * self.jitter + self.work_cv2[c] * (fused / base) * (fused / base)
-            self.base_ms[b, c] = base
-            self.base_p99_ms[b, c] = base * exp(2.326 * spread**0.5)
-            late += self._segments(b, t, w, c, base, spread**0.5)
+            late += self._segments(b, t, w, c)
             judged += self.admit[b, c]
+            prefilling += self.admit[b, c] * (self.base_ms[b, c] - self.tau_ms) / self.dt_ms
             stale = self._stale(b, t, c)
             late += stale
             judged += stale
+        self.prefilling[b] += 0.5 * (prefilling - self.prefilling[b])
         self.late_requests[b] = late
         self.judged_requests[b] = judged
         if self.n_segments[b] == 0:
@@ -443,7 +479,100 @@ class ServingKernel:
             self.ttft_p50_ms[b] = self._quantile(b, 0.50, 0)
             self.ttft_p99_ms[b] = max(self._quantile(b, 0.99, 1), self.ttft_p50_ms[b])
 
-    def _segments(self, b: int, t: int, w: int, c: int, base: float, spread: float) -> float:
+    def _after_admission(self, b: int) -> None:
+        """Distribution of the time from admission to the first token, per class."""
+        up = max(self.up[b], 1e-9)
+        seen = self.running_requests[b] / up
+        if self.closed_clients > 0.0:
+            seen *= 1.0 - 1.0 / self.closed_clients  # a client does not meet its own request
+        busy = 1.0 - exp(-seen)
+        apart = self.prefill_apart[b]
+        here = 1.0 - apart
+        iteration = self.iteration_ms[b]
+        tier = self.tier_to[b]
+        replicas = max(up, 1.0)
+        cap = self.prefill_cap[b]
+        packed = iteration * cap / (1.0 - cap)
+        work = 0.0
+        brief_work = 0.0
+        load = 0.0
+        crowd = 0.0
+        lengthy = 0.0
+        backlog = 0.0
+        running = 0.0
+        variance = 1e-9
+        admitted = 1e-9
+        for c in range(self.n_classes):
+            fill = self.head_prompt[b, c] / self.chunk_tokens
+            each = self.each_ms[b, c]
+            # A prompt that fills iterations also waits for the decodes in each of them.
+            whole = each + here * busy * iteration * fill
+            share = self.class_load[b, c] * whole / each
+            work += 0.5 * share * whole * (1.0 + self.work_cv2[c])
+            if whole > packed:
+                brief_work += 0.5 * share * packed
+            else:
+                brief_work += 0.5 * share * whole * (1.0 + self.work_cv2[c])
+            load += self.class_load[b, c]
+            crowd += share
+            lengthy += share * min(1.0, fill)
+            backlog += self.queue[b, c]
+            running += self.in_flight[b, c]
+            variance += self.in_flight[b, c] * self.output_gini[c]
+            admitted += self.admit[b, c]
+        crowd = min(crowd, 0.95)
+        # Slots or cache that are full by chance: output lengths vary, so requests in flight vary around their mean.
+        most = min(up * self.batch_size[b], running / max(self.kv_occupancy[b], 1e-3))
+        deviation = SLOT_DEVIATION * sqrt(max(variance, 1e-9))
+        margin = (most - running - backlog) / deviation
+        full = 0.5 * erfc(margin * 0.7071067811865476) if self.closed_clients <= 0.0 else 0.0
+        slot_wait = 0.0
+        if full > 1e-3:
+            away = abs(margin)
+            excess = 0.3989422804014327 * exp(-0.5 * away * away) - away * 0.5 * erfc(away * 0.7071067811865476)
+            # Little's law over what leaves; in a step without departures the fluid queue says enough.
+            slot_wait = min(deviation * max(excess, 0.0) / admitted, 2.0) * self.dt_ms
+        cycle = iteration / (1.0 - min(load, cap))
+        # With a backlog of prompts every iteration is full of them, that of a short prompt too.
+        packed = packed * min(1.0, lengthy) if backlog > 1e-6 else 0.0
+        # Beyond a step the fluid queue holds the backlog: here it is what can build up within one.
+        transient = TRANSIENT * sqrt(2.0 * work * self.dt_ms) + 1e-9
+        # A long prompt waits only if every replica is busy with prompts (Sakasegawa's exponent for a shared queue).
+        pooled = exp((sqrt(2.0 * (replicas + 1.0)) - 2.0) * log(max(crowd, 1e-9))) / replicas
+        before = 0.0
+        for c in range(self.n_classes):
+            prompt = self.head_prompt[b, c]
+            fill = prompt / self.chunk_tokens
+            each = self.each_ms[b, c]
+            chunks = max(1.0, fill)
+            brief = max(0.0, 1.0 - fill)
+            alone = self.head_work_ms[b, c] * self.alone_ratio[c, tier]
+            upto = min(before + self.class_load[b, c] * (1.0 + here * busy * iteration * fill / each), 0.95)
+            # A prompt under way is finished first. Beyond that, replicas share what waits.
+            ahead = brief * brief_work + (1.0 - brief) * pooled * work
+            queueing = ahead * (1.0 / ((1.0 - before) * (1.0 - upto)) - 1.0)
+            queueing = ahead + queueing * transient / (transient + queueing)
+            before = upto
+            decodes = here * busy * iteration * chunks
+            shift = self.tau_ms + decodes + apart * prompt * self.handoff_ms_per_token
+            own = here * ((1.0 - busy) * alone + busy * max(each, alone - iteration * chunks)) + apart * alone
+            residual = here * busy * cycle * (0.5 + load * brief) + packed * brief
+            mean = own + residual + queueing + slot_wait
+            variance = (
+                own * own * self.work_cv2[c]
+                + residual * residual / 3.0
+                + queueing * queueing * (2.0 / max(crowd, 0.05) - 1.0) * (0.5 + 0.5 * brief)
+                + slot_wait * slot_wait * (2.0 / max(full, 0.05) - 1.0)
+                + self.jitter * self.jitter * (shift + mean) * (shift + mean)
+            )
+            spread2 = log(1.0 + variance / (mean * mean))
+            self.shift_ms[b, c] = shift
+            self.spread[b, c] = sqrt(spread2)
+            self.rest_ms[b, c] = mean * exp(-0.5 * spread2)
+            self.base_ms[b, c] = shift + self.rest_ms[b, c]
+            self.base_p99_ms[b, c] = shift + self.rest_ms[b, c] * exp(2.326 * self.spread[b, c])
+
+    def _segments(self, b: int, t: int, w: int, c: int) -> float:
         """Walk the FIFO queue over what was admitted; keep the waits as uniform pieces; return how many were late."""
         admit = self.admit[b, c]
         if admit <= 1e-9:
@@ -472,8 +601,11 @@ class ServingKernel:
                 if self.closed_clients > 0.0:
                     lo = closed_wait
                     hi = closed_wait
-                late += x * self._share_late(min(lo, hi), max(lo, hi), base, spread, self.slo_ms[c])
-                self._keep_segment(b, c, x, min(lo, hi), max(lo, hi), spread)
+                    if t == 0:  # all clients start at once
+                        lo = 0.0
+                        hi = min(self.dt_ms, admit * self.each_ms[b, c] / up_slots(self.up[b], 1.0))
+                late += x * self._share_late(b, c, min(lo, hi), max(lo, hi))
+                self._keep_segment(b, c, x, min(lo, hi), max(lo, hi))
                 self.waiting[b, c, j] = have - x
                 taken += x
                 left -= x
@@ -482,7 +614,7 @@ class ServingKernel:
         self.wait_head[b, c] = min(j, t + 1)
         return late
 
-    def _keep_segment(self, b: int, c: int, weight: float, lo: float, hi: float, spread: float) -> None:
+    def _keep_segment(self, b: int, c: int, weight: float, lo: float, hi: float) -> None:
         k = self.n_segments[b]
         if self.record_rows > 0:
             r = self.n_recorded[b]
@@ -491,8 +623,9 @@ class ServingKernel:
                 self.record[b, r, 1] = weight
                 self.record[b, r, 2] = lo
                 self.record[b, r, 3] = hi
-                self.record[b, r, 4] = self.base_ms[b, c]
-                self.record[b, r, 5] = spread
+                self.record[b, r, 4] = self.shift_ms[b, c]
+                self.record[b, r, 5] = self.rest_ms[b, c]
+                self.record[b, r, 6] = self.spread[b, c]
                 self.n_recorded[b] = r + 1
         if k >= self.max_segments:
             # Many small cohorts at once: fold the rest into the last piece.
@@ -508,18 +641,22 @@ class ServingKernel:
         self.segments[b, k, 4] = self.base_p99_ms[b, c]
         self.n_segments[b] = k + 1
 
-    def _share_late(self, lo: float, hi: float, base: float, spread: float, slo: float) -> float:
+    def _share_late(self, b: int, c: int, lo: float, hi: float) -> float:
         """Share of requests beyond the objective whose wait is uniform in lo..hi (below 0 = none); Simpson's rule."""
+        slo = self.slo_ms[c]
         if slo > 1e12:
             return 0.0
+        left = slo - self.shift_ms[b, c]
+        rest = self.rest_ms[b, c]
+        spread = self.spread[b, c]
         if lo < 0.0:
             lo = 0.0
         if hi <= lo:
-            return beyond(lo + base, spread, slo)
+            return beyond(rest, spread, left - lo)
         return (
-            beyond(lo + base, spread, slo)
-            + 4.0 * beyond(0.5 * (lo + hi) + base, spread, slo)
-            + beyond(hi + base, spread, slo)
+            beyond(rest, spread, left - lo)
+            + 4.0 * beyond(rest, spread, left - 0.5 * (lo + hi))
+            + beyond(rest, spread, left - hi)
         ) / 6.0
 
     def _stale(self, b: int, t: int, c: int) -> float:
@@ -609,7 +746,8 @@ class ServingKernel:
         """Reported metrics: noise, violations, cost."""
         self.ttft_p50_ms[b] *= self.noise[w, t, 0]
         self.ttft_p99_ms[b] *= self.noise[w, t, 0]
-        self.tpot_ms[b] = self.dt_ms / gain * self.noise[w, t, 1]
+        # A fleet that is down for the whole step produces nothing: its TPOT is capped, not infinite.
+        self.tpot_ms[b] = min(self.dt_ms / gain, 10.0 * self.dt_ms) * self.noise[w, t, 1]
         late = self.late_requests[b] + self.rejected[b]
         judged = self.judged_requests[b] + self.rejected[b]
         share = min(1.0, late / judged) if judged > 1e-9 else 0.0
@@ -634,9 +772,11 @@ class ServingKernel:
             self.spec_accept_rate[b] = 0.0
 
 
-def beyond(mean_ms: float, spread: float, slo_ms: float) -> float:
-    """P(TTFT > slo) for a log-normal TTFT with this median and log standard deviation."""
-    return 0.5 * erfc(log(slo_ms / mean_ms) / (spread * 1.4142135623730951))
+def beyond(median_ms: float, spread: float, limit_ms: float) -> float:
+    """P(x > limit) for a log-normal x with this median and log standard deviation."""
+    if limit_ms <= 0.0:
+        return 1.0
+    return 0.5 * erfc(log(limit_ms / median_ms) / (spread * 1.4142135623730951))
 
 
 def up_slots(up: float, batch_size: float) -> float:

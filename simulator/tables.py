@@ -69,6 +69,21 @@ class ServingTables:
         return np.ascontiguousarray(self.columns["decode_ms"][:, :, -1])
 
     @property
+    def iteration_batches(self) -> FloatArray:
+        """Batch sizes of :attr:`iteration_ms`."""
+        listed = self.meta.get("iteration_batches")
+        return self.axes["batch_size"].copy() if listed is None else np.array(listed, dtype=np.float64)
+
+    @property
+    def iteration_ms(self) -> FloatArray:
+        """Decode iterations, (tier, spec, batch, context), at more batch sizes than the columns hold.
+
+        The steps of GEMM times lie between the columns' batch sizes. A table that lists no more has the columns'.
+        """
+        listed = self.meta.get("iteration_ms")
+        return self.decode_ms if listed is None else np.array(listed, dtype=np.float64)
+
+    @property
     def prefill_ms(self) -> FloatArray:
         """A prompt alone on an idle engine, (tier, prompt)."""
         return np.ascontiguousarray(self.columns["prefill_ms"][:, 0, -1, 0])

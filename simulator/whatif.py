@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
-from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
@@ -19,7 +18,9 @@ from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, cla
 
 MAX_STEPS: Final = 200_000
 _OUTPUT_POINTS: Final = 2048
-_SPREAD_POINTS: Final = 15
+_WAIT_POINTS: Final = 15
+# Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
+_SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
 
 def steady_requests(
@@ -107,7 +108,7 @@ def run_requests(
     action.validate()
     if closed_clients:
         start = np.zeros_like(requests.arrival_s)
-        requests = replace(requests, arrival_s=start)
+        requests = RequestLog(start, requests.prompt_tokens, requests.output_tokens, requests.class_index)
     params = ServingParams(
         tables=tables,
         stats=log_stats(requests, tables, slo_ms),
@@ -130,7 +131,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     members = [requests.class_index == c for c in range(n_classes)]
     members = [m if m.any() else np.ones_like(m) for m in members]
     q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
-    stats = class_stats(
+    return class_stats(
         names=PRIORITY_CLASSES[:n_classes],
         shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
         slo_ms=[slo_ms] * n_classes,
@@ -139,7 +140,6 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
         works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
         outputs=[np.quantile(requests.output_tokens[m], q, method="inverted_cdf") for m in members],
     )
-    return replace(stats, reuse_hit=reuse_curve(requests))
 
 
 def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> WhatIf:
@@ -167,7 +167,6 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
         params.tables,
         n_steps,
         params.step_s,
-        reused_tokens=requests.reused_tokens,
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)
@@ -246,15 +245,16 @@ def _tpot(rows: Mapping[str, NDArray[Any]], n_steps: int, output_tokens: float, 
 
 
 def ttft_samples(record: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """TTFT values (ms) and weights of recorded admissions: uniform waits plus a log-normal base."""
+    """TTFT values (ms) and weights of recorded admissions: uniform waits, a certain part and a log-normal one."""
     from scipy.special import ndtri
 
-    q = (np.arange(_SPREAD_POINTS) + 0.5) / _SPREAD_POINTS
-    _, weight, lo, hi, base, spread = record.T
+    q = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
+    z, share = ndtri(0.5 * (_SPREAD_EDGES[1:] + _SPREAD_EDGES[:-1])), np.diff(_SPREAD_EDGES)
+    _, weight, lo, hi, shift, rest, spread = record.T
     waits = np.maximum(0.0, lo[:, None] + (hi - lo)[:, None] * q[None, :])
-    bases = base[:, None] * np.exp(spread[:, None] * ndtri(q)[None, :])
+    bases = shift[:, None] + rest[:, None] * np.exp(spread[:, None] * z[None, :])
     values = waits[:, :, None] + bases[:, None, :]
-    weights = np.broadcast_to((weight / _SPREAD_POINTS**2)[:, None, None], values.shape)
+    weights = np.broadcast_to((weight / _WAIT_POINTS)[:, None, None] * share, values.shape)
     return values.ravel(), weights.ravel()
 
 

@@ -7,8 +7,10 @@ admitted last is preempted and later recomputed. Nothing is averaged: every requ
 and finish.
 
 Rules of the queue: highest class first, first come first served within a class. A request goes to the replica with
-the fewest requests among those that have a slot and cache for its prompt, and starts there with the next iteration;
-it waits in the shared queue while there is none. A bounded queue refuses the youngest request of the lowest class.
+the fewest requests among those that have a slot, cache for its prompt and prompt tokens to spare in their next
+iteration, and starts there with it; it waits in the shared queue while there is none. Replicas start what they were
+given in the same order. A bounded queue counts every request that has not started, and refuses the youngest of the
+lowest class.
 
 With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots
 and cache blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
@@ -42,7 +44,7 @@ class Fleet:
 
     ``batch_size`` bounds the sequences of one replica, ``kv_pool_tokens`` its KV cache. ``acceptance[j]`` is the
     probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
-    ``queue_limit`` bounds the requests waiting in the shared queue; ``None`` means no bound.
+    ``queue_limit`` bounds the requests that have not started; ``None`` means no bound.
     """
 
     model: OperatorModel
@@ -211,6 +213,10 @@ class _Replica:
         """Requests the replica is responsible for: in flight, preempted, or assigned to start next."""
         return self.in_flight() + len(self.preempted) + len(self.assigned)
 
+    def prefill_tokens(self) -> int:
+        """Prompt tokens under way that remain for iterations after the present one."""
+        return sum(p.need - p.done for p in self.prefilling) - sum(tokens for _, tokens in self.chunks)
+
     def prefill_blocks(self) -> int:
         """Blocks held for prompts under way or on the link."""
         return sum(p.blocks for p in self.prefilling) + self.transit_blocks
@@ -314,10 +320,10 @@ class _Simulation:
         self.queue[self.priority[request]].append(request)
         self.waiting += 1
         self._dispatch()
-        if self.fleet.queue_limit is not None and self.waiting > self.fleet.queue_limit:
-            lowest = next(line for line in reversed(self.queue) if line)
-            self.waiting -= 1
-            self._refuse(lowest.pop())
+        if self.fleet.queue_limit is not None:
+            not_started = self.waiting + sum(len(replica.assigned) for replica in self.replicas)
+            if not_started > self.fleet.queue_limit:
+                self._refuse_youngest()
 
     def _dispatch(self) -> None:
         """Assign waiting requests to replicas that have room for them, least loaded first."""
@@ -330,7 +336,7 @@ class _Simulation:
             replica = min(able, key=_Replica.load)
             line.popleft()
             self.waiting -= 1
-            replica.assigned.append(request)
+            self._assign(replica, request)
             replica.assigned_blocks += _blocks(self.length[request] + 1)
             replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
             if replica.idle or (self.fleet.disaggregated and replica.prefill_idle):
@@ -339,9 +345,33 @@ class _Simulation:
     def _has_room(self, replica: _Replica, request: int) -> bool:
         if replica.preempted or replica.load() >= self.fleet.batch_size:
             return False
+        # What the next iteration cannot take stays in the shared queue: any replica may get to it first.
+        promised = replica.prefill_tokens() + sum(self.length[r] for r in replica.assigned)
+        if promised >= self.model.profile.max_batched_tokens:
+            return False
         if self.reserve:
             return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= self.pool_blocks
         return self._fits(replica, request, replica.assigned_blocks)
+
+    def _assign(self, replica: _Replica, request: int) -> None:
+        """Put a request in a replica's line, behind those of its own and of higher classes."""
+        place = len(replica.assigned)
+        while place > 0 and self.priority[replica.assigned[place - 1]] > self.priority[request]:
+            place -= 1
+        replica.assigned.insert(place, request)
+
+    def _refuse_youngest(self) -> None:
+        """Refuse the youngest request of the lowest class among all that have not started."""
+        lines = [line for line in self.queue if line] + [r.assigned for r in self.replicas if r.assigned]
+        line = max(lines, key=lambda line: (self.priority[line[-1]], self.arrival_ms[line[-1]]))
+        request = line.pop()
+        holder = next((r for r in self.replicas if r.assigned is line), None)
+        if holder is None:
+            self.waiting -= 1
+        else:
+            holder.assigned_blocks -= _blocks(self.length[request] + 1)
+            holder.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+        self._refuse(request)
 
     def _refuse(self, request: int) -> None:
         self.rejected[request] = True
@@ -468,6 +498,7 @@ class _Simulation:
         if not self.fleet.disaggregated:
             for prefill in self._complete(replica, replica.chunks):
                 self._first_token(replica, prefill.request, prefill.need)
+            replica.chunks = []
         self._dispatch()
         if self.fleet.disaggregated and replica.prefill_idle:
             self._begin_prefill(replica)  # slots or cache may have become free
@@ -536,6 +567,8 @@ class _Simulation:
             replica.transit_blocks += prefill.blocks
             replica.transit_tokens += prefill.need
             self._schedule(self.fleet.handover_ms(prefill.need), _HANDED_OVER, prefill.request, replica.index)
+        replica.chunks = []
+        self._dispatch()
         self._begin_prefill(replica)
 
     def _hand_over(self, replica: _Replica, request: int) -> None:

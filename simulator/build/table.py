@@ -60,13 +60,18 @@ from simulator.build.operators import (
     weights_gb,
 )
 
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 METADATA_KEY = b"inferencegym"
 
 BATCH_SIZES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 KV_BUDGETS = (0.1, 0.25, 0.5, 0.75, 1.0)
 SPEC_LENGTHS = (0, 1, 2, 4, 8)
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Batch sizes at which the metadata lists decode iterations: GEMM times step up where another tile of rows starts.
+ITERATION_BATCHES = (
+    *(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 68, 72, 80, 96, 112),
+    *(128, 136, 160, 192, 224, 256, 288, 320, 384, 448, 512),
+)
 OUTPUT_TOKENS = 128
 OUTPUT_LOG_SIGMA = 0.6
 LONGEST_OUTPUT = 4 * OUTPUT_TOKENS
@@ -186,9 +191,20 @@ def table_metadata(hardware_name: str, engine_name: str) -> dict[str, Any]:
         "prompt_tokens": list(PROMPT_TOKENS),
         "output_tokens": OUTPUT_TOKENS,
         "spec_tokens_per_step": {str(k): tokens[k] for k in SPEC_LENGTHS},
+        "iteration_batches": list(ITERATION_BATCHES),
+        "iteration_ms": _iteration_ms(hardware_name, engine_name),
         "profiles_sha256": hashlib.sha256(PROFILES_PATH.read_bytes()).hexdigest(),
         "measured_sha256": measured.checksums(),
     }
+
+
+def _iteration_ms(hardware_name: str, engine_name: str) -> list[list[list[list[float]]]]:
+    """Decode iterations by tier, spec length, batch (``ITERATION_BATCHES``) and context (``PROMPT_TOKENS``)."""
+    models = [operator_model(hardware_name, tier, engine_name) for tier in TIERS]
+    return [
+        [[[round(m.decode_ms(n, x, k), 5) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES] for k in SPEC_LENGTHS]
+        for m in models
+    ]
 
 
 def output_lengths(n: int) -> IntArray:
