@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import resource
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +22,18 @@ from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
 from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
+from server.metrics import Metrics
 from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
 from server.openapi import install_openapi
 from server.openenv_adapter import add_openenv
+from server.policies import PolicyRoutes, TrafficPolicyRoutes
 from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
 from server.session_manager import SessionManager
 from server.settings import Settings, load_settings
 from server.stores import make_store
 from server.traffic_routes import TrafficRoutes
+from server.web_routes import web_routes
 from server.wire import JsonRoute
 
 if TYPE_CHECKING:
@@ -47,11 +53,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """Build the whole server; nothing is opened or loaded before its lifespan starts."""
     settings = settings or load_settings()
     store = make_store(settings)
-    context = Context(
-        settings, SessionManager(store, FAMILIES, settings), Callers(settings), Baseline(), time.monotonic()
-    )
+    sessions = SessionManager(store, FAMILIES, settings)
+    metrics = Metrics(sessions, settings.metrics_dir)
+    context = Context(settings, sessions, Callers(settings), Baseline(), metrics, time.monotonic())
     lines = LineLog()
-    hooks: list[LifespanHook] = [_tables_loaded, _store_open, _maintained, lambda _: _flushed(lines)]
+    hooks: list[LifespanHook] = [_tables_loaded, _store_open, _maintained, lambda _: metrics.shared()]
+    hooks.append(lambda _: _flushed(lines))
     app = FastAPI(
         title="InferenceGym",
         # Version of the HTTP interface: OpenEnv's validator derives its profile from it.
@@ -65,6 +72,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     hooks.append(add_openenv(app, context))
     install_problem_handlers(app)
     install_openapi(app)
+    metrics.know(_paths(app.routes))
     # Added last, run first.
     app.add_middleware(
         Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}
@@ -72,19 +80,31 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
-    app.add_middleware(RequestLog, settings=settings, log=lines)
+    app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)
     return app
 
 
 def _routes(context: Context) -> list[BaseRoute]:
     """Each environment under its prefix, and the one that the settings name at the root too."""
-    serving, traffic = RootRoutes(context).routes(), TrafficRoutes(context).routes()
+    serving = [*RootRoutes(context).routes(), *PolicyRoutes(context).routes()]
+    traffic = [*TrafficRoutes(context).routes(), *TrafficPolicyRoutes(context).routes()]
+    page = web_routes(context.settings)
     if context.settings.env == "serving":
-        return [*serving, *traffic]
+        return [*serving, *traffic, *page]
     # The process is asked for its health at the root, whichever environment is there.
-    health = [route for route in serving if route.path == "/health"]
+    health = [route for route in serving if route.path in ("/health", "/metrics")]
     at_root = [route for route in TrafficRoutes(context, prefix="").routes() if route.path != "/health"]
-    return [*at_root, *health, *traffic, Mount("/serving", routes=serving)]
+    at_root += TrafficPolicyRoutes(context, prefix="").routes()
+    return [*at_root, *health, *traffic, Mount("/serving", routes=serving), *page]
+
+
+def _paths(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
+    for route in routes:
+        path = prefix + getattr(route, "path", "")
+        if isinstance(route, Mount):
+            yield from _paths(route.routes, path)
+        else:
+            yield path
 
 
 def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -156,7 +176,7 @@ def main() -> None:
         served if settings.workers == 1 else "server.app:app",
         workers=settings.workers,
         loop="uvloop",
-        http="httptools",
+        http="server.http_protocol:PatientProtocol",
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         access_log=False,
@@ -166,14 +186,35 @@ def main() -> None:
         lifespan="on",
         timeout_graceful_shutdown=settings.shutdown_grace_s,
     )
+    _allow_many_connections()
     sockets = [_listen(settings.host, port) for port in sorted({settings.port, settings.also_port} - {0})]
     server = uvicorn.Server(config)
     if settings.workers > 1:
-        Multiprocess(config, sockets=sockets).run()
+        with _metrics_directory(settings):
+            Multiprocess(config, sockets=sockets).run()
     else:
         server.run(sockets=sockets)
     if not server.started and settings.workers == 1:
         sys.exit(3)
+
+
+@contextlib.contextmanager
+def _metrics_directory(settings: Settings) -> Iterator[None]:
+    """Give the workers a place for their metrics, unless the operator has."""
+    if settings.metrics_dir is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="inferencegym-metrics-") as directory:
+        os.environ["INFERENCEGYM_METRICS_DIR"] = directory
+        yield
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit on open files as far as the system lets us: every connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems refuse the value that they call unlimited; the limit then stays as it was.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,13 +22,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
 from server.logs import LineLog
+from server.metrics import Metrics
 from server.problems import problem_reply
 from server.request_errors import BodyTooLargeError, RateLimitedError, UnauthorizedError
 from server.settings import Settings
+from server.wire import REQUEST_ID_KEY
 
 SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope under which a route leaves the session id for the log."""
-REQUEST_ID_KEY: Final = "inferencegym.request_id"
+PREFIXES: Final = ("", "/traffic", "/serving")
+"""Where environments are served."""
 OPEN_PATHS: Final = frozenset({"/health"})
 LOGGED_ID_CHARS: Final = 8
 """A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
@@ -37,11 +40,12 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
 class RequestLog:
-    """Gives every request an id, adds the security headers, and writes one log line."""
+    """Gives every request an id, adds the security headers, counts it, and writes one log line."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, log: LineLog) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, log: LineLog, metrics: Metrics) -> None:
         self.app = app
         self._log = log
+        self._metrics = metrics
         self._mode = settings.access_log
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
@@ -54,7 +58,7 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self._not_http(scope, receive, send)
             return
         request_id = self._request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
@@ -72,8 +76,18 @@ class RequestLog:
         try:
             await self.app(scope, receive, send_with_headers)
         finally:
+            took_s = time.perf_counter() - started
+            self._metrics.count(scope["path"], status, took_s)
             if self._mode == "all" or (self._mode == "errors" and status >= 400):
-                self._write(scope, request_id, status, time.perf_counter() - started)
+                self._write(scope, request_id, status, took_s)
+
+    async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        opened = int(scope["type"] == "websocket")
+        self._metrics.websockets += opened
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._metrics.websockets -= opened
 
     def _missing(self, headers: list[tuple[bytes, bytes]]) -> Any:
         if any(name == b"content-security-policy" for name, _ in headers):
@@ -114,14 +128,18 @@ class Guard:
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = Callers(settings)
         self._largest = max(settings.max_body_bytes, settings.max_log_bytes)
-        limits = {
+        per_minute = {
             "/reset": settings.resets_per_minute,
-            "/traffic/reset": settings.resets_per_minute,
             "/grader": settings.grades_per_minute,
-            "/traffic/grader": settings.grades_per_minute,
             "/baseline": settings.baselines_per_minute,
+            "/play": settings.plays_per_minute,
         }
-        self._limits = {path: RateLimit(per_minute) for path, per_minute in limits.items() if per_minute}
+        # One allowance for a path under all its prefixes: an environment may be served at two of them.
+        self._limits = {
+            prefix + path: limit
+            for path, limit in ((path, RateLimit(n)) for path, n in per_minute.items() if n)
+            for prefix in PREFIXES
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

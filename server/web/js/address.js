@@ -1,0 +1,46 @@
+/** The page's address: which tab, and what in it. `#race?task=3&seed=7&you=...` */
+
+export function read() {
+  const [tab, query = ""] = location.hash.slice(1).split("?");
+  return { tab, params: new URLSearchParams(query) };
+}
+
+/** Change the address without a new entry in the browser's history. */
+export function write(tab, params = {}) {
+  history.replaceState(null, "", link(tab, params));
+}
+
+export function link(tab, params = {}) {
+  const query = new URLSearchParams(params).toString();
+  return `${location.pathname}${location.search}#${tab}${query ? `?${query}` : ""}`;
+}
+
+const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
+
+/** Actions as short text: only the seconds at which something changed, `second.kv-spec-batch-disagg-tier`. */
+export function packActions(actions) {
+  const parts = [];
+  let last = "";
+  actions.forEach((action, step) => {
+    const values = [Math.round(1000 * action.kv_budget), action.spec_length, action.batch_size, Number(action.prefill_disagg), action.quant_tier];
+    const text = values.join("-");
+    if (text !== last) parts.push(`${step}.${text}`);
+    last = text;
+  });
+  return `${actions.length}_${parts.join("_")}`;
+}
+
+/** The actions that `packActions` packed, or null if the text is no such thing. */
+export function unpackActions(text) {
+  const [count, ...parts] = text.split("_");
+  const changes = parts.map((part) => part.match(/^(\d+)\.(\d+)-(\d+)-(\d+)-([01])-([012])$/));
+  if (!/^\d{1,4}$/.test(count) || changes.length === 0 || changes.some((change) => !change)) return null;
+  const actions = [];
+  let at = 0;
+  for (let step = 0; step < Number(count); step++) {
+    while (at + 1 < changes.length && Number(changes[at + 1][1]) <= step) at++;
+    const values = changes[at].slice(2).map(Number);
+    actions.push({ ...Object.fromEntries(NAMES.map((name, i) => [name, values[i]])), kv_budget: values[0] / 1000, prefill_disagg: values[3] === 1 });
+  }
+  return actions;
+}

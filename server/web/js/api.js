@@ -1,0 +1,69 @@
+/** The public API, nothing else: every request of the page goes through here. */
+
+export class ApiError extends Error {
+  constructor(status, detail) {
+    super(detail.message ?? `the server answered with status ${status}`);
+    this.status = status;
+    this.code = detail.code ?? "http_error";
+    this.next = detail.next;
+  }
+}
+
+const MAX_WAITS = 3;
+let site;
+
+/** Where the environments are, relative to the page. */
+async function place(environment, path) {
+  site ??= request("site.json");
+  return (await site)[environment] + path;
+}
+
+async function request(url, body) {
+  const options = body === undefined ? {} : {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: typeof body === "string" ? body : JSON.stringify(body),
+  };
+  for (let waited = 0; ; waited++) {
+    const answer = await send(url, options);
+    if (answer.ok) return answer.json();
+    // A busy server says how long to wait; a play by hand is worth it.
+    if ((answer.status === 429 || answer.status === 503) && waited < MAX_WAITS) {
+      await sleep(1000 * Number(answer.headers.get("retry-after") ?? 1));
+      continue;
+    }
+    throw new ApiError(answer.status, (await answer.json().catch(() => ({}))).detail ?? {});
+  }
+}
+
+async function send(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch {
+    throw new ApiError(0, { message: "the server cannot be reached", next: "check the connection and try again" });
+  }
+}
+
+export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+export const get = async (path, environment = "serving") => request(await place(environment, path));
+export const post = async (path, body, environment = "serving") => request(await place(environment, path), body);
+
+/** A file of the page itself. */
+export const own = (path) => request(path);
+
+/** The address of the API as programs elsewhere see it. */
+export const baseUrl = () => new URL("..", document.baseURI).href.replace(/\/$/, "");
+
+const kept = new Map();
+
+/** A GET whose answer does not change while the page is open. */
+export function once(path, environment = "serving") {
+  const key = `${environment} ${path}`;
+  if (!kept.has(key)) {
+    const answer = get(path, environment);
+    kept.set(key, answer);
+    answer.catch(() => kept.delete(key));
+  }
+  return kept.get(key);
+}

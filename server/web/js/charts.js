@@ -1,0 +1,180 @@
+/** Time charts: uPlot with our colours, limit lines, shaded floods, a readout, and words for screen readers. */
+
+import { el } from "./dom.js";
+import { compact } from "./format.js";
+
+const charts = new Set();
+const HEIGHT = 150;
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** After the theme changed. */
+export function redrawAll() {
+  for (const chart of charts) chart.recolour();
+}
+
+/**
+ * One chart in a `figure`.
+ *
+ * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label}`; `log` makes the axis logarithmic,
+ * `unit` stands in the title and readout, `sync` links the cursors of charts with the same key.
+ */
+export class TimeChart {
+  constructor({ title, unit = "", series, limits = [], log = false, sync, min = 0, height = HEIGHT, xLabel = "s", tools = null }) {
+    Object.assign(this, { title, unit, series, limits, log, sync, min, xLabel, height });
+    this.hidden = new Set();
+    this.shaded = [];
+    this.marks = [];
+    this.readout = el("span", { class: "readout", "aria-hidden": "true" });
+    this.summary = el("p", { class: "unseen" });
+    this.plotBox = el("div", { class: "plot", "aria-hidden": "true" });
+    const name = el("span", { class: "name", text: unit ? `${title} (${unit})` : title });
+    this.figure = el("figure", { class: "chart" }, el("figcaption", {}, name, tools, this.readout), this.plotBox, this.summary);
+    charts.add(this);
+    this.data = [[], ...series.map(() => [])];
+    this.watcher = new ResizeObserver(() => this.fit());
+    this.watcher.observe(this.plotBox);
+  }
+
+  /** `x` values and one array per series, null where there is nothing yet; `span` fixes the x-axis. */
+  set(x, columns, span) {
+    this.data = [x, ...this.series.map(({ key }) => this.log ? columns[key].map((v) => (v === null || v === undefined ? null : Math.max(v, 1))) : columns[key])];
+    this.span = span ?? [x[0] ?? 0, x.at(-1) ?? 1];
+    if (!this.plot) this.build();
+    else this.plot.setData(this.data, true);
+    this.say();
+  }
+
+  /** Stretches of x to shade, as [from, to] pairs. */
+  shade(stretches) {
+    this.shaded = stretches;
+  }
+
+  /** Vertical marks, as {x, label}. */
+  mark(marks) {
+    this.marks = marks;
+    this.plot?.redraw();
+  }
+
+  setHidden(keys) {
+    this.hidden = keys;
+    if (this.plot) this.series.forEach(({ key }, i) => this.plot.setSeries(i + 1, { show: !keys.has(key) }));
+  }
+
+  build() {
+    this.plot?.destroy();
+    const width = this.plotBox.clientWidth;
+    if (width === 0) { this.plot = null; return; }
+    const ink = colour("muted"), grid = { stroke: colour("grid"), width: 1 }, font = "11px system-ui, sans-serif";
+    this.plot = new uPlot({
+      width, height: this.height, legend: { show: false },
+      padding: [6, 8, 0, 0],
+      cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 }, ...(this.sync ? { sync: { key: this.sync } } : {}) },
+      scales: { x: { time: false, range: () => this.span }, y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.range(low, high) } },
+      axes: [
+        { stroke: ink, grid, ticks: grid, font, size: 24, values: (u, ticks) => ticks.map((t) => `${t}${t === ticks.at(-1) ? ` ${this.xLabel}` : ""}`) },
+        { stroke: ink, grid, ticks: grid, font, size: 44, values: (u, ticks) => ticks.map((t) => (t === null || (this.log && !Number.isInteger(Math.log10(t))) ? "" : compact(t))) },
+      ],
+      series: [{}, ...this.series.map((s) => ({
+        label: s.label, stroke: () => colour(s.colour), width: s.width ?? 1.5, dash: s.dash, points: { show: false },
+        show: !this.hidden.has(s.key), ...(s.bars ? { paths: uPlot.paths.bars({ size: [0.9] }), fill: () => colour(s.colour) } : {}),
+      }))],
+      hooks: { drawClear: [(u) => this.drawBehind(u)], draw: [(u) => this.drawLimits(u)], setCursor: [(u) => this.read(u)] },
+    }, this.data, this.plotBox);
+  }
+
+  range(low, high) {
+    const values = this.limits.map(({ value }) => value);
+    if (high === null || high === undefined) [low, high] = [this.min, 1];
+    const top = Math.max(high, ...values) * (this.log ? 1.5 : 1.08) || 1;
+    if (this.log) return [10 ** Math.floor(Math.log10(Math.max(1, Math.min(low, ...values)))), 10 ** Math.ceil(Math.log10(top))];
+    return [Math.min(this.min, low), Math.max(top, this.min + 1e-6)];
+  }
+
+  drawBehind(u) {
+    const { left, top, width, height } = u.bbox;
+    u.ctx.save();
+    u.ctx.fillStyle = colour("flood");
+    for (const [from, to] of this.shaded) {
+      const a = Math.max(left, u.valToPos(from, "x", true)), b = Math.min(left + width, u.valToPos(to, "x", true));
+      if (b > a) u.ctx.fillRect(a, top, b - a, height);
+    }
+    u.ctx.restore();
+  }
+
+  drawLimits(u) {
+    const { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
+    const { ctx } = u;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour("limit");
+    ctx.lineWidth = 1.5 * ratio;
+    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    ctx.setLineDash([5 * ratio, 4 * ratio]);
+    const line = (x1, y1, x2, y2) => { ctx.beginPath(); ctx.moveTo(x1, y1); ctx.lineTo(x2, y2); ctx.stroke(); };
+    for (const { value, label } of this.limits) {
+      const y = u.valToPos(value, "y", true);
+      line(left, y, left + width, y);
+      ctx.textAlign = "right";
+      ctx.fillText(label, left + width - 4 * ratio, y > top + 16 * ratio ? y - 4 * ratio : y + 13 * ratio);
+    }
+    for (const { x, label } of this.marks) {
+      const at = u.valToPos(x, "x", true);
+      line(at, top, at, top + height);
+      const fits = at < left + width * 0.7;
+      ctx.textAlign = fits ? "left" : "right";
+      ctx.fillText(label, at + (fits ? 4 : -4) * ratio, top + 12 * ratio);
+    }
+    ctx.restore();
+  }
+
+  read(u) {
+    const { idx } = u.cursor;
+    if (idx === null || idx === undefined) { this.readout.replaceChildren(); return; }
+    const parts = this.series.flatMap((s, i) => {
+      const value = this.data[i + 1][idx];
+      if (this.hidden.has(s.key) || value === null || value === undefined) return [];
+      return [el("span", { class: `ink-${s.colour}`, text: compact(value) })];
+    });
+    this.readout.replaceChildren(`${this.data[0][idx]} ${this.xLabel}: `, ...parts);
+  }
+
+  /** The chart in a sentence, for those who do not see it. */
+  say() {
+    const parts = this.series.flatMap((s, i) => {
+      const seen = this.data[i + 1].filter((v) => v !== null && v !== undefined);
+      if (!seen.length || this.hidden.has(s.key)) return [];
+      return [`${s.label}: now ${compact(seen.at(-1))}, highest ${compact(seen.reduce((a, b) => Math.max(a, b)))}`];
+    });
+    const limits = this.limits.map(({ value, label }) => `${label} ${compact(value)}`);
+    this.summary.textContent = `${this.title}${this.unit ? ` in ${this.unit}` : ""}. ${[...parts, ...limits].join("; ")}.`;
+  }
+
+  fit() {
+    const width = this.plotBox.clientWidth;
+    if (!width || !this.data[0].length) return;
+    if (!this.plot) this.build();
+    else if (this.plot.width !== width) this.plot.setSize({ width, height: this.height });
+  }
+
+  recolour() {
+    if (this.plot) this.build();
+  }
+
+  destroy() {
+    this.watcher.disconnect();
+    this.plot?.destroy();
+    charts.delete(this);
+    this.figure.remove();
+  }
+}
+
+/** Stretches where `phases[i]` is "burst", as [from, to] of seconds. */
+export function floods(phases) {
+  const stretches = [];
+  phases.forEach((phase, i) => {
+    if (phase !== "burst") return;
+    if (stretches.length && stretches.at(-1)[1] === i) stretches.at(-1)[1] = i + 1;
+    else stretches.push([i, i + 1]);
+  });
+  return stretches;
+}

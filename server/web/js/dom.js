@@ -1,0 +1,96 @@
+/** Small helpers to build and find elements. */
+
+/** An element with properties (`class`, `text`, `on` = listeners, anything else an attribute) and children. */
+export function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "class") node.className = value;
+    else if (name === "text") node.textContent = value;
+    else if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name in node && typeof value !== "string") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+let lastId = 0;
+
+/** A labelled form field: the label's text, the control, and an optional hint below it. */
+export function field(label, control, hint) {
+  control.id ||= `field-${++lastId}`;
+  const parts = [el("label", { for: control.id, text: label }), control];
+  if (hint) {
+    const note = el("small", { id: `${control.id}-hint`, text: hint });
+    control.setAttribute("aria-describedby", note.id);
+    parts.push(note);
+  }
+  return el("div", { class: "field" }, ...parts);
+}
+
+/** A select over [value, text] pairs. */
+export function select(pairs, chosen, onChange) {
+  const options = pairs.map(([value, text]) => el("option", { value: String(value), text, selected: String(value) === String(chosen) }));
+  return el("select", { on: { change: (event) => onChange?.(event.target.value) } }, ...options);
+}
+
+/** A table of text: `head` are column titles, `rows` arrays of text, numbers or nodes. */
+export function table(caption, head, rows) {
+  const cell = (value, index) => {
+    const node = el(index === 0 ? "th" : "td", index === 0 ? { scope: "row" } : {});
+    node.append(value instanceof Node ? value : String(value));
+    return node;
+  };
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    el("table", {},
+      el("caption", { text: caption }),
+      el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
+      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell))))));
+}
+
+/** Say something to screen readers, politely. */
+export function announce(text) {
+  let region = document.getElementById("announcer");
+  if (!region) {
+    region = el("div", { id: "announcer", class: "unseen", "aria-live": "polite" });
+    document.body.append(region);
+  }
+  region.textContent = text;
+}
+
+/** Replace what an element holds. */
+export function fill(node, ...children) {
+  node.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** What went wrong, in words, as an alert. */
+export function problem(error) {
+  const next = error.next ? ` What to do: ${error.next}.` : "";
+  return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
+}
+
+/** Put text on the clipboard; in a frame without that right, select it for the visitor instead. */
+export async function copy(text, button) {
+  const said = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    const box = el("textarea", { class: "unseen", "aria-label": "Text to copy" });
+    box.value = text;
+    document.body.append(box);
+    box.select();
+    button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
+    box.remove();
+  }
+  setTimeout(() => { button.textContent = said; }, 1500);
+}
+
+/** Offer a file for download. */
+export function download(name, text, type = "application/json") {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}

@@ -1,0 +1,20 @@
+/** Numbers as text. */
+
+export function compact(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 10_000) return `${(value / 1000).toFixed(size >= 100_000 ? 0 : 1)}k`;
+  if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
+  return String(Number(value.toPrecision(digits)));
+}
+
+export const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
+
+export const score = (value) => value.toFixed(3);
+
+export function mean(values) {
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
+}
+
+/** A field name as words: `slo_target_ms` becomes `slo target ms`. */
+export const words = (name) => name.replaceAll("_", " ");

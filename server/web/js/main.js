@@ -1,0 +1,92 @@
+/** Starts the page: tabs, theme, and the tab that the address names. */
+
+import * as address from "./address.js";
+import { get } from "./api.js";
+import { problem } from "./dom.js";
+import { redrawAll } from "./charts.js";
+
+const LOADERS = {
+  race: () => import("./race.js"),
+  verify: () => import("./verify.js"),
+  trace: () => import("./trace.js"),
+  fidelity: () => import("./fidelity.js"),
+  code: () => import("./code.js"),
+  traffic: () => import("./traffic.js"),
+};
+
+const tabs = [...document.querySelectorAll("[role=tab]")];
+const opened = new Map();
+
+async function open(name, params) {
+  for (const tab of tabs) {
+    const on = tab.getAttribute("aria-controls") === name;
+    tab.setAttribute("aria-selected", String(on));
+    tab.tabIndex = on ? 0 : -1;
+    document.getElementById(tab.getAttribute("aria-controls")).hidden = !on;
+  }
+  const panel = document.getElementById(name);
+  if (!opened.has(name)) {
+    opened.set(name, LOADERS[name]().then((module) => module.start(panel)));
+  }
+  try {
+    const part = await opened.get(name);
+    await part?.show?.(params);
+    panel.dataset.ready = "yes";
+  } catch (error) {
+    opened.delete(name);
+    panel.replaceChildren(problem(error));
+  }
+}
+
+function followAddress() {
+  const { tab, params } = address.read();
+  open(tab in LOADERS ? tab : "race", params);
+}
+
+function chooseTab(tab) {
+  tab.focus();
+  location.hash = tab.getAttribute("aria-controls");
+}
+
+for (const [index, tab] of tabs.entries()) {
+  tab.addEventListener("click", () => chooseTab(tab));
+  tab.addEventListener("keydown", (event) => {
+    const to = { ArrowRight: index + 1, ArrowLeft: index - 1 + tabs.length, Home: 0, End: tabs.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    chooseTab(tabs[to % tabs.length]);
+  });
+}
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  open("race", new URLSearchParams()).then(() => document.getElementById("race").focus());
+});
+window.addEventListener("hashchange", followAddress);
+
+// A frame may deny storage; the theme then follows the system each time.
+function remembered(value) {
+  try {
+    if (value) localStorage.setItem("theme", value);
+    return localStorage.getItem("theme");
+  } catch {
+    return value ?? null;
+  }
+}
+
+function useTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  redrawAll();
+}
+
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+systemDark.addEventListener("change", () => redrawAll());
+document.getElementById("theme").addEventListener("click", () => {
+  const now = document.documentElement.dataset.theme ?? (systemDark.matches ? "dark" : "light");
+  useTheme(remembered(now === "dark" ? "light" : "dark") ?? (now === "dark" ? "light" : "dark"));
+});
+useTheme(remembered());
+
+followAddress();
+get("health").then((health) => {
+  if (health.version) document.getElementById("version").textContent = `version ${health.version}`;
+}).catch(() => {});

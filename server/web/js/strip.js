@@ -1,0 +1,87 @@
+/** The coloured strip of decisions: one lane per knob, one column per second, darker is more. */
+
+import { colour } from "./charts.js";
+import { el } from "./dom.js";
+
+const LANE = 9;
+const GAP = 2;
+
+/** How far up its range a knob stands, 0 to 1. */
+export const LEVELS = {
+  kv_budget: (v) => (v - 0.1) / 0.9,
+  spec_length: (v) => Math.log2(1 + v) / Math.log2(9),
+  batch_size: (v) => Math.log2(v) / 9,
+  prefill_disagg: (v) => Number(v),
+  quant_tier: (v) => v / 2,
+};
+
+export class Strip {
+  constructor(label, ink, lanes, length) {
+    Object.assign(this, { label, ink, lanes, length });
+    this.canvas = el("canvas", { role: "img" });
+    this.now = el("span", { class: "readout" });
+    this.node = el("div", { class: "strip" },
+      el("div", { class: "strip-head" }, el("span", { class: `chip ink-${ink}`, text: label }), this.now), this.canvas);
+    this.columns = null;
+    this.until = 0;
+    this.watcher = new ResizeObserver(() => this.draw());
+    this.watcher.observe(this.canvas);
+    this.canvas.addEventListener("pointermove", (event) => this.tell(Math.floor(event.offsetX / this.canvas.clientWidth * this.length)));
+    this.canvas.addEventListener("pointerleave", () => this.tell(this.until - 1));
+  }
+
+  /** Columns of knob values and how many seconds of them to show. */
+  set(columns, until) {
+    this.columns = columns;
+    this.until = until;
+    this.draw();
+    this.tell(until - 1);
+    this.canvas.setAttribute("aria-label", this.describe());
+  }
+
+  draw() {
+    const ratio = devicePixelRatio, width = this.canvas.clientWidth, height = this.lanes.length * (LANE + GAP);
+    this.canvas.style.height = `${height}px`;
+    this.canvas.width = Math.max(1, width * ratio);
+    this.canvas.height = height * ratio;
+    const ctx = this.canvas.getContext("2d"), step = this.canvas.width / this.length;
+    ctx.fillStyle = colour("grid");
+    this.lanes.forEach((_, lane) => ctx.fillRect(0, lane * (LANE + GAP) * ratio, this.canvas.width, LANE * ratio));
+    if (!this.columns) return;
+    ctx.fillStyle = colour(this.ink);
+    this.lanes.forEach((name, lane) => {
+      for (let i = 0; i < this.until; i++) {
+        ctx.globalAlpha = 0.1 + 0.9 * LEVELS[name](this.columns[name][i]);
+        const from = Math.round(i * step);
+        ctx.fillRect(from, lane * (LANE + GAP) * ratio, Math.round((i + 1) * step) - from, LANE * ratio);
+      }
+    });
+  }
+
+  tell(step) {
+    if (!this.columns || step < 0 || step >= this.until) { this.now.textContent = ""; return; }
+    this.now.textContent = `${step + 1} s: ${this.lanes.map((name) => shown(name, this.columns[name][step])).join(" · ")}`;
+  }
+
+  describe() {
+    const parts = this.lanes.map((name) => {
+      const values = this.columns[name].slice(0, this.until);
+      const changes = values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
+      return values.length ? `${shown(name, values.at(-1))}, ${changes} changes` : "nothing yet";
+    });
+    return `Decisions of ${this.label} after ${this.until} seconds: ${parts.join("; ")}`;
+  }
+}
+
+const TIERS = ["FP16", "INT8", "INT4"];
+
+/** A knob's value in words. */
+export function shown(name, value) {
+  switch (name) {
+    case "kv_budget": return `KV ${Math.round(100 * value)} %`;
+    case "spec_length": return value ? `speculate ${value}` : "no speculation";
+    case "batch_size": return `batch ${value}`;
+    case "prefill_disagg": return Number(value) ? "prefill apart" : "prefill together";
+    default: return TIERS[value];
+  }
+}
