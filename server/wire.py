@@ -19,6 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from server.request_errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, UnsupportedMediaTypeError
 
+REQUEST_ID_KEY: Final = "inferencegym.request_id"
+"""Key of the ASGI scope that holds the request's id."""
+
 RawHeaders = Sequence[tuple[bytes, bytes]]
 MAX_DEPTH: Final = 64
 

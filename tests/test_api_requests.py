@@ -278,6 +278,16 @@ def test_answers_carry_a_request_id_and_headers_that_allow_the_spaces_frame(clie
     assert "server" not in answer.headers
 
 
+def test_a_failure_of_the_server_itself_is_a_500_with_the_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(Settings(store_url="memory://", access_log="off"))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        monkeypatch.setattr(app.state.context.sessions, "step", None)
+        answer = client.post("/step", json={"session_id": "x"}, headers={"X-Request-Id": "find-me"})
+    assert detail_of(answer, 500)["code"] == "internal"
+    assert answer.headers["x-request-id"] == "find-me"
+    assert "NoneType" not in answer.text, "the cause is for the log, not for strangers"
+
+
 def test_other_origins_may_read_but_not_play(client: TestClient) -> None:
     origin = {"Origin": "https://example.com"}
     read = client.get("/tasks", headers=origin)
