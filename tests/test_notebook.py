@@ -1,0 +1,60 @@
+"""The demonstration notebook, cell by cell against a real server, with fewer training steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+
+from tests.servers import RunningServer
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "InferenceGym_Demo.ipynb"
+
+
+def cells() -> list[dict[str, Any]]:
+    return list(json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def test_the_notebook_has_ten_cells_and_carries_no_outputs() -> None:
+    kinds = [cell["cell_type"] for cell in cells()]
+    assert kinds == ["markdown", *["code"] * 9]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells()[1:])
+    assert len({cell["id"] for cell in cells()}) == 10
+
+
+def test_what_the_notebook_installs_covers_what_it_imports() -> None:
+    installed = set(re.search(r"%pip install -q (.*)", source(cells()[1])).group(1).split())  # type: ignore[union-attr]
+    code = "\n".join(source(cell) for cell in cells()[2:])
+    imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.MULTILINE)}
+    standard = {"os", "time", "concurrent"}
+    comes_with = {"numpy": "gymnasium", "torch": "stable-baselines3", "stable_baselines3": "stable-baselines3"}
+    assert {comes_with.get(name, name) for name in imported - standard} <= installed
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_the_first_cell_to_the_last(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matplotlib.use("Agg")
+    monkeypatch.setenv("INFERENCEGYM_URL", server.url)
+    monkeypatch.setenv("INFERENCEGYM_DEMO_STEPS", "8000")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells()):
+        # The cell that installs is the environment's business.
+        if cell["cell_type"] == "code" and "%pip" not in source(cell):
+            exec(compile(source(cell), f"cell {number + 1}", "exec"), namespace)
+    namespace["server"].close()
+    namespace["fleets"].close()
+    told = capsys.readouterr().out
+    assert "score on traffic that training has not met" in told
+    assert namespace["fleets"].taken >= 8000
+    assert len(namespace["fleets"].finished) >= 8000 // 200 - 8
+    assert namespace["late"].mean() > namespace["early"].mean()
