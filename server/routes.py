@@ -22,6 +22,7 @@ from inferencegym.tasks import TaskId, get_calibration, get_task, list_tasks
 from server import schemas
 from server.baseline import Baseline
 from server.families import SERVING, replay_serving, served_tables
+from server.metrics import Metrics
 from server.middleware import SESSION_KEY, Callers
 from server.request_errors import InvalidRequestError, SessionConflictError
 from server.schemas import GradeRequest, ResetRequest
@@ -41,6 +42,7 @@ class Context:
     sessions: SessionManager
     callers: Callers
     baseline: Baseline
+    metrics: Metrics
     started: float
 
 
@@ -120,6 +122,13 @@ class RootRoutes:
                 method="GET",
                 summary="Schemas, reward, calibration and provenance",
                 responses=documented({"type": "object"}, 503),
+            ),
+            JsonRoute(
+                "/metrics",
+                self.metrics,
+                method="GET",
+                summary="What the server counts, for Prometheus",
+                responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
             ),
             JsonRoute(
                 "/openenv.yaml",
@@ -222,12 +231,18 @@ class RootRoutes:
             "uptime_s": round(time.monotonic() - self._context.started, 3),
             "version": __version__,
             "store": self._sessions.store.name,
+            # It is in memory before the first request is taken.
+            "table_sha256": served_tables().sha256,
         }
         try:
             await self._sessions.store.ping()
         except StoreError as error:
             return reply({**answer, "status": "degraded", "store_error": str(error)}, 503, [(b"retry-after", b"1")])
         return reply(answer)
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._context.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     async def tasks(self, request: Request) -> Response:
         value = request.query_params.get("all", "false").lower()

@@ -17,9 +17,10 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import orjson
 
@@ -30,6 +31,9 @@ from inferencegym.tasks import TaskId
 from server.request_errors import InvalidRequestError, RateLimitedError
 from server.settings import Settings
 from server.stores import Action, EpisodeStart, SessionStore, StoredEpisode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +104,20 @@ def new_session_id() -> str:
     return secrets.token_hex(16)
 
 
+def _counting_store_errors(
+    method: Callable[Concatenate[SessionManager, P], Awaitable[T]],
+) -> Callable[Concatenate[SessionManager, P], Awaitable[T]]:
+    @wraps(method)
+    async def counting(self: SessionManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(self, *args, **kwargs)
+        except StoreError:
+            self.counters.store_errors += 1
+            raise
+
+    return counting
+
+
 class SessionManager:
     """Resets, steps and looks up sessions of all families."""
 
@@ -119,8 +137,14 @@ class SessionManager:
         """Environments in memory."""
         return len(self._live)
 
+    @property
+    def steps_held(self) -> int:
+        """Steps of all environments in memory."""
+        return self._steps_held
+
     # ------------------------------------------------------------ what callers do
 
+    @_counting_store_errors
     async def reset(
         self,
         family: str,
@@ -167,7 +191,7 @@ class SessionManager:
         """
         live = self._live.get(session_id)
         if live is None:
-            live = await self._load(session_id)
+            live = await self._loaded(session_id)
         else:
             self._live.move_to_end(session_id)
         if family is not None:
@@ -178,9 +202,13 @@ class SessionManager:
         try:
             async with live.lock:
                 return await self._step(live, action, number)
+        except StoreError:
+            self.counters.store_errors += 1
+            raise
         finally:
             live.waiting -= 1
 
+    @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> Live:
         """The session as it is now, whichever process stepped it last. Hold its ``lock`` while awaiting with it.
 
@@ -202,6 +230,7 @@ class SessionManager:
         """The session as this process has it in memory; another process may be ahead of it."""
         return self._live.get(session_id)
 
+    @_counting_store_errors
     async def latest(self, caller: str) -> str:
         """Id of the session that this caller reset last. Raises UnknownSessionError."""
         session_id = await self.store.latest(caller)
@@ -281,6 +310,10 @@ class SessionManager:
             log.warning("session %s could not be marked as in use: %s", live.session_id[:8], error)
 
     # ------------------------------------------------------------ between memory and store
+
+    @_counting_store_errors
+    async def _loaded(self, session_id: str) -> Live:
+        return await self._load(session_id)
 
     async def _load(self, session_id: str) -> Live:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None

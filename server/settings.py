@@ -115,7 +115,9 @@ class Settings(BaseSettings):
     max_log_bytes: int = Field(
         16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
     )
-    body_timeout_s: float = Field(30.0, ge=0.1, le=3600, description="Longest wait for a request's body.")
+    body_timeout_s: float = Field(
+        30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
+    )
     resets_per_minute: int = Field(
         12_000, ge=0, le=10_000_000, description="/reset per client address and process (0 = no limit)."
     )
@@ -134,6 +136,11 @@ class Settings(BaseSettings):
 
     access_log: Literal["all", "errors", "off"] = Field(
         "all", description="Requests written to standard error, one JSON object a line."
+    )
+    metrics_dir: Path | None = Field(
+        None,
+        description="Directory through which several workers add up their metrics. Unset: a temporary one is made when "
+        "there is more than one worker.",
     )
     shutdown_grace_s: int = Field(
         10, ge=0, le=600, description="Seconds that requests in flight get to finish after SIGTERM."

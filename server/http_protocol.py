@@ -1,0 +1,63 @@
+"""HTTP as uvicorn speaks it, with a limit on how long the head of a request may take.
+
+Uvicorn waits for a request's head for ever, so clients that send it byte by byte could hold every file descriptor of
+the server. (A body that takes too long is the business of :func:`server.wire.read_body`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.settings import load_settings
+
+
+@lru_cache(maxsize=1)
+def head_timeout_s() -> float:
+    """Longest wait for a head: the same as for a body."""
+    return load_settings().body_timeout_s
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """Closes a connection whose request head does not arrive in time. A head that comes in one piece sets no timer."""
+
+    _head_pending = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_pending and self._timer is None:
+            self._wait_for_head()
+
+    def on_message_begin(self) -> None:
+        self._head_pending = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_pending = False
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(head_timeout_s(), self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
