@@ -25,11 +25,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --no-deps --require-hashes
 
-.PHONY: help serve install dev rl test test-fast soak check lint types format bench openenv pins build clean
+.PHONY: help serve install dev rl test test-fast soak check lint types format bench openenv pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | soak | openenv | pins | build | clean'
+	@echo '  make check | format | bench | soak | openenv | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,18 @@ format: $(STAMPS)/dev
 # OpenEnv's own verdicts on the directory, a running server and a played episode.
 openenv: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/openenv_check.py
+
+# What the server is made of, as CycloneDX: build/sbom.cdx.json, the same file for the same pins.
+sbom: $(STAMPS)/dev
+	@mkdir -p build
+	@# A list of pins knows no dependency graph; the tool warns of that.
+	@$(PYTHON) -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
+		-o build/sbom.cdx.json requirements.txt
+	@echo 'build/sbom.cdx.json'
+
+# Known vulnerabilities of the server's pins; says so where the advisory source cannot be reached.
+audit: $(STAMPS)/dev
+	@$(PYTHON) scripts/audit_dependencies.py
 
 pins: $(STAMPS)/dev
 	UV=$(BIN)/uv scripts/pin_requirements.sh
