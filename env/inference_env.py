@@ -12,6 +12,7 @@ from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
+from simulator.coverage import fleet_support
 from simulator.tables import ServingTables, load_tables
 from simulator.trace_sim import TraceSimulator
 from simulator.workload import check_seed, prompt_bucket
@@ -183,6 +184,7 @@ class InferenceEnv:
             "metrics": metrics,
             "workload": vars(self.workload()),
             "action_applied": applied,
+            "support": fleet_support(self._batch.fleet),
             "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
         }
 

@@ -29,6 +29,7 @@ from server.schemas import GradeRequest, ResetRequest
 from server.session_manager import Live, SessionManager
 from server.settings import Settings
 from server.wire import JsonReply, JsonRoute, read_object, reply
+from simulator.coverage import coverage
 
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
@@ -277,7 +278,9 @@ class RootRoutes:
                 "weights": {str(task.task_id): asdict(task.reward) for task in list_tasks(include_recorded=True)},
             },
             "calibration": {str(t.task_id): _calibration(t.task_id) for t in list_tasks(include_recorded=True)},
-            "data": dict(served_tables().meta),
+            # The times themselves stay in the file: here is where they come from and how well they are supported.
+            "data": {name: value for name, value in served_tables().meta.items() if not name.startswith("iteration_")},
+            "coverage": coverage(served_tables()),
             "limits": {
                 "max_body_bytes": self._settings.max_body_bytes,
                 "max_log_bytes": self._settings.max_log_bytes,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
+from simulator.coverage import support_map
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
 from simulator.workload import NOISE_STD
 
@@ -89,7 +90,8 @@ class TraceSimulator:
         out["resident"] = np.minimum(batch, out["kv_capacity_tokens"] / (prompt + 64.0))
         length = np.maximum(axes["spec_length"][spec], 1.0)
         out["spec_accept_rate"] = (self.tables.spec_tokens[spec] - 1.0) / length
-        out["support"] = self._support(tier, spec, kv, batch, prompt)
+        level = support_map(self.tables).level
+        out["support"] = np.array([level(*at) for at in zip(tier, spec, batch, prompt, strict=True)], dtype=np.float64)
         return out
 
     def _memory(
@@ -103,19 +105,6 @@ class TraceSimulator:
             "gpu_mem_gb": fixed + memory["per_sequence_gb"] * batch + pool,
             "kv_capacity_tokens": np.floor(pool * 1e9 / meta["kv_bytes_per_token"]),
         }
-
-    def _support(
-        self, tier: NDArray[np.int64], spec: NDArray[np.int64], kv: FloatArray, batch: FloatArray, prompt: FloatArray
-    ) -> FloatArray:
-        """Support of the nearest cell; between grid points a measured value counts as interpolated (1)."""
-        axes = self.tables.axes
-        at_kv = np.abs(axes["kv_budget"][None, :] - kv[:, None]).argmin(axis=1)
-        at_batch = np.abs(np.log2(axes["batch_size"])[None, :] - np.log2(batch)[:, None]).argmin(axis=1)
-        at_prompt = np.abs(np.log2(axes["prompt_len_bucket"])[None, :] - np.log2(prompt)[:, None]).argmin(axis=1)
-        cell = self.tables.columns["support"][tier, spec, at_kv, at_batch, at_prompt]
-        on_grid = np.isin(batch, axes["batch_size"]) & np.isin(prompt, axes["prompt_len_bucket"])
-        support: FloatArray = np.where(on_grid, cell, np.maximum(cell, 1.0))
-        return support
 
     @cached_property
     def _interpolators(self) -> list[list[RegularGridInterpolator]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from simulator.coverage import LEVELS, fleet_support
 from simulator.requests import RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
@@ -67,7 +67,12 @@ def _lengths(rng: np.random.Generator, mean: float, cv: float, n: int) -> FloatA
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What a load would have met. Per-request TTFT and TPOT in ms; ``support`` tells how well data cover it."""
+    """What a load would have met.
+
+    TTFT and TPOT are per request, in ms. ``makespan_s`` ends with the last request served. ``support`` is the share of
+    busy steps whose operator times are measured, interpolated, modelled or extrapolated; ``classes`` the TTFT of each
+    priority class that occurs.
+    """
 
     n_requests: int
     completed: float
@@ -83,6 +88,8 @@ class WhatIf:
     gpu_memory_gb: float
     oom: bool
     gpu_seconds: float
+    support: dict[str, float]
+    classes: dict[str, dict[str, float]]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -105,10 +112,27 @@ def run_requests(
 
     With ``closed_clients`` N > 0, arrivals are ignored: N requests are always in flight until all have been served.
     """
+    return serve_requests(
+        action, requests, tables, n_replicas, closed_clients, queue_limit, base_accept_rate, slo_ms, engine, step_s
+    ).report()
+
+
+def serve_requests(
+    action: ServeAction,
+    requests: RequestLog,
+    tables: ServingTables,
+    n_replicas: int = 1,
+    closed_clients: int = 0,
+    queue_limit: float = 1e12,
+    base_accept_rate: float = 0.65,
+    slo_ms: float = 1e15,
+    engine: EngineParams | None = None,
+    step_s: float = 1.0,
+) -> Served:
+    """As :func:`run_requests`, with the distributions behind the report."""
     action.validate()
     if closed_clients:
-        start = np.zeros_like(requests.arrival_s)
-        requests = RequestLog(start, requests.prompt_tokens, requests.output_tokens, requests.class_index)
+        requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
     params = ServingParams(
         tables=tables,
         stats=log_stats(requests, tables, slo_ms),
@@ -142,7 +166,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     )
 
 
-def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> WhatIf:
+def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
     last = int(requests.arrival_s.max() / params.step_s) + 1
     n_steps = last + 300
     while True:
@@ -155,7 +179,8 @@ def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> W
         raise InvalidConfigError(
             f"the load is not served within {MAX_STEPS} steps: give it more GPUs or fewer requests"
         )
-    return _report(fleet, trace, requests)
+    metrics, levels = trace
+    return Served(fleet, metrics, levels, requests)
 
 
 def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_steps: int) -> ServingFleet:
@@ -178,70 +203,125 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
     return fleet
 
 
-def _run(fleet: ServingFleet, last_arrival_step: int) -> FloatArray | None:
-    """Step until everything is served; metrics (T, M), or None if the steps ran out."""
-    kept = []
+def _run(fleet: ServingFleet, last_arrival_step: int) -> tuple[FloatArray, list[str]] | None:
+    """Step until everything is served; metrics (T, M) and the support of every step, or None if the steps ran out."""
+    kept, levels = [], []
     state = fleet.state.rows
     for t in range(fleet.n_steps):
         fleet.step()
         kept.append(fleet.metrics[:, 0].copy())
+        levels.append(fleet_support(fleet))
         left = float(state["queue"].sum() + state["in_flight"].sum())
         if t + 1 >= last_arrival_step and left < 0.5:
-            return np.array(kept)
+            return np.array(kept), levels
     return None
 
 
-def _report(fleet: ServingFleet, trace: FloatArray, requests: RequestLog) -> WhatIf:
-    params, rows = fleet.params, fleet.state.rows
-    metric: Mapping[str, FloatArray] = {name: trace[:, i] for i, name in enumerate(fleet.metric)}
-    makespan = _makespan(metric, requests, params.step_s)
-    ttft, weight = ttft_samples(fleet.record[0, : int(rows["n_recorded"][0])])
-    rejected = float(metric["rejected"].sum())
-    served = 1.0 - rejected / len(requests.arrival_s)
-    return WhatIf(
-        n_requests=len(requests.arrival_s),
-        completed=float(metric["completed"].sum()),
-        rejected=rejected,
-        ttft_p50_ms=weighted_quantile(ttft, weight, 0.5),
-        ttft_p99_ms=weighted_quantile(ttft, weight, 0.99),
-        ttft_mean_ms=float((ttft * weight).sum() / weight.sum()),
-        tpot_p50_ms=_tpot(rows, len(trace), float(np.median(requests.output_tokens)), params.step_s),
-        output_tokens_per_s=float(requests.output_tokens.sum()) * served / makespan,
-        makespan_s=makespan,
-        peak_kv_occupancy=float(metric["kv_occupancy"].max()),
-        preemptions=float(metric["eviction_events"].sum()),
-        gpu_memory_gb=float(metric["gpu_memory_gb"].max()),
-        oom=bool(metric["oom"].max() > 0),
-        gpu_seconds=makespan * params.n_replicas * (2.0 if fleet.disagg[0] else 1.0),
-    )
+class Served:
+    """A load that has been served: distributions over requests and metrics of every step."""
+
+    def __init__(self, fleet: ServingFleet, metrics: FloatArray, levels: list[str], requests: RequestLog) -> None:
+        self._fleet, self._levels, self._requests = fleet, levels, requests
+        self.metric: Mapping[str, FloatArray] = {name: metrics[:, i] for i, name in enumerate(fleet.metric)}
+        record = fleet.record[0, : int(fleet.state.rows["n_recorded"][0])]
+        self._record = record
+        self.ttft_ms, self.ttft_weight = ttft_samples(record)
+        self.finish_s, self.tpot_ms = self._completions()
+
+    def report(self) -> WhatIf:
+        """The figures of the load."""
+        metric, requests, fleet = self.metric, self._requests, self._fleet
+        rejected = float(metric["rejected"].sum())
+        served = 1.0 - rejected / len(requests.arrival_s)
+        makespan = self.makespan_s()
+        return WhatIf(
+            n_requests=len(requests.arrival_s),
+            completed=float(metric["completed"].sum()),
+            rejected=rejected,
+            ttft_p50_ms=weighted_quantile(self.ttft_ms, self.ttft_weight, 0.5),
+            ttft_p99_ms=weighted_quantile(self.ttft_ms, self.ttft_weight, 0.99),
+            ttft_mean_ms=float((self.ttft_ms * self.ttft_weight).sum() / self.ttft_weight.sum()),
+            tpot_p50_ms=float(np.nanmedian(self.tpot_ms)) if np.isfinite(self.tpot_ms).any() else float("nan"),
+            output_tokens_per_s=float(requests.output_tokens.sum()) * served / makespan,
+            makespan_s=makespan,
+            peak_kv_occupancy=float(metric["kv_occupancy"].max()),
+            preemptions=float(metric["eviction_events"].sum()),
+            gpu_memory_gb=float(metric["gpu_memory_gb"].max()),
+            oom=bool(metric["oom"].max() > 0),
+            gpu_seconds=makespan * fleet.params.n_replicas * (2.0 if fleet.disagg[0] else 1.0),
+            support=self.support(),
+            classes=self.classes(),
+        )
+
+    def makespan_s(self) -> float:
+        """When the last request is served.
+
+        Every request is followed to its own end. Where some are refused it is unknown which: then half a request left
+        marks the end, the fluid's counterpart.
+        """
+        if float(self.metric["rejected"].sum()) < 0.5:
+            return float(np.nanmax(self.finish_s))
+        done = np.cumsum(self.metric["completed"])
+        goal = float(done[-1]) - 0.5
+        t = int(np.searchsorted(done, goal))
+        before = float(done[t - 1]) if t > 0 else 0.0
+        return (t + (goal - before) / max(float(done[t]) - before, 1e-12)) * self._fleet.params.step_s
+
+    def support(self) -> dict[str, float]:
+        """Share of the steps with running requests at each support level."""
+        busy = self.metric["running_requests"] > 1e-6
+        levels = np.array(self._levels)[busy] if busy.any() else np.array(self._levels)
+        return {name: float((levels == name).mean()) for name in LEVELS}
+
+    def classes(self) -> dict[str, dict[str, float]]:
+        """TTFT and requests served, by class."""
+        found = {}
+        for c, name in enumerate(self._fleet.params.stats.names):
+            mine = self._record[self._record[:, 0] == c]
+            if len(mine):
+                ttft, weight = ttft_samples(mine)
+                found[name] = {
+                    "served": float(mine[:, 1].sum()),
+                    "ttft_p50_ms": weighted_quantile(ttft, weight, 0.5),
+                    "ttft_p99_ms": weighted_quantile(ttft, weight, 0.99),
+                }
+        return found
+
+    def _completions(self) -> tuple[FloatArray, FloatArray]:
+        """When each request is served (s) and its time per token (ms), (N,); NaN for those never admitted.
+
+        Requests of a class are admitted in order, and from then on gain the tokens that every running request gains.
+        """
+        rows, params, requests = self._fleet.state.rows, self._fleet.params, self._requests
+        n = len(self._levels)
+        progress = rows["progress"][0, : n + 1]
+        clock: FloatArray = np.arange(n + 1, dtype=np.float64) * params.step_s
+        finish, tpot = np.full((2, len(requests.arrival_s)), np.nan)
+        for c in range(params.n_classes):
+            mine = np.flatnonzero(requests.class_index == c)
+            admitted = np.concatenate([[0.0], np.cumsum(rows["density"][0, :n, c] * np.diff(progress))])
+            rank = np.arange(len(mine)) + 0.5
+            mine, rank = mine[rank < admitted[-1]], rank[rank < admitted[-1]]
+            if not len(mine):
+                continue
+            # Admissions only rise: where they rest, the earliest instant counts.
+            rises = np.concatenate([[True], np.diff(admitted) > 1e-12])
+            start = np.interp(rank, admitted[rises], progress[rises])
+            end = start + requests.output_tokens[mine] - 1.0
+            began, ended = _at(start, progress, clock), _at(end, progress, clock)
+            record = self._record[self._record[:, 0] == c]
+            prefill_s = float(((record[:, 4] + record[:, 5]) * record[:, 1]).sum() / record[:, 1].sum()) / 1000.0
+            finish[mine] = ended + prefill_s
+            tokens = np.where(end > start, end - start, np.nan)
+            tpot[mine] = 1000.0 * (ended - began) / tokens
+        return finish, tpot
 
 
-def _makespan(metric: Mapping[str, FloatArray], requests: RequestLog, step_s: float) -> float:
-    """When half a request is left: the fluid's counterpart of the last completion."""
-    total = len(requests.arrival_s) - float(metric["rejected"].sum())
-    done = np.cumsum(metric["completed"])
-    goal = total - 0.5
-    t = int(np.searchsorted(done, goal))
-    if t >= len(done):
-        return len(done) * step_s
-    before = float(done[t - 1]) if t > 0 else 0.0
-    return (t + (goal - before) / max(float(done[t]) - before, 1e-12)) * step_s
-
-
-def _tpot(rows: Mapping[str, NDArray[Any]], n_steps: int, output_tokens: float, step_s: float) -> float:
-    """Median over admissions of the time per token that a request of median length meets."""
-    progress = rows["progress"][0, : n_steps + 1]
-    admitted = rows["density"][0, :n_steps].sum(axis=1) * np.diff(progress)
-    start = 0.5 * (progress[:-1] + progress[1:])
-    # A request that outlives the run is judged by what it met until then.
-    end = np.minimum(start + max(output_tokens - 1.0, 1.0), progress[-1])
-    clock = np.arange(n_steps + 1) * step_s
-    spent = np.interp(end, progress, clock) - np.interp(start, progress, clock)
-    tokens = end - start
-    valid = (admitted > 1e-9) & (tokens > 0)
-    if not valid.any():
-        return float("nan")
-    return weighted_quantile(1000.0 * spent[valid] / tokens[valid], admitted[valid], 0.5)
+def _at(x: FloatArray, progress: FloatArray, clock: FloatArray) -> FloatArray:
+    """The clock at which the fleet reaches a progress; beyond the run at the pace of its last step."""
+    pace = (clock[-1] - clock[-2]) / max(float(progress[-1] - progress[-2]), 1e-12)
+    reached: FloatArray = np.interp(x, progress, clock) + np.maximum(0.0, x - progress[-1]) * pace
+    return reached
 
 
 def ttft_samples(record: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--gpus", type=int, default=1, help="replicas, one GPU each")
     parser.add_argument("--batch-size", type=int, default=256, help="requests that run at once on a replica")
-    parser.add_argument("--kv-budget", type=float, default=1.0, help="share of free memory for the KV pool")
+    parser.add_argument("--kv-budget", type=float, default=0.95, help="share of free memory for the KV pool")
     parser.add_argument("--spec-length", type=int, default=0, help="draft tokens per verification: 0, 1, 2, 4, 8")
     parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"))
     parser.add_argument("--disagg", action="store_true", help="prefill on GPUs of its own")
