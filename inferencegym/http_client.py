@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import httpx
 
 from inferencegym import errors
-from inferencegym.errors import InferenceGymError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.errors import InferenceGymError, InvalidActionError, InvalidConfigError, NotResetError, RemoteError
 from inferencegym.models import ServeAction, ServeObservation
 
 DEFAULT_URL: Final = "http://localhost:7860"
@@ -28,20 +28,18 @@ LONGEST_PAUSE_S: Final = 10.0
 Step = tuple[ServeObservation, float, bool, dict[str, Any]]
 
 
-class ServerError(InferenceGymError):
-    """The server answered with an error that has no class of its own here; ``code`` and ``http_status`` are its own."""
+class ServerError(RemoteError):
+    """The server answered with an error that has no class of its own here; ``code`` is the server's word for it."""
 
-    def __init__(self, message: str, code: str, http_status: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, code: str, status: int) -> None:
+        super().__init__(message, status)
         self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
-        self.http_status = http_status  # type: ignore[misc]
 
 
-class ServerUnavailableError(InferenceGymError, ConnectionError):
+class ServerUnavailableError(RemoteError, ConnectionError):
     """The server could not be reached, or answered with no sense, however often it was asked; nothing is lost there."""
 
     code = "server_unavailable"
-    http_status = 503
 
 
 def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ with without_gradio():
 
 _LOST: Final = (ConnectionClosed, TimeoutError, OSError)
 """What a dropped, silent or unreachable server looks like; OpenEnv's own ConnectionError is an OSError."""
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
 _CODE_OF_OPENENV: Final = re.compile(r"\(code: ([A-Z_]+)\)\Z")
 
 
@@ -46,8 +49,8 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     are those of local use, from :mod:`inferencegym.errors`. All other arguments are those of OpenEnv's ``EnvClient``.
     """
 
-    reconnect_attempts: int = 6
-    """New sockets that are tried after a lost one, after pauses of 0.1, 0.2, 0.4 ... seconds."""
+    reconnect_s: float = 60.0
+    """How long a new socket is tried for after a lost one; 0 makes the first loss an error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,9 +90,11 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     async def _persistent(self, message: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Data of the reply, over as many sockets as it takes."""
         lost: Exception | None = None
-        for attempt in range(self.reconnect_attempts + 1):
+        pause_s, deadline = FIRST_PAUSE_S, time.monotonic() + self.reconnect_s
+        while lost is None or time.monotonic() < deadline:
             if lost is not None:
-                await asyncio.sleep(0.1 * 2 ** (attempt - 1))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             try:
                 if lost is not None and resume and self._episode_id is not None:
                     await self._resume()
@@ -101,6 +106,10 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
                     raise
                 lost = error
             except _LOST as error:
+                if self._episode_id is None:
+                    raise ServerUnavailableError(
+                        f"{self._ws_url} cannot be reached ({error!r}): is a server there?"
+                    ) from error
                 lost = error
         raise ServerUnavailableError(
             f"{self._ws_url} was lost and not found again ({lost!r}); the episode is kept there: "

@@ -177,7 +177,7 @@ def test_what_is_no_server_of_ours_is_said_so(tmp_path: Path) -> None:
             client.get("/info")
         with pytest.raises(ServerError, match="slow; wait") as error:
             client.get("/tasks")
-        assert (error.value.code, error.value.http_status) == ("rate_limited", 429)
+        assert (error.value.code, error.value.status) == ("rate_limited", 429)
 
 
 # ---------------------------------------------------------------- what is lost on the way

@@ -17,7 +17,13 @@ from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from inferencegym.client import InferenceGymAction, InferenceGymEnv, InferenceGymObservation, TrafficControllerEnv
+from inferencegym.client import (
+    InferenceGymAction,
+    InferenceGymEnv,
+    InferenceGymObservation,
+    ServerUnavailableError,
+    TrafficControllerEnv,
+)
 from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.openenv_types import (
@@ -360,6 +366,22 @@ def test_a_step_after_a_timeout_is_not_played_twice(server: RunningServer) -> No
             assert (await env.state()).step_count == 1
 
     asyncio.run(run())
+
+
+def test_a_server_that_is_not_there_is_reported_at_once_and_a_lost_one_after_a_while(tmp_path: Path) -> None:
+    with running_server(tmp_path, store_url="memory://") as server:
+
+        async def run() -> None:
+            async with InferenceGymEnv(base_url=server.url) as env:
+                await env.reset(episode_id="kept")
+                server.kill()
+                env.reconnect_s = 0.2
+                with pytest.raises(ServerUnavailableError, match=r"reset\(episode_id='kept', resume=True\)"):
+                    await env.step({})
+            with pytest.raises(ServerUnavailableError, match="is a server there"):
+                await InferenceGymEnv(base_url=server.url).reset()
+
+        asyncio.run(run())
 
 
 def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningServer) -> None:

@@ -1,0 +1,144 @@
+"""The examples for trainers and evaluators of language models, played without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from agents.inspect_solver import BRIEFING, play_with_a_model
+from agents.trl_tools import FleetTools, episode_return, fleet_tools_at
+from env.inference_env import InferenceEnv
+from inferencegym.errors import EpisodeDoneError, InvalidActionError
+from inferencegym.models import ACTION_FIELDS
+from tests.servers import RunningServer
+
+KNOBS = {"kv_budget": 0.9, "spec_length": 2, "batch_size": 128, "prefill_disagg": False, "quant_tier": 1}
+
+
+def tools_of(environment: FleetTools) -> dict[str, Any]:
+    """As TRL collects them: every public method but reset."""
+    members = inspect.getmembers(environment, predicate=inspect.ismethod)
+    return {name: method for name, method in members if not name.startswith("_") and name != "reset"}
+
+
+def test_every_tool_is_described_and_typed_as_a_trainer_wants_it() -> None:
+    tools = tools_of(FleetTools())
+    assert sorted(tools) == ["observe", "run", "set_knobs"]
+    for name, tool in tools.items():
+        hints = typing.get_type_hints(tool)
+        documented = re.findall(r"(?m)^ {8,}(\w+): ", (inspect.getdoc(tool) or "").replace("\n    ", "\n        "))
+        parameters = list(inspect.signature(tool).parameters)
+        assert hints["return"] is str, name
+        assert [parameter for parameter in parameters if parameter not in hints] == []
+        assert documented == parameters, name
+    assert list(inspect.signature(FleetTools().set_knobs).parameters) == list(ACTION_FIELDS)
+
+
+def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> None:
+    tools = fleet_tools_at(server.url)()
+    told = tools.reset(task_id=3, seed=5, episode_length=12, prompt="a column of the data set")
+    assert all(name in told for name in ACTION_FIELDS)
+    local = InferenceEnv(task_id=3, seed=5, config={"episode_length": 12})
+    local.reset()
+    tools.set_knobs(**KNOBS)
+    rewards = []
+    for seconds in (5, 5, 5):
+        text = tools.run(seconds)
+        rewards += [local.step(KNOBS)[1] for _ in range(min(seconds, 12 - len(rewards)))]
+        assert f'"timestep": {len(rewards)}' in text
+        assert f'"timestep": {len(rewards)}' in tools.observe()
+    assert tools.done
+    assert "over" in text
+    assert episode_return([tools]) == [pytest.approx(sum(rewards) / 12)]
+    assert 0.0 <= tools._score() <= 1.0
+    with pytest.raises(EpisodeDoneError):
+        tools.run(1)
+    tools.reset(task_id=1, seed=5)
+    assert (tools.done, tools.mean_reward) == (False, 0.0)
+
+
+def test_a_tool_that_is_used_wrongly_tells_the_model_what_is_allowed(server: RunningServer) -> None:
+    tools = fleet_tools_at(server.url)()
+    with pytest.raises(RuntimeError, match="reset first"):
+        tools.observe()
+    tools.reset()
+    with pytest.raises(InvalidActionError, match="batch_size must be an integer from 1 to 512"):
+        tools.set_knobs(**{**KNOBS, "batch_size": 1000})
+    with pytest.raises(InvalidActionError, match="from 1 to 60"):
+        tools.run(0)
+    assert '"timestep": 1' in tools.run(1)
+
+
+def test_sixty_four_rollouts_on_thirty_two_threads_do_not_meet(server: RunningServer) -> None:
+    factory = fleet_tools_at(server.url)
+
+    def rollout(seed: int) -> float:
+        tools = factory()
+        tools.reset(task_id=2, seed=seed, episode_length=5)
+        tools.set_knobs(**KNOBS)
+        tools.run(5)
+        return tools.mean_reward
+
+    with ThreadPoolExecutor(32) as pool:
+        returns = list(pool.map(rollout, range(64)))
+    for seed, mean_reward in enumerate(returns):
+        local = InferenceEnv(task_id=2, seed=seed, config={"episode_length": 5})
+        local.reset()
+        assert mean_reward == pytest.approx(sum(local.step(KNOBS)[1] for _ in range(5)) / 5)
+
+
+@dataclass
+class Output:
+    """As Inspect's ModelOutput."""
+
+    completion: str
+
+
+@dataclass
+class Sample:
+    """As Inspect's TaskState."""
+
+    metadata: dict[str, Any]
+    messages: list[str] = field(default_factory=list)
+    output: Output = field(default_factory=lambda: Output(""))
+
+
+def test_a_solver_plays_what_the_model_answers_and_reports_the_grade(server: RunningServer) -> None:
+    answers = iter(
+        [
+            'I choose {"batch_size": 128, "quant_tier": "INT8"}.',
+            "no idea",
+            '{"batch_size": 100000}',
+            json.dumps({"spec_length": 2}),
+        ]
+    )
+
+    async def generate(state: Sample) -> Sample:
+        state.output = Output(next(answers))
+        return state
+
+    sample = Sample({"task_id": 3, "seed": 5, "config": {"episode_length": 19}})
+    solved = asyncio.run(play_with_a_model(server.url, str, 5)(sample, generate))
+    local = InferenceEnv(task_id=3, seed=5, config={"episode_length": 19})
+    local.reset()
+    first = {"batch_size": 128, "quant_tier": 1}
+    rewards = [local.step(first if second < 15 else {**first, "spec_length": 2})[1] for second in range(19)]
+    assert solved.metadata["mean_reward"] == pytest.approx(sum(rewards) / 19)
+    assert solved.metadata["invalid_answers"] == 2
+    assert len(solved.messages) == 4
+    assert "not one JSON object" in solved.messages[2]
+    assert "batch_size must be" in solved.messages[3]
+    graded = server.post("/grader", {"session_id": solved.metadata["session_id"]})
+    assert (graded["score"], graded["done"]) == (solved.metadata["score"], True)
+
+
+def test_the_briefing_explains_every_knob() -> None:
+    assert all(field.allowed() in BRIEFING for field in ACTION_FIELDS.values())
