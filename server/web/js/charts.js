@@ -72,7 +72,7 @@ export class TimeChart {
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 }, ...(this.sync ? { sync: { key: this.sync } } : {}) },
       scales: { x: { time: false, range: () => this.span }, y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.range(low, high) } },
       axes: [
-        { stroke: ink, grid, ticks: grid, font, size: 24, values: (u, ticks) => ticks.map((t) => `${t}${t === ticks.at(-1) ? ` ${this.xLabel}` : ""}`) },
+        { stroke: ink, grid, ticks: grid, font, size: 24, values: (u, ticks) => ticks },
         { stroke: ink, grid, ticks: grid, font, size: 44, values: (u, ticks) => ticks.map((t) => (t === null || (this.log && !Number.isInteger(Math.log10(t))) ? "" : compact(t))) },
       ],
       series: [{}, ...this.series.map((s) => ({

@@ -6,7 +6,8 @@ import { TimeChart, floods } from "./charts.js";
 import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { Knobs } from "./knobs.js";
-import { scoreBoard } from "./score.js";
+import { handed } from "./log.js";
+import { placeOf, scoreBoard } from "./score.js";
 import { Strip } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
@@ -301,7 +302,7 @@ class Race {
     address.write("race", params);
     const log = JSON.stringify({ task_id: this.task.id, seed: this.seed, episode_log: this.mine.log });
     const places = [{ ...YOU, ...grade }, ...this.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
-    const place = places.findIndex(({ key }) => key === "you") + 1;
+    const place = placeOf(grade, places);
     const verdict = `${place === 1 ? "You win" : `You are number ${place} of ${places.length}`} with ${grade.score.toFixed(3)}.`;
     const url = new URL(address.link("race", params), location.href).href;
     const share = el("button", { type: "button", class: "main", text: "Copy the link to this run" });
@@ -320,11 +321,9 @@ class Race {
 
 /** Hand a log to the tab that verifies logs. */
 function verify(log) {
-  sessionLog.text = log;
-  location.hash = "verify?log=yours";
+  handed.text = log;
+  location.hash = "verify?log=handed";
 }
-
-export const sessionLog = { text: "" };
 
 function emptyRun() {
   return { observation: columns(), metrics: columns(), action: columns(), reward: [], log: [] };

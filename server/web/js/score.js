@@ -1,22 +1,34 @@
 /** Scores with their parts, as a table with bars. */
 
 import { el } from "./dom.js";
-import { score, words } from "./format.js";
+import { compact, score, words } from "./format.js";
 
-/** Rows of `{label, colour, score, breakdown}`, best first. */
-export function scoreBoard(places) {
-  const parts = Object.keys(places[0].breakdown);
-  const head = ["Place", "Player", "Score", ...parts.map(words)];
-  const rows = places.map((place, i) => el("tr", { class: place.key === "you" ? "you" : "" },
-    el("td", { text: String(i + 1) }),
-    el("th", { scope: "row" }, el("span", { class: `chip ink-${place.colour}`, text: place.label })),
-    barCell(place.score, place.colour, true),
-    ...parts.map((part) => barCell(place.breakdown[part], place.colour))));
+/** 1 for the best; equal scores share their place. */
+export function placeOf(row, rows) {
+  return 1 + rows.filter((other) => other.score > row.score + 1e-9).length;
+}
+
+/** Rows of `{key, label, colour, score, breakdown}`, best first. */
+export function scoreBoard(rows) {
+  const parts = Object.keys(rows[0].breakdown);
+  const alone = rows.length === 1;
+  // What is no share of one (a latency, say) is shown as a number, without a bar.
+  const shares = new Set(parts.filter((part) => part !== "crashed" && rows.every(({ breakdown }) => breakdown[part] <= 1)));
+  const head = [...(alone ? [] : ["Place"]), "Player", "Score", ...parts.map(words)];
+  const body = rows.map((row) => el("tr", { class: row.key === "you" ? "you" : "" },
+    alone ? null : el("td", { text: String(placeOf(row, rows)) }),
+    el("th", { scope: "row" }, el("span", { class: `chip ink-${row.colour}`, text: row.label })),
+    barCell(row.score, row.colour, true),
+    ...parts.map((part) => {
+      const value = row.breakdown[part];
+      if (shares.has(part)) return barCell(value, row.colour);
+      return el("td", { text: part === "crashed" ? (value ? "yes" : "no") : compact(value) });
+    })));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores" },
     el("table", { class: "scores" },
-      el("caption", { class: "unseen", text: "Scores and their parts, all from 0 to 1" }),
+      el("caption", { class: "unseen", text: "Scores and their parts" }),
       el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
-      el("tbody", {}, ...rows)));
+      el("tbody", {}, ...body)));
 }
 
 function barCell(value, colour, strong = false) {

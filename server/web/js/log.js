@@ -1,0 +1,2 @@
+/** A log that one tab hands to another. */
+export const handed = { text: "" };
