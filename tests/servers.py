@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT_S = 30
+START_TIMEOUT_S = 60
 
 
 def free_port() -> int:

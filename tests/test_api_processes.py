@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import random
 import socket
@@ -20,7 +22,7 @@ import pytest
 
 from env.inference_env import InferenceEnv
 from tests.redis_server import RedisServer
-from tests.servers import ROOT, free_port, running_server
+from tests.servers import ROOT, RunningServer, free_port, running_server
 
 QUICK_KILLS, MANY_KILLS = 3, 30
 N_PLAYERS = 4
@@ -147,19 +149,25 @@ def test_two_servers_on_one_store_play_one_episode(tmp_path: Path, store_setting
 
 
 def test_two_workers_on_one_port_share_their_sessions_and_stop_cleanly(tmp_path: Path) -> None:
+    def on_a_new_connection(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[str, Any]:
+        """Which worker answered, and what: the kernel spreads new connections over both."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200
+            return str(answer.headers["x-request-id"]).split("-")[0], json.loads(answer.read())
+
     with running_server(tmp_path, workers="2") as server:
-        session_id = server.post("/reset", Player.reset_body(4, 100))["session_id"]
-        rewards = []
-        workers = set()
-        for number in range(1, 101):
-            # A connection each, so that the kernel spreads them over both workers.
-            body = {"session_id": session_id, "action": action(4, number)}
-            answer = httpx.post(f"{server.url}/step", json=body, timeout=30)
-            assert answer.status_code == 200, answer.text
-            workers.add(answer.headers["x-request-id"].split("-")[0])
-            rewards.append(answer.json()["reward"])
-        assert len(workers) == 2, "only one of the workers was reached"
-        assert rewards == expected_rewards(4, 100, 100)
+        deadline = time.monotonic() + 60
+        workers: set[str] = set()
+        while len(workers) < 2:
+            assert time.monotonic() < deadline, "only one of the workers was reached"
+            workers.add(on_a_new_connection(server, "GET", "/health")[0])
+        session_id = server.post("/reset", Player.reset_body(4, 60))["session_id"]
+        bodies = [{"session_id": session_id, "action": action(4, number)} for number in range(1, 61)]
+        answers = [on_a_new_connection(server, "POST", "/step", body) for body in bodies]
+        assert {worker for worker, _ in answers} == workers
+        assert [answer["reward"] for _, answer in answers] == expected_rewards(4, 60, 60)
         server.stop()
 
 
@@ -198,7 +206,8 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             begun.sendall(body[4:])
-            answer = begun.recv(8192).decode()
+            with begun.makefile("rb") as stream:
+                answer = stream.read().decode()  # the server closes the connection after it
             assert answer.startswith("HTTP/1.1 200 ")
             assert '"seed":5' in answer
         stopping.result(timeout=20)
