@@ -24,6 +24,7 @@ from simulator.workload import (
     EMA_WEIGHT,
     PROMPT_WINDOW_STEPS,
     REFERENCE_BATCH,
+    REUSE_LOG2_FIRST,
     ClassStats,
     Traffic,
     Workload,
@@ -148,6 +149,7 @@ class ServingParams:
             "handoff_ms_per_token": engine.handoff_ms_per_token,
             "jitter": engine.jitter,
             "eviction_rate": engine.eviction_rate,
+            "reuse_log2_first": REUSE_LOG2_FIRST,
         }
 
     def _lookup(self) -> dict[str, Any]:
@@ -168,8 +170,8 @@ class ServingParams:
         }
 
 
-def _class_tables(params: ServingParams) -> dict[str, FloatArray]:
-    """Per-class tables: objectives, prefill ratios, survival of output lengths."""
+def _class_tables(params: ServingParams) -> dict[str, Any]:
+    """Per-class tables: objectives, prefill ratios, survival of output lengths; the traffic's prefix reuse."""
     stats, tables = params.stats, params.tables
     survival, position = survival_integrals(stats.output_cdf_tokens, GRID_CELLS)
     alone, apart, marginal, saturated = prefill_ratios(stats, tables)
@@ -178,6 +180,8 @@ def _class_tables(params: ServingParams) -> dict[str, FloatArray]:
         "mean_prompt": stats.prompt_mean,
         "mean_work_ms": stats.work_mean_ms,
         "work_cv2": stats.work_cv2,
+        "reuse_points": 0 if stats.reuse_hit is None else len(stats.reuse_hit),
+        "reuse_hit": np.zeros(1) if stats.reuse_hit is None else stats.reuse_hit,
         "output_gini": gini(stats.output_cdf_tokens),
         # Acceptance was measured at a base rate of 0.65; a task's rate scales the accepted tokens.
         "accept_scale": params.base_accept_rate / 0.65 * (1.0 - stats.complexity_penalty),
@@ -281,6 +285,7 @@ _ROW_FLOAT: Final = (
     "prompt_window_tokens",
     "rate_ema",
     "cost_so_far",
+    "cached_tokens",
 )
 _CLASS_FLOAT: Final = (
     "queue",
@@ -304,6 +309,7 @@ _SCRATCH_ROW: Final = (
     "kv_pool_tokens",
     "late_requests",
     "judged_requests",
+    "prefix_hit",
 )
 _SCRATCH_CLASS: Final = (
     "queue_before",
@@ -341,6 +347,8 @@ class ServingState:
       ``overcommit`` share of requests beyond the KV pool, ``kv_pressure`` how much the pool bounded admission lately,
       ``prefill_cap`` share of time that prefill may take, ``prefilling`` requests that hold a slot and await their
       first token, ``class_load`` (B, C) smoothed prefill load, rolling statistics of the load, ``cost_so_far``.
+    - ``cached_tokens`` written to the KV pools and neither overwritten nor lost in a restart; counted only for traffic
+      that repeats prefixes.
     """
 
     rows: dict[str, NDArray[Any]]
@@ -386,6 +394,8 @@ class ServingFleet:
         self.arrivals = np.zeros((n_loads, n_steps, c))
         self.prompt_tokens = np.zeros((n_loads, n_steps, c))
         self.prefill_work_ms = np.zeros((n_loads, n_steps, c, 3))
+        # Without reuse the kernel never looks at it.
+        self.saved_work_ms = np.zeros((n_loads, n_steps, c, 3) if params.stats.reuse_hit is not None else (1, 1, 1, 1))
         self.noise = np.ones((n_loads, n_steps, 2))
         self.phase = np.zeros((n_loads, n_steps), dtype=np.int64)
         self.load_index: IntArray = np.arange(n_rows, dtype=np.int64) % n_loads
@@ -413,6 +423,7 @@ class ServingFleet:
             "arrivals": self.arrivals,
             "prompt_tokens": self.prompt_tokens,
             "prefill_work_ms": self.prefill_work_ms,
+            "saved_work_ms": self.saved_work_ms,
             "noise": self.noise,
             "load_index": self.load_index,
             "kv_budget": self.kv_budget,
@@ -429,6 +440,8 @@ class ServingFleet:
         self.arrivals[index] = load.arrivals[:n]
         self.prompt_tokens[index] = load.prompt_tokens[:n]
         self.prefill_work_ms[index] = load.prefill_work_ms[:n]
+        if self.params.stats.reuse_hit is not None:
+            self.saved_work_ms[index] = 0.0 if load.saved_work_ms is None else load.saved_work_ms[:n]
         self.noise[index] = load.noise[:n]
         self.phase[index] = load.phase[:n]
 

@@ -9,21 +9,21 @@ cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
 cdef class ServingKernel:
     # sizes and constants of the fleet
     cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, max_segments, record_rows
-    cdef public int class_window_steps, prompt_window_steps
+    cdef public int class_window_steps, prompt_window_steps, reuse_points
     cdef public double n_replicas, dt_s, dt_ms, queue_limit, closed_clients, price
     cdef public double memory_gb, memory_limit_gb, activation_gb, workspace_gb, sequence_gb, draft_gb, kv_bytes_per_token
     cdef public double disagg_limit, churn_factor, load_weight, recompute_factor, kv_fill, block_slack
     cdef public double tau_ms, handoff_ms_per_token, chunk_tokens, jitter, ema_weight, eviction_rate
-    cdef public double grid_inv, longest_output
+    cdef public double grid_inv, longest_output, reuse_log2_first
     # tables
     cdef public double[::1] weights_gb, reload_s, spec_tokens, spec_length, batch_points, iteration_points, context_points
-    cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale, output_gini
+    cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale, output_gini, reuse_hit
     cdef public double[:, :, ::1] marginal_ratio, saturated_ratio
     cdef public double[:, ::1] alone_ratio, apart_ratio, mean_work_ms, survival_int, position_int
     cdef public double[:, :, :, ::1] decode_ms
     # offered load
     cdef public double[:, :, ::1] arrivals, prompt_tokens, noise
-    cdef public double[:, :, :, ::1] prefill_work_ms
+    cdef public double[:, :, :, ::1] prefill_work_ms, saved_work_ms
     # action
     cdef public double[::1] kv_budget, batch_size
     cdef public long long[::1] spec, disagg, tier
@@ -31,13 +31,13 @@ cdef class ServingKernel:
     cdef public long long[::1] time, load_index, tier_to, tier_from, disagg_to, disagg_from, age_head, n_segments, n_recorded
     cdef public long long[:, ::1] wait_head
     cdef public double[::1] converted, share_to, restarted, up, last_gain, next_gain, overcommit, recompute_ms
-    cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far
+    cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far, cached_tokens
     cdef public double[:, ::1] queue, queue_before, in_flight, prompt_in_flight, position_in_flight, class_window, progress
     cdef public double[:, :, ::1] waiting, density, segments, record
     # scratch of one step
     cdef public double[:, ::1] work_ratio, class_load, each_ms, shift_ms, rest_ms, spread
     cdef public double[::1] prefill_load, iteration_ms, resident, kv_context, prefill_apart, prefill_cap, kv_pressure, kv_bound, prefilling
-    cdef public double[::1] kv_pool_tokens, late_requests, judged_requests
+    cdef public double[::1] kv_pool_tokens, late_requests, judged_requests, prefix_hit
     cdef public double[:, ::1] admit, room, after, after_pos, after_prompt, survive, survive_pos
     cdef public double[:, ::1] head_prompt, head_work_ms, base_ms, base_p99_ms
     # metrics
@@ -53,10 +53,12 @@ cdef class ServingKernel:
     cdef void _roll_out(self, Py_ssize_t b, Py_ssize_t t) noexcept nogil
     @cython.locals(c=Py_ssize_t, a=double, tokens=double, total=double)
     cdef void _receive(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
-    @cython.locals(draft_gb=double, on_prefill_gpus=double, pool_gb=double, share=double, used=double, weights=double)
+    @cython.locals(draft_gb=double, pool=double, pool_gb=double, share=double, used=double, weights=double)
     cdef void _configure(self, Py_ssize_t b) noexcept nogil
-    @cython.locals(c=Py_ssize_t, j=Py_ssize_t, left=double, limit=double, part=double, share=double, taken=double, tokens=double, work=double, x=double)
+    @cython.locals(c=Py_ssize_t, j=Py_ssize_t, hit=double, left=double, limit=double, part=double, share=double, taken=double, tokens=double, work=double, x=double)
     cdef void _head_of_line(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
+    @cython.locals(i=Py_ssize_t, x=double)
+    cdef double _prefix_hit(self, double cached) noexcept nogil
     @cython.locals(c=Py_ssize_t, i=Py_ssize_t, j=Py_ssize_t, n=Py_ssize_t, s=Py_ssize_t, d=double, p=double, u=double, v=double, x=double)
     cdef void _survivors(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
     @cython.locals(c=Py_ssize_t, i=Py_ssize_t, apart=double, limit=double, churn=double, fit=double, admit=double, before=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, prompts=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
@@ -71,7 +73,7 @@ cdef class ServingKernel:
     cdef double _decode_ms(self, Py_ssize_t tier, Py_ssize_t spec, double n, double context) noexcept nogil
     @cython.locals(i=Py_ssize_t, u=double, lone=double, full=double)
     cdef double _work_ratio(self, Py_ssize_t c, Py_ssize_t tier, double n, double load) noexcept nogil
-    @cython.locals(c=Py_ssize_t, s=Py_ssize_t, load=double, output=double, lost_tokens=double, churned=double, done=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, x=double)
+    @cython.locals(c=Py_ssize_t, s=Py_ssize_t, load=double, output=double, lost_tokens=double, churned=double, done=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, written=double, x=double)
     cdef void _commit(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
     @cython.locals(c=Py_ssize_t, judged=double, late=double, prefilling=double, stale=double)
     cdef void _measure_latency(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil

@@ -148,11 +148,15 @@ class ServingKernel:
         self.oom[b] = 1.0 if used > self.memory_limit_gb else 0.0
         self.gpu_memory_gb[b] = min(used, self.memory_limit_gb)
         self.prefill_apart[b] = share * self.disagg_to[b] + (1.0 - share) * self.disagg_from[b]
+        if self.reuse_points > 0:
+            pool = max(self.up[b], 1e-9) * self.kv_pool_tokens[b]
+            self.prefix_hit[b] = self._prefix_hit(min(self.cached_tokens[b], pool))
 
     def _head_of_line(self, b: int, t: int, w: int) -> None:
         """Mean prompt (tokens) and prefill work (ms) of the requests that could be admitted this step."""
         limit = self.up[b] * self.batch_size[b] + 1.0
         share = self.share_to[b]
+        hit = self.prefix_hit[b] if self.reuse_points > 0 else 0.0
         for c in range(self.n_classes):
             left = min(limit, self.queue[b, c])
             tokens = 0.0
@@ -171,6 +175,11 @@ class ServingKernel:
                         share * self.prefill_work_ms[w, j, c, self.tier_to[b]]
                         + (1.0 - share) * self.prefill_work_ms[w, j, c, self.tier_from[b]]
                     )
+                    if hit > 0.0:
+                        work -= (hit * part) * (
+                            share * self.saved_work_ms[w, j, c, self.tier_to[b]]
+                            + (1.0 - share) * self.saved_work_ms[w, j, c, self.tier_from[b]]
+                        )
                     taken += x
                     left -= x
                 j += 1
@@ -180,6 +189,16 @@ class ServingKernel:
             else:
                 self.head_prompt[b, c] = self.mean_prompt[c]
                 self.head_work_ms[b, c] = self.mean_work_ms[c, self.tier_to[b]]
+
+    def _prefix_hit(self, cached: float) -> float:
+        """Share of repeated prefix tokens that a cache of the ``cached`` tokens used last still holds."""
+        x = log(max(cached, 1.0)) / 0.6931471805599453 - self.reuse_log2_first
+        if x <= 0.0:
+            return self.reuse_hit[0] * exp(0.6931471805599453 * x)
+        i = cython.cast(cython.Py_ssize_t, x)
+        if i >= self.reuse_points - 1:
+            return self.reuse_hit[self.reuse_points - 1]
+        return self.reuse_hit[i] + (x - i) * (self.reuse_hit[i + 1] - self.reuse_hit[i])
 
     # ------------------------------------------------------------ fixed point of one step
 
@@ -446,6 +465,12 @@ class ServingKernel:
         self.tokens_per_sec[b] = held * gain / self.dt_s
         pool = max(self.up[b], 1e-9) * self.kv_pool_tokens[b]
         self.kv_occupancy[b] = min(1.0, kv / max(pool, 1.0))
+        if self.reuse_points > 0:
+            # Freed blocks keep their content until others need them; a replica that restarts forgets it.
+            written = self.cached_tokens[b] * (1.0 - self.restarted[b]) + held * gain
+            for c in range(self.n_classes):
+                written += self.admit[b, c] * self.head_prompt[b, c]
+            self.cached_tokens[b] = min(written, pool)
         # A preempted request comes back with its prompt and some of its output.
         churned = self.churn_factor * self.kv_pressure[b] * lost_tokens
         self.eviction_events[b] = self.overcommit[b] * held * self.eviction_rate + churned

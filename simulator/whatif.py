@@ -11,6 +11,7 @@ import numpy as np
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
 from simulator.coverage import LEVELS, fleet_support
+from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
@@ -155,7 +156,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     members = [requests.class_index == c for c in range(n_classes)]
     members = [m if m.any() else np.ones_like(m) for m in members]
     q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
-    return class_stats(
+    stats = class_stats(
         names=PRIORITY_CLASSES[:n_classes],
         shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
         slo_ms=[slo_ms] * n_classes,
@@ -164,6 +165,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
         works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
         outputs=[np.quantile(requests.output_tokens[m], q, method="inverted_cdf") for m in members],
     )
+    return replace(stats, reuse_hit=reuse_curve(requests))
 
 
 def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
@@ -192,6 +194,7 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
         params.tables,
         n_steps,
         params.step_s,
+        reused_tokens=requests.reused_tokens,
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)
@@ -224,7 +227,7 @@ class Served:
         self._fleet, self._levels, self._requests = fleet, levels, requests
         self.metric: Mapping[str, FloatArray] = {name: metrics[:, i] for i, name in enumerate(fleet.metric)}
         record = fleet.record[0, : int(fleet.state.rows["n_recorded"][0])]
-        self._record = record
+        self.record = record
         self.ttft_ms, self.ttft_weight = ttft_samples(record)
         self.finish_s, self.tpot_ms = self._completions()
 
@@ -277,7 +280,7 @@ class Served:
         """TTFT and requests served, by class."""
         found = {}
         for c, name in enumerate(self._fleet.params.stats.names):
-            mine = self._record[self._record[:, 0] == c]
+            mine = self.record[self.record[:, 0] == c]
             if len(mine):
                 ttft, weight = ttft_samples(mine)
                 found[name] = {
@@ -309,7 +312,7 @@ class Served:
             start = np.interp(rank, admitted[rises], progress[rises])
             end = start + requests.output_tokens[mine] - 1.0
             began, ended = _at(start, progress, clock), _at(end, progress, clock)
-            record = self._record[self._record[:, 0] == c]
+            record = self.record[self.record[:, 0] == c]
             prefill_s = float(((record[:, 4] + record[:, 5]) * record[:, 1]).sum() / record[:, 1].sum()) / 1000.0
             finish[mine] = ended + prefill_s
             tokens = np.where(end > start, end - start, np.nan)
