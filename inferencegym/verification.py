@@ -1,0 +1,217 @@
+"""Episodes in files: read, replayed step by step, and scored. The commands ``verify`` and ``leaderboard`` use it.
+
+An episode is a JSON object, in the form of POST /grader's body::
+
+    {"task": 3, "seed": 11, "config": {...}, "steps": [{"timestep", "action", "reward", "metrics"}, ...]}
+
+``task_id`` and ``episode_log`` are read for ``task`` and ``steps``, and answers of POST /step as steps. ``config`` may
+be left out (the task's own), ``family`` too (told by the task), and a ``score``, where there is one, is checked too.
+A ``.json`` file holds one episode or an array of them; JSON Lines hold an episode per line, or the object without
+``steps`` on one line and each of its steps on a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from env.episode import EpisodeRecord
+from env.families import FAMILIES, replay
+from grader.grader import GraderModule
+from grader.leaderboard import Simulator
+from grader.traffic_grader import grade_traffic, traffic_log
+from grader.verify import RELATIVE_TOLERANCE, Entry, Replay, Replayed, verify_log
+from inferencegym import __version__
+from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError
+from inferencegym.tasks import TaskId, get_task
+from inferencegym.traffic import list_traffic_tasks
+from simulator.tables import load_tables
+
+SERVING: Final = "serving"
+TRAFFIC: Final = "traffic"
+MAX_FILE_BYTES: Final = 1 << 30
+
+Grade = dict[str, Any]
+
+
+@dataclass(slots=True)
+class EpisodeLog:
+    """One episode as read from a file; ``place`` says where, for messages."""
+
+    place: str
+    family: str
+    task_id: TaskId
+    seed: int
+    config: Mapping[str, Any] | None
+    steps: list[Any] = field(default_factory=list)
+    score: float | None = None
+
+    def entries(self) -> Sequence[Entry]:
+        """The steps as graders read them."""
+        return traffic_log(self.steps) if self.family == TRAFFIC else self.steps
+
+
+def verify_episode(log: EpisodeLog) -> Grade:
+    """Replay an episode and return its grade.
+
+    Raises :class:`ForgedLogError` naming the first step and field that differ from the replay, or the score, and
+    :class:`MalformedLogError` where the steps are not those of a log.
+    """
+    entries = log.entries()
+    verify_log(log.task_id, log.seed, log.config, entries, replayer(log.family))
+    grade = graded(log.family, log.task_id, entries)
+    claimed = log.score
+    if claimed is not None and not math.isclose(claimed, grade["score"], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12):
+        raise ForgedLogError(f"score is {claimed!r} in the file, and {grade['score']!r} for these steps", field="score")
+    return grade
+
+
+def replayer(family: str) -> Replay:
+    """How an episode of a family is played again."""
+
+    def play(
+        task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
+    ) -> Replayed:
+        env = replay(EpisodeRecord(family, task_id, seed, config or {}, [dict(action) for action in actions]))
+        # Families name the length in different places; a task's own is what an unfinished episode lacks.
+        length = env.config_dict().get("episode_length") or env.state().get("max_steps") or len(actions)
+        return Replayed(env.episode_log, env.done, int(length))
+
+    return play
+
+
+def graded(family: str, task_id: TaskId, entries: Sequence[Entry]) -> Grade:
+    """The grade of a log."""
+    if family == TRAFFIC:
+        return grade_traffic(str(task_id), entries)
+    return GraderModule().score(task_id, entries)
+
+
+def simulator(family: str) -> Simulator:
+    """What plays a family's episodes here."""
+    return Simulator(__version__, None if family == TRAFFIC else load_tables().sha256)
+
+
+def family_of(task_id: TaskId, named: str | None = None) -> str:
+    """The family of a task; raises :class:`UnknownTaskError`, and :class:`DataFormatError` for an unknown family."""
+    if named is not None:
+        if named not in FAMILIES:
+            raise DataFormatError(f"family={named!r} is not allowed: one of {', '.join(FAMILIES)}")
+        return named
+    if str(task_id) in {task.task_id for task in list_traffic_tasks()}:
+        return TRAFFIC
+    try:
+        get_task(task_id)
+    except UnknownTaskError as error:
+        others = ", ".join(task.task_id for task in list_traffic_tasks())
+        raise UnknownTaskError(f"{error}, and {others}") from error
+    return SERVING
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_episodes(path: Path, defaults: Mapping[str, Any] | None = None) -> list[EpisodeLog]:
+    """All episodes of a file; ``defaults`` gives keys that the file leaves out.
+
+    Raises :class:`DataFormatError` naming file, line and key.
+    """
+    episodes: list[EpisodeLog] = []
+    for place, value in read_json(path):
+        if isinstance(value, dict) and ("task" in value or "task_id" in value):
+            episodes.append(_episode(place, value, defaults or {}))
+        elif isinstance(value, dict) and episodes:
+            episodes[-1].steps.append(value)
+        elif isinstance(value, dict) and defaults:
+            episodes.append(_episode(place, {"steps": [value]}, defaults))
+        else:
+            raise DataFormatError(
+                f"{place}: an episode begins with task and seed; give --task and --seed if it has none"
+            )
+    if not episodes:
+        raise DataFormatError(f"{path} holds no episode")
+    return episodes
+
+
+def read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Place and value of every line of a JSON Lines file, or of every element of a JSON file.
+
+    Strict: UTF-8, no NaN, no repeated keys. Raises :class:`DataFormatError`.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DataFormatError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFormatError(f"{path} cannot be read: {error}") from error
+    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # A JSON file's first line is seldom a whole value; that of a JSON Lines file always is.
+    if path.suffix == ".json" or len(lines) == 1 or (lines and not _is_json(lines[0][1])):
+        value = _parse(str(path), text)
+        # An array holds episodes, or the steps of one.
+        yield from (
+            ((f"{path}[{i}]", one) for i, one in enumerate(value)) if isinstance(value, list) else [(str(path), value)]
+        )
+        return
+    for number, line in lines:
+        yield f"{path}:{number}", _parse(f"{path}:{number}", line)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parse(place: str, text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise DataFormatError(f"{place}: a key is repeated in one object")
+        return found
+
+    def refuse(constant: str) -> float:
+        raise DataFormatError(f"{place}: {constant} is no JSON number")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError as error:
+        raise DataFormatError(f"{place}: nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise DataFormatError(f"{place}: not JSON: {error}") from error
+
+
+def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> EpisodeLog:
+    def get(*names: str) -> Any:
+        for source in (data, defaults):
+            for name in names:
+                if source.get(name) is not None:
+                    return source[name]
+        return None
+
+    task, seed, config = get("task", "task_id"), get("seed"), get("config")
+    steps, score, family = get("steps", "episode_log"), get("score"), get("family")
+    for name, value, kind, needed in (
+        ("task", task, (int, str), True),
+        ("seed", seed, int, True),
+        ("config", config, dict, False),
+        ("steps", steps, list, False),
+        ("score", score, (int, float), False),
+        ("family", family, str, False),
+    ):
+        if value is None and not needed:
+            continue
+        if value is None or isinstance(value, bool) or not isinstance(value, kind):
+            raise DataFormatError(f"{place}: {name}={_shown(value)} is not allowed: see `inferencegym verify --help`")
+    return EpisodeLog(place, family_of(task, family), task, seed, config, list(steps or []), score)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,206 @@
+"""The leaderboard: submissions are replayed, forged ones refused, and agents ranked by their mean over seeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from env.inference_env import InferenceEnv
+from grader.leaderboard import Simulator, Submission, rank
+from inferencegym import __version__
+from inferencegym.cli import main
+from simulator.tables import load_tables
+
+
+def submission(agent: str, seed: int, score: float) -> Submission:
+    return Submission("serving", 1, agent, seed, score, Simulator("1", None), [])
+
+
+def test_agents_are_ranked_by_their_mean_over_the_seeds_that_count() -> None:
+    entries = [
+        submission("steady", 1, 0.5),
+        submission("steady", 2, 0.5),
+        submission("lucky", 1, 0.9),
+        submission("lucky", 2, 0.3),
+        submission("lucky", 99, 0.0),  # not one of the seeds
+        submission("half", 1, 1.0),
+    ]
+    standings = rank(entries, [1, 2])
+    assert [(s.rank, s.agent, s.mean, s.missing) for s in standings] == [
+        (1, "lucky", pytest.approx(0.6), 0),
+        (2, "steady", 0.5, 0),
+        (None, "half", 1.0, 1),
+    ]
+    assert standings[0].sd == pytest.approx(0.3 * 2**0.5)
+
+
+def test_equal_means_share_a_rank_whatever_their_order_in_the_file() -> None:
+    entries = [submission(agent, 1, score) for agent, score in (("b", 0.5), ("a", 0.5), ("c", 0.4))]
+    assert [(s.rank, s.agent) for s in rank(entries, [1])] == [(1, "a"), (1, "b"), (3, "c")]
+    assert rank(entries[::-1], [1]) == rank(entries, [1])
+
+
+# ---------------------------------------------------------------- the file
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    board = tmp_path_factory.mktemp("board") / "board.jsonl"
+    for agent in ("naive", "heuristic"):
+        assert main(["leaderboard", "add", str(board), "--play", agent, "--task", "1", "--seeds", "2"]) == 0
+    return [json.loads(line) for line in board.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def checked(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main(["leaderboard", "check", path, "--json", "--seeds", "2", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_line_names_seed_actions_score_release_and_table(made: list[dict[str, Any]]) -> None:
+    for line in made:
+        assert set(line) == {
+            "format",
+            "family",
+            "task",
+            "agent",
+            "seed",
+            "score",
+            "release",
+            "table_sha256",
+            "actions",
+        }
+        assert (line["release"], line["table_sha256"]) == (__version__, load_tables().sha256)
+        assert len(line["actions"]) == 200
+        assert 0 <= line["score"] <= 1
+
+
+def test_an_honest_board_is_ranked(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "board.jsonl", made)
+    status, report = checked(path, capsys)
+    assert (status, report["refused"]) == (0, [])
+    [task] = report["tasks"]
+    assert [(s["rank"], s["agent"], s["n_seeds"]) for s in task["standings"]] == [(1, "heuristic", 2), (2, "naive", 2)]
+    own = [line["score"] for line in made if line["agent"] == "heuristic"]
+    assert task["standings"][0]["mean"] == pytest.approx(sum(own) / 2)
+    assert main(["leaderboard", "check", path, "--seeds", "3"]) == 0
+    assert "1 seeds missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("score", 0.999, "score is 0.999 in the file"),
+        ("seed", 10_029, "score is"),
+        ("task", 3, "score is"),
+        ("actions", [{"batch_size": 256}] * 199, "end at step 199 of 200"),
+        ("actions", [{"batch_size": 256}] * 201, "more actions than the episode has steps"),
+        ("actions", [{"batch_size": 9999}] * 200, "batch_size=9999"),
+        ("release", "0.0.1", "played on release 0.0.1"),
+        ("table_sha256", "0" * 64, "with table 000000000000"),
+        ("task", 77, "valid ids are"),
+        ("family", "chess", "family='chess'"),
+    ],
+)
+def test_a_forged_line_is_refused_and_the_others_still_rank(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], key: str, value: Any, reason: str
+) -> None:
+    lines = [dict(line) for line in made]
+    lines[1][key] = value
+    status, report = checked(write(tmp_path / "board.jsonl", lines), capsys)
+    assert status == 1
+    [refused] = report["refused"]
+    assert refused["line"].endswith("board.jsonl:2")
+    assert reason in refused["reason"]
+    assert report["tasks"][0]["standings"][0]["agent"] == "heuristic"
+
+
+def test_a_line_that_is_there_twice_counts_once(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = checked(write(tmp_path / "board.jsonl", [*made, made[0]]), capsys)
+    assert status == 1
+    assert "before it" in report["refused"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"format": 2}, {"score": 1.5}, {"seed": -1}, {"agent": " x"}, {"agent": ""}, {"actions": [1]}, {"more": 1}],
+)
+def test_a_line_in_another_form_is_named_with_status_2(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], damage: dict[str, Any]
+) -> None:
+    path = write(tmp_path / "board.jsonl", [made[0], {**made[1], **damage}])
+    assert main(["leaderboard", "check", path]) == 2
+    assert f"board.jsonl:2: {next(iter(damage))}" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- adding
+
+
+def played_log(seed: int, batch_size: int) -> dict[str, Any]:
+    env = InferenceEnv(task_id=2, seed=seed)
+    env.reset()
+    while not env.done:
+        env.step({"batch_size": batch_size})
+    return dict(json.loads(json.dumps({"task": 2, "seed": seed, "steps": env.episode_log})))
+
+
+def test_logs_are_added_under_a_name_and_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    board = tmp_path / "board.jsonl"
+    logs = [write(tmp_path / f"{seed}.json", [played_log(seed, 256)]) for seed in (10_000, 10_001)]
+    assert main(["leaderboard", "add", str(board), *logs, "--agent", "256 at once"]) == 0
+    status, report = checked(str(board), capsys)
+    assert status == 0
+    assert report["tasks"][0]["standings"][0]["agent"] == "256 at once"
+    # The same again would be the same agent's second try.
+    assert main(["leaderboard", "add", str(board), logs[0], "--agent", "256 at once"]) == 2
+    assert "give the agent another name" in capsys.readouterr().err
+
+
+def test_one_forged_submission_and_nothing_is_added(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = tmp_path / "board.jsonl"
+    before = write(board, made[:1])
+    text = board.read_bytes()
+    forged = played_log(10_001, 256)
+    forged["steps"][3]["reward"] = 1.0
+    logs = [
+        write(tmp_path / "good.json", [played_log(10_000, 256)]),
+        write(tmp_path / "bad.json", [forged]),
+    ]
+    assert main(["leaderboard", "add", before, *logs, "--agent", "me"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing was added" in out
+    assert "step 3: reward" in out
+    assert board.read_bytes() == text
+    lines = write(tmp_path / "theirs.jsonl", [made[2], {**made[3], "score": 0.9}])
+    assert main(["leaderboard", "add", before, lines]) == 1
+    assert board.read_bytes() == text
+
+
+def test_lines_of_another_board_are_added(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+    board = write(tmp_path / "board.jsonl", made[:2])
+    assert main(["leaderboard", "add", board, write(tmp_path / "theirs.jsonl", made[2:])]) == 0
+    assert [json.loads(line) for line in Path(board).read_text(encoding="utf-8").splitlines()] == made
+
+
+def test_a_log_with_other_settings_does_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = {**played_log(10_000, 32), "config": {"episode_length": 10}}
+    path = write(tmp_path / "log.json", [log])
+    assert main(["leaderboard", "add", str(tmp_path / "board.jsonl"), path, "--agent", "short"]) == 2
+    assert "not the task's own" in capsys.readouterr().err
+    assert main(["leaderboard", "add", str(tmp_path / "board.jsonl"), path]) == 2
+    assert "--agent" in capsys.readouterr().err
+    assert main(["leaderboard", "add", str(tmp_path / "board.jsonl")]) == 2

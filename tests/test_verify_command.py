@@ -1,0 +1,178 @@
+"""``inferencegym verify``: logs in files are replayed, and what was changed in them is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from env.inference_env import InferenceEnv
+from env.traffic_env import TrafficEnv
+from inferencegym.cli import main
+
+Log = dict[str, Any]
+LENGTH = 30
+
+
+@pytest.fixture(scope="module")
+def honest() -> Log:
+    env = InferenceEnv()
+    env.reset(seed=11, task_id=3, config={"episode_length": LENGTH})
+    for step in range(LENGTH):
+        env.step({"batch_size": 16 + step, "quant_tier": step % 3, "spec_length": (0, 2, 8)[step % 3]})
+    log = {"task": 3, "seed": 11, "config": {"episode_length": LENGTH}, "steps": env.episode_log}
+    return dict(json.loads(json.dumps(log)))
+
+
+def write(path: Path, text: str | Log) -> str:
+    path.write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
+    return str(path)
+
+
+def test_an_honest_log_is_verified_and_its_score_printed(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", write(tmp_path / "log.json", honest)]) == 0
+    assert f"task 3, seed 11: verified, {LENGTH} steps, score 0." in capsys.readouterr().out
+
+
+def bad_reward(log: Log) -> None:
+    log["steps"][0]["reward"] += 1e-6
+
+
+def bad_metric(log: Log) -> None:
+    log["steps"][7]["metrics"]["tokens_per_sec"] *= 1 + 1e-8
+
+
+def bad_action(log: Log) -> None:
+    log["steps"][20]["action"]["batch_size"] += 1
+
+
+def bad_length(log: Log) -> None:
+    del log["steps"][-1]
+
+
+def too_long(log: Log) -> None:
+    log["steps"].append(log["steps"][-1])
+
+
+def bad_task(log: Log) -> None:
+    log["task"] = 2
+
+
+def bad_seed(log: Log) -> None:
+    log["seed"] = 12
+
+
+def bad_config(log: Log) -> None:
+    log["config"]["alpha"] = 0.9
+
+
+def bad_score(log: Log) -> None:
+    log["score"] = 0.999
+
+
+@pytest.mark.parametrize(
+    ("forge", "step", "field"),
+    [
+        (bad_reward, 0, "reward"),
+        (bad_metric, 7, "metrics.tokens_per_sec"),
+        (bad_action, 20, "reward"),
+        (bad_length, LENGTH - 1, None),
+        (too_long, None, None),
+        (bad_task, 0, ""),
+        (bad_seed, 0, ""),
+        (bad_config, 0, "reward"),
+        (bad_score, None, "score"),
+    ],
+)
+def test_a_forged_log_ends_in_status_1_with_step_and_field(
+    tmp_path: Path,
+    honest: Log,
+    capsys: pytest.CaptureFixture[str],
+    forge: Callable[[Log], None],
+    step: int | None,
+    field: str | None,
+) -> None:
+    forged = copy.deepcopy(honest)
+    forge(forged)
+    path = write(tmp_path / "log.json", forged)
+    assert main(["verify", "--json", path]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["verified"] is False
+    assert verdict["step"] == step
+    assert verdict["field"] is None if field is None else verdict["field"].startswith(field)
+    assert main(["verify", path]) == 1
+    assert "FORGED" in capsys.readouterr().out
+
+
+def test_json_lines_hold_an_episode_per_line_or_a_step_per_line(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = {key: value for key, value in honest.items() if key != "steps"}
+    lines = [honest, honest, header, *honest["steps"]]
+    path = write(tmp_path / "log.jsonl", "\n".join(map(json.dumps, lines)) + "\n")
+    assert main(["verify", path]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"verified, {LENGTH} steps") == 3
+    assert "log.jsonl:3: task 3" in out
+
+
+def test_a_bare_list_of_steps_is_verified_with_task_and_seed_given(tmp_path: Path, honest: Log) -> None:
+    path = write(tmp_path / "steps.json", json.dumps(honest["steps"], indent=1))
+    config = json.dumps(honest["config"])
+    assert main(["verify", path, "--task", "3", "--seed", "11", "--config", config]) == 0
+    assert main(["verify", path, "--task", "3", "--seed", "12", "--config", config]) == 1
+    assert main(["verify", path]) == 2
+
+
+def test_the_body_of_a_grading_request_is_a_log(tmp_path: Path, honest: Log) -> None:
+    body = {"task_id": 3, "episode_log": honest["steps"], "seed": 11, "config": honest["config"], "verify": True}
+    assert main(["verify", write(tmp_path / "body.json", body)]) == 0
+
+
+def test_a_traffic_log_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = TrafficEnv("task_medium")
+    env.reset()
+    while not env.done:
+        env.step("throttle_40")
+    log = json.loads(json.dumps({"task": "task_medium", "seed": env.seed, "steps": env.episode_log}))
+    assert main(["verify", write(tmp_path / "log.json", log)]) == 0
+    log["steps"][4]["metrics"]["avg_latency"] -= 1
+    assert main(["verify", write(tmp_path / "log.json", log)]) == 1
+    assert "step 4: metrics.avg_latency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "5",
+        '{"task": 3}',
+        '{"task": 3, "seed": "11", "steps": []}',
+        '{"task": 99, "seed": 1, "steps": []}',
+        '{"task": 3, "seed": 1, "seed": 2, "steps": []}',
+        '{"task": 3, "seed": 1, "score": NaN, "steps": []}',
+        '{"task": 3, "seed": 1, "family": "chess", "steps": []}',
+        '{"task": 3, "seed": 1, "steps": [5]}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_log_ends_in_status_2_with_a_line_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    assert main(["verify", write(tmp_path / "log.json", text)]) == 2
+    assert capsys.readouterr().err.startswith("inferencegym verify: ")
+
+
+def test_a_file_that_cannot_be_read_ends_in_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "nowhere.json")]) == 2
+    (tmp_path / "latin.json").write_bytes(b'{"task": "\xe9"}')
+    assert main(["verify", str(tmp_path / "latin.json")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
