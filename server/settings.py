@@ -168,6 +168,8 @@ class Settings(BaseSettings):
     def _known_scheme(cls, value: str) -> str:
         if value and value.split("://", 1)[0] not in ("sqlite", "redis", "rediss", "memory"):
             raise ValueError("must begin with sqlite:///, redis://, rediss:// or memory://")
+        if value.startswith("sqlite:") and not Path(value.removeprefix("sqlite://")).is_absolute():
+            raise ValueError("a SQLite file is named by its absolute path: sqlite:///directory/file.db")
         return value
 
     def sqlite_path(self) -> Path:

@@ -89,6 +89,7 @@ class SqliteStore:
         except OSError as error:
             raise StoreError(f"the directory of the session store cannot be made: {error}") from error
         await self._run(lambda _: None)
+        log.info("sessions are kept in %s", self.path)
         self._checkpoints = _Checkpoints(self.path)
         self._checkpoints.start()
 

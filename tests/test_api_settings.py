@@ -29,6 +29,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("INFERENCEGYM_ENV", "chess", "one of serving, traffic"),
         ("INFERENCEGYM_STORE_TIMEOUT_S", "0", "a number from 0.05 to 60"),
         ("INFERENCEGYM_STORE_URL", "mysql://x", "sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite://", "absolute path"),
+        ("INFERENCEGYM_STORE_URL", "sqlite://sessions.db", "absolute path"),
         ("INFERENCEGYM_API_KEY", "short", "8 characters or more"),
         ("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, nonsense", "addresses or networks, or *"),
         ("INFERENCEGYM_CORS", "yes", "one of read, all, off"),
