@@ -8,7 +8,6 @@ process, so they also run where no Docker daemon does; the two checks that need 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -40,16 +39,7 @@ EXECUTION = """
     context: "."
     agent_boundary: api
 """
-PROBE = {
-    "plan_schema_version": "1",
-    "reset": {"episode_id": "validate-001", "seed": 7, "options": {"task_id": 1, "config": {"episode_length": 4}}},
-    "actions": [
-        {"batch_size": 32},
-        {"batch_size": 128, "quant_tier": 1},
-        {"batch_size": 256, "spec_length": 2, "kv_budget": 0.8},
-        {"batch_size": 64, "prefill_disagg": True},
-    ],
-}
+PLAN = ROOT / "scripts/openenv_plan.json"
 
 
 def main() -> int:
@@ -73,7 +63,7 @@ def runtime_graders(tree: Path, artifacts: Path) -> int:
     manifest = tree / "openenv.yaml"
     manifest.write_text(manifest.read_text(encoding="utf-8").rstrip() + EXECUTION, encoding="utf-8")
     (tree / "validation").mkdir()
-    (tree / "validation/runtime.json").write_text(json.dumps(PROBE), encoding="utf-8")
+    shutil.copy2(PLAN, tree / "validation/runtime.json")
     report = run_validation(tree, max_level=Level.RUNTIME, provider=ProcessProvider(), artifacts_dir=artifacts)
     print("Runtime graders, on a plain process")
     for check in report.results:

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Run OpenEnv's three verdicts and our own OpenEnv tests on the oldest OpenEnv that pyproject.toml allows.
+#
+# Only the package `openenv` itself is exchanged, in a temporary directory that stands before the environment's own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-.venv/bin/python}
+oldest=$("$PYTHON" - <<'PROGRAM'
+import re, tomllib
+from pathlib import Path
+ranges = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+print(next(found[1] for text in ranges if (found := re.match(r"openenv>=([0-9.]+)", text))))
+PROGRAM
+)
+folder=$(mktemp --directory)
+trap 'rm -rf "$folder"' EXIT
+"$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "openenv==$oldest.*"
+export PYTHONPATH="$folder"
+"$PYTHON" -c 'import openenv; print("OpenEnv", openenv.__version__)'
+"$PYTHON" scripts/openenv_check.py
+"$PYTHON" -m pytest -q tests/test_openenv.py tests/test_conformance.py

@@ -1,0 +1,86 @@
+"""Lay out what `openenv push` uploads, without changing this repository's own top level.
+
+    python scripts/stage_openenv.py DIRECTORY && openenv push DIRECTORY --repo-id NAME/inference_gym
+
+`openenv push` wants a package at its root (`__init__.py`, `client.py`) beside the manifest, and uploads everything it
+finds. The directory gets what the image is built from, these two files, the oracle that the manifest names, and the
+validator's plan; no tests, benchmarks, virtual environments or build products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agents", "env", "grader", "inferencegym", "server", "simulator")
+FILES = (
+    "CHANGELOG.md",
+    "Dockerfile",
+    "ENVIRONMENT.md",
+    "LICENSE",
+    "README.md",
+    "TASK_AUTHORING.md",
+    "openenv.yaml",
+    "pyproject.toml",
+    "requirements-build.txt",
+    "requirements.txt",
+    "scripts/openenv_oracle.py",
+    "setup.py",
+)
+PLAN = ROOT / "scripts/openenv_plan.json"
+WRITTEN = {
+    "__init__.py": '"""InferenceGym as an OpenEnv package; the code is in the packages beside this file."""\n',
+    "client.py": '"""OpenEnv\'s client of this environment; see inferencegym/client.py."""\n\n'
+    "from inferencegym.client import (\n"
+    "    InferenceGymAction,\n    InferenceGymEnv,\n    InferenceGymObservation,\n    InferenceGymState,\n"
+    ")\n\n"
+    '__all__ = ["InferenceGymAction", "InferenceGymEnv", "InferenceGymObservation", "InferenceGymState"]\n',
+}
+
+
+def stage(destination: Path) -> list[Path]:
+    """Fill an empty or new directory; returns the files, relative to it. Raises FileExistsError when it holds any."""
+    if destination.exists() and any(destination.iterdir()):
+        raise FileExistsError(f"{destination} is not empty: name a new directory")
+    staged = [name for name in _tracked() if name in FILES or name.split("/")[0] in PACKAGES]
+    for name in staged:
+        _copy(ROOT / name, destination / name)
+    for name, text in WRITTEN.items():
+        (destination / name).write_text(text, encoding="utf-8")
+    _copy(PLAN, destination / "validation/runtime.json")
+    return sorted(Path(name) for name in [*staged, *WRITTEN, "validation/runtime.json"])
+
+
+def _tracked() -> list[str]:
+    """Files that git tracks, or would offer to: what a build leaves behind is ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
+
+
+def main() -> int:
+    """Stage and say how much."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, help="a new or empty directory")
+    args = parser.parse_args()
+    try:
+        files = stage(args.directory)
+    except FileExistsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    size_mb = sum((args.directory / name).stat().st_size for name in files) / 1e6
+    print(f"{len(files)} files, {size_mb:.1f} MB in {args.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
