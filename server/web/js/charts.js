@@ -178,3 +178,60 @@ export function floods(phases) {
   });
   return stretches;
 }
+
+/** Predicted against measured on logarithmic axes, with the diagonal; `points` are {measured, predicted, key, name}. */
+export class Scatter {
+  constructor({ title, unit, groups, points, height = 320 }) {
+    Object.assign(this, { title, unit, groups, height });
+    this.points = [...points].sort((a, b) => a.measured - b.measured);
+    this.readout = el("span", { class: "readout" });
+    this.plotBox = el("div", { class: "plot", "aria-hidden": "true" });
+    const legend = el("div", { class: "legend" }, ...groups.map(({ label, colour: ink }) => el("span", { class: `chip dot ink-${ink}`, text: label })));
+    const within = this.points.filter(({ measured, predicted }) => Math.abs(predicted / measured - 1) <= 0.1).length;
+    const summary = el("p", { class: "unseen", text: `${title}: ${within} of ${this.points.length} predictions within 10 % of the measurement. The tables below have the errors.` });
+    this.figure = el("figure", { class: "chart" }, el("figcaption", {}, el("span", { class: "name", text: `${title} (${unit})` }), this.readout), legend, this.plotBox, summary);
+    charts.add(this);
+    new ResizeObserver(() => this.fit()).observe(this.plotBox);
+  }
+
+  build() {
+    this.plot?.destroy();
+    const width = this.plotBox.clientWidth;
+    if (!width) { this.plot = null; return; }
+    const values = this.points.flatMap(({ measured, predicted }) => [measured, predicted]);
+    const span = [10 ** Math.floor(Math.log10(Math.min(...values))), 10 ** Math.ceil(Math.log10(Math.max(...values)))];
+    const x = [span[0], ...this.points.map(({ measured }) => measured), span[1]];
+    const inner = (column) => [null, ...column, null];
+    const data = [x, x, ...this.groups.map(({ key }) => inner(this.points.map((p) => (p.key === key ? p.predicted : null))))];
+    const ink = colour("muted"), grid = { stroke: colour("grid"), width: 1 }, font = "11px system-ui, sans-serif";
+    const ticks = (u, list) => list.map((t) => (t !== null && Number.isInteger(Math.round(1e6 * Math.log10(t)) / 1e6) ? compact(t) : ""));
+    const scale = { distr: 3, range: () => span };
+    this.plot = new uPlot({
+      width, height: this.height, legend: { show: false }, padding: [8, 14, 0, 0],
+      cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
+      scales: { x: { time: false, ...scale }, y: scale },
+      axes: [{ stroke: ink, grid, ticks: grid, font, size: 42, values: ticks, label: "measured", labelFont: font, labelSize: 16 },
+        { stroke: ink, grid, ticks: grid, font, size: 48, values: ticks, label: "predicted", labelFont: font, labelSize: 16 }],
+      series: [{}, { label: "exact", stroke: () => colour("limit"), dash: [5, 4], width: 1, points: { show: false } },
+        ...this.groups.map((group) => ({ label: group.label, paths: () => null,
+          points: { show: true, size: 7, width: 1, stroke: () => colour("card"), fill: () => colour(group.colour) } }))],
+      hooks: { setCursor: [(u) => this.read(u.cursor.idx)] },
+    }, data, this.plotBox);
+  }
+
+  read(index) {
+    const point = this.points[(index ?? 0) - 1];
+    this.readout.textContent = point ? `${point.name}: ${compact(point.measured)} measured, ${compact(point.predicted)} predicted` : "";
+  }
+
+  fit() {
+    const width = this.plotBox.clientWidth;
+    if (!width) return;
+    if (!this.plot) this.build();
+    else if (this.plot.width !== width) this.plot.setSize({ width, height: this.height });
+  }
+
+  recolour() {
+    if (this.plot) this.build();
+  }
+}

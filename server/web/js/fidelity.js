@@ -1,1 +1,77 @@
-export async function start(panel) { panel.textContent = "soon"; return {}; }
+/** Fidelity: what was measured on real hardware beside what is predicted, failures included. */
+
+import { own } from "./api.js";
+import { Scatter } from "./charts.js";
+import { el, field, fill, select, table } from "./dom.js";
+import { compact, percent } from "./format.js";
+
+export async function start(panel) {
+  const data = await own("data/fidelity.json");
+  fill(panel,
+    el("h2", { text: "How far is the simulated fleet from a real one?" }),
+    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one figure that somebody measured on an A100 and published; on the diagonal the prediction is exact. What was fitted is marked: only the rest are predictions.` }));
+  const batches = batchScatter(data.batches), served = servedScatter(data.served);
+  panel.append(
+    el("div", { class: "charts wide" }, batches.figure, served.figure),
+    table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Rows", "Median", "90th percentile", "Worst", "Bias"],
+      data.batch_errors.map((e) => [e.group, e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
+    servedTable(data.served_errors),
+    coverage(data.coverage));
+  batches.fit();
+  served.fit();
+  return {};
+}
+
+const signed = (share) => `${share > 0 ? "+" : ""}${percent(share, 1)}`;
+
+function batchScatter(rows) {
+  const groups = [
+    { key: "held", label: "vLLM, held out", colour: "heuristic", of: (row) => row.engine === "vLLM" && !row.fitted },
+    { key: "fitted", label: "vLLM, fitted", colour: "naive", of: (row) => row.fitted },
+    { key: "trt", label: "TensorRT-LLM, nothing fitted", colour: "ppo", of: (row) => row.engine !== "vLLM" && !row.fitted },
+  ];
+  const points = rows.map((row) => ({ measured: row.measured_s, predicted: row.predicted_s, key: groups.find(({ of }) => of(row)).key,
+    name: `${row.engine}, batch ${row.batch}, ${row.input_tokens} + ${row.output_tokens} tokens` }));
+  return new Scatter({ title: "Static batches, seconds to finish", unit: "s", groups, points });
+}
+
+function servedScatter(rows) {
+  const groups = [
+    { key: "held", label: "vLLM 0.20, BF16", colour: "heuristic", of: (row) => row.engine.includes("0.20") && row.precision === "BF16" && !row.fitted },
+    { key: "old", label: "vLLM 0.7, BF16", colour: "static", of: (row) => row.precision === "BF16" && !row.fitted },
+    { key: "quant", label: "W8A8 and W4A16, run without CUDA graphs", colour: "you", of: (row) => row.precision !== "BF16" },
+    { key: "fitted", label: "fitted", colour: "naive", of: (row) => row.fitted },
+  ];
+  const latencies = rows.filter(({ metric }) => /^T[TP]/.test(metric));
+  const points = latencies.map((row) => ({ measured: row.measured, predicted: row.predicted, key: groups.find(({ of }) => of(row)).key,
+    name: `${row.engine} ${row.precision}, ${row.scenario}, ${row.metric}` }));
+  return new Scatter({ title: "Served loads: TTFT and TPOT", unit: "ms", groups, points });
+}
+
+function servedTable(errors) {
+  return table("Served loads: absolute error by engine and figure", ["Engine", "Precision", "Figure", "Runs", "Median", "Worst", "Note"],
+    errors.map((e) => [e.engine, e.precision, e.metric, e.figures, percent(e.median, 1), percent(e.worst, 1),
+      e.fitted ? "fitted" : e.cuda_graphs ? "" : "run without CUDA graphs, which the model assumes"]));
+}
+
+/** Which cells of the table rest on measurements. */
+function coverage(cover) {
+  const box = el("div");
+  const tier = select(cover.quant_tier.map((name, i) => [i, name]), 0, () => draw());
+  const draft = select(cover.spec_length.map((k, i) => [i, k ? `${k} draft tokens` : "no speculation"]), 0, () => draw());
+  function draw() {
+    const cells = cover.cells[tier.value][draft.value];
+    fill(box, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Coverage of the table" },
+      el("table", { class: "heat" },
+        el("caption", { class: "unseen", text: "How well measurements support each cell, batch size by prompt length" }),
+        el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "batch \\ prompt" }), ...cover.prompt_tokens.map((tokens) => el("th", { scope: "col", text: compact(tokens) })))),
+        el("tbody", {}, ...cover.batch_size.map((batch, i) => el("tr", {}, el("th", { scope: "row", text: String(batch) }),
+          ...cells[i].map((level) => el("td", { class: `level${level}`, title: cover.levels[level] }, cover.levels[level]))))))));
+  }
+  draw();
+  const shares = Object.entries(cover.shares.all).map(([level, share]) => `${level} ${percent(share)}`).join(", ");
+  return el("section", {},
+    el("h2", { text: "What the table rests on" }),
+    el("p", { text: `Over all cells: ${shares}. Every step's answer says which of these it was.` }),
+    el("div", { class: "controls" }, field("Precision", tier), field("Speculation", draft)), box);
+}
