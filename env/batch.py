@@ -24,7 +24,8 @@ class ServingBatch:
 
     ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]``
     (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays
-    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic.
+    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic. Each row records the
+    latencies of its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them).
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ServingBatch:
         tables: ServingTables | None = None,
         calibration: Calibration | None = None,
         n_loads: int | None = None,
+        record: int = 0,
     ) -> None:
         self.task = task
         self.n_rows = n_rows
@@ -44,7 +46,7 @@ class ServingBatch:
         self.n_loads = n_rows if n_loads is None else n_loads
         self.traffic = traffic_of(task, self.tables)
         params = params_of(task, self.tables, self.calibration.price)
-        self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads)
+        self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads, record)
         self.metric: Mapping[str, FloatArray] = self.fleet.metric
         self.mask = action_mask(task.active_actions)
         self.seeds = np.full(self.n_loads, -1, dtype=np.int64)

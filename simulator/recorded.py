@@ -100,13 +100,15 @@ class RecordedTraffic:
     """A recorded log as a source of workloads.
 
     The seed chooses the second of the log at which an episode starts; the log is repeated without end. Lengths and
-    classes are those of the log; the output lengths of a class enter by their distribution.
+    classes are those of the log; the output lengths of a class enter by their distribution. A log whose description
+    says ``"once": true`` is played from its first second, without jitter, and nothing comes after its end.
     """
 
     def __init__(self, task: TaskSpec, tables: ServingTables) -> None:
         if task.trace is None:
             raise InvalidConfigError(f"task {task.task_id!r} has no trace")
-        log, _ = load_trace(task.trace)
+        log, meta = load_trace(task.trace)
+        self._once = bool(meta.get("once", False))
         span = max(1, math.ceil(float(log.arrival_s[-1]) + 1e-9))
         present = np.unique(log.class_index)
         self.stats = trace_stats(task, log, present, tables)
@@ -126,6 +128,8 @@ class RecordedTraffic:
         """The workload of an episode."""
         seed = check_seed(seed)
         span = self._load.n_steps
+        if self._once:
+            return self._from_the_beginning(n_steps)
         start = int(np.random.default_rng([seed, 0]).integers(span))
         index = (start + np.arange(n_steps)) % span
         saved = self._load.saved_work_ms
@@ -136,6 +140,22 @@ class RecordedTraffic:
             noise=draw_noise(seed, n_steps),
             phase=phases(self._burst[index]),
             saved_work_ms=None if saved is None else saved[index],
+        )
+
+    def _from_the_beginning(self, n_steps: int) -> Workload:
+        """The log once, then silence."""
+        load, played = self._load, min(n_steps, self._load.n_steps)
+
+        def padded(values: FloatArray) -> FloatArray:
+            return np.concatenate([values[:played], np.zeros((n_steps - played, *values.shape[1:]))])
+
+        return Workload(
+            arrivals=padded(load.arrivals),
+            prompt_tokens=padded(load.prompt_tokens),
+            prefill_work_ms=padded(load.prefill_work_ms),
+            noise=np.ones((n_steps, 2)),
+            phase=phases(np.concatenate([self._burst[:played], np.zeros(n_steps - played, dtype=bool)])),
+            saved_work_ms=None if load.saved_work_ms is None else padded(load.saved_work_ms),
         )
 
 
