@@ -6,17 +6,18 @@ A :class:`Case` is one load on one fleet under one action. :func:`reference` ser
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from inferencegym.models import QuantTier, ServeAction
+from inferencegym.models import PRIORITY_CLASSES, QuantTier, ServeAction
 from inferencegym.tasks import TaskSpec, list_tasks
 from simulator.build import measured
 from simulator.build.discrete_event import Fleet, Requests, serve, serve_closed
 from simulator.build.operators import operator_model, profiles
 from simulator.build.table import kv_capacity_tokens
+from simulator.recorded import load_trace
 from simulator.requests import RequestLog
 from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
 from simulator.whatif import run_requests, steady_requests
@@ -39,6 +40,8 @@ class Seen:
     makespan_s: float
     preemptions: float = 0.0
     rejected: float = 0.0
+    classes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """TTFT p50 and p99 (ms) of each class, where there are several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +90,12 @@ def reference(case: Case, seed: int = 0) -> Seen:
         out = serve(fleet, Requests(log.arrival_s, prompts, outputs, log.class_index), seed)
     ttft = out.ttft_ms()
     served = float(outputs[~out.rejected].sum())
+    present = np.unique(log.class_index)
+    classes = {}
+    for c in present if len(present) > 1 else ():
+        mine = ttft[log.class_index == c]
+        if np.isfinite(mine).any():
+            classes[PRIORITY_CLASSES[c]] = (float(np.nanmedian(mine)), float(np.nanquantile(mine, 0.99)))
     return Seen(
         float(np.nanmedian(ttft)),
         float(np.nanquantile(ttft, 0.99)),
@@ -95,6 +104,7 @@ def reference(case: Case, seed: int = 0) -> Seen:
         out.makespan_s(),
         float(out.preemptions.sum()),
         float(out.rejected.sum()),
+        classes,
     )
 
 
@@ -117,6 +127,7 @@ def dynamics(case: Case) -> Seen:
         out.makespan_s,
         out.preemptions,
         out.rejected,
+        {c: (v["ttft_p50_ms"], v["ttft_p99_ms"]) for c, v in out.classes.items()} if len(out.classes) > 1 else {},
     )
 
 
@@ -218,6 +229,28 @@ def burst_cases() -> Iterator[Case]:
         yield Case(f"burst {base}-{peak} x{replicas} b32", "burst", log, act(32), replicas)
 
 
+def recorded_cases() -> Iterator[Case]:
+    """Two minutes of every recorded trace that ships, from its tenth minute on, without prefix reuse."""
+    for task in list_tasks(include_recorded=True):
+        if task.trace is None:
+            continue
+        whole, _ = load_trace(task.trace)
+        inside = (whole.arrival_s >= 600.0) & (whole.arrival_s < 720.0)
+        log = RequestLog(
+            whole.arrival_s[inside] - 600.0,
+            whole.prompt_tokens[inside],
+            whole.output_tokens[inside],
+            np.zeros(int(inside.sum()), dtype=np.int64),
+        )
+        for label, action in {
+            "b64": act(64),
+            "b128": act(128),
+            "b128 disagg": act(128, disagg=True),
+            "b128 int8": act(128, tier="INT8"),
+        }.items():
+            yield Case(f"{task.task_id} {label}", "recorded", log, action, task.fleet.n_replicas)
+
+
 def closed_cases() -> Iterator[Case]:
     """Clients that each send their next request when the last is answered."""
     for clients in (1, 8, 64):
@@ -232,4 +265,5 @@ def all_cases() -> Iterator[Case]:
     yield from task_cases()
     yield from poisson_cases()
     yield from burst_cases()
+    yield from recorded_cases()
     yield from closed_cases()
