@@ -109,6 +109,7 @@ format: $(STAMPS)/dev
 # OpenEnv's own verdicts on the directory, a running server and a played episode.
 openenv: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/openenv_check.py
+	PYTHON=$(PYTHON) scripts/openenv_oldest.sh
 
 # What the server is made of, as CycloneDX: build/sbom.cdx.json, the same file for the same pins.
 sbom: $(STAMPS)/dev
