@@ -77,7 +77,7 @@ class Settings(BaseSettings):
         description="Sessions kept in the store; at the limit the oldest finished episodes make room, then 503.",
     )
     live_sessions: int = Field(
-        1_000,
+        1_200,
         ge=1,
         le=100_000,
         description="Environments held in memory per process; others are rebuilt from the store when they are used.",
