@@ -6,7 +6,8 @@
 Three comparisons: the operator model with measured static batches, the serving dynamics with the discrete-event
 reference on the same requests, and the serving dynamics with served loads on a real A100-80GB. Errors are relative,
 (simulated - reference) / reference: the median and the 90th percentile of their absolute values, and their mean (bias).
-It takes about half a minute. The figures need matplotlib (extra ``report``).
+The dynamics are compared in the environment's steps of one second and in the finer ones of ``inferencegym simulate``.
+It takes about a minute. The figures need matplotlib (extra ``report``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from simulator.build.hardware_runs import HardwareComparison, hardware_compariso
 from simulator.build.validate import argonne_errors
 from simulator.coverage import LEVELS, coverage
 from simulator.tables import load_tables
+from simulator.whatif import STEP_S
 
 HERE = Path(__file__).resolve().parent
 RESULTS, FIGURES = HERE / "results", HERE / "figures"
@@ -59,6 +61,9 @@ CLAIMS = (
     ("Vidur", "", "", "under 9 %; its users report more"),
 )
 HELD_OUT = "0.20.1 BF16, held out"
+ALL_LOADS = "all loads"
+ENVIRONMENT = "Environment (1 s steps)"
+STEPS = {ENVIRONMENT: 1.0, f"Command simulate ({STEP_S:g} s steps)": STEP_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="How far the simulator is from real hardware.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     options = parser.parse_args(arguments)
-    cases = reference_points(all_cases())
-    runs = hardware_points(hardware_comparisons())
-    result = summary(cases, runs)
+    served = [(case, reference(case)) for case in all_cases()]
+    layers = {
+        name: (reference_points(served, step_s), hardware_points(hardware_comparisons(step_s=step_s)))
+        for name, step_s in STEPS.items()
+    }
+    result = summary(layers)
     if options.json:
         print(json.dumps(result, indent=1))
         return
@@ -104,17 +112,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = markdown(result)
     (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(text)
-    draw_scatter(cases, runs, FIGURES / "fidelity.png")
+    draw_scatter(*layers[ENVIRONMENT], FIGURES / "fidelity.png")
     draw_coverage(FIGURES / "coverage.png")
 
 
-def reference_points(cases: Iterable[Case]) -> list[Point]:
-    """Every case served twice: iteration by iteration, and by the dynamics."""
-    points = []
-    for case in cases:
-        by_iterations, by_dynamics = reference(case), dynamics(case)
-        points += _case_points(case, by_iterations, by_dynamics)
-    return points
+def reference_points(served: Iterable[tuple[Case, Seen]], step_s: float) -> list[Point]:
+    """Every case as the dynamics serve it beside what the reference saw."""
+    return [point for case, seen in served for point in _case_points(case, seen, dynamics(case, step_s))]
 
 
 def _case_points(case: Case, expected: Seen, found: Seen) -> list[Point]:
@@ -151,17 +155,23 @@ def errors(points: Sequence[Point]) -> list[Errors]:
     return found
 
 
-def summary(cases: Sequence[Point], runs: Sequence[Point]) -> dict[str, Any]:
+def summary(layers: dict[str, tuple[list[Point], list[Point]]]) -> dict[str, Any]:
     """Everything that the report says, as JSON."""
-    pooled = [Point("all loads", p.name, p.quantity, p.reference, p.simulated) for p in cases if "class" not in p.group]
     return {
         "operators": [asdict(e) for e in argonne_errors()],
-        "reference": [asdict(e) for e in errors([*pooled, *cases])],
-        "hardware": [asdict(e) for e in errors(runs)],
+        "dynamics": {name: _layer(*points) for name, points in layers.items()},
         "targets": TARGETS,
         "coverage": coverage(load_tables()),
-        "reference_points": [{**asdict(p), "error": p.error()} for p in cases],
+    }
+
+
+def _layer(cases: Sequence[Point], runs: Sequence[Point]) -> dict[str, Any]:
+    pooled = [replace(p, group=ALL_LOADS) for p in cases if not p.group.endswith("by class")]
+    return {
+        "hardware": [asdict(e) for e in errors(runs)],
+        "reference": [asdict(e) for e in errors([*pooled, *cases])],
         "hardware_points": [{**asdict(p), "error": p.error()} for p in runs],
+        "reference_points": [{**asdict(p), "error": p.error()} for p in cases],
     }
 
 
@@ -170,43 +180,51 @@ def summary(cases: Sequence[Point], runs: Sequence[Point]) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The report as it stands in the documentation."""
-    held_out = {e["quantity"]: e for e in result["hardware"] if e["group"] == HELD_OUT}
     parts = [
         "<!-- written by benchmarks/fidelity.py; do not edit -->",
-        "Each cell: median / 90th percentile of the absolute relative error, and the bias (mean error).",
-        "**Serving dynamics against a real A100-80GB** (AccelMark: vLLM 0.20.1 and 0.7.3, Llama-3-8B, ShareGPT)",
-        _grid(result["hardware"]),
-        _verdict(result["hardware"], HELD_OUT, TARGETS["hardware"]),
-        "**Serving dynamics against the discrete-event reference** (same requests, same operator times)",
-        _grid(result["reference"]),
-        _verdict(result["reference"], "all loads", TARGETS["reference"]),
+        "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
+        "points.",
+    ]
+    for name, layer in result["dynamics"].items():
+        parts += [
+            f"**{name}: against a real A100-80GB** (AccelMark: vLLM 0.20.1 and 0.7.3, Llama-3-8B, ShareGPT prompts)",
+            _grid(layer["hardware"]),
+            _verdict(layer["hardware"], HELD_OUT, TARGETS["hardware"]),
+            f"**{name}: against the discrete-event reference** (the same requests and operator times)",
+            _grid(layer["reference"]),
+            _verdict(layer["reference"], ALL_LOADS, TARGETS["reference"]),
+        ]
+    parts += [
         "**Operator model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
         _operators(result["operators"]),
         "**Beside what others claim for themselves** (median errors, their hardware and loads; not measured here)",
-        _table(
-            ("simulator", "TTFT", "TPOT", "other"),
-            [
-                (
-                    "InferenceGym, held-out runs of vLLM 0.20.1 in BF16",
-                    f"p50 {_percent(held_out['TTFT p50']['median'])}, p99 {_percent(held_out['TTFT p99']['median'])}",
-                    _percent(held_out["TPOT"]["median"]),
-                    f"makespan {_percent(held_out['makespan']['median'])}, "
-                    f"throughput {_percent(held_out['throughput']['median'])}",
-                ),
-                *CLAIMS,
-            ],
-        ),
+        _beside_others(result["dynamics"]),
         "**Coverage of the table's cells**",
         _table(
             ("precision", *LEVELS),
             [(tier, *(_percent(shares[name]) for name in LEVELS)) for tier, shares in result["coverage"].items()],
         ),
-        "**The twenty largest errors against hardware**",
-        _worst(result["hardware_points"]),
-        "**The twenty largest errors against the reference**",
-        _worst(result["reference_points"]),
+        f"**The twenty largest errors against hardware** ({ENVIRONMENT})",
+        _worst(result["dynamics"][ENVIRONMENT]["hardware_points"]),
+        f"**The twenty largest errors against the reference** ({ENVIRONMENT})",
+        _worst(result["dynamics"][ENVIRONMENT]["reference_points"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _beside_others(layers: dict[str, Any]) -> str:
+    rows: list[Sequence[str]] = []
+    for name, layer in layers.items():
+        median = {e["quantity"]: _percent(e["median"]) for e in layer["hardware"] if e["group"] == HELD_OUT}
+        rows.append(
+            (
+                f"InferenceGym, {HELD_OUT}; {name}",
+                f"p50 {median['TTFT p50']}, p99 {median['TTFT p99']}",
+                median["TPOT"],
+                f"makespan {median['makespan']}, throughput {median['throughput']}",
+            )
+        )
+    return _table(("simulator", "TTFT", "TPOT", "other"), [*rows, *CLAIMS])
 
 
 def _grid(rows: Sequence[dict[str, Any]]) -> str:

@@ -18,6 +18,8 @@ from simulator.tables import FloatArray, ServingTables
 from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
+STEP_S: Final = 0.25
+"""Step of a what-if, finer than the second of the environment: short loads live in their first and last seconds."""
 _OUTPUT_POINTS: Final = 2048
 _WAIT_POINTS: Final = 15
 # Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
@@ -107,7 +109,7 @@ def run_requests(
     base_accept_rate: float = 0.65,
     slo_ms: float = 1e15,
     engine: EngineParams | None = None,
-    step_s: float = 1.0,
+    step_s: float = STEP_S,
 ) -> WhatIf:
     """Serve every request under one fixed action and report per-request latencies.
 
@@ -128,7 +130,7 @@ def serve_requests(
     base_accept_rate: float = 0.65,
     slo_ms: float = 1e15,
     engine: EngineParams | None = None,
-    step_s: float = 1.0,
+    step_s: float = STEP_S,
 ) -> Served:
     """As :func:`run_requests`, with the distributions behind the report."""
     action.validate()
@@ -145,9 +147,14 @@ def serve_requests(
         load_gb_per_s=1.0,
         step_s=step_s,
         closed_clients=closed_clients,
-        engine=engine or EngineParams(),
+        engine=_per_step(engine or EngineParams(), step_s),
     )
     return _play(params, action, requests)
+
+
+def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
+    """The engine with its smoothing per second turned into one per step."""
+    return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
 def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> ClassStats:
@@ -170,7 +177,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
 
 def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
     last = int(requests.arrival_s.max() / params.step_s) + 1
-    n_steps = last + 300
+    n_steps = last + int(300 / params.step_s)
     while True:
         fleet = _fleet(params, action, requests, n_steps)
         trace = _run(fleet, last)

@@ -20,7 +20,7 @@ from simulator.build.table import kv_capacity_tokens
 from simulator.recorded import load_trace
 from simulator.requests import RequestLog
 from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
-from simulator.whatif import run_requests, steady_requests
+from simulator.whatif import STEP_S, run_requests, steady_requests
 from simulator.workload import length_quantiles, traffic_of
 
 # Card, engine profile and table that belong together.
@@ -108,8 +108,8 @@ def reference(case: Case, seed: int = 0) -> Seen:
     )
 
 
-def dynamics(case: Case) -> Seen:
-    """Serve a case with the serving dynamics."""
+def dynamics(case: Case, step_s: float = STEP_S) -> Seen:
+    """Serve a case with the serving dynamics in steps of ``step_s`` seconds."""
     out = run_requests(
         case.action,
         case.requests,
@@ -118,6 +118,7 @@ def dynamics(case: Case) -> Seen:
         closed_clients=case.closed_clients,
         queue_limit=1e12 if case.queue_limit is None else float(case.queue_limit),
         base_accept_rate=case.base_accept_rate,
+        step_s=step_s,
     )
     return Seen(
         out.ttft_p50_ms,

@@ -30,7 +30,7 @@ from simulator.build.operators import TIERS, operator_model
 from simulator.build.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
 from simulator.requests import RequestLog
 from simulator.tables import AXES, TABLE_80GB, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
-from simulator.whatif import Served, serve_requests, ttft_samples, weighted_quantile
+from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
 
 CARD = "a100-80gb"
 SEED = 42
@@ -69,9 +69,11 @@ class HardwareComparison:
         return self.predicted / self.measured - 1.0
 
 
-def hardware_comparisons(versions: Sequence[str] = ("0.20.1", "0.7.3")) -> list[HardwareComparison]:
+def hardware_comparisons(
+    versions: Sequence[str] = ("0.20.1", "0.7.3"), step_s: float = STEP_S
+) -> list[HardwareComparison]:
     """Every run with standard prompts in a precision that the tables know, failures included."""
-    return [found for version in versions for row in _rows(version) for found in _compare(row, version)]
+    return [found for version in versions for row in _rows(version) for found in _compare(row, version, step_s)]
 
 
 def operator_tables(card: str, engine: str) -> ServingTables:
@@ -116,25 +118,25 @@ def _rows(version: str) -> list[dict[str, str]]:
     return list(chosen.values())
 
 
-def _compare(row: dict[str, str], version: str) -> Iterator[HardwareComparison]:
+def _compare(row: dict[str, str], version: str, step_s: float) -> Iterator[HardwareComparison]:
     name = f"{row['scenario']} {float(row['target_qps']):g}/s" if row["target_qps"] else row["scenario"]
-    for metric, predicted in _figures(row, version).items():
+    for metric, predicted in _figures(row, version, step_s).items():
         yield HardwareComparison(
             version, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
         )
 
 
-def _figures(row: dict[str, str], version: str) -> dict[str, float]:
+def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, float]:
     """The figures that the row states, as the dynamics see them."""
     scenario, mean = row["scenario"], _mean_output(row, version)
     if scenario == "offline":
-        served = _serve(row, version, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
+        served = _serve(row, version, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
         return {"out_tok_s": served.report().output_tokens_per_s, "elapsed_s": served.makespan_s()}
     if scenario == "burst":
-        return _burst_figures(row, version, mean)
+        return _burst_figures(row, version, step_s, mean)
     if scenario == "online":
         logs = [_log(at, mean, run) for run, at in enumerate(online_arrivals(row, version))]
-        runs = [_serve(row, version, log) for log in logs]
+        runs = [_serve(row, version, step_s, log) for log in logs]
         return {
             **_ttft(runs, "ttft_ms_", (50, 90, 99)),
             "tpot_ms_p50": float(np.median(np.concatenate([run.tpot_ms for run in runs]))),
@@ -142,7 +144,7 @@ def _figures(row: dict[str, str], version: str) -> dict[str, float]:
         }
     clients = int(float(row["concurrency"]))
     n = INTERACTIVE_REQUESTS if scenario == "interactive" else SUSTAINED_REQUESTS
-    served = _serve(row, version, _log(np.zeros(n), mean, 0), clients=clients)
+    served = _serve(row, version, step_s, _log(np.zeros(n), mean, 0), clients=clients)
     if scenario == "interactive":
         return {
             **_ttft([served], "ttft_ms_", (50, 90, 99)),
@@ -192,10 +194,10 @@ def _poisson(generator: random.Random, rate: float, n: int) -> FloatArray:
     return np.array(list(itertools.accumulate(generator.expovariate(rate) for _ in range(n))))
 
 
-def _burst_figures(row: dict[str, str], version: str, mean: float) -> dict[str, float]:
+def _burst_figures(row: dict[str, str], version: str, step_s: float, mean: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, windows in zip(("steady", "burst"), burst_arrivals(row), strict=True):
-        runs = [_serve(row, version, _log(at, mean, i)) for i, at in enumerate(windows)]
+        runs = [_serve(row, version, step_s, _log(at, mean, i)) for i, at in enumerate(windows)]
         figures |= _ttft(runs, f"{name}_ttft_ms_", (50, 99))
     return figures
 
@@ -206,10 +208,13 @@ def _ttft(runs: Sequence[Served], prefix: str, percentiles: Sequence[int]) -> di
     return {f"{prefix}p{q}": weighted_quantile(ttft, weight, q / 100) for q in percentiles}
 
 
-def _serve(row: dict[str, str], version: str, log: RequestLog, clients: int = 0, slots: int = 0) -> Served:
+def _serve(
+    row: dict[str, str], version: str, step_s: float, log: RequestLog, clients: int = 0, slots: int = 0
+) -> Served:
     tier = QuantTier[TIER_OF_PRECISION[row["precision"]]]
     action = ServeAction(1.0, 0, slots or SERVED_SLOTS[version], False, tier)
-    return serve_requests(action, log, _tables(version, row["scenario"] == "offline"), closed_clients=clients)
+    tables = _tables(version, row["scenario"] == "offline")
+    return serve_requests(action, log, tables, closed_clients=clients, step_s=step_s)
 
 
 def _log(arrival_s: FloatArray, mean_output: float, seed: int) -> RequestLog:
