@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from starlette.testclient import TestClient
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
@@ -34,6 +36,9 @@ from inferencegym.openenv_types import (
     write_error,
 )
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
+from server import openenv_adapter
+from server.app import create_app
+from server.settings import load_settings
 from tests.servers import ROOT, RunningServer, running_server
 
 with without_gradio():
@@ -425,6 +430,27 @@ def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path:
         asyncio.run(run())
 
 
+def test_slots_of_silent_and_forgotten_sessions_come_back_and_a_silent_socket_may_speak_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openenv_adapter, "IDLE_SLOT_S", 0.2)
+    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=2))
+    create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+    with TestClient(app) as client, client.websocket_connect("/ws") as silent:
+        silent.send_json(reset(episode_id="silent"))
+        assert silent.receive_json()["type"] == "observation"
+        assert "result" in client.post("/mcp", json=create).json()
+        assert client.post("/mcp", json=create).json()["error"]["data"]["max_sessions"] == 2
+        deadline = time.monotonic() + 30
+        while "error" in client.post("/mcp", json=create).json():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        silent.send_json(step(batch_size=64))
+        assert silent.receive_json()["data"]["observation"]["timestep"] == 1
+        silent.send_json({"type": "state"})
+        assert silent.receive_json()["data"]["episode_id"] == "silent"
+
+
 def test_a_bucket_of_resets_runs_out_for_one_client(tmp_path: Path) -> None:
     with running_server(tmp_path, resets_per_minute="3", store_url="memory://") as server:
 
@@ -499,14 +525,19 @@ def test_the_server_process_loads_neither_a_demonstration_page_nor_model_clients
     assert said.stdout.strip() == "[]"
 
 
-def test_openenvs_discovery_finds_client_action_and_observation() -> None:
+def test_openenvs_discovery_finds_client_action_and_observation(server: RunningServer) -> None:
     program = """
+import sys
 from inferencegym.openenv_types import without_gradio
 with without_gradio():
+    from openenv import AutoAction, AutoEnv
     from openenv.auto._discovery import get_discovery
 get_discovery().clear_cache()
-info = get_discovery().get_environment("inference_gym")
-print(info.get_client_class().__name__, info.get_action_class().__name__, info.get_observation_class().__name__)
+with AutoEnv.from_env("inference_gym", base_url=sys.argv[1]).sync() as env:
+    action = AutoAction.from_env("inference_gym")(batch_size=64)
+    env.reset(seed=1)
+    print(type(action).__name__, type(env.step(action).observation).__name__, type(env.state()).__name__)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["InferenceGymEnv", "InferenceGymAction", "InferenceGymObservation"]
+    command = [sys.executable, "-c", program, server.url]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert said.stdout.split()[-3:] == ["InferenceGymAction", "InferenceGymObservation", "InferenceGymState"]
