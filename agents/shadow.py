@@ -41,7 +41,7 @@ _BIN_EDGES: Final = np.exp(np.linspace(0.0, math.log(1e7), 4001))
 """Edges (ms) of the histogram that TTFT percentiles are read from: 0.4 % apart."""
 _RECORDS_AT_ONCE: Final = 400
 PIECES_PER_STEP: Final = 6
-"""Pieces of the wait distribution per step: each class finishes every second's arrivals once, and may start one more."""
+"""Pieces of the wait distribution per step: each of three classes ends a second's arrivals and starts on the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +281,22 @@ def _quantile(histogram: FloatArray, q: float) -> float:
 
 def _timeline(metrics: dict[str, FloatArray], actions: FloatArray) -> dict[str, list[float]]:
     every = _stride(len(actions))
-    line = {name: _thinned(metrics[name]).round(4).tolist() for name in _SIGNALS}
+    admitted = metrics["admitted"]
+    line = {name: _thinned(metrics[name]).round(4).tolist() for name in _SIGNALS if not name.startswith("ttft")}
+    for name in ("ttft_p50_ms", "ttft_p99_ms"):
+        # Of the requests that came: a second without any says nothing about latency.
+        total = _thinned(metrics[name] * (admitted > 1e-6))
+        count = _thinned((admitted > 1e-6).astype(np.float64))
+        line[name] = _held(np.where(count > 0.0, total / np.maximum(count, 1e-12), np.nan)).round(4).tolist()
     for i, knob in enumerate(ACTION_FIELDS):
         line[knob] = actions[::every, i].round(4).tolist()
     return {"t_s": [float(t) for t in range(0, len(actions), every)], **line}
+
+
+def _held(values: FloatArray) -> FloatArray:
+    """The values with gaps (NaN) filled by the last one before them, 0 at the start."""
+    last = np.maximum.accumulate(np.where(np.isnan(values), -1, np.arange(len(values))))
+    return np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
 
 
 def _stride(n: int) -> int:

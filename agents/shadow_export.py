@@ -50,11 +50,12 @@ def recommendation(report: ShadowReport, tables: ServingTables, policy: str | No
     tier = QuantTier(int(_most_used(line["quant_tier"])))
     per_replica = line["running_requests"] / report.n_replicas
     mean_prompt = float(report.log["prompt_tokens_p50"])
-    schedule, sources = draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt)
+    most = int(max(_in_use(line["batch_size"])))
+    schedule, sources = draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
     return {
         "policy": outcome.policy,
         "replicas": report.n_replicas,
-        "max_num_seqs": int(max(_in_use(line["batch_size"]))),
+        "max_num_seqs": most,
         "gpu_memory_utilization": _utilisation(outcome, report.hardware, tables),
         "quant_tier": tier.name,
         "num_speculative_tokens": max(schedule.values(), default=0),
@@ -70,16 +71,24 @@ def recommendation(report: ShadowReport, tables: ServingTables, policy: str | No
 
 
 def draft_schedule(
-    spec_length: FloatArray, running: FloatArray, tables: ServingTables, tier: QuantTier, context_tokens: float
+    spec_length: FloatArray,
+    running: FloatArray,
+    tables: ServingTables,
+    tier: QuantTier,
+    context_tokens: float,
+    max_num_seqs: int = BATCH_RANGES[-1][1],
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Draft tokens by running requests per replica, as vLLM's ranges, and where each came from.
 
-    Empty if the policy never drafts. Neighbouring ranges with the same length are merged.
+    Empty if the policy never drafts. Ranges end at ``max_num_seqs``; neighbours with the same length are merged.
     """
     if not (np.array(_in_use(spec_length)) > 0).any():
         return {}, {}
     found: list[tuple[int, int, int, str]] = []
-    for low, high in BATCH_RANGES:
+    for low, last in BATCH_RANGES:
+        if low > max_num_seqs:
+            break
+        high = min(last, max_num_seqs)
         here = (running >= low - 0.5) & (running < high + 0.5)
         if here.mean() >= MINIMUM_SHARE:
             k, source = int(_most_used(spec_length[here])), "policy"

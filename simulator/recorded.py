@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.files import whole_file
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import TaskSpec
 from simulator.prefix import reuse_curve
@@ -50,25 +49,17 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
     """Write a packed trace; nothing is left behind if that fails."""
     path = Path(path)
     description = json.dumps({"version": TRACE_VERSION, **meta}).encode()
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".npz")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(
-                file,
-                arrival_s=log.arrival_s.astype(np.float64).round(4),
-                prompt_tokens=log.prompt_tokens.astype(np.int32),
-                output_tokens=log.output_tokens.astype(np.int32),
-                class_index=log.class_index.astype(np.int8),
-                reused_tokens=log.reused_tokens.astype(np.int32),
-                reuse_hit=log.reuse_hit.astype(np.float64).round(6),
-                meta=np.frombuffer(description, dtype=np.uint8),
-            )
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink()
-        raise
+    with whole_file(path) as temporary:
+        np.savez_compressed(
+            temporary,
+            arrival_s=log.arrival_s.astype(np.float64).round(4),
+            prompt_tokens=log.prompt_tokens.astype(np.int32),
+            output_tokens=log.output_tokens.astype(np.int32),
+            class_index=log.class_index.astype(np.int8),
+            reused_tokens=log.reused_tokens.astype(np.int32),
+            reuse_hit=log.reuse_hit.astype(np.float64).round(6),
+            meta=np.frombuffer(description, dtype=np.uint8),
+        )
     return path
 
 

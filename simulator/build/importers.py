@@ -158,7 +158,7 @@ def import_log(
     except csv.Error as error:
         raise source.wrong(f"is not CSV ({error})") from error
     log, tick_s = _ordered(source, columns, seed)
-    return Imported(_window(source, log, start_s, end_s), found, source.skipped, tick_s)
+    return Imported(cut_log(log, start_s, end_s, str(path)), found, source.skipped, tick_s)
 
 
 def detect_format(path: Path) -> str:
@@ -481,13 +481,19 @@ def spread_ticks(arrival_s: FloatArray, tick_s: float, seed: int) -> FloatArray:
     return np.maximum.accumulate(spread)
 
 
-def _window(source: _Source, log: RequestLog, start_s: float, end_s: float) -> RequestLog:
-    if start_s == 0.0 and end_s == math.inf:
-        return log
+def cut_log(
+    log: RequestLog, start_s: float, end_s: float, name: str = "the log", limit: int | None = None
+) -> RequestLog:
+    """The requests of a window (s after the first arrival), at most ``limit`` of them; times start with the window."""
     inside = (log.arrival_s >= start_s) & (log.arrival_s < end_s)
+    if limit is not None:
+        inside &= np.cumsum(inside) <= limit
+    if inside.all() and start_s == 0.0:
+        return log
     if not inside.any():
-        source.line = 0
-        raise source.wrong(f"no request between {start_s:g} and {end_s:g} s; the last is at {log.arrival_s[-1]:g} s")
+        raise DataFormatError(
+            f"{name}: no request between {start_s:g} and {end_s:g} s; the last is at {log.arrival_s[-1]:g} s"
+        )
     return RequestLog(
         arrival_s=log.arrival_s[inside] - start_s,
         prompt_tokens=log.prompt_tokens[inside],

@@ -1,0 +1,40 @@
+"""Files that appear whole or not at all: a reader sees the old one or the new one, never half of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from inferencegym.errors import DataFormatError
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` to write to; it takes the place of ``path`` when the block ends without error.
+
+    The suffix is that of ``path``. Raises :class:`DataFormatError` if the folder cannot be written to.
+    """
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    except OSError as error:
+        raise DataFormatError(f"{path}: cannot be written ({error.strerror})") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write UTF-8 text as a whole."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return Path(path)
