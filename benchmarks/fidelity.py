@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     RESULTS.mkdir(exist_ok=True)
     FIGURES.mkdir(exist_ok=True)
-    (RESULTS / "fidelity.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "fidelity.json").write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
     text = markdown(result)
     (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(text)

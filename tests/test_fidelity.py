@@ -1,0 +1,202 @@
+"""The serving dynamics against the discrete-event reference and real hardware, and how well data support them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from env.inference_env import InferenceEnv
+from inferencegym.tasks import get_task
+from simulator.build import measured
+from simulator.build.compare import Case, act, dynamics, poisson_cases, reference, task_requests
+from simulator.build.hardware_runs import HardwareComparison, burst_arrivals, hardware_comparisons, operator_tables
+from simulator.coverage import LEVELS, coverage, support_map
+from simulator.requests import RequestLog
+from simulator.tables import load_tables
+from simulator.whatif import STEP_S, run_requests, serve_requests, steady_requests
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+FAST_CASES = ("80gb qps10 b256", "40gb qps15 b64", "qps30 tails x2", "qps2 long x2 disagg", "qps15 kv0.3", "qps6 spec2")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fidelity_benchmark", BENCHMARKS / "fidelity.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, dict[str, list[dict[str, float]]]]:
+    text = (BENCHMARKS / "results" / "fidelity.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, list[dict[str, float]]]] = json.loads(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[HardwareComparison]:
+    return [c for c in hardware_comparisons(("0.20.1",)) if c.group == "0.20.1 BF16, held out"]
+
+
+# ---------------------------------------------------------------- against the reference
+
+
+@pytest.mark.parametrize("name", FAST_CASES)
+def test_the_dynamics_follow_the_reference_iteration_by_iteration(name: str) -> None:
+    case = next(case for case in poisson_cases() if case.name == name)
+    seen, found = reference(case), dynamics(case, step_s=1.0)
+    assert found.ttft_p50_ms == pytest.approx(seen.ttft_p50_ms, rel=0.15)
+    assert found.ttft_p99_ms == pytest.approx(seen.ttft_p99_ms, rel=0.30)
+    assert found.tpot_ms == pytest.approx(seen.tpot_ms, rel=0.05)
+    assert found.throughput_tok_s == pytest.approx(seen.throughput_tok_s, rel=0.03)
+    assert found.makespan_s == pytest.approx(seen.makespan_s, rel=0.03)
+
+
+def test_a_flood_of_three_classes_is_refused_and_served_like_the_reference() -> None:
+    task = get_task(3)
+    log = task_requests(task, seed=1000, n_steps=30, start_step=45)
+    case = Case("flood", "tasks", log, act(128), task.fleet.n_replicas, queue_limit=512, base_accept_rate=0.45)
+    seen, found = reference(case), dynamics(case, step_s=1.0)
+    assert found.rejected == pytest.approx(seen.rejected, rel=0.10)
+    assert found.throughput_tok_s == pytest.approx(seen.throughput_tok_s, rel=0.10)
+    assert found.tpot_ms == pytest.approx(seen.tpot_ms, rel=0.10)
+    # The highest class passes the flood: the lower ones wait many times as long.
+    for classes in (seen.classes, found.classes):
+        assert classes["interactive"][1] * 5 < classes["batch"][1]
+
+
+def test_a_pool_too_small_for_the_load_costs_recomputation() -> None:
+    log = steady_requests(3, 150, 500, 600, 0.55)
+    small, large = (Case("kv", "kv", log, act(256, kv)) for kv in (0.1, 0.9))
+    assert dynamics(small).preemptions == pytest.approx(reference(small).preemptions, rel=0.25)
+    assert dynamics(small).preemptions > 100
+    assert dynamics(large).preemptions == reference(large).preemptions == 0.0
+
+
+def test_one_request_alone_takes_its_prefill_and_its_tokens() -> None:
+    tables = load_tables()
+    log = RequestLog(np.zeros(1), np.array([128.0]), np.array([400.0]), np.zeros(1, dtype=np.int64))
+    found = run_requests(act(8), log, tables)
+    context = 128 + 400 / 2
+    token_ms = float(np.interp(context, tables.axes["prompt_len_bucket"], tables.iteration_ms[0, 0, 0]))
+    alone_ms = float(tables.prefill_ms[0, 1])
+    assert found.tpot_p50_ms == pytest.approx(token_ms, rel=0.02)
+    assert found.ttft_p50_ms == pytest.approx(tables.meta["tau_ms"] + alone_ms, rel=0.35)
+    # A step admits its arrivals evenly: a single request starts in the middle of it.
+    half_step_ms = 0.5 * STEP_S * 1000
+    assert found.makespan_s * 1000 == pytest.approx(half_step_ms + alone_ms + 399 * token_ms, rel=0.01)
+
+
+def test_long_prompts_that_clump_wait_for_each_other_only_once() -> None:
+    """Two 6,000-token prompts a second use a third of two replicas: waiting stays within a few prefill times."""
+    log = steady_requests(2, 200, 6000, 300, 0.55)
+    found = run_requests(act(128), log, load_tables(), n_replicas=2)
+    prefill_ms = float(np.interp(6000, load_tables().axes["prompt_len_bucket"], load_tables().prefill_ms[0]))
+    assert prefill_ms < found.ttft_p50_ms < 1.5 * prefill_ms
+    assert found.ttft_p99_ms < 4 * prefill_ms
+
+
+# ---------------------------------------------------------------- against hardware
+
+
+def test_the_arrivals_of_the_measured_runs_are_reproduced_to_the_request() -> None:
+    row = next(r for r in measured.rows("accelmark_a100_80gb.csv") if r["scenario"] == "burst")
+    quiet, burst = burst_arrivals(row)
+    assert sum(map(len, quiet)) == int(float(row["n_steady"]))
+    assert sum(map(len, burst)) == int(float(row["n_burst"]))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "goal"),
+    [
+        (("out_tok_s",), 0.03),
+        (("elapsed_s",), 0.05),
+        (("tpot_ms_p50",), 0.07),
+        (("ttft_ms_p50", "steady_ttft_ms_p50", "burst_ttft_ms_p50"), 0.15),
+        (("ttft_ms_p99", "steady_ttft_ms_p99", "burst_ttft_ms_p99"), 0.15),
+    ],
+)
+def test_held_out_runs_on_a_real_a100_are_within_the_goal(
+    held_out: list[HardwareComparison], metrics: tuple[str, ...], goal: float
+) -> None:
+    sizes = [abs(c.relative_error()) for c in held_out if c.metric in metrics]
+    assert len(sizes) >= 2
+    assert np.median(sizes) <= goal
+
+
+def test_rows_that_fitted_a_profile_are_told_apart(held_out: list[HardwareComparison]) -> None:
+    assert {c.suite for c in held_out if c.scenario != "burst"} == {"suite_C"}
+    assert all(c.precision == "BF16" for c in held_out)
+
+
+def test_any_engine_profile_has_tables_without_a_rebuild() -> None:
+    built, shipped = operator_tables("a100-40gb", "a100_40"), load_tables()
+    assert np.allclose(built.decode_ms, shipped.decode_ms)
+    assert np.allclose(built.prefill_saturated_ms, shipped.prefill_saturated_ms)
+    assert np.allclose(built.iteration_ms, shipped.iteration_ms)
+
+
+# ---------------------------------------------------------------- the published table
+
+
+def test_the_published_text_is_what_the_published_numbers_say(benchmark: ModuleType, published: object) -> None:
+    assert benchmark.markdown(published) == (BENCHMARKS / "results" / "fidelity.md").read_text(encoding="utf-8")
+
+
+def test_the_published_numbers_are_what_the_command_measures(
+    benchmark: ModuleType, published: dict[str, dict[str, dict[str, list[dict[str, float]]]]]
+) -> None:
+    listed = {(p["name"], p["quantity"]): p for p in published["dynamics"][benchmark.ENVIRONMENT]["hardware_points"]}
+    found = benchmark.hardware_points(hardware_comparisons(("0.20.1",), step_s=1.0))
+    assert len(found) > 60
+    for point in found:
+        if "burst" not in point.name:  # its quiet and its burst windows share a name
+            assert point.simulated == pytest.approx(listed[point.name, point.quantity]["simulated"], rel=1e-6)
+
+
+# ---------------------------------------------------------------- support
+
+
+def test_a_configuration_is_as_well_supported_as_its_nearest_cell() -> None:
+    level = support_map(load_tables()).level
+    assert LEVELS[level(0, 0, 8.0, 128.0)] == "measured"
+    assert LEVELS[level(0, 0, 9.0, 128.0)] == "interpolated"
+    assert LEVELS[level(1, 0, 8.0, 128.0)] == "interpolated"  # quantised times are measured ratios
+    assert LEVELS[level(0, 2, 8.0, 128.0)] == "modelled"  # the draft model's cost is composed
+    assert LEVELS[level(0, 0, 512.0, 8192.0)] == "extrapolated"
+    assert LEVELS[level(0, 0, 600.0, 128.0)] == LEVELS[level(0, 0, 1.0, 20_000.0)] == "extrapolated"
+
+
+def test_coverage_shares_add_up_for_every_precision() -> None:
+    for shares in coverage(load_tables()).values():
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert set(shares) == set(LEVELS)
+
+
+def test_every_step_and_every_what_if_say_how_well_they_are_supported() -> None:
+    env = InferenceEnv(task_id=3, seed=1)
+    env.reset()
+    knobs = {"kv_budget": 0.9, "batch_size": 64, "prefill_disagg": False, "quant_tier": "FP16"}
+    assert env.step({**knobs, "spec_length": 0})[3]["support"] in ("measured", "interpolated")
+    assert env.step({**knobs, "spec_length": 4})[3]["support"] == "modelled"
+    found = run_requests(act(64, spec_length=2), steady_requests(4, 60, 200, 100), load_tables())
+    assert found.support["modelled"] == pytest.approx(1.0)
+
+
+def test_the_distributions_behind_a_what_if_belong_to_its_requests() -> None:
+    log = steady_requests(5, 120, 200, 150, 0.5)
+    served = serve_requests(act(64), log, load_tables())
+    assert len(served.finish_s) == len(log.arrival_s)
+    assert (served.finish_s > log.arrival_s).all()
+    assert served.makespan_s() == served.finish_s.max()
+    assert served.ttft_weight.sum() == pytest.approx(120.0, abs=1e-6)
