@@ -120,7 +120,6 @@ class ServingParams:
             "n_classes": self.n_classes,
             "grid_cells": GRID_CELLS,
             "grid_inv": GRID_CELLS / longest,
-            "longest_output": longest,
             "max_segments": MAX_SEGMENTS,
             "class_window_steps": CLASS_WINDOW_STEPS,
             "prompt_window_steps": PROMPT_WINDOW_STEPS,
@@ -173,7 +172,8 @@ class ServingParams:
 def _class_tables(params: ServingParams) -> dict[str, Any]:
     """Per-class tables: objectives, prefill ratios, survival of output lengths; the traffic's prefix reuse."""
     stats, tables = params.stats, params.tables
-    survival, position = survival_integrals(stats.output_cdf_tokens, GRID_CELLS)
+    longest = stats.output_cdf_tokens.max(axis=1)
+    cell = (longest.max() + 1.0) / GRID_CELLS
     alone, apart, marginal, saturated = prefill_ratios(stats, tables)
     return {
         "slo_ms": stats.slo_ms,
@@ -185,8 +185,9 @@ def _class_tables(params: ServingParams) -> dict[str, Any]:
         "output_gini": gini(stats.output_cdf_tokens),
         # Acceptance was measured at a base rate of 0.65; a task's rate scales the accepted tokens.
         "accept_scale": params.base_accept_rate / 0.65 * (1.0 - stats.complexity_penalty),
-        "survival_int": survival,
-        "position_int": position,
+        "length_int": length_integrals(stats.output_cdf_tokens, GRID_CELLS),
+        # Beyond the cell that holds a class's longest output its integrals are constant.
+        "longest_output": longest + cell,
         "alone_ratio": alone,
         "apart_ratio": apart,
         "marginal_ratio": marginal,
@@ -194,23 +195,22 @@ def _class_tables(params: ServingParams) -> dict[str, Any]:
     }
 
 
-def survival_integrals(quantile_tokens: FloatArray, cells: int) -> tuple[FloatArray, FloatArray]:
-    """Integrals from 0 of S(x) and of x*S(x) on a grid up to the longest output; (cells + 2, C) each.
+def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:
+    """Integrals of the output length's survival function S on a grid up to the longest output; (C, cells + 1, 4).
 
-    S is the survival function of the output length; ``quantile_tokens`` (C, Q) its quantiles. The last row repeats the
-    one before it, so that a look-up at the end of the grid may read one row further.
+    ``quantile_tokens`` (C, Q) holds quantiles of the lengths. The last axis is the integral of S(y) from 0 to x, its
+    slope per cell, the integral of y*S(y), and its slope per cell; the last cell's slopes are 0.
     """
-    longest = float(quantile_tokens.max()) + 1.0
-    x = np.linspace(0.0, longest, cells + 1)
-    survival = np.zeros((cells + 2, len(quantile_tokens)))
-    position = np.zeros_like(survival)
+    x = np.linspace(0.0, float(quantile_tokens.max()) + 1.0, cells + 1)
+    table = np.zeros((len(quantile_tokens), cells + 1, 4))
     for c, lengths in enumerate(quantile_tokens):
         # The integral of S from 0 to x is E[min(L, x)], and that of y*S(y) is E[min(L, x)**2] / 2: exact for quantiles.
         capped = np.minimum(lengths[None, :], x[:, None])
-        survival[:-1, c] = capped.mean(axis=1)
-        position[:-1, c] = 0.5 * (capped**2).mean(axis=1)
-    survival[-1], position[-1] = survival[-2], position[-2]
-    return survival, position
+        table[c, :, 0] = capped.mean(axis=1)
+        table[c, :, 2] = 0.5 * (capped**2).mean(axis=1)
+        table[c, :-1, 1] = np.diff(table[c, :, 0])
+        table[c, :-1, 3] = np.diff(table[c, :, 2])
+    return table
 
 
 def gini(quantile_tokens: FloatArray) -> FloatArray:
@@ -271,7 +271,7 @@ def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingPar
 
 # ---------------------------------------------------------------- state
 
-_ROW_INT: Final = ("time", "tier_to", "tier_from", "disagg_to", "disagg_from", "age_head", "n_recorded")
+_ROW_INT: Final = ("time", "tier_to", "tier_from", "disagg_to", "disagg_from", "n_recorded")
 _ROW_FLOAT: Final = (
     "converted",
     "last_gain",
@@ -341,7 +341,7 @@ class ServingState:
       describe a rollout; ``age_head``, ``wait_head`` (B, C) are the oldest cohorts still running or waiting.
     - ``queue``, ``in_flight`` (B, C) requests; ``prompt_in_flight``, ``position_in_flight`` (B, C) their prompt and
       output tokens so far; ``waiting`` (B, C, T) requests still waiting by second of arrival.
-    - ``progress`` (B, T + 1) tokens that a request gained since the start; ``density`` (B, T, C) requests admitted per
+    - ``progress`` (B, T + 1) tokens that a request gained since the start; ``density`` (B, C, T) requests admitted per
       token of progress.
     - ``last_gain`` tokens per request in the last step, ``recompute_ms`` prefill owed to restarted replicas,
       ``overcommit`` share of requests beyond the KV pool, ``kv_pressure`` how much the pool bounded admission lately,
@@ -361,7 +361,8 @@ class ServingState:
         rows |= {name: np.zeros((n_rows, n_classes)) for name in _CLASS_FLOAT}
         rows["wait_head"] = np.zeros((n_rows, n_classes), dtype=np.int64)
         rows["waiting"] = np.zeros((n_rows, n_classes, n_steps))
-        rows["density"] = np.zeros((n_rows, n_steps, n_classes))
+        rows["age_head"] = np.zeros((n_rows, n_classes), dtype=np.int64)
+        rows["density"] = np.zeros((n_rows, n_classes, n_steps))
         rows["progress"] = np.zeros((n_rows, n_steps + 1))
         return cls(rows)
 

@@ -14,12 +14,14 @@ cdef class ServingKernel:
     cdef public double memory_gb, memory_limit_gb, activation_gb, workspace_gb, sequence_gb, draft_gb, kv_bytes_per_token
     cdef public double disagg_limit, churn_factor, load_weight, recompute_factor, kv_fill, block_slack
     cdef public double tau_ms, handoff_ms_per_token, chunk_tokens, jitter, ema_weight, eviction_rate
-    cdef public double grid_inv, longest_output, reuse_log2_first
+    cdef public double grid_inv, reuse_log2_first
     # tables
     cdef public double[::1] weights_gb, reload_s, spec_tokens, spec_length, batch_points, iteration_points, context_points
     cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale, output_gini, reuse_hit
     cdef public double[:, :, ::1] marginal_ratio, saturated_ratio
-    cdef public double[:, ::1] alone_ratio, apart_ratio, mean_work_ms, survival_int, position_int
+    cdef public double[:, :, ::1] length_int
+    cdef public double[::1] longest_output
+    cdef public double[:, ::1] alone_ratio, apart_ratio, mean_work_ms
     cdef public double[:, :, :, ::1] decode_ms
     # offered load
     cdef public double[:, :, ::1] arrivals, prompt_tokens, noise
@@ -28,8 +30,8 @@ cdef class ServingKernel:
     cdef public double[::1] kv_budget, batch_size
     cdef public long long[::1] spec, disagg, tier
     # state
-    cdef public long long[::1] time, load_index, tier_to, tier_from, disagg_to, disagg_from, age_head, n_segments, n_recorded
-    cdef public long long[:, ::1] wait_head
+    cdef public long long[::1] time, load_index, tier_to, tier_from, disagg_to, disagg_from, n_segments, n_recorded
+    cdef public long long[:, ::1] wait_head, age_head
     cdef public double[::1] converted, share_to, restarted, up, last_gain, next_gain, overcommit, recompute_ms
     cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far, cached_tokens
     cdef public double[:, ::1] queue, queue_before, in_flight, prompt_in_flight, position_in_flight, class_window, progress
@@ -59,7 +61,7 @@ cdef class ServingKernel:
     cdef void _head_of_line(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(i=Py_ssize_t, x=double)
     cdef double _prefix_hit(self, double cached) noexcept nogil
-    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, j=Py_ssize_t, n=Py_ssize_t, s=Py_ssize_t, d=double, p=double, u=double, v=double, x=double)
+    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, s=Py_ssize_t, count=double, d=double, older=double, older_pos=double, p=double, position=double, u=double, x=double, younger=double, younger_pos=double)
     cdef void _survivors(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
     @cython.locals(c=Py_ssize_t, i=Py_ssize_t, apart=double, limit=double, churn=double, fit=double, admit=double, before=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, prompts=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
     cdef void _solve(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil

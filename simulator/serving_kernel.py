@@ -60,8 +60,8 @@ class ServingKernel:
         self._configure(b)
         self._head_of_line(b, t, w)
         gain = self.last_gain[b]
-        if t == 0:
-            self._solve(b, t, 0.5 * self.dt_ms / 10.0)
+        if t == 0:  # nothing runs yet: any guess will do
+            self._solve(b, t, 0.05 * self.dt_ms)
             gain = self.next_gain[b]
         for _ in range(SWEEPS):
             self._solve(b, t, gain)
@@ -203,48 +203,35 @@ class ServingKernel:
     # ------------------------------------------------------------ fixed point of one step
 
     def _survivors(self, b: int, t: int, gain: float) -> None:
-        """Requests in flight before this step that still run after ``gain`` more tokens, and their positions."""
-        n = self.n_classes
+        """Requests in flight before this step that still run after ``gain`` more tokens, and their positions.
+
+        Neighbouring cohorts share an edge, so each edge is looked up once; values and slopes of a grid cell lie side
+        by side in ``length_int`` because this loop is where most of a step's time goes.
+        """
         x = self.progress[b, t] + gain
-        for c in range(n):
-            self.survive[b, c] = 0.0
-            self.survive_pos[b, c] = 0.0
-        if t == 0:
-            return
-        s = self.age_head[b]
-        p = (x - self.progress[b, s]) * self.grid_inv
-        i = cython.cast(cython.Py_ssize_t, p)
-        if i >= self.grid_cells:
-            i = self.grid_cells
-            u = 0.0
-        else:
+        for c in range(self.n_classes):
+            count = 0.0
+            position = 0.0
+            s = self.age_head[b, c]
+            p = (x - self.progress[b, s]) * self.grid_inv
+            i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
             u = p - i
-        while s < t:
-            p = (x - self.progress[b, s + 1]) * self.grid_inv
-            j = cython.cast(cython.Py_ssize_t, p)
-            if j >= self.grid_cells:
-                j = self.grid_cells
-                v = 0.0
-            else:
-                v = p - j
-            for c in range(n):
-                d = self.density[b, s, c]
-                if d > 0.0:
-                    self.survive[b, c] += d * (
-                        self.survival_int[i, c]
-                        + u * (self.survival_int[i + 1, c] - self.survival_int[i, c])
-                        - self.survival_int[j, c]
-                        - v * (self.survival_int[j + 1, c] - self.survival_int[j, c])
-                    )
-                    self.survive_pos[b, c] += d * (
-                        self.position_int[i, c]
-                        + u * (self.position_int[i + 1, c] - self.position_int[i, c])
-                        - self.position_int[j, c]
-                        - v * (self.position_int[j + 1, c] - self.position_int[j, c])
-                    )
-            i = j
-            u = v
-            s += 1
+            older = self.length_int[c, i, 0] + u * self.length_int[c, i, 1]
+            older_pos = self.length_int[c, i, 2] + u * self.length_int[c, i, 3]
+            while s < t:
+                p = (x - self.progress[b, s + 1]) * self.grid_inv
+                i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
+                u = p - i
+                younger = self.length_int[c, i, 0] + u * self.length_int[c, i, 1]
+                younger_pos = self.length_int[c, i, 2] + u * self.length_int[c, i, 3]
+                d = self.density[b, c, s]
+                count += d * (older - younger)
+                position += d * (older_pos - younger_pos)
+                older = younger
+                older_pos = younger_pos
+                s += 1
+            self.survive[b, c] = count
+            self.survive_pos[b, c] = position
 
     def _solve(self, b: int, t: int, gain: float) -> None:
         """Admissions and in-flight requests if every running request gains ``gain`` tokens, and the gain that follows.
@@ -255,8 +242,8 @@ class ServingKernel:
         up = max(self.up[b], 1e-9)
         self._survivors(b, t, gain)
         p = gain * self.grid_inv
-        i = min(cython.cast(cython.Py_ssize_t, p), self.grid_cells)
-        u = p - i if i < self.grid_cells else 0.0
+        i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
+        u = p - i
         held = 0.0
         running = 0.0
         kv_tokens = 0.0
@@ -282,14 +269,14 @@ class ServingKernel:
         before = 0.0
         mean_tokens = 0.0
         for c in range(self.n_classes):
-            stay = (self.survival_int[i, c] + u * (self.survival_int[i + 1, c] - self.survival_int[i, c])) / gain
-            stay_pos = (self.position_int[i, c] + u * (self.position_int[i + 1, c] - self.position_int[i, c])) / gain
+            stay = (self.length_int[c, i, 0] + u * self.length_int[c, i, 1]) / gain
+            stay_pos = (self.length_int[c, i, 2] + u * self.length_int[c, i, 3]) / gain
             each_ms = self.head_work_ms[b, c] * (
                 (1.0 - apart) * self.work_ratio[b, c] + apart * self.apart_ratio[c, self.tier_to[b]]
             )
             self.each_ms[b, c] = each_ms
             # What greedy admission into a full pool recomputes, in prompts of this class.
-            each_ms *= thrash + churn * min(self.survival_int[self.grid_cells, c] / self.head_prompt[b, c], 8.0)
+            each_ms *= thrash + churn * min(self.length_int[c, self.grid_cells, 0] / self.head_prompt[b, c], 8.0)
             room = max(0.0, slots - running) / stay
             room = min(room, budget_ms / max(each_ms, 1e-9))
             # An engine admits a request when its prompt fits into the free part of the pool.
@@ -434,7 +421,7 @@ class ServingKernel:
         lost = 0.0
         lost_tokens = 0.0
         for c in range(self.n_classes):
-            self.density[b, t, c] = self.admit[b, c] / gain
+            self.density[b, c, t] = self.admit[b, c] / gain
             load = min(1.0, self.admit[b, c] * self.each_ms[b, c] / (max(self.up[b], 1e-9) * self.dt_ms))
             self.class_load[b, c] += self.load_weight * (load - self.class_load[b, c])
             done += self.in_flight[b, c] + self.admit[b, c] - self.after[b, c]
@@ -446,7 +433,7 @@ class ServingKernel:
             if self.queue[b, c] < 1e-9:
                 self.queue[b, c] = 0.0
             total += self.admit[b, c]
-            output = self.survival_int[self.grid_cells, c]
+            output = self.length_int[c, self.grid_cells, 0]
             lost_tokens += self.admit[b, c] * min(output / (self.head_prompt[b, c] + CHURNED_OUTPUT), 8.0)
             kv += self.after_prompt[b, c] + self.after_pos[b, c]
             # Requests on replicas that restart next are computed anew: their prompt and what they had written.
@@ -454,11 +441,11 @@ class ServingKernel:
             if self.after[b, c] > 1e-9:
                 scale = (self.after_prompt[b, c] + self.after_pos[b, c]) / (self.after[b, c] * self.head_prompt[b, c])
             lost += self.after[b, c] * self.head_work_ms[b, c] * scale
+            s = self.age_head[b, c]
+            while s < t and x - self.progress[b, s + 1] > self.longest_output[c]:
+                s += 1
+            self.age_head[b, c] = s
         self.recompute_ms[b] = self.restarted[b] * lost
-        s = self.age_head[b]
-        while s < t and x - self.progress[b, s + 1] > self.longest_output:
-            s += 1
-        self.age_head[b] = s
         self.admitted[b] = total
         self.completed[b] = done
         self.running_requests[b] = held
@@ -547,7 +534,9 @@ class ServingKernel:
             admitted += self.admit[b, c]
         crowd = min(crowd, 0.95)
         # Slots or cache that are full by chance: output lengths vary, so requests in flight vary around their mean.
-        most = min(up * self.batch_size[b], running / max(self.kv_occupancy[b], 1e-3))
+        most = up * self.batch_size[b]
+        if self.kv_occupancy[b] > 1e-3:  # an idle fleet has room for more than a thousand times nothing
+            most = min(most, running / self.kv_occupancy[b])
         deviation = SLOT_DEVIATION * sqrt(max(variance, 1e-9))
         margin = (most - running - backlog) / deviation
         full = 0.5 * erfc(margin * 0.7071067811865476) if self.closed_clients <= 0.0 else 0.0
@@ -711,6 +700,10 @@ class ServingKernel:
             high = max(high, base + max(self.segments[b, k, 2], 0.0))
         if high - low < 1e-6 * high:
             return high
+        if n == 1:
+            lo = self.segments[b, 0, 1]
+            wait = lo + q * (self.segments[b, 0, 2] - lo)
+            return self.segments[b, 0, 3 + tail] + max(wait, 0.0)
         goal = q * total
         for _ in range(BISECTIONS):
             mid = 0.5 * (low + high)

@@ -309,7 +309,7 @@ class Served:
         finish, tpot = np.full((2, len(requests.arrival_s)), np.nan)
         for c in range(params.n_classes):
             mine = np.flatnonzero(requests.class_index == c)
-            admitted = np.concatenate([[0.0], np.cumsum(rows["density"][0, :n, c] * np.diff(progress))])
+            admitted = np.concatenate([[0.0], np.cumsum(rows["density"][0, c, :n] * np.diff(progress))])
             rank = np.arange(len(mine)) + 0.5
             mine, rank = mine[rank < admitted[-1]], rank[rank < admitted[-1]]
             if not len(mine):

@@ -18,7 +18,7 @@ import simulator.serving as serving
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.tasks import get_task, list_tasks
-from simulator.serving import ServingFleet, params_of, survival_integrals
+from simulator.serving import ServingFleet, length_integrals, params_of
 from simulator.tables import load_tables
 from simulator.workload import LoadStatistics, length_quantiles, traffic_of
 
@@ -227,12 +227,12 @@ def test_taking_a_change_back_needs_no_more_time_than_it_took() -> None:
     assert float(batch.fleet.state.rows["converted"][0]) > 1.0 - converted
 
 
-def test_survival_integrals_give_the_mean_length_at_the_end() -> None:
+def test_length_integrals_give_the_mean_length_at_the_end() -> None:
     lengths = np.array([[10.0, 20.0, 30.0]])
-    survival, position = survival_integrals(lengths, 62)
-    assert survival[-2, 0] == pytest.approx(20.0)
-    assert position[-2, 0] == pytest.approx((100 + 400 + 900) / 6)
-    assert survival[20, 0] == pytest.approx((10 + 10 + 10) / 3)  # x = 10: everybody has run ten tokens
+    table = length_integrals(lengths, 62)
+    assert table[0, -1, 0] == pytest.approx(20.0)
+    assert table[0, -1, 2] == pytest.approx((100 + 400 + 900) / 6)
+    assert table[0, 20, 0] == pytest.approx((10 + 10 + 10) / 3)  # x = 10: everybody has run ten tokens
 
 
 def test_a_lognormal_length_has_the_mean_that_its_task_states() -> None:
