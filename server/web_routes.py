@@ -38,6 +38,8 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
     return [
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
+        # Browsers ask for this on pages that name no icon, such as /health.
+        Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),
         # What a pinned package ships changes only with its version.
         Mount("/web/charts", app=_Headers(GZipMiddleware(charts), policy, f"public, max-age={DAY_S}")),

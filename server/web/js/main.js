@@ -17,14 +17,18 @@ const LOADERS = {
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const opened = new Map();
 
+// Panels are not named as their addresses are: a browser moves the focus to what an address names.
+const nameOf = (tab) => tab.id.replace("tab-", "");
+const panelOf = (name) => document.getElementById(`panel-${name}`);
+
 async function open(name, params) {
   for (const tab of tabs) {
-    const on = tab.getAttribute("aria-controls") === name;
+    const on = nameOf(tab) === name;
     tab.setAttribute("aria-selected", String(on));
     tab.tabIndex = on ? 0 : -1;
-    document.getElementById(tab.getAttribute("aria-controls")).hidden = !on;
+    panelOf(nameOf(tab)).hidden = !on;
   }
-  const panel = document.getElementById(name);
+  const panel = panelOf(name);
   if (!opened.has(name)) {
     opened.set(name, LOADERS[name]().then((module) => module.start(panel)));
   }
@@ -45,7 +49,7 @@ function followAddress() {
 
 function chooseTab(tab) {
   tab.focus();
-  location.hash = tab.getAttribute("aria-controls");
+  location.hash = nameOf(tab);
 }
 
 for (const [index, tab] of tabs.entries()) {
@@ -59,7 +63,7 @@ for (const [index, tab] of tabs.entries()) {
 }
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
-  open("race", new URLSearchParams()).then(() => document.getElementById("race").focus());
+  open("race", new URLSearchParams()).then(() => panelOf("race").focus());
 });
 window.addEventListener("hashchange", followAddress);
 

@@ -261,7 +261,7 @@ class Race {
           this.draw(this.mine.reward.length);
           drawn = performance.now();
         }
-        due = Math.max(due + 1000 / (this.shared ? REPLAY_SPEED : this.speed), performance.now());
+        due = Math.max(due + 1000 / (this.shared ? Math.max(REPLAY_SPEED, this.speed) : this.speed), performance.now());
         const wait = due - performance.now();
         if (wait > 1) await sleep(wait);
       }

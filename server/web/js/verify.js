@@ -130,12 +130,12 @@ class Verify {
     const rows = log.slice(Math.max(0, step - 2), step + 3).map((entry, i) => {
       const index = Math.max(0, step - 2) + i;
       const shown = String(value(entry));
-      return [`second ${index + 1}`, index === step ? el("mark", { text: shown }) : shown, index === step ? replayed : index < step ? "the same" : "not compared"];
+      return [index + 1, index === step ? el("mark", { text: shown }) : shown, index === step ? replayed : index < step ? "the same" : "not compared"];
     });
     this.tell(
       el("h2", { class: "bad", text: `Forged: it breaks at second ${step + 1}` }),
       el("p", { text: `${name} is ${claimed} in the log. Playing its actions gives ${replayed}.` }),
-      table("Around the break", ["", `${name} in the log`, "replayed"], rows));
+      table("Around the break", ["Second", `${name} in the log`, "replayed"], rows));
     this.drawLog(log, family, { x: step + 1, label: "breaks here" });
     announce(`Forged: it breaks at second ${step + 1}`);
   }
