@@ -185,6 +185,9 @@ def main() -> None:
         proxy_headers=False,
         lifespan="on",
         timeout_graceful_shutdown=settings.shutdown_grace_s,
+        # Uvicorn replaces a worker that stays silent this long, and it is silent while it imports: with the usual 5 s
+        # no worker would ever come up on a slow or busy machine.
+        timeout_worker_healthcheck=60,
     )
     _allow_many_connections()
     sockets = [_listen(settings.host, port) for port in sorted({settings.port, settings.also_port} - {0})]
