@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
@@ -25,6 +25,15 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Info = dict[str, Any]
 Stepped = tuple[Float32Array, FloatArray, BoolArray, BoolArray, Info]
+
+
+NAMESPACE: Final = "InferenceGym"
+ENV_VERSION: Final = 1
+
+
+def registered_id(gym_id: str) -> str:
+    """The Gymnasium id of a task with this ``gym_id``; :mod:`inferencegym.gym` registers it."""
+    return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
 
 
 class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):

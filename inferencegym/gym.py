@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from env.autoreset import episode_seed
 from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic_env import TrafficBatch
-from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info, VectorInferenceEnv
+from env.vector_env import (
+    AutoresetVectorEnv,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    Info,
+    VectorInferenceEnv,
+    registered_id,
+)
 from inferencegym.errors import InvalidConfigError
 from inferencegym.gym_http import HTTPGymEnv, HTTPVectorEnv
 from inferencegym.models import SPEC_LENGTHS
@@ -33,9 +41,7 @@ from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, l
 from simulator.tables import ServingTables
 from simulator.traffic import QUEUE_LATENCY_MS
 
-NAMESPACE: Final = "InferenceGym"
-ENV_VERSION: Final = 1
-REMOTE_ID: Final = f"{NAMESPACE}/HTTP-v{ENV_VERSION}"
+REMOTE_ID: Final = registered_id("HTTP")
 """Any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 
 
@@ -251,17 +257,12 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
 # ---------------------------------------------------------------- registration
 
 
-def serving_id(gym_id: str) -> str:
-    """The Gymnasium id of a task with this ``gym_id``."""
-    return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
-
-
 def register_envs() -> None:
     """Register one id per task of both families and :data:`REMOTE_ID`; ids that are registered stay as they are."""
     for task in list_tasks(include_recorded=True):
-        _register(serving_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
+        _register(registered_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
     for traffic in list_traffic_tasks():
-        _register(serving_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
+        _register(registered_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
     _register(REMOTE_ID, "HTTPGymEnv", "HTTPVectorEnv")
 
 
@@ -287,5 +288,5 @@ __all__ = [
     "VectorTrafficGymEnv",
     "episode_seed",
     "register_envs",
-    "serving_id",
+    "registered_id",
 ]

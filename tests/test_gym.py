@@ -38,8 +38,8 @@ from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from tests.servers import RunningServer
 
-SERVING = [ig.serving_id(task.gym_id) for task in list_tasks(include_recorded=True)]
-TRAFFIC = [ig.serving_id(task.gym_id) for task in list_traffic_tasks()]
+SERVING = [ig.registered_id(task.gym_id) for task in list_tasks(include_recorded=True)]
+TRAFFIC = [ig.registered_id(task.gym_id) for task in list_traffic_tasks()]
 SHORT = {"episode_length": 7}
 
 
