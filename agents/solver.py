@@ -216,16 +216,17 @@ class Solver:
         return float(self.values_of_policies(params, seeds)[0])
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
-        """The static action plus a second setting behind each gate of the library; the best few pairs."""
+        """The static action and a second setting, either behind each gate of the library; the best few pairs."""
         self._progress("adaptive: gates", 0.1)
         settings = self.grid(self.budget.coarse)
         found: list[tuple[float, ModeParams]] = []
         gates = gate_library(self.task)
         for i, gate in enumerate(gates):
-            pairs = pair_policies(static, settings, gate)
-            values = self.values_of_policies(pairs, self.budget.quick_seeds)
-            best = int(np.argmax(values))
-            found.append((float(values[best]), pairs.pick(best)))
+            # What is best all the time may be best in the flood or in the calm: try the other setting for each.
+            for pairs in (pair_policies(static, settings, gate), pair_policies(settings, static, gate)):
+                values = self.values_of_policies(pairs, self.budget.quick_seeds)
+                best = int(np.argmax(values))
+                found.append((float(values[best]), pairs.pick(best)))
             self._progress("adaptive: gates", 0.1 + 0.2 * (i + 1) / len(gates))
         found.sort(key=lambda pair: -pair[0])
         return [params for _, params in found[: self.budget.gates_kept]]
@@ -350,10 +351,10 @@ def constant_policy(action: FloatArray) -> ModeParams:
     return ModeParams(action.reshape(1, 1, 5).copy(), np.zeros((1, 1, Q)), np.zeros(1))
 
 
-def pair_policies(calm: FloatArray, settings: FloatArray, gate: FloatArray) -> ModeParams:
-    """For every setting (N, 5) the policy that plays ``calm`` until ``gate`` (Q,) asks for the setting."""
-    n = len(settings)
-    both = np.stack([np.broadcast_to(calm, settings.shape), settings], axis=1)
+def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> ModeParams:
+    """Policies that play ``calm`` until ``gate`` (Q,) asks for ``flood``; one of the two is (N, 5), the other (5,)."""
+    both = np.stack(np.broadcast_arrays(calm, flood), axis=1)
+    n = len(both)
     gates = np.zeros((n, 2, Q))
     gates[:, 1] = gate
     return ModeParams(both, gates, np.full(n, 0.1))
