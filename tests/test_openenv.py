@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from env.inference_env import InferenceEnv
 from inferencegym.client import (
     InferenceGymAction,
     InferenceGymEnv,
@@ -345,6 +346,24 @@ def test_our_client_goes_on_when_the_server_was_killed_and_started_again(tmp_pat
                 restart = asyncio.to_thread(server.start)
                 result, _ = await asyncio.gather(env.step({"batch_size": 200}), restart)
                 assert result.observation.timestep == 2
+
+        asyncio.run(run())
+
+
+def test_an_episode_goes_on_in_whichever_worker_a_new_socket_reaches(tmp_path: Path) -> None:
+    with running_server(tmp_path, workers="2") as server:
+
+        async def run() -> None:
+            local = InferenceEnv(task_id=2, seed=4)
+            local.reset()
+            async with InferenceGymEnv(base_url=server.url) as env:
+                await env.reset(seed=4, task_id=2)
+                for number in range(1, 9):
+                    _, reward, _, _ = local.step({"batch_size": 10 * number})
+                    assert (await env.step({"batch_size": 10 * number})).reward == reward
+                    assert server.get("/state", session_id=env.episode_id)["step_count"] == number
+                    await env._ws.close()
+                assert (await env.state()).step_count == 8
 
         asyncio.run(run())
 
