@@ -119,8 +119,8 @@ class SyntheticTraffic:
         self._burst_share = np.array([c.burst_share for c in classes])
         pools = [_prompt_pool(c.prompt, i) for i, c in zip(active, classes, strict=True)]
         works = [listed_work_ms(p, tables) for p in pools]
-        self._prompt_sums = np.stack([_running_sum(p[:, None])[:, 0] for p in pools])
-        self._work_sums = np.stack([_running_sum(w) for w in works])
+        # Running sums of prompt tokens and of the work at each tier, side by side: one look-up finds all four.
+        self._sums = [_running_sum(np.column_stack([p, w])) for p, w in zip(pools, works, strict=True)]
         self.nominal_rate_rps = task.arrival_rate_rps
         self.stats = class_stats(
             names=[c.name for c in classes],
@@ -136,15 +136,16 @@ class SyntheticTraffic:
         """The workload of an episode."""
         seed = check_seed(seed)
         rate, phase = self._rates(n_steps)
-        arrivals = np.random.default_rng([seed, _ARRIVALS]).poisson(rate).astype(np.float64)
+        counts = np.random.default_rng([seed, _ARRIVALS]).poisson(rate)
         offsets = np.random.default_rng([seed, _PROMPTS]).integers(POOL_SIZE, size=(rate.shape[1],))
-        prompts = np.empty_like(arrivals)
-        work = np.empty((n_steps, rate.shape[1], 3))
+        sums = np.empty((n_steps, rate.shape[1], 4))
+        ends = np.empty((n_steps + 1, rate.shape[1]), dtype=np.int64)
+        ends[0] = offsets
+        ends[1:] = offsets + counts.cumsum(axis=0)
         for c in range(rate.shape[1]):
-            ends = offsets[c] + np.concatenate(([0], np.cumsum(arrivals[:, c]))).astype(np.int64)
-            prompts[:, c] = np.diff(_pooled(self._prompt_sums[c], ends))
-            work[:, c] = np.diff(_pooled(self._work_sums[c], ends), axis=0)
-        return Workload(arrivals, prompts, work, draw_noise(seed, n_steps), phase)
+            at = _pooled(self._sums[c], ends[:, c])
+            np.subtract(at[1:], at[:-1], out=sums[:, c])
+        return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], draw_noise(seed, n_steps), phase)
 
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:
@@ -187,15 +188,12 @@ def _running_sum(values: FloatArray) -> FloatArray:
 
 
 def _pooled(sums: FloatArray, index: NDArray[np.int64]) -> FloatArray:
-    """Running sum of an endlessly repeated pool at these positions."""
+    """Running sums (N, k) of an endlessly repeated pool at these ascending positions (N,)."""
     n = len(sums) - 1
-    whole: FloatArray = (index // n).astype(np.float64)
-    if sums.ndim == 1:
-        whole_sums: FloatArray = whole * sums[-1]
-    else:
-        whole_sums = whole[:, None] * sums[-1]
-    summed: FloatArray = sums[index % n] + whole_sums
-    return summed
+    if index[-1] <= n:
+        return sums[index]
+    wrapped: FloatArray = sums[index % n] + (index // n)[:, None] * sums[-1]
+    return wrapped
 
 
 def length_quantiles(dist: LengthDist, points: int = 2048) -> FloatArray:
