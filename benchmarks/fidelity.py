@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.build.accelmark import accelmark_comparisons
 from simulator.build.compare import METRICS, Case, Seen, all_cases, dynamics, reference
 from simulator.build.hardware_runs import HardwareComparison, hardware_comparisons
 from simulator.build.validate import argonne_errors
@@ -140,6 +141,16 @@ def hardware_points(comparisons: Iterable[HardwareComparison]) -> list[Point]:
     ]
 
 
+def reference_itself() -> list[Point]:
+    """The discrete-event reference against the same hardware: what the dynamics could reach at best."""
+    return [
+        Point(f"{version} {precision}", c.scenario, QUANTITY[c.metric], c.measured, c.predicted)
+        for version, precision in (("0.20.1", "BF16"), ("0.7.3", "BF16"), ("0.7.3", "W8A8"), ("0.7.3", "W4A16"))
+        for c in accelmark_comparisons(version, precision)
+        if c.metric in QUANTITY
+    ]
+
+
 def errors(points: Sequence[Point]) -> list[Errors]:
     """Errors by group and quantity, in a fixed order."""
     found = []
@@ -160,6 +171,7 @@ def summary(layers: dict[str, tuple[list[Point], list[Point]]]) -> dict[str, Any
     return {
         "operators": [asdict(e) for e in argonne_errors()],
         "dynamics": {name: _layer(*points) for name, points in layers.items()},
+        "reference_itself": [asdict(e) for e in errors(reference_itself())],
         "targets": TARGETS,
         "coverage": coverage(load_tables()),
     }
@@ -195,6 +207,8 @@ def markdown(result: dict[str, Any]) -> str:
             _verdict(layer["reference"], ALL_LOADS, TARGETS["reference"]),
         ]
     parts += [
+        "**The discrete-event reference itself against that hardware** (rows that fitted its profiles included)",
+        _grid(result["reference_itself"]),
         "**Operator model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
         _operators(result["operators"]),
         "**Beside what others claim for themselves** (median errors, their hardware and loads; not measured here)",
