@@ -28,6 +28,7 @@ import torch
 from rich.progress import Progress
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
+from stable_baselines3.common.utils import LinearSchedule
 
 from agents.ppo_policy import PolicyFile
 from agents.sb3 import SB3VecEnv
@@ -50,6 +51,7 @@ class PpoSettings:
     gamma: float = 0.95
     gae_lambda: float = 0.95
     learning_rate: float = 1e-3
+    final_learning_rate: float = 5e-5
     clip_range: float = 0.2
     ent_coef: float = 0.0
     log_std_init: float = -1.5
@@ -127,7 +129,7 @@ def _fresh(venv: ScaledRewards, settings: PpoSettings, seed: int, out: Path) -> 
         n_epochs=settings.n_epochs,
         gamma=settings.gamma,
         gae_lambda=settings.gae_lambda,
-        learning_rate=settings.learning_rate,
+        learning_rate=LinearSchedule(settings.learning_rate, settings.final_learning_rate, 1.0),
         clip_range=settings.clip_range,
         ent_coef=settings.ent_coef,
         use_sde=True,

@@ -1,0 +1,161 @@
+"""PPO on every task and five seeds: curves, scores on held-out traffic beside other agents, the policies to ship.
+
+    python benchmarks/learning.py --out build/learning             everything (15 runs of 50,000 steps and a long one)
+    python benchmarks/learning.py --out build/learning --ship      and copy the chosen policies to agents/policies
+
+A run's score is measured on the held-out seeds; which run is shipped is decided on the validation seeds, so that the
+shipped policy's held-out score is no pick of the luckiest. ``results.json`` holds every figure, ``curves.png`` the
+curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from agents.evaluate import compare, evaluate, interval, paired
+from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, rise, train
+from agents.ppo_policy import POLICY_DIR, PpoAgent
+from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
+from env.vector_env import VectorInferenceEnv
+from inferencegym.tasks import TaskId, TaskSpec, get_task
+
+RIVALS = ["random", "naive", "heuristic", "best_static", "best_adaptive"]
+
+
+def one_run(task: TaskSpec, seed: int, steps: int, out: Path) -> dict[str, Any]:
+    """Train once; wall time, curve, rise and scores."""
+    settings = PpoSettings()
+    envs = VectorInferenceEnv(
+        settings.n_envs, task.task_id, observation=OBSERVATION, action=ACTION, autoreset_mode="SameStep"
+    )
+    started = time.perf_counter()
+    trained = train(envs, out, steps=steps, seed=seed, settings=settings, progress=False)
+    wall_s = time.perf_counter() - started
+    envs.close()
+    agent = PpoAgent(trained.policy, task)
+    held_out = evaluate(agent, task, HELD_OUT_SEEDS, "ppo")
+    return {
+        "seed": seed,
+        "steps": int(trained.model.num_timesteps),
+        "wall_s": wall_s,
+        "rise": rise(trained.episodes),
+        "scores": held_out.scores.tolist(),
+        "score": interval(held_out.scores).to_dict(),
+        "breakdown": {name: float(part.mean()) for name, part in held_out.breakdown.items()},
+        "validation_score": float(evaluate(agent, task, VALIDATION_SEEDS, "ppo").scores.mean()),
+        "policy": str(out / "policy.npz"),
+        "curve": trained.episodes,
+    }
+
+
+def table(task: TaskSpec, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """PPO over its training seeds, and paired with every rival on the same held-out seeds."""
+    rivals = compare(task, RIVALS, HELD_OUT_SEEDS)
+    per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
+    mean_of_runs = per_seed.mean(axis=0)
+    chosen = max(runs, key=lambda run: run["validation_score"])
+    entries = {entry["agent"]: entry for entry in rivals["agents"]}
+    return {
+        "rivals": {name: entry["score"] for name, entry in entries.items()},
+        "ppo_by_training_seed": interval(per_seed.mean(axis=1)).to_dict(),
+        "ppo_worst_seed": float(per_seed.mean(axis=1).min()),
+        "shipped": {key: chosen[key] for key in ("seed", "steps", "score", "validation_score", "policy")},
+        "mean_run_over": {
+            name: paired(mean_of_runs, np.array(entry["scores"])).to_dict() for name, entry in entries.items()
+        },
+        "shipped_over": {
+            name: paired(np.array(chosen["scores"]), np.array(entry["scores"])).to_dict()
+            for name, entry in entries.items()
+        },
+    }
+
+
+def curves(results: dict[str, Any], path: Path) -> None:
+    """Mean return of the episodes that ended together, one line per training seed."""
+    figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = np.atleast_1d(figure.subplots(1, len(results)))
+    for axis, (task_id, result) in zip(axes, results.items(), strict=True):
+        for run in result["runs"]:
+            steps, returns = np.array(run["curve"]).T
+            ends = np.unique(steps)
+            axis.plot(ends, [returns[steps == end].mean() for end in ends], label=f"seed {run['seed']}")
+        axis.set(title=get_task(task_id).name, xlabel="environment steps", ylabel="return of an episode")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table as text."""
+    lines = [f"{'task':<6}{'agent':<16}{'score':>8}  95 % CI over held-out seeds"]
+    for task_id, result in results.items():
+        rows = dict(result["table"]["rivals"])
+        rows["ppo (shipped)"] = result["table"]["shipped"]["score"]
+        for name, i in rows.items():
+            lines.append(f"{task_id:<6}{name:<16}{i['mean']:>8.3f}  [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}]")
+        by_seed = result["table"]["ppo_by_training_seed"]
+        seeds = ", ".join(f"{run['score']['mean']:.3f}" for run in result["runs"])
+        over = result["table"]["mean_run_over"].get("best_static")
+        p_values = ", ".join(f"{run['rise']['p_value']:.0e}" for run in result["runs"])
+        walls = ", ".join(f"{run['wall_s']:.0f}" for run in result["runs"])
+        lines.append(
+            f"{task_id:<6}ppo, {len(result['runs'])} training seeds: {by_seed['mean']:.3f} "
+            f"[{by_seed['ci95_low']:.3f}, {by_seed['ci95_high']:.3f}]  ({seeds})"
+        )
+        if over:
+            low, high = over["ci95_low"], over["ci95_high"]
+            lines.append(f"{task_id:<6}mean run over best constant: {over['mean']:+.3f} [{low:+.3f}, {high:+.3f}]")
+        lines.append(f"{task_id:<6}rise of the return, p: {p_values};  seconds: {walls}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="PPO on every task and seed, scored on held-out traffic.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--task", action="append", help="task id; may be given several times (default: 1, 2 and 3)")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50_000)
+    parser.add_argument("--long-task", default="3", help="task of the long run")
+    parser.add_argument("--long-steps", type=int, default=300_000, help="0 for none")
+    parser.add_argument("--ship", action="store_true", help="copy the chosen policies to agents/policies")
+    args = parser.parse_args()
+    task_ids: list[TaskId] = args.task or ["1", "2", "3"]
+    results: dict[str, Any] = {}
+    for task_id in map(str, task_ids):
+        task = get_task(task_id)
+        runs = [one_run(task, seed, args.steps, args.out / f"task{task_id}_seed{seed}") for seed in range(args.seeds)]
+        candidates = list(runs)
+        entry: dict[str, Any] = {"runs": runs}
+        if args.long_steps and task_id == args.long_task:
+            entry["long"] = one_run(task, 0, args.long_steps, args.out / f"task{task_id}_long")
+            print(f"task {task_id}: {args.long_steps} steps score {entry['long']['score']}")
+            candidates.append(entry["long"])
+        entry["table"] = table(task, runs)
+        chosen = max(candidates, key=lambda run: run["validation_score"])
+        entry["table"]["shipped"] = {
+            key: chosen[key] for key in ("seed", "steps", "score", "validation_score", "policy")
+        }
+        results[task_id] = entry
+        if args.ship:
+            shutil.copy(chosen["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
+    args.out.mkdir(parents=True, exist_ok=True)
+    told: dict[str, Any] = {"cpu_count": os.cpu_count(), "settings": asdict(PpoSettings()), "tasks": results}
+    (args.out / "results.json").write_text(json.dumps(told, indent=1) + "\n")
+    curves(results, args.out / "curves.png")
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
