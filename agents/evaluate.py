@@ -7,7 +7,7 @@ Every agent plays the same seeds, so differences between agents are paired: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,8 +104,13 @@ def _playable(name: str, task: TaskSpec) -> bool:
     return True
 
 
-def compare(task: TaskSpec, names: Sequence[str], seeds: Sequence[int] = HELD_OUT_SEEDS) -> dict[str, Any]:
-    """Evaluate agents side by side on the same seeds.
+def compare(
+    task: TaskSpec,
+    names: Sequence[str],
+    seeds: Sequence[int] = HELD_OUT_SEEDS,
+    evaluate_all: Callable[[Sequence[str]], Sequence[Evaluation]] | None = None,
+) -> dict[str, Any]:
+    """Evaluate agents side by side on the same seeds; ``evaluate_all`` may spread the agents over workers.
 
     Each agent's entry holds its score with interval, the paired difference to the naive agent, and its regret: the
     paired difference of the best known agent to it. Best known is the best mean among the agents asked for and the
@@ -113,7 +118,9 @@ def compare(task: TaskSpec, names: Sequence[str], seeds: Sequence[int] = HELD_OU
     """
     asked = agents_for(task, names)
     extra = [n for n in ("naive", *REFERENCES) if n not in asked and _playable(n, task)]
-    played = {name: evaluate(name, task, seeds) for name in (*asked, *extra)}
+    wanted = [*asked, *extra]
+    results = [evaluate(name, task, seeds) for name in wanted] if evaluate_all is None else evaluate_all(wanted)
+    played = dict(zip(wanted, results, strict=True))
     best = max(played.values(), key=lambda e: float(e.scores.mean()))
     entries = []
     for name in asked:

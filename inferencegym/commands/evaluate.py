@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agents.rollout import Workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
     )
     parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default: 30)")
+    parser.add_argument("--ray", metavar="ADDRESS", help="spread agents over this Ray cluster; 'local' starts one here")
+    parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
 
 
@@ -31,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.tasks import list_tasks
 
     ids = args.task or [task.task_id for task in list_tasks()]
-    results = [_compare(task_id, args.agent or ["all"], args.seeds) for task_id in ids]
+    with _spread(args) as workers:
+        results = [_compare(task_id, args.agent or ["all"], args.seeds, workers) for task_id in ids]
     if args.json:
         print(json.dumps({"results": results}, indent=2))
     else:
@@ -39,9 +46,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(task_id: Any, names: list[str], n_seeds: int) -> dict[str, Any]:
+def _spread(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
+    """Ray workers where --ray asks for them."""
+    if args.ray is None:
+        return nullcontext()
+    from agents.rollout import Workers
+
+    return Workers(args.workers, None if args.ray == "local" else args.ray)
+
+
+def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | None) -> dict[str, Any]:
     """Agents on a task of whichever family it belongs to."""
     from agents.evaluate import compare
+    from agents.rollout import Job
     from agents.seeds import held_out_seeds
     from agents.traffic_report import compare_traffic
     from inferencegym.tasks import get_task
@@ -50,7 +67,12 @@ def _compare(task_id: Any, names: list[str], n_seeds: int) -> dict[str, Any]:
     seeds = held_out_seeds(n_seeds)
     if any(task_id == task.task_id for task in list_traffic_tasks()):
         return compare_traffic(get_traffic_task(task_id), names, seeds)
-    return compare(get_task(task_id), names, seeds)
+    task = get_task(task_id)
+    if workers is None:
+        return compare(task, names, seeds)
+    return compare(
+        task, names, seeds, lambda agents: workers.evaluate([Job(task.task_id, a, tuple(seeds)) for a in agents])
+    )
 
 
 def _table(result: dict[str, Any]) -> str:
