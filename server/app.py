@@ -11,12 +11,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import BaseRoute
 
 from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
@@ -31,6 +31,7 @@ from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
 from server.session_manager import SessionManager
 from server.settings import Settings, load_settings
+from server.shadow import ShadowRoutes
 from server.stores import make_store
 from server.traffic_routes import TrafficRoutes
 from server.web_routes import web_routes
@@ -72,7 +73,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     hooks.append(add_openenv(app, context))
     install_problem_handlers(app)
     install_openapi(app)
-    metrics.know(_paths(app.routes))
+    metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
     app.add_middleware(
         Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}
@@ -86,25 +87,21 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 def _routes(context: Context) -> list[BaseRoute]:
     """Each environment under its prefix, and the one that the settings name at the root too."""
-    serving = [*RootRoutes(context).routes(), *PolicyRoutes(context).routes()]
     traffic = [*TrafficRoutes(context).routes(), *TrafficPolicyRoutes(context).routes()]
     page = web_routes(context.settings)
     if context.settings.env == "serving":
-        return [*serving, *traffic, *page]
-    # The process is asked for its health at the root, whichever environment is there.
-    health = [route for route in serving if route.path in ("/health", "/metrics")]
+        return [*_serving(context), *traffic, *page]
+    serving = _serving(context, "/serving")
+    # The process is asked for its health and metrics at the root, whichever environment is there.
+    whole = [route for route in RootRoutes(context).routes() if route.path in ("/health", "/metrics")]
     at_root = [route for route in TrafficRoutes(context, prefix="").routes() if route.path != "/health"]
     at_root += TrafficPolicyRoutes(context, prefix="").routes()
-    return [*at_root, *health, *traffic, Mount("/serving", routes=serving), *page]
+    return [*at_root, *whole, *traffic, *serving, *page]
 
 
-def _paths(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
-    for route in routes:
-        path = prefix + getattr(route, "path", "")
-        if isinstance(route, Mount):
-            yield from _paths(route.routes, path)
-        else:
-            yield path
+def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:
+    parts = (RootRoutes(context, prefix), PolicyRoutes(context, prefix), ShadowRoutes(context, prefix))
+    return [route for part in parts for route in part.routes()]
 
 
 def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -179,6 +176,7 @@ def main() -> None:
         http="server.http_protocol:PatientProtocol",
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
+        ws_max_size=settings.max_body_bytes,
         access_log=False,
         log_config=logging_config(),
         server_header=False,

@@ -1,18 +1,25 @@
-"""HTTP as uvicorn speaks it, with a limit on how long the head of a request may take.
+"""HTTP as uvicorn speaks it, with limits on how long the head of a request may take, and how long it may be.
 
-Uvicorn waits for a request's head for ever, so clients that send it byte by byte could hold every file descriptor of
-the server. (A body that takes too long is the business of :func:`server.wire.read_body`.)
+Uvicorn waits for a request's head for ever and keeps all of it, so clients that send it byte by byte could hold every
+file descriptor of the server, and endless heads all of its memory. (Bodies are the business of
+:func:`server.wire.read_body`.)
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.settings import load_settings
+
+MAX_HEAD_BYTES: Final = 65_536
+_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%s"
+)
 
 
 @lru_cache(maxsize=1)
@@ -22,9 +29,13 @@ def head_timeout_s() -> float:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """Closes a connection whose request head does not arrive in time. A head that comes in one piece sets no timer."""
+    """Closes a connection whose request head does not arrive in time or does not end.
+
+    A head that comes in one piece sets no timer.
+    """
 
     _head_pending = True
+    _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -33,7 +44,13 @@ class PatientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._head_pending and self._timer is None:
+        if not self._head_pending:
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif self._timer is None:
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
@@ -56,6 +73,12 @@ class PatientProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _refuse_head(self) -> None:
+        if not self.transport.is_closing():
+            said = b"the head of a request may have %d bytes" % MAX_HEAD_BYTES
+            self.transport.write(_TOO_LARGE % (len(said), said))
+            self.transport.close()
 
     def _give_up(self) -> None:
         self._timer = None

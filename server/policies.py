@@ -23,12 +23,12 @@ from starlette.responses import Response
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from grader.traffic_grader import grade_traffic
-from inferencegym.errors import InferenceGymError
+from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.tasks import TaskId, get_task, list_tasks
 from inferencegym.traffic import ACTION_NAMES, DEFAULT_TASK_ID, STATE_FIELDS, get_traffic_task, list_traffic_tasks
 from server import schemas
 from server.families import served_tables
-from server.request_errors import InvalidRequestError
+from server.request_errors import InvalidRequestError, UnknownPolicyError
 from server.routes import Context, documented
 from server.schemas import Schema
 from server.wire import JsonReply, JsonRoute, read_object, reply
@@ -76,7 +76,7 @@ class EpisodeCache:
             self._answers.move_to_end(key)
             return self._answers[key]
         async with self._slots:
-            answer = await asyncio.to_thread(_compressed, play)
+            answer = await asyncio.to_thread(compressed, play)
         if key not in self._answers:
             self._answers[key] = answer
             self._size += len(answer)
@@ -85,7 +85,8 @@ class EpisodeCache:
         return answer
 
 
-def _compressed(play: Callable[[], Answer]) -> bytes:
+def compressed(play: Callable[[], Answer]) -> bytes:
+    """The gzipped JSON of what ``play`` returns."""
     body = orjson.dumps(play(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     return gzip.compress(body, 5, mtime=0)
 
@@ -126,10 +127,11 @@ class PlayRequest:
 
 
 class PolicyRoutes:
-    """/policies and /play of the serving environment."""
+    """/policies and /play of the serving environment, under ``prefix``."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, prefix: str = "") -> None:
         self._settings = context.settings
+        self._prefix = prefix
         self._cache = EpisodeCache()
 
     def routes(self) -> list[JsonRoute]:
@@ -137,15 +139,15 @@ class PolicyRoutes:
         named = {"name": "task_id", "in": "query", "required": False, "schema": {**ids, "default": "1"}}
         return [
             JsonRoute(
-                "/play",
+                self._prefix + "/play",
                 self.play,
                 method="POST",
                 summary="A whole episode of a policy of ours",
                 request_schema=_play_schema(schemas.task_id_schema(), PLAYABLE, schemas.config_schema()),
-                responses=documented(_played_schema(), 429, 503),
+                responses=documented(_played_schema(), 404, 429, 503),
             ),
             JsonRoute(
-                "/policies",
+                self._prefix + "/policies",
                 self.policies,
                 method="GET",
                 summary="Policies that /play knows",
@@ -230,7 +232,10 @@ def play_serving(wanted: PlayRequest) -> Answer:
 
     env = InferenceEnv(tables=served_tables())
     observation = env.reset(seed=wanted.seed, task_id=wanted.task_id, config=wanted.config)
-    agent = make_agent(wanted.agent, env.task)
+    try:
+        agent = make_agent(wanted.agent, env.task)
+    except InvalidConfigError as error:
+        raise UnknownPolicyError(f"there is no policy {wanted.agent!r} for task {env.task_id!r}: {error}") from error
     agent.reset(1)
     mask = action_mask(env.task.active_actions)
     seen, phases = [env.observation_dict()], []

@@ -23,6 +23,13 @@ class SessionConflictError(InferenceGymError, RuntimeError):
     http_status = 409
 
 
+class UnknownPolicyError(InferenceGymError, LookupError):
+    """No stored policy of this name plays this task. (HTTP 404)"""
+
+    code = "unknown_policy"
+    http_status = 404
+
+
 class InvalidJsonError(InferenceGymError, ValueError):
     """The body is not one JSON object, or not strict JSON. (HTTP 422)"""
 

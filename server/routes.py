@@ -48,10 +48,11 @@ class Context:
 
 
 class RootRoutes:
-    """InferenceGym's own HTTP interface."""
+    """InferenceGym's own HTTP interface under ``prefix``."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, prefix: str = "") -> None:
         self._context = context
+        self._prefix = prefix
         self._settings = context.settings
         self._sessions = context.sessions
         self._grader = GraderModule()
@@ -63,7 +64,7 @@ class RootRoutes:
         all_tasks = {"name": "all", "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
         return [
             JsonRoute(
-                "/step",
+                self._prefix + "/step",
                 self.step,
                 method="POST",
                 summary="Play one second",
@@ -71,7 +72,7 @@ class RootRoutes:
                 responses=documented(schemas.step_answer_schema(), *step_errors),
             ),
             JsonRoute(
-                "/reset",
+                self._prefix + "/reset",
                 self.reset,
                 method="POST",
                 summary="Start an episode",
@@ -80,7 +81,7 @@ class RootRoutes:
                 responses=documented(schemas.reset_answer_schema(), 404, 429, 503),
             ),
             JsonRoute(
-                "/state",
+                self._prefix + "/state",
                 self.state,
                 method="GET",
                 summary="Where an episode stands",
@@ -88,7 +89,7 @@ class RootRoutes:
                 responses=documented({"type": "object"}, 404, 503),
             ),
             JsonRoute(
-                "/grader",
+                self._prefix + "/grader",
                 self.grade,
                 method="POST",
                 summary="Score an episode",
@@ -96,14 +97,14 @@ class RootRoutes:
                 responses=documented({"type": "object"}, 404, 409, 429, 503),
             ),
             JsonRoute(
-                "/health",
+                self._prefix + "/health",
                 self.health,
                 method="GET",
                 summary="Is the server ready?",
                 responses=documented({"type": "object"}, 503),
             ),
             JsonRoute(
-                "/tasks",
+                self._prefix + "/tasks",
                 self.tasks,
                 method="GET",
                 summary="What can be played",
@@ -111,28 +112,28 @@ class RootRoutes:
                 responses=documented({"type": "object"}),
             ),
             JsonRoute(
-                "/baseline",
+                self._prefix + "/baseline",
                 self.baseline,
                 method="GET",
                 summary="What an engine's defaults score",
                 responses=documented({"type": "object"}, 429, 503),
             ),
             JsonRoute(
-                "/info",
+                self._prefix + "/info",
                 self.info,
                 method="GET",
                 summary="Schemas, reward, calibration and provenance",
                 responses=documented({"type": "object"}, 503),
             ),
             JsonRoute(
-                "/metrics",
+                self._prefix + "/metrics",
                 self.metrics,
                 method="GET",
                 summary="What the server counts, for Prometheus",
                 responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
             ),
             JsonRoute(
-                "/openenv.yaml",
+                self._prefix + "/openenv.yaml",
                 self.manifest,
                 method="GET",
                 summary="The OpenEnv manifest",

@@ -1,0 +1,296 @@
+"""Clients that mean no good, over real sockets: the server refuses them, forgets nothing and serves the others."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import websockets.exceptions
+import websockets.sync.client
+from starlette.testclient import TestClient
+
+from server.app import create_app
+from server.settings import Settings
+from tests.servers import RunningServer, running_server
+
+TIMEOUT_S = 0.7
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("strict")
+    with running_server(directory, body_timeout_s=str(TIMEOUT_S), access_log="errors") as server:
+        yield server
+
+
+def connect(server: RunningServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What the server sends until it closes."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def one_answer(connection: socket.socket) -> tuple[int, bytes]:
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, answer.read()
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+# ---------------------------------------------------------------- slow and endless
+
+
+def test_heads_that_never_end_are_cut_off_and_hold_up_nobody(strict: RunningServer) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(strict)) for _ in range(100)]
+        for connection in slow:
+            connection.sendall(b"POST /reset HTTP/1.1\r\nHost: x\r\nX-")
+        began = time.monotonic()
+        assert strict.post("/reset")["seed"] == 42
+        assert all(all_of(connection) == b"" for connection in slow)
+        assert TIMEOUT_S / 2 < time.monotonic() - began < 15
+
+
+def test_a_connection_that_says_nothing_is_closed(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_head_sent_byte_by_byte_after_a_good_request_is_cut_off_too(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET /health HTTP/1.1\r\nHost: " + b"x" * 200:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.01)
+            answer = connection.recv(65536)
+        assert answer == b""
+
+
+def test_a_head_in_pieces_is_taken_if_it_arrives_in_time(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        for piece in (b"GET /hea", b"lth HTTP/1.1\r\nHo", b"st: x\r\nConnection: close\r\n\r\n"):
+            connection.sendall(piece)
+            time.sleep(0.05)
+        assert all_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_that_takes_long_to_answer_is_not_cut_off(strict: RunningServer) -> None:
+    # The connection outlives the time limit of its head between its two requests' answers.
+    with connect(strict) as connection:
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+        time.sleep(1.5 * TIMEOUT_S)
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize("filler", [b"X-A: " + b"a" * 100 + b"\r\n", b"a"])
+def test_an_endless_head_is_refused(strict: RunningServer, filler: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Start: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(400):
+                connection.sendall(filler * (1000 // len(filler)))
+        assert all_of(connection).startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+    assert strict.get("/health")["status"] == "healthy"
+
+
+def test_a_chunked_body_over_the_limit_is_refused_while_it_arrives(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        head = "POST /step HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413 ") or answer == b""
+    assert strict.get("/health")["status"] == "healthy"
+
+
+# ---------------------------------------------------------------- malformed
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of a TLS handshake
+        b"POST /reset HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /reset HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /reset HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nBad Header: 1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_and_the_connection_closed(strict: RunningServer, sent: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(sent)
+        assert not all_of(connection).startswith(b"HTTP/1.1 2")
+    assert strict.get("/health")["status"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"session_id": "' + b"x" * 500_000 + b'"}',
+        b'{"seed": ' + b"9" * 100_000 + b"}",
+        b'{"seed": 1' + b"0" * 400 + b"}",
+        b'{"config": {"alpha": 1e400}}',
+        b'{"\\ud800": 1}',
+        b'{"task_id": "\\u0000"}',
+        b"\xef\xbb\xbf{}",
+        "{}".encode("utf-16"),
+        b'{"session_id": "\xff"}',
+        b'{"seed": 1, "seed": 1}',
+        b"{" + b",".join(b'"k%d": 1' % i for i in range(50_000)) + b"}",
+    ],
+)
+@pytest.mark.parametrize("path", ["/reset", "/step", "/grader", "/traffic/reset", "/traffic/step", "/traffic/grader"])
+def test_deep_huge_and_badly_encoded_json_is_refused_in_a_moment(strict: RunningServer, path: str, body: bytes) -> None:
+    began = time.monotonic()
+    answer = strict.client.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 404, 422)  # 400: the traffic controller's unknown task
+    assert answer.json()["detail"]["next"]
+    assert len(answer.content) < 2_000, "the answer repeats what was sent"
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/%00",
+        "/web/../../../etc/passwd",
+        "/web/%2e%2e/%2e%2e/etc/passwd",
+        "/%ff%fe",
+        "//etc/passwd",
+        "/openenv.yaml/..",
+    ],
+)
+def test_strange_paths_lead_nowhere(strict: RunningServer, path: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        status = int(all_of(connection).split(b" ", 2)[1])
+    assert status in (307, 404)
+
+
+def test_unknown_methods_and_header_bytes_are_no_server_error(strict: RunningServer) -> None:
+    for method in ("DELETE", "PUT", "TRACE", "PROPFIND"):
+        assert strict.client.request(method, "/step").status_code in (400, 405)
+    with connect(strict) as connection:
+        connection.sendall(post("/reset", b"{}", "X-Client-Id: \xff\xfe".encode().decode("latin-1"), "Cookie: a=\x80"))
+        assert one_answer(connection)[0] == 200
+
+
+def test_requests_sent_together_are_answered_in_their_order(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        bodies = [b'{"seed": %d}' % seed for seed in range(5)]
+        connection.sendall(b"".join(post("/reset", body) for body in bodies[:-1]))
+        connection.sendall(post("/reset", bodies[-1], "Connection: close"))
+        answers = [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in all_of(connection).split(b"HTTP/1.1 ")[1:]]
+    assert [answer["seed"] for answer in answers] == [0, 1, 2, 3, 4]
+
+
+def test_a_websocket_frame_over_the_limit_ends_that_connection_only(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_body_bytes="4096") as server:
+        url = f"ws://127.0.0.1:{server.port}/ws"
+        with (
+            websockets.sync.client.connect(url, proxy=None) as good,
+            websockets.sync.client.connect(url, proxy=None) as bad,
+        ):
+            bad.send("x" * 10_000)
+            with pytest.raises(websockets.exceptions.ConnectionClosedError) as closed:
+                bad.recv(timeout=20)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1009
+            good.send(json.dumps({"type": "reset", "data": {"seed": 3}}))
+            assert json.loads(good.recv(timeout=20))["type"] == "observation"
+
+
+# ---------------------------------------------------------------- secrets
+
+
+def test_session_ids_are_128_random_bits() -> None:
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        ids = [client.post("/reset").json()["session_id"] for _ in range(200)]
+    assert len(set(ids)) == 200
+    numbers = [int(one, 16) for one in ids]
+    assert all(len(one) == 32 for one in ids)
+    # Each of the 128 bits is set in about half of them: 200 fair coins give 55 to 145 heads all but surely.
+    for bit in range(128):
+        assert 55 < sum(number >> bit & 1 for number in numbers) < 145
+
+
+def test_the_api_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def spy(sent: Any, key: Any) -> bool:
+        compared.append((len(sent), len(key)))
+        return secrets.compare_digest(sent, key)
+
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off", api_key="correct horse"))) as client:
+        for key in ("x", "correct hors", "correct horse battery staple", "y" * 10_000):
+            assert client.get("/tasks", headers={"X-API-Key": key}).status_code == 401
+        assert client.get("/metrics").status_code == 401
+    assert compared == [(32, 32)] * 4, "digests of one length, whatever was sent"
+
+
+# ---------------------------------------------------------------- limits under every prefix
+
+
+def test_dear_paths_are_limited_under_every_prefix() -> None:
+    limits: dict[str, Any] = {"resets_per_minute": 2, "grades_per_minute": 2, "baselines_per_minute": 1}
+    settings = Settings(store_url="memory://", access_log="off", env="traffic", **limits)
+    with TestClient(create_app(settings)) as client:
+        paths = ["/serving/reset", "/reset", "/traffic/reset", "/serving/reset"]
+        assert [client.post(path).status_code for path in paths] == [200, 200, 429, 429]
+        log = {"task_id": 1, "episode_log": []}
+        assert [client.post("/serving/grader", json=log).status_code for _ in range(3)] == [200, 200, 429]
+        assert [client.get("/serving/baseline").status_code for _ in range(2)] == [200, 429]
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_a_long_request_is_finished_after_sigterm(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        assert server.process is not None
+        asked = pool.submit(httpx.get, f"{server.url}/baseline", timeout=60)
+        time.sleep(0.15)  # it is being computed now
+        os.kill(server.process.pid, signal.SIGTERM)
+        answer = asked.result(timeout=60)
+        assert answer.status_code == 200
+        assert set(answer.json()["scores"]) == {"task1", "task2", "task3"}
+        assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+        assert "Application shutdown complete" in server.log.read_text()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
