@@ -98,13 +98,17 @@ def profiles() -> dict[str, Any]:
     return loaded
 
 
-def hardware(name: str) -> Hardware:
-    """Return the card of that name."""
+def hardware(name: str | Hardware) -> Hardware:
+    """Return the card of that name; a card of one's own is returned as it is."""
+    if isinstance(name, Hardware):
+        return name
     return Hardware(name=name, **_entry("hardware", name))
 
 
-def engine(name: str) -> EngineProfile:
-    """Return the engine profile of that name."""
+def engine(name: str | EngineProfile) -> EngineProfile:
+    """Return the engine profile of that name; a profile of one's own is returned as it is."""
+    if isinstance(name, EngineProfile):
+        return name
     return EngineProfile(name=name, **_entry("engines", name))
 
 
@@ -127,8 +131,8 @@ def _entry(kind: str, name: str) -> dict[str, Any]:
 
 
 @cache
-def operator_model(hardware_name: str, tier: str, engine_name: str) -> OperatorModel:
-    """The step model of a card, a precision tier and an engine profile, all by name; built once per process."""
+def operator_model(hardware_name: str | Hardware, tier: str, engine_name: str | EngineProfile) -> OperatorModel:
+    """The step model of a card, a precision tier and an engine profile; built once per process."""
     return OperatorModel(hardware(hardware_name), tier, engine(engine_name))
 
 

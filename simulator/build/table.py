@@ -35,7 +35,7 @@ import hashlib
 import json
 import math
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,12 +45,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import ndtri
 
+from inferencegym.files import whole_file
 from simulator.build import measured
 from simulator.build.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
 from simulator.build.operators import (
     EXTRAPOLATED,
     PROFILES_PATH,
     TIERS,
+    EngineProfile,
+    Hardware,
     OperatorModel,
     engine,
     hardware,
@@ -103,8 +106,8 @@ Row = dict[str, float]
 class Slice(NamedTuple):
     """A share of the table that one process computes: all batch sizes and KV budgets of the rest of the key."""
 
-    hardware: str
-    engine: str
+    hardware: str | Hardware
+    engine: str | EngineProfile
     tier: str
     prompt_bucket: int
     spec_length: int
@@ -121,29 +124,37 @@ class Saturated(NamedTuple):
 
 def build_table(
     out_path: Path | str,
-    hardware: str = "a100-40gb",
-    engine: str = "a100_40",
+    hardware: str | Hardware = "a100-40gb",
+    engine: str | EngineProfile = "a100_40",
     jobs: int = 2,
     progress: bool = True,
+    notes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Compute all rows and write them as one plain parquet file; returns its path.
 
-    ``jobs`` processes share the work. The same inputs give the same file content whatever ``jobs`` is.
+    Card and engine are names of ``profiles.json`` or objects of one's own. ``jobs`` processes share the work. The same
+    inputs give the same file content whatever ``jobs`` is. ``notes`` are kept in the file's metadata. The file appears
+    when it is complete.
     """
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:
-        for part in _shown(compute(slices), len(slices), f"{hardware}, {engine}", progress):
+        for part in _shown(compute(slices), len(slices), _title(hardware, engine), progress):
             rows.extend(part)
     rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
     table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
-        {METADATA_KEY: json.dumps(table_metadata(hardware, engine))}
+        {METADATA_KEY: json.dumps({**table_metadata(hardware, engine), **(notes or {})})}
     )
     path = Path(out_path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, compression="snappy", row_group_size=len(rows))
+    with whole_file(path) as temporary:
+        pq.write_table(table, temporary, compression="snappy", row_group_size=len(rows))
     return path
+
+
+def _title(card: str | Hardware, profile: str | EngineProfile) -> str:
+    return f"{hardware(card).name}, {engine(profile).name}"
 
 
 def slice_rows(part: Slice) -> list[Row]:
@@ -157,20 +168,22 @@ def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
     return _row(part, batch_size, kv_budget, {})
 
 
-def kv_capacity_tokens(hardware_name: str, tier: str, kv_budget: float, spec_length: int) -> int:
+def kv_capacity_tokens(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> int:
     """Tokens that the KV pool holds."""
     pool_gb = _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
     return math.floor(pool_gb * 1e9 / int(profiles()["model"]["kv_bytes_per_token"]))
 
 
-def gpu_memory_gb(hardware_name: str, tier: str, kv_budget: float, spec_length: int, batch_size: int) -> float:
+def gpu_memory_gb(
+    hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int, batch_size: int
+) -> float:
     """Memory that a replica takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
     per_sequence_gb = float(profiles()["memory"]["per_sequence_gb"])
     fixed_gb = _fixed_gb(tier, spec_length) + per_sequence_gb * batch_size
     return fixed_gb + _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
 
 
-def table_metadata(hardware_name: str, engine_name: str) -> dict[str, Any]:
+def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> dict[str, Any]:
     """What a table was built from and what its user needs beside the columns; stored in the file."""
     card, profile = hardware(hardware_name), engine(engine_name)
     speculation = profiles()["speculation"]
@@ -198,7 +211,7 @@ def table_metadata(hardware_name: str, engine_name: str) -> dict[str, Any]:
     }
 
 
-def _iteration_ms(hardware_name: str, engine_name: str) -> list[list[list[list[float]]]]:
+def _iteration_ms(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> list[list[list[list[float]]]]:
     """Decode iterations by tier, spec length, batch (``ITERATION_BATCHES``) and context (``PROMPT_TOKENS``)."""
     models = [operator_model(hardware_name, tier, engine_name) for tier in TIERS]
     return [
@@ -283,7 +296,7 @@ def _fixed_gb(tier: str, spec_length: int) -> float:
     )
 
 
-def _kv_pool_gb(hardware_name: str, tier: str, kv_budget: float, spec_length: int) -> float:
+def _kv_pool_gb(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> float:
     """The KV pool, decimal GB: ``kv_budget`` of what is left of the card's budget beside a workspace."""
     workspace_gb = float(profiles()["memory"]["workspace_gb"])
     return kv_budget * (hardware(hardware_name).memory_budget_gb - _fixed_gb(tier, spec_length) - workspace_gb)
