@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +67,9 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
     floor, _ = measure_throughput_of(task, batch_one(), price)
 
     neutral = Calibration(floor, floor + 1.0, 1.0, price)
-    fast_solver = Solver(task, neutral, objective=throughput, budget=budget, progress=progress)
+    # A throughput can be had by constant actions almost entirely: a short search for the adaptive remainder.
+    fast_budget = replace(budget, gates_kept=1, generations=min(6, budget.generations))
+    fast_solver = Solver(task, neutral, objective=throughput, budget=fast_budget, progress=progress)
     fastest, _ = fast_solver.best_static()
     fastest_policy, _ = fast_solver.best_adaptive(fastest)
     optimum, peak = _highest(task, price, [fastest, fastest_policy])

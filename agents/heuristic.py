@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from inferencegym.tasks import TaskSpec
 from simulator.tables import ServingTables, load_tables
 from simulator.workload import traffic_of
 
-CALM_MARGIN: Final = 1.25
+CALM_MARGIN: Final = 1.1
 """Planned capacity of the calm setting over the usual load."""
 FLOOD_RATE: Final = 1.5
 """Arrival rate, relative to the usual, from which a flood is on."""
@@ -46,6 +47,8 @@ class HeuristicAgent:
         self._usual_rps = task.arrival_rate_rps
         self._flood = self._plan_flood(task, CapacityPlanner(task, tables, flood))
         self._calm = self._plan_calm(task, CapacityPlanner(task, tables, usual))
+        # Batch and KV pool stay as the flood needs them: spare slots cost nothing in calm, and swinging them does.
+        self._calm = replace(self._calm, kv_budget=self._flood.kv_budget, batch_size=self._flood.batch_size)
         self._rollout_s = _rollout_s(task, tables, self._calm.setting, self._flood.setting)
         if task.burst is None or self._rollout_s > 0.5 * task.burst.duration_steps:
             # Too slow to follow a flood: keep precision and placement, change only what needs no restart.

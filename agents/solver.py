@@ -77,16 +77,17 @@ class Budget:
 
     grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRID))
     coarse: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(COARSE))
-    seeds: Sequence[int] = TRAINING_SEEDS[:8]
-    quick_seeds: Sequence[int] = TRAINING_SEEDS[:2]
+    seeds: Sequence[int] = TRAINING_SEEDS[:12]
+    quick_seeds: Sequence[int] = TRAINING_SEEDS[:3]
     validation: Sequence[int] = VALIDATION_SEEDS
     gates_kept: int = 3
-    population: int = 192
-    generations: int = 40
+    population: int = 128
+    generations: int = 30
 
 
 QUICK: Final = Budget(
     grid=dict(COARSE),
+    quick_seeds=TRAINING_SEEDS[:2],
     seeds=TRAINING_SEEDS[:4],
     validation=VALIDATION_SEEDS[:8],
     gates_kept=1,
