@@ -159,7 +159,7 @@ def task_requests(task: TaskSpec, seed: int, n_steps: int, start_step: int = 0) 
 
 
 def task_cases(seed: int = 1000) -> Iterator[Case]:
-    """Every task's traffic under several constant actions, those of the tasks' live knobs among them."""
+    """A minute of every task's traffic, its first flood within, under several constant actions."""
     actions = {
         "b32": act(32),
         "b64 kv.5": act(64, 0.5),
@@ -174,7 +174,8 @@ def task_cases(seed: int = 1000) -> Iterator[Case]:
         "b128 int8 disagg": act(128, disagg=True, tier="INT8"),
     }
     for task in list_tasks():
-        log = task_requests(task, seed, TASK_SECONDS, start_step=30)
+        start = 30 if task.burst is None else max(0, task.burst.offset_steps - 15)
+        log = task_requests(task, seed, TASK_SECONDS, start)
         for label, action in actions.items():
             yield Case(
                 f"task {task.task_id} {label}",
