@@ -127,12 +127,13 @@ class Guard:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = Callers(settings)
-        self._largest = max(settings.max_body_bytes, settings.max_log_bytes)
+        self._largest = max(settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes)
         per_minute = {
             "/reset": settings.resets_per_minute,
             "/grader": settings.grades_per_minute,
             "/baseline": settings.baselines_per_minute,
             "/play": settings.plays_per_minute,
+            "/shadow": settings.shadows_per_minute,
         }
         # One allowance for a path under all its prefixes: an environment may be served at two of them.
         self._limits = {

@@ -166,7 +166,7 @@ class PolicyRoutes:
     async def policies(self, request: Request) -> Response:
         named = request.query_params.get("task_id", str(schemas.DEFAULT_TASK))
         task = get_task(named)
-        names = await asyncio.to_thread(_available, task.task_id)
+        names = await asyncio.to_thread(available, task.task_id)
         return reply({"task_id": task.task_id, "policies": _described(names, PLAYABLE)})
 
 
@@ -291,7 +291,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _available(task_id: TaskId) -> list[str]:
+def available(task_id: TaskId) -> list[str]:
     """Policies that can play this task: a user's own task has no stored ones until it is calibrated."""
     from agents.registry import AGENTS, make_agent
 

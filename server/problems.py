@@ -26,6 +26,7 @@ NEXT: Final[dict[str, str]] = {
     "step_conflict": "GET /state tells how many steps were taken; go on from there",
     "unknown_policy": "GET /policies?task_id= lists the policies that play a task",
     "session_conflict": "leave task_id out, or name the session's own task: GET /state tells which",
+    "data_format": "correct the file and send it again",
     "malformed_log": "send the log as the environment wrote it; GET /info has its schema",
     "forged_log": "send the log of the episode as it was played, with its seed and config",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",

@@ -115,6 +115,9 @@ class Settings(BaseSettings):
     max_log_bytes: int = Field(
         16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
     )
+    max_trace_bytes: int = Field(
+        4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow, in bytes."
+    )
     body_timeout_s: float = Field(
         30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
     )
@@ -129,6 +132,9 @@ class Settings(BaseSettings):
     )
     plays_per_minute: int = Field(
         600, ge=0, le=10_000_000, description="/play per client address and process (0 = no limit)."
+    )
+    shadows_per_minute: int = Field(
+        30, ge=0, le=10_000_000, description="/shadow per client address and process (0 = no limit)."
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."

@@ -16,6 +16,7 @@ export async function start(panel) {
     table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Rows", "Median", "90th percentile", "Worst", "Bias"],
       data.batch_errors.map((e) => [e.group, e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
     servedTable(data.served_errors),
+    el("p", { class: "note", text: "Eager: these runs went without CUDA graphs, which the model assumes, so it is too fast for them. Outputs were not published; their lengths are inferred." }),
     coverage(data.coverage));
   batches.fit();
   served.fit();
@@ -36,22 +37,25 @@ function batchScatter(rows) {
 }
 
 function servedScatter(rows) {
-  const groups = [
-    { key: "held", label: "vLLM 0.20, BF16", colour: "heuristic", of: (row) => row.engine.includes("0.20") && row.precision === "BF16" && !row.fitted },
-    { key: "old", label: "vLLM 0.7, BF16", colour: "static", of: (row) => row.precision === "BF16" && !row.fitted },
-    { key: "quant", label: "W8A8 and W4A16, run without CUDA graphs", colour: "you", of: (row) => row.precision !== "BF16" },
-    { key: "fitted", label: "fitted", colour: "naive", of: (row) => row.fitted },
-  ];
-  const latencies = rows.filter(({ metric }) => /^T[TP]/.test(metric));
-  const points = latencies.map((row) => ({ measured: row.measured, predicted: row.predicted, key: groups.find(({ of }) => of(row)).key,
-    name: `${row.engine} ${row.precision}, ${row.scenario}, ${row.metric}` }));
+  const inks = ["naive", "heuristic", "static", "ppo", "you"];
+  // Fitted groups in grey, so that colour means a prediction.
+  const names = [...new Set(rows.map(({ group }) => group))];
+  const predicted = names.filter((name) => !name.includes("calibration"));
+  const groups = names.map((name) => ({ key: name, label: name, colour: inks[1 + predicted.indexOf(name)] ?? "ink" }));
+  const points = rows.filter(({ metric }) => /^T(TFT|POT)/.test(metric)).map((row) => ({ ...row, key: row.group, name: `${row.group} ${row.precision}, ${row.scenario}, ${row.metric}` }));
   return new Scatter({ title: "Served loads: TTFT and TPOT", unit: "ms", groups, points });
 }
 
+/** One row per group of runs, one column per figure: median absolute error, the worst in brackets. */
 function servedTable(errors) {
-  return table("Served loads: absolute error by engine and figure", ["Engine", "Precision", "Figure", "Runs", "Median", "Worst", "Note"],
-    errors.map((e) => [e.engine, e.precision, e.metric, e.figures, percent(e.median, 1), percent(e.worst, 1),
-      e.fitted ? "fitted" : e.cuda_graphs ? "" : "run without CUDA graphs, which the model assumes"]));
+  const groups = [...new Set(errors.map(({ group }) => group))].sort();
+  const figures = [...new Set(errors.map(({ metric }) => metric))].sort();
+  const cell = (group, figure) => {
+    const found = errors.find((e) => e.group === group && e.metric === figure);
+    return found ? `${percent(found.median)} (${percent(found.worst)})` : "–";
+  };
+  return table("Served loads on an A100-80GB: the environment's own dynamics beside vLLM, median error and in brackets the worst",
+    ["Runs", ...figures], groups.map((group) => [group, ...figures.map((figure) => cell(group, figure))]));
 }
 
 /** Which cells of the table rest on measurements. */

@@ -1,1 +1,169 @@
-export async function start(panel) { panel.textContent = "soon"; return {}; }
+/** Your trace: what policies would have done on a visitor's request log, and the engine settings to try. */
+
+import { once, own, post } from "./api.js";
+import { TimeChart } from "./charts.js";
+import { announce, copy, download, el, field, fill, problem, select, table } from "./dom.js";
+import { DropBox } from "./drop.js";
+import { compact, percent } from "./format.js";
+import { Strip } from "./strip.js";
+
+const EXAMPLE = "data/azure-conversation.csv";
+const PLAYERS = {
+  fixed: { label: "Fixed setting", colour: "naive", dash: [1, 3] },
+  naive: { label: "Engine defaults", colour: "naive", dash: [1, 3] },
+  heuristic: { label: "Heuristic", colour: "heuristic" },
+  hill_climb: { label: "Hill climbing", colour: "you" },
+  ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
+  best_static: { label: "Best static", colour: "static", dash: [3, 3] },
+  best_adaptive: { label: "Best switching", colour: "ink" },
+};
+const ALONE = ["heuristic", "hill_climb"];
+const STORED = ["ppo", "best_static", "best_adaptive"];
+const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
+const LOG_BYTES = 4_000_000;
+
+export async function start(panel) {
+  const { tasks } = await once("tasks?all=true");
+  const tab = new Trace(tasks);
+  fill(panel, tab.node);
+  return tab;
+}
+
+class Trace {
+  constructor(tasks) {
+    this.charts = [];
+    this.name = "log.csv";
+    this.box = new DropBox({
+      label: "Request log (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
+      placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
+      hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. It is played and forgotten.",
+      onText: (text, name) => { if (name) this.name = name; }, onProblem: (error) => this.tell(problem(error)),
+    });
+    this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
+    this.slo = el("input", { type: "number", min: "1", step: "1", placeholder: "500" });
+    this.gpus = el("input", { type: "number", min: "1", max: "64", step: "1", placeholder: "auto" });
+    this.from = el("input", { type: "number", min: "0", step: "1", placeholder: "0" });
+    this.to = el("input", { type: "number", min: "0", step: "1", placeholder: "end" });
+    this.batch = el("input", { type: "number", min: "1", max: "512", step: "1", value: "32" });
+    this.policies = el("fieldset", { class: "legend" });
+    this.button = el("button", { type: "button", class: "main", text: "What would they have done?", on: { click: () => this.run() } });
+    this.example = el("button", { type: "button", text: "An example", on: { click: () => this.takeExample() } });
+    this.out = el("div", { "aria-live": "polite" });
+    this.node = el("div", {},
+      el("h2", { text: "Your traffic, their decisions" }),
+      el("p", { text: "Drop a log of requests. Every policy serves it on the simulated fleet, beside a fixed setting; nothing is controlled, nothing is kept. You get cost, misses of the objective, and the settings to try on your engine." }),
+      el("div", { class: "columns narrow" },
+        el("div", {}, this.box.node,
+          el("div", { class: "buttons" }, this.button, this.example),
+          el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
+          el("div", { class: "controls small" }, field("Fleet and objectives", this.task), field("GPUs", this.gpus), field("Objective (ms)", this.slo),
+            field("From second", this.from), field("To second", this.to), field("Fixed batch size", this.batch)),
+          this.policies),
+        this.out));
+    this.offer();
+  }
+
+  /** Stored policies belong to a task; the others play anything. */
+  async offer() {
+    const names = [...ALONE];
+    if (this.task.value) {
+      const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.value)}`);
+      names.push(...STORED.filter((name) => policies.some((policy) => policy.name === name)));
+    }
+    fill(this.policies, el("legend", { text: "Policies" }), ...names.map((name) => el("label", { class: `chip ink-${PLAYERS[name].colour}` },
+      el("input", { type: "checkbox", checked: true, value: name }), PLAYERS[name].label)));
+  }
+
+  async takeExample() {
+    try {
+      const answer = await fetch(EXAMPLE);
+      this.box.put(await answer.text(), "azure-conversation.csv");
+    } catch (error) {
+      this.tell(problem(error));
+    }
+  }
+
+  tell(...nodes) {
+    for (const chart of this.charts) chart.destroy();
+    this.charts = [];
+    fill(this.out, ...nodes);
+  }
+
+  async run() {
+    const log = this.box.area.value;
+    const number = (input) => (input.value === "" ? undefined : Number(input.value));
+    const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
+    if (!log.trim() || !policies.length) {
+      this.tell(problem({ message: log.trim() ? "No policy is chosen" : "There is no log yet", next: log.trim() ? "choose at least one" : "drop a file, paste text, or take the example" }));
+      return;
+    }
+    this.button.disabled = true;
+    this.tell(el("p", { text: "Playing…" }));
+    const task = this.task.value;
+    const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", policies, fixed: { batch_size: number(this.batch) ?? 32 },
+      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, replicas: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
+    try {
+      this.report(await post("shadow", body));
+    } catch (error) {
+      this.tell(problem(error));
+    }
+    this.button.disabled = false;
+  }
+
+  report(report) {
+    const players = report.outcomes.map((outcome) => ({ key: outcome.policy, ...PLAYERS[outcome.policy], outcome }));
+    const best = players.find(({ key }) => key === report.best);
+    const verdict = `${best.label} serves it best: ${percent(best.outcome.slo_miss_share, 1)} beyond the objective, ${compact(best.outcome.gpu_s_per_1k_tokens)} GPU seconds per 1,000 tokens.`;
+    const { log } = report;
+    const number = (value) => compact(value);
+    const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.cost.toFixed(1),
+      o.gpu_s_per_1k_tokens.toFixed(2), o.goodput_rps.toFixed(2), number(o.ttft_p50_ms), number(o.ttft_p99_ms), o.tpot_mean_ms.toFixed(1), o.restarts]);
+    this.tell();
+    this.out.append(
+      el("h2", { text: verdict }),
+      el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_replicas} × ${report.hardware}, objective ${compact(report.slo_ms)} ms to the first token.` }),
+      table("What each would have made of it", ["Policy", "Beyond objective", "Cost", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
+      el("p", { class: "note", text: "Cost: in units of which the fixed setting spends 5. Simulated: see Fidelity for how far that is from hardware." }),
+      this.drawing(report, players), this.settings(report, players));
+    for (const draw of this.later) draw();
+    announce(verdict);
+  }
+
+  drawing(report, players) {
+    const x = players[0].outcome.timeline.t_s.map((t) => t + 1), span = [0, x.at(-1)], sync = "trace";
+    const series = players.map(({ key, label, colour, dash }) => ({ key, label, colour, dash }));
+    const line = (name) => Object.fromEntries(players.map(({ key, outcome }) => [key, outcome.timeline[name]]));
+    const make = (options, columns) => {
+      const chart = new TimeChart({ sync, ...options });
+      this.charts.push(chart);
+      this.later.push(() => chart.set(x, columns, span));
+      return chart.figure;
+    };
+    this.later = [];
+    const figures = [
+      make({ title: "Arrivals", unit: "requests/s", series: [{ key: "arrivals", label: "Arrivals", colour: "ink" }] }, { arrivals: report.arrivals_per_s }),
+      make({ title: "Queue", unit: "requests", series }, line("queue_requests")),
+      make({ title: "Time to first token, p99", unit: "ms, log", series, log: true, limits: [{ value: report.slo_ms, label: "objective" }] }, line("ttft_p99_ms")),
+      make({ title: "Throughput", unit: "tokens/s", series }, line("tokens_per_sec")),
+    ];
+    const strips = players.map(({ label, colour, outcome }) => {
+      const strip = new Strip(label, colour, KNOBS, x.length);
+      this.later.push(() => strip.set(Object.fromEntries(KNOBS.map((name) => [name, outcome.timeline[name]])), x.length));
+      return strip.node;
+    });
+    return el("div", {}, el("div", { class: "charts" }, ...figures), el("h3", { text: "Decisions (KV cache, speculation, batch, prefill apart, precision)" }), ...strips);
+  }
+
+  settings(report, players) {
+    const text = el("code"), pre = el("pre", { tabindex: "0", role: "region", "aria-label": "Engine settings" }, text);
+    const show = (name) => { text.textContent = report.export[name]; };
+    const choice = select(players.map(({ key, label }) => [key, label]), report.best, show);
+    const copyButton = el("button", { type: "button", text: "Copy" });
+    copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
+    show(report.best);
+    return el("section", {}, el("h2", { text: "Settings to try, in vLLM's terms" }),
+      el("div", { class: "controls" }, field("Of", choice), copyButton,
+        el("button", { type: "button", text: "Download", on: { click: () => download("vllm.yaml", text.textContent, "text/yaml") } }),
+        el("button", { type: "button", text: "Download the report", on: { click: () => download("shadow.json", JSON.stringify(report)) } })), pre);
+  }
+}

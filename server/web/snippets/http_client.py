@@ -11,7 +11,8 @@ episode = post("reset", {"task_id": 3, "seed": 42})
 seen, done = episode["observation"], False
 while not done:
     flood = seen["queue_depth"] > 16 or seen["arrival_rate"] > 60
-    action = {"batch_size": 384 if flood else 192, "spec_length": 0 if flood else 2, "kv_budget": 0.6, "quant_tier": "INT8"}
+    knobs = {"batch_size": 384, "spec_length": 0} if flood else {"batch_size": 192, "spec_length": 2}
+    action = {"kv_budget": 0.6, "quant_tier": "INT8", **knobs}
     answer = post("step", {"session_id": episode["session_id"], "action": action})
     seen, done = answer["observation"], answer["done"]
 

@@ -1,13 +1,17 @@
 import gymnasium
-import inferencegym.gym  # registers the environments
-from agents.sb3 import SB3VecEnv
 from gymnasium.vector import AutoresetMode
 from stable_baselines3 import PPO
 
+import inferencegym.gym  # registers the environments
+from agents.sb3 import SB3VecEnv
+
 envs = gymnasium.make_vec(
-    "InferenceGym/StaticUniform-v1", num_envs=16, observation="normalised", action="box",
+    "InferenceGym/StaticUniform-v1",
+    num_envs=16,
+    observation="normalised",
     autoreset_mode=AutoresetMode.SAME_STEP,
 )
-model = PPO("MlpPolicy", SB3VecEnv(envs), n_steps=100, batch_size=200, gamma=0.95, use_sde=True, device="cpu", verbose=1)
+model = PPO("MlpPolicy", SB3VecEnv(envs), n_steps=100, batch_size=200, gamma=0.95, use_sde=True, device="cpu")
 model.learn(8_000)  # fifty thousand and more for a policy worth keeping
 model.save("ppo-task-1")
+print(f"trained for {model.num_timesteps} steps")

@@ -1,8 +1,8 @@
-"""Write what the page's tab Fidelity shows: every measured figure beside its prediction, errors, and coverage.
+"""Write what the page shows without computing it: measured against predicted figures, and an example of a request log.
 
-    python scripts/fidelity_data.py [--check]
+    python scripts/page_data.py [--check]
 
-The server carries the file and computes nothing. ``--check`` writes nothing and fails if the file is out of date.
+``--check`` writes nothing and fails if a file is out of date.
 """
 
 from __future__ import annotations
@@ -18,39 +18,43 @@ from typing import Any, Final
 
 import numpy as np
 
-from simulator.build.accelmark import TIER_OF_PRECISION, ServedComparison, accelmark_comparisons
+from inferencegym.tasks import get_task
+from simulator.build.accelmark import TIER_OF_PRECISION
+from simulator.build.hardware_runs import HardwareComparison, hardware_comparisons
 from simulator.build.validate import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
 from simulator.coverage import LEVELS, coverage
+from simulator.recorded import load_trace
 from simulator.tables import load_tables
 
-PLACE: Final = Path(__file__).resolve().parents[1] / "server" / "web" / "data" / "fidelity.json"
+PLACE: Final = Path(__file__).resolve().parents[1] / "server" / "web" / "data"
+FIDELITY: Final = PLACE / "fidelity.json"
+EXAMPLE: Final = PLACE / "azure-conversation.csv"
+EXAMPLE_TASK: Final = "azure-conv"
+EXAMPLE_S: Final = 300.0
+"""Seconds of the recorded trace that the example holds."""
 DIGITS: Final = 5
 TOLERANCE: Final = 1e-3
 """Between machines the last digits of a prediction may differ; a stale file differs by more."""
 
-SERVED: Final = (("0.20.1", "BF16"), ("0.7.3", "BF16"), ("0.20.1", "W8A8"), ("0.20.1", "W4A16"))
-FITTED: Final = ("tpot_ms_p50", "out_tok_s")
-"""Metrics of the BF16 runs from which the engine's overheads were fitted; all others are predictions."""
-WITHOUT_GRAPHS: Final = ("W8A8", "W4A16")
-"""These runs went without CUDA graphs, which the engine profile does not model."""
-
 METRIC_NAMES: Final = {
-    "ttft_ms_p50": "TTFT, median",
-    "ttft_ms_p90": "TTFT, 90th percentile",
-    "ttft_ms_p99": "TTFT, 99th percentile",
-    "tpot_ms_p50": "TPOT, median",
-    "tpot_ms_p90": "TPOT, 90th percentile",
+    "ttft_ms_p50": "TTFT p50",
+    "ttft_ms_p90": "TTFT p90",
+    "ttft_ms_p99": "TTFT p99",
+    "tpot_ms_p50": "TPOT p50",
+    "tpot_ms_p90": "TPOT p90",
     "out_tok_s": "Throughput",
-    "elapsed_s": "Time to finish",
-    "burst_ttft_ms_p50": "TTFT in a burst, median",
-    "burst_ttft_ms_p99": "TTFT in a burst, 99th percentile",
+    "elapsed_s": "Duration",
+    "steady_ttft_ms_p50": "TTFT pre-burst p50",
+    "steady_ttft_ms_p99": "TTFT pre-burst p99",
+    "burst_ttft_ms_p50": "TTFT burst p50",
+    "burst_ttft_ms_p99": "TTFT burst p99",
 }
 
 
 def fidelity() -> dict[str, Any]:
     """Everything the tab shows, as JSON."""
     tables = load_tables()
-    served = [comparison for version, precision in SERVED for comparison in accelmark_comparisons(version, precision)]
+    served = hardware_comparisons()
     return {
         "model": tables.meta["model"],
         "hardware": tables.meta["hardware"],
@@ -93,39 +97,43 @@ def _summary(summary: ErrorSummary, predicted_by: str) -> dict[str, Any]:
     return {**values, "predicted_by": predicted_by}
 
 
-def _served(c: ServedComparison) -> dict[str, Any]:
+def _served(c: HardwareComparison) -> dict[str, Any]:
     return {
-        "engine": f"vLLM {c.version}",
+        "group": f"vLLM {c.group}",
         "precision": c.precision,
         "scenario": c.scenario,
         "metric": METRIC_NAMES[c.metric],
-        "fitted": _was_fitted(c),
         "measured": _rounded(c.measured),
         "predicted": _rounded(c.predicted),
     }
 
 
-def _was_fitted(c: ServedComparison) -> bool:
-    return c.precision not in WITHOUT_GRAPHS and c.metric in FITTED
-
-
-def _served_errors(served: Sequence[ServedComparison]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str, str], list[float]] = {}
+def _served_errors(served: Sequence[HardwareComparison]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str], list[float]] = {}
     for c in served:
-        groups.setdefault((f"vLLM {c.version}", c.precision, c.metric), []).append(abs(c.relative_error()))
+        groups.setdefault((f"vLLM {c.group}", c.metric), []).append(c.relative_error())
     return [
         {
-            "engine": engine,
-            "precision": precision,
+            "group": group,
             "metric": METRIC_NAMES[metric],
-            "fitted": precision not in WITHOUT_GRAPHS and metric in FITTED,
-            "cuda_graphs": precision not in WITHOUT_GRAPHS,
             "figures": len(errors),
-            "median": _rounded(float(np.median(errors))),
-            "worst": _rounded(max(errors)),
+            "median": _rounded(float(np.median(np.abs(errors)))),
+            "worst": _rounded(float(np.max(np.abs(errors)))),
+            "bias": _rounded(float(np.mean(errors))),
         }
-        for (engine, precision, metric), errors in groups.items()
+        for (group, metric), errors in groups.items()
     ]
+
+
+def example_log() -> str:
+    """The first minutes of a shipped trace as the plainest of the formats that logs are read in."""
+    task = get_task(EXAMPLE_TASK)
+    assert task.trace is not None
+    log = load_trace(task.trace)[0]
+    first = log.arrival_s < EXAMPLE_S
+    columns = zip(log.arrival_s[first], log.prompt_tokens[first], log.output_tokens[first], strict=True)
+    lines = [f"{arrival:.3f},{prompt:.0f},{output:.0f}" for arrival, prompt, output in columns]
+    return "\n".join(["arrival_s,prompt_tokens,output_tokens", *lines, ""])
 
 
 def _rounded(value: float) -> float:
@@ -147,17 +155,26 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if same else [f"{path.lstrip('.')}: {old!r} in the file, {new!r} now"]
 
 
+def stale() -> list[str]:
+    """What the files on disk say otherwise than the code would now."""
+    found = differences(json.loads(FIDELITY.read_text(encoding="utf-8")), json.loads(json.dumps(fidelity())))
+    if EXAMPLE.read_text(encoding="utf-8") != example_log():
+        found.append(f"{EXAMPLE.name} is not the beginning of {EXAMPLE_TASK}")
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write, or check, the data of the page's tab Fidelity.")
-    parser.add_argument("--check", action="store_true", help="fail if the file is out of date")
+    parser = argparse.ArgumentParser(description="Write, or check, the data that the page carries.")
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
     if parser.parse_args().check:
-        found = differences(json.loads(PLACE.read_text(encoding="utf-8")), json.loads(json.dumps(fidelity())))
-        for difference in found[:10]:
-            print(difference)
+        found = stale()
+        print("\n".join(found[:10]) or "up to date")
         return 1 if found else 0
-    PLACE.parent.mkdir(parents=True, exist_ok=True)
-    PLACE.write_text(json.dumps(fidelity(), separators=(",", ":")) + "\n", encoding="utf-8")
-    print(f"{PLACE.name}: {PLACE.stat().st_size:,} bytes")
+    PLACE.mkdir(parents=True, exist_ok=True)
+    FIDELITY.write_text(json.dumps(fidelity(), separators=(",", ":")) + "\n", encoding="utf-8")
+    EXAMPLE.write_text(example_log(), encoding="utf-8")
+    for file in (FIDELITY, EXAMPLE):
+        print(f"{file.name}: {file.stat().st_size:,} bytes")
     return 0
 
 
