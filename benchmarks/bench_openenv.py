@@ -192,6 +192,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements per server and load; the median is shown")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, help="before each measurement wait up to so many seconds for a quiet machine"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument(SERVE_ECHO, nargs=2, metavar=("PORT", "KIND"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -216,7 +219,7 @@ def main() -> int:
         fast = stack.enter_context(running("stock echo, uvloop", [*echo, "fast"], message, {}))
         targets = [ours, stock, fast]
         memory = {target.name: target.resident_mib() for target in targets}
-        rates, costs = measure(targets, args.seconds, args.rounds)
+        rates, costs = measure(targets, args.seconds, args.rounds, args.wait)
         report = {
             "cpus": os.cpu_count(),
             "idle_rss_mib": memory,
@@ -231,7 +234,7 @@ Figures = dict[str, dict[str, float]]
 """Load -> server -> figure."""
 
 
-def measure(targets: list[Target], seconds: float, rounds: int) -> tuple[Figures, Figures]:
+def measure(targets: list[Target], seconds: float, rounds: int, wait_s: float = 0.0) -> tuple[Figures, Figures]:
     """Median steps per second, and median processor time of the server per step in microseconds.
 
     The servers take turns, so that a noisy minute hits them all; processor time hardly depends on the noise.
@@ -244,11 +247,28 @@ def measure(targets: list[Target], seconds: float, rounds: int) -> tuple[Figures
     for _ in range(rounds):
         for name, load in LOADS.items():
             for target in targets:
+                wait_for_quiet(wait_s)
                 started, used = time.perf_counter(), target.cpu_s()
                 steps = load(target, seconds)
                 rates[name][target.name].append(steps / (time.perf_counter() - started))
                 costs[name][target.name].append((target.cpu_s() - used) / steps * 1e6)
     return _medians(rates), _medians(costs)
+
+
+def wait_for_quiet(limit_s: float) -> None:
+    """Return when all processes together used less than a fifth of one processor for half a second, or at the limit."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        before = busy_s()
+        time.sleep(0.5)
+        if busy_s() - before < 0.1:
+            return
+
+
+def busy_s() -> float:
+    """Processor time that everybody on this machine has used so far, seconds."""
+    fields = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _medians(figures: dict[str, dict[str, list[float]]]) -> Figures:
