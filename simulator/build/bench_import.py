@@ -98,9 +98,14 @@ class Setup:
     tier: str = "FP16"
     replicas: int = 1
 
-    def action(self) -> ServeAction:
-        """The same in knobs."""
-        return ServeAction(1.0, 0, min(512, self.max_num_seqs), False, QuantTier[self.tier])
+    def action(self, meta: Mapping[str, Any]) -> ServeAction:
+        """The same in knobs, with the largest KV pool that fits the card beside so many sequences."""
+        batch = min(512, self.max_num_seqs)
+        memory = meta["memory_gb"]
+        fixed = float(meta["weights_gb"][self.tier]) + float(memory["activations_gb"])
+        pool_gb = float(meta["memory_budget_gb"]) - fixed - float(memory["workspace_gb"])
+        room_gb = float(meta["memory_limit_gb"]) - fixed - float(memory["per_sequence_gb"]) * batch - 0.01
+        return ServeAction(min(1.0, max(0.1, room_gb / pool_gb)), 0, batch, False, QuantTier[self.tier])
 
 
 def fit_engine(
@@ -206,7 +211,7 @@ class _Predictor:
     def predict(self, x: FloatArray, run: BenchRun) -> dict[str, float]:
         """The metrics that the run states."""
         served = run_requests(
-            self._setup.action(),
+            self._setup.action(self._meta),
             run.requests,
             self._tables_for(x),
             n_replicas=self._setup.replicas,
