@@ -17,7 +17,7 @@ from scipy.interpolate import RegularGridInterpolator
 import simulator.serving as serving
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, NotResetError
-from inferencegym.tasks import get_task, list_tasks
+from inferencegym.tasks import get_task, list_tasks, parse_task
 from simulator.serving import ServingFleet, length_integrals, params_of
 from simulator.tables import load_tables
 from simulator.workload import LoadStatistics, length_quantiles, traffic_of
@@ -236,9 +236,17 @@ def test_length_integrals_give_the_mean_length_at_the_end() -> None:
 
 
 def test_a_lognormal_length_has_the_mean_that_its_task_states() -> None:
-    task = get_task(2)
-    quantiles = length_quantiles(task.classes[0].output)
-    assert quantiles.mean() == pytest.approx(250, rel=0.02)
+    entry = {
+        "name": "x",
+        "arrival_rate_rps": 1,
+        "prompt_len_dist": "uniform",
+        "slo_target_ms": 100,
+        "output_mean_tokens": [250],
+        "output_cv": 0.6,
+    }
+    quantiles = length_quantiles(parse_task("x", entry).classes[0].output)
+    assert quantiles.mean() == pytest.approx(250, rel=0.005)
+    assert quantiles.std() == pytest.approx(150, rel=0.03)
 
 
 def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
