@@ -13,6 +13,7 @@ MAY_REFUSE: Final = frozenset({401, 403, 404, 409, 429})
 NO_SCHEMA_CAN_TELL: Final = {
     "episode_done": ("/step",),  # whether an episode is over
     "forged_log": ("/grader",),  # what a replay gives
+    "data_format": ("/shadow",),  # what a request log's text looks like
     "malformed_log": ("/traffic/grader", "/grader"),  # that the steps of a log follow one another
 }
 
