@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that say how to read a log."""
     parser.add_argument("--format", default="auto", choices=FORMATS, help="what the log was written by")
-    parser.add_argument("--run", type=int, metavar="N", help="which benchmark of a report with several")
+    parser.add_argument(
+        "--run", dest="run_index", type=int, metavar="N", help="which benchmark of a report with several"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
     parser.add_argument(
         "--from-s", type=float, default=0.0, metavar="S", help="only from S seconds after the first request"
@@ -49,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     from simulator.build.importers import import_log
 
     check_id(args.id)  # before minutes of work
-    imported = import_log(args.file, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run)
+    imported = import_log(
+        args.file, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run_index
+    )
     budget = {"quick": QUICK, "full": Budget(), "no": None}[args.calibrate]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -81,7 +81,9 @@ def _log(args: argparse.Namespace) -> Any:
         return cut_log(load_trace(str(args.trace))[0], args.from_s, args.to_s, str(args.trace), args.limit)
     from simulator.build.importers import import_log
 
-    return import_log(args.trace, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run).log
+    return import_log(
+        args.trace, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run_index
+    ).log
 
 
 def _object(text: str) -> dict[str, Any]:
