@@ -264,6 +264,47 @@ def test_what_is_no_log_is_refused_in_words(visit: Visit) -> None:
     expect(page.get_by_role("alert")).to_contain_text("This is no episode log")
 
 
+# ---------------------------------------------------------------- your trace
+
+
+def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tmp_path: Path) -> None:
+    rows = "".join(f"{0.4 * i:.1f},{150 + i},{60}\n" for i in range(60))
+    log = tmp_path / "mine.csv"
+    log.write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    page = visit().open("trace")
+    page.locator("#panel-trace input[type=file]").set_input_files(log)
+    page.get_by_label("Fixed batch size").fill("4")
+    page.get_by_role("button", name="What would they have done?").click()
+    expect(page.locator("#panel-trace table tbody tr")).to_have_count(3)
+    expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
+    expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
+    page.get_by_label("Of", exact=True).select_option("fixed")
+    expect(page.locator("#panel-trace pre")).to_contain_text("max-num-seqs: 4")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download", exact=True).click()
+    assert "max-num-seqs: 4" in Path(waiting.value.path()).read_text()
+
+
+def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(visit: Visit) -> None:
+    page = visit().open("trace")
+    page.get_by_role("button", name="An example").click()
+    expect(page.locator("#panel-trace textarea")).to_have_value(re.compile("arrival_s"))
+    page.get_by_label("Fleet and objectives").select_option("azure-conv")
+    page.locator("#panel-trace fieldset").get_by_label("Best static").check()
+    page.get_by_role("button", name="What would they have done?").click()
+    expect(page.locator("#panel-trace table")).to_contain_text("Best static")
+    assert objections(page) == []
+
+
+def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("trace")
+    page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\nsoon,10,10\n")
+    page.get_by_role("button", name="What would they have done?").click()
+    expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'")
+
+
 # ---------------------------------------------------------------- the other tabs
 
 

@@ -1,0 +1,95 @@
+"""POST /shadow: a visitor's request log, played under policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agents.shadow import shadow
+from inferencegym.models import NAIVE_ACTION
+from inferencegym.tasks import get_task
+from server.web_routes import PAGE_DIR
+from simulator.build.importers import import_log
+from tests.servers import RunningServer, running_server
+
+EXAMPLE = PAGE_DIR / "data" / "azure-conversation.csv"
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+FEW = HEADER + "".join(f"{0.5 * i},{200 + i},{50}\n" for i in range(40))
+
+
+def test_the_report_is_the_one_of_the_library(server: RunningServer) -> None:
+    policies = ["heuristic", "hill_climb"]
+    answer = server.post("/shadow", {"log": EXAMPLE.read_text(), "policies": policies})
+    report = shadow(import_log(EXAMPLE).log, policies, fixed=NAIVE_ACTION).to_dict()
+    assert {key: answer[key] for key in report} == report
+
+
+def test_settings_are_exported_for_every_policy(server: RunningServer) -> None:
+    answer = server.post("/shadow", {"log": FEW, "policies": ["heuristic"], "fixed": {"batch_size": 7}})
+    assert set(answer["export"]) == {"fixed", "heuristic"}
+    assert "max-num-seqs: 7" in answer["export"]["fixed"]
+
+
+def test_fleet_objective_and_part_of_the_log_are_the_visitors_choice(server: RunningServer) -> None:
+    body = {"log": FEW, "policies": ["naive"], "replicas": 3, "slo_ms": 123, "from_s": 5, "to_s": 10}
+    answer = server.post("/shadow", body)
+    assert (answer["n_replicas"], answer["slo_ms"], answer["log"]["requests"]) == (3, 123.0, 10)
+
+
+def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
+    answer = server.post("/shadow", {"log": FEW, "task_id": 3, "policies": ["best_static", "best_adaptive"]})
+    assert [outcome["policy"] for outcome in answer["outcomes"]] == ["fixed", "best_static", "best_adaptive"]
+    assert answer["n_replicas"] == get_task(3).fleet.n_replicas
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"log": ""}, "log"),
+        ({"log": "hello"}, "mine.csv: the columns 'hello'"),
+        ({"log": HEADER + "0,10,10\n-3,10,10\n"}, "mine.csv, line 3: arrival_s='-3'"),
+        ({"log": HEADER + "0,10,10\n9000,10,10\n"}, "(from_s, to_s)"),
+        ({"log": "[1]", "name": "mine.json"}, "mine.json"),
+        ({"name": "mine.parquet"}, "name"),
+        ({"policies": ["best_static"]}, "unless task_id names"),
+        ({"policies": []}, "policies"),
+        ({"policies": ["heuristic", "heuristic"]}, "none of them twice"),
+        ({"policies": ["constant:{}"]}, "policies"),
+        ({"task_id": 99}, "99"),
+        ({"replicas": 0}, "replicas"),
+        ({"slo_ms": "fast"}, "slo_ms"),
+        ({"fixed": {"batch_size": 0}}, "batch_size"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_mistake_is_named_in_the_visitors_words(server: RunningServer, change: dict[str, Any], said: str) -> None:
+    answer = server.client.post("/shadow", json={"log": FEW, "name": "mine.csv", **change})
+    assert answer.status_code == 422
+    message = answer.json()["detail"]["message"]
+    assert said in message
+    assert "/tmp" not in message
+    assert "--" not in message
+
+
+def test_reports_are_limited_in_size_and_number(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_trace_bytes="2048", shadows_per_minute="2") as server:
+        large = httpx.post(server.url + "/shadow", json={"log": FEW + "x" * 3000})
+        assert large.status_code == 413
+        assert server.client.post("/shadow", json={"log": FEW}).status_code == 200
+        limited = server.client.post("/shadow", json={"log": FEW})
+        assert (limited.status_code, limited.headers["retry-after"].isdigit()) == (429, True)
+
+
+def test_steps_are_answered_while_a_report_is_made(server: RunningServer) -> None:
+    begun = server.post("/reset", {"task_id": 1})
+    body = {"log": EXAMPLE.read_text(), "policies": ["heuristic", "hill_climb", "random"]}
+    with httpx.Client(base_url=server.url, timeout=30) as other:
+        request = other.build_request("POST", "/shadow", json=body)
+        waiting = other.send(request, stream=True)
+        answered = server.post("/step", {"session_id": begun["session_id"], "action": {}})
+        assert answered["info"]["timestep"] == 1
+        assert waiting.status_code == 200
+        waiting.close()
