@@ -7,7 +7,8 @@ the bounds and snaps to the nearest allowed value, and says so here: a policy th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,32 @@ def write_actions(fleet: ServingFleet, actions: NDArray[np.float64]) -> None:
     fleet.batch_size[:] = actions[:, 2]
     fleet.disagg[:] = actions[:, 3]
     fleet.tier[:] = actions[:, 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Allowed actions of K steps, knob by knob, each (K, B)."""
+
+    kv_budget: NDArray[np.float64]
+    spec_index: NDArray[np.int64]
+    batch_size: NDArray[np.float64]
+    disagg: NDArray[np.int64]
+    tier: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, actions: NDArray[np.float64], n_steps: int) -> Self:
+        """From allowed actions (K * B, 5), step by step."""
+        kv, spec, batch, disagg, tier = actions.T.reshape(ACTION_SIZE, n_steps, -1)
+        index = np.searchsorted(_SPEC_VALUES, spec)
+        return cls(kv, index, batch, disagg.astype(np.int64), tier.astype(np.int64))
+
+    def write(self, fleet: ServingFleet, step: int, lo: int, hi: int) -> None:
+        """Set the knobs of rows ``lo`` to ``hi`` to those of one step."""
+        fleet.kv_budget[lo:hi] = self.kv_budget[step, lo:hi]
+        fleet.spec_index[lo:hi] = self.spec_index[step, lo:hi]
+        fleet.batch_size[lo:hi] = self.batch_size[step, lo:hi]
+        fleet.disagg[lo:hi] = self.disagg[step, lo:hi]
+        fleet.tier[lo:hi] = self.tier[step, lo:hi]
 
 
 def write_action(fleet: ServingFleet, row: int, action: ServeAction) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import action_mask, snap, write_actions
+from env.action import Knobs, action_mask, snap, write_actions
 from env.observation import OBSERVATION_SIZE, ObservationKernel
 from env.reward import RewardKernel
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
@@ -24,6 +24,8 @@ from simulator.workload import traffic_of
 
 ROWS_PER_THREAD: Final = 128
 """Rows that are worth a thread of their own: a step of so many takes several times what handing them over costs."""
+ROWS_PER_BLOCK: Final = 64
+"""Rows that play several steps together: few enough that what they remember stays in the processor's cache."""
 _CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -108,6 +110,41 @@ class ServingBatch:
         self.advance_all()
         return self.observation
 
+    def play(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
+        """Play K seconds with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
+
+        ``rewards`` (K, B) is written. ``observations`` is (K, B, 14) for those of every second, or (1, B, 14) for the
+        last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action; nothing is played
+        then.
+        """
+        if actions.ndim != 3 or actions.shape[1:] != (self.n_rows, len(self.mask)):
+            raise InvalidActionError(
+                "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
+            )
+        self._check_playable(len(actions))
+        knobs = Knobs.of(snap(actions.reshape(-1, len(self.mask)), self.mask), len(actions))
+        parts = max(1, min(_CORES, self.n_rows // ROWS_PER_BLOCK))
+        edges = [self.n_rows * i // parts for i in range(parts + 1)]
+        others = [
+            _threads().submit(self._play_rows, knobs, observations, rewards, lo, hi) for lo, hi in pairwise(edges[1:])
+        ]
+        self._play_rows(knobs, observations, rewards, edges[0], edges[1])
+        for other in others:
+            other.result()
+
+    def _play_rows(self, knobs: Knobs, observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int) -> None:
+        n_steps, every = len(rewards), len(observations) == len(rewards)
+        for lo in range(first, end, ROWS_PER_BLOCK):
+            hi = min(lo + ROWS_PER_BLOCK, end)
+            for k in range(n_steps):
+                knobs.write(self.fleet, k, lo, hi)
+                self.advance(lo, hi)
+                rewards[k, lo:hi] = self.reward[lo:hi]
+                if every:
+                    observations[k, lo:hi] = self.observation[lo:hi]
+            if not every:
+                observations[0, lo:hi] = self.observation[lo:hi]
+
     def advance_all(self) -> None:
         """Play one second in every row; a large batch is split over the processor's cores.
 
@@ -131,12 +168,15 @@ class ServingBatch:
         self._reward.compute(lo, hi)
         self._observe.write(lo, hi)
 
-    def _check_playable(self) -> None:
+    def _check_playable(self, n_steps: int = 1) -> None:
         if self.seeds[0] < 0:
             raise NotResetError("step before reset: call reset first")
-        if self.done.any():
-            row = int(np.argmax(self.done))
-            raise EpisodeDoneError(f"row {row}: the episode has ended; reset it to start the next one")
+        ends = self.time + n_steps > self.config.episode_length
+        if ends.any():
+            row = int(np.argmax(ends))
+            left = self.config.episode_length - int(self.time[row])
+            said = "the episode has ended" if left == 0 else f"{n_steps} steps are more than the {left} that are left"
+            raise EpisodeDoneError(f"row {row}: {said}; reset it to start the next one")
 
     def _write_first(self, rows: Iterable[int]) -> None:
         """An idle fleet with the naive knobs: what an agent sees before its first action."""

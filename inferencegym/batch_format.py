@@ -1,0 +1,151 @@
+"""Bytes of ``POST /step/batch``: a head of 40 bytes, then arrays; everything little-endian, nothing padded.
+
+A request is :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) with :data:`HOLD`. Its head::
+
+    offset  type      meaning
+    0       4 bytes   the letters IGB1
+    4       uint16    bytes per number, in the request and in its answer: 4 (float32) or 8 (float64)
+    6       uint16    flags: 1 = HOLD, one action per episode for all K steps; 2 = LAST, only the last observations
+    8       uint32    K, steps to play
+    12      uint32    N, episodes of the session
+    16      uint64    number of the first of these steps since the session's reset, from 1; 0 is the next one
+    24      16 bytes  the session id, from its 32 hexadecimal digits
+
+An answer is :data:`ANSWER`, the observations (K, N, 14), or (1, N, 14) with LAST, the rewards (K, N), and one byte for
+each of the K steps: 1 where it ended the episodes. Its head::
+
+    0       4 bytes   the letters IGB1
+    4       uint16    bytes per number
+    6       uint16    flags of the request
+    8       uint32    K
+    12      uint32    N
+    16      uint64    number of the first of these steps
+    24      uint32    observations per episode, K or 1
+    28      uint32    numbers per observation, 14
+    32      uint32    episodes that each row has finished since the session's reset
+    36      uint32    steps left in the running episodes
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEDIA_TYPE: Final = "application/octet-stream"
+MAGIC: Final = b"IGB1"
+REQUEST: Final = struct.Struct("<4sHHIIQ16s")
+ANSWER: Final = struct.Struct("<4sHHIIQIIII")
+HOLD: Final = 1
+LAST: Final = 2
+ACTION_SIZE: Final = 5
+OBSERVATION_SIZE: Final = 14
+_TYPES: Final[dict[int, np.dtype[Any]]] = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSteps:
+    """What a request asks for: ``actions`` (K, N, 5), or (1, N, 5) to hold them for all of the ``n_steps``."""
+
+    session_id: str
+    actions: Array
+    n_steps: int
+    number: int | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlayed:
+    """What the steps gave.
+
+    ``observations`` (K, N, 14), or (1, N, 14) for the last alone; ``rewards`` (K, N); ``done`` (K,), steps that ended
+    the episodes. ``number`` counts the first of these steps from the session's reset.
+    """
+
+    number: int
+    observations: Array
+    rewards: Array
+    done: NDArray[np.bool_]
+    episodes: int
+    steps_left: int
+
+
+def encode_request(steps: BatchSteps) -> bytes:
+    """The bytes of a request; numbers are float32 or float64 as the actions are."""
+    rows = np.ascontiguousarray(steps.actions, dtype=_little(steps.actions))
+    flags = HOLD * (len(rows) != steps.n_steps) + LAST * steps.last
+    head = REQUEST.pack(
+        MAGIC,
+        rows.itemsize,
+        flags,
+        steps.n_steps,
+        rows.shape[1],
+        steps.number or 0,
+        bytes.fromhex(steps.session_id),
+    )
+    return head + rows.tobytes()
+
+
+def decode_request(body: bytes) -> BatchSteps:
+    """Read a request. Raises ValueError that says what is wrong with it."""
+    if len(body) < REQUEST.size:
+        raise ValueError(f"the body has {len(body)} bytes, its head alone takes {REQUEST.size}")
+    magic, size, flags, n_steps, n_rows, number, session = REQUEST.unpack_from(body)
+    if magic != MAGIC:
+        raise ValueError(f"the body begins with {magic!r} instead of {MAGIC!r}")
+    if size not in _TYPES:
+        raise ValueError(f"{size} bytes per number: it must be 4 (float32) or 8 (float64)")
+    if flags & ~(HOLD | LAST):
+        raise ValueError(f"flags {flags:#x}: only {HOLD} (hold) and {LAST} (last) are known")
+    sent = 1 if flags & HOLD else n_steps
+    wanted = REQUEST.size + sent * n_rows * ACTION_SIZE * size
+    if len(body) != wanted:
+        raise ValueError(
+            f"the body has {len(body):,} bytes; {sent} x {n_rows} actions of {size}-byte numbers: {wanted:,}"
+        )
+    actions = np.frombuffer(body, _TYPES[size], offset=REQUEST.size).reshape(sent, n_rows, ACTION_SIZE)
+    return BatchSteps(session.hex(), actions, n_steps, number or None, bool(flags & LAST))
+
+
+def encode_answer(played: BatchPlayed, flags: int) -> bytes:
+    """The bytes of an answer; its arrays are float32 or float64."""
+    head = ANSWER.pack(
+        MAGIC,
+        played.rewards.itemsize,
+        flags,
+        *played.rewards.shape,
+        played.number,
+        len(played.observations),
+        OBSERVATION_SIZE,
+        played.episodes,
+        played.steps_left,
+    )
+    parts = (played.observations, played.rewards, played.done)
+    return b"".join([head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)])
+
+
+def decode_answer(body: bytes) -> BatchPlayed:
+    """Read an answer; its arrays are views of ``body``. Raises ValueError if it is none."""
+    if len(body) < ANSWER.size or body[:4] != MAGIC:
+        raise ValueError("the answer is no batch of steps")
+    _, size, _, n_steps, n_rows, number, n_observed, width, episodes, left = ANSWER.unpack_from(body)
+    seen, kind = n_observed * n_rows * width, _TYPES[size]
+    at = ANSWER.size + (seen + n_steps * n_rows) * size
+    numbers = np.frombuffer(body, kind, count=seen + n_steps * n_rows, offset=ANSWER.size)
+    done = np.frombuffer(body, np.uint8, count=n_steps, offset=at).astype(np.bool_)
+    observations = numbers[:seen].reshape(n_observed, n_rows, width)
+    return BatchPlayed(number, observations, numbers[seen:].reshape(n_steps, n_rows), done, episodes, left)
+
+
+def flags_of(steps: BatchSteps) -> int:
+    """The flags that a request was sent with."""
+    return HOLD * (len(steps.actions) != steps.n_steps) + LAST * steps.last
+
+
+def _little(array: Array) -> np.dtype[Any]:
+    return _TYPES[4] if array.dtype.itemsize == 4 else _TYPES[8]
