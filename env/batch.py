@@ -214,8 +214,10 @@ class ServingBatch:
             "max_throughput_tps": self.calibration.max_throughput_tps,
             "slo_ms": self.task.slo_target_ms,
             "budget_per_step": self.task.cost_budget / self.task.episode_length,
+            "memory_limit_gb": float(self.task.grade.get("memory_limit_gb", np.inf)),
+            "memory_slope_gb": float(self.task.grade.get("memory_slope_gb", 1.0)),
         }
-        names = ("tokens_per_sec", "ttft_p50_ms", "violation_share", "cost_per_1k")
+        names = ("tokens_per_sec", "ttft_p50_ms", "violation_share", "cost_per_1k", "gpu_memory_gb")
         arrays: dict[str, Any] = {name: self.metric[name] for name in names}
         return RewardKernel(constants, {**arrays, "reward": self.reward, "terms": self.reward_terms})
 

@@ -1,9 +1,10 @@
 """The reward of one step: R = alpha*T - beta*L - gamma*V - delta*C, every term in [0, 1].
 
 T = tokens per second / MAX_THROUGHPUT, L = log(1 + TTFT/SLO) / log(1 + 5000/SLO), V = share of the step's requests that
-missed their objective, C = cost of the step / (cost of the step + budget per step). L grows with the logarithm because
-a linear one saturates in overload and then teaches nothing; C is one half when the step spends just its share of the
-budget. With weights that sum to at most one on the negative side, R lies in [-1, 1] without being cut.
+missed their objective (plus, where the task grades memory, the memory beyond its limit on the grade's scale) and C =
+cost of the step / (cost of the step + budget per step). L grows with the logarithm because a linear one saturates in
+overload and then teaches nothing; C is one half when the step spends just its share of the budget. With weights that
+sum to at most one on the negative side, R lies in [-1, 1] without being cut.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
 """
@@ -39,7 +40,10 @@ class RewardKernel:
             for b in range(lo, hi):
                 throughput = min(1.0, self.tokens_per_sec[b] / self.max_throughput_tps)
                 latency = min(1.0, log1p(self.ttft_p50_ms[b] / self.slo_ms) * self.latency_scale)
-                violations = min(1.0, self.violation_share[b])
+                # Memory beyond a graded limit is an objective missed by every request; without this term the reward
+                # would call for the very KV pool that the grade punishes.
+                beyond = max(0.0, self.gpu_memory_gb[b] - self.memory_limit_gb) / self.memory_slope_gb
+                violations = min(1.0, self.violation_share[b] + beyond)
                 cost = self.cost_per_1k[b] / (self.cost_per_1k[b] + self.budget_per_step)
                 self.terms[0, b] = throughput
                 self.terms[1, b] = latency
