@@ -12,12 +12,15 @@ import ipaddress
 import itertools
 import re
 import secrets
+import sys
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
@@ -28,6 +31,8 @@ from server.request_errors import BodyTooLargeError, RateLimitedError, Unauthori
 from server.settings import Settings
 from server.wire import REQUEST_ID_KEY
 
+CLIENT_WENT_AWAY: Final = 499
+"""Status under which a request is logged and counted that nobody waited for; no answer carries it."""
 SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope under which a route leaves the session id for the log."""
 PREFIXES: Final = ("", "/traffic", "/serving")
@@ -75,11 +80,13 @@ class RequestLog:
 
         try:
             await self.app(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            status = CLIENT_WENT_AWAY
         finally:
             took_s = time.perf_counter() - started
             self._metrics.count(scope["path"], status, took_s)
             if self._mode == "all" or (self._mode == "errors" and status >= 400):
-                self._write(scope, request_id, status, took_s)
+                self._write(scope, request_id, status, took_s, sys.exc_info()[1])
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         opened = int(scope["type"] == "websocket")
@@ -100,9 +107,10 @@ class RequestLog:
                 return bytes(value)
         return b"%s-%x" % (self._prefix.encode(), next(self._numbers))
 
-    def _write(self, scope: Scope, request_id: bytes, status: int, took_s: float) -> None:
+    def _write(self, scope: Scope, request_id: bytes, status: int, took_s: float, error: BaseException | None) -> None:
         session = scope.get(SESSION_KEY)
         client = scope.get("client")
+        cause = {} if error is None else {"traceback": "".join(traceback.format_exception(error))}
         self._log.write(
             {
                 "time": time.time(),
@@ -115,6 +123,7 @@ class RequestLog:
                 "status": status,
                 "ms": round(1000 * took_s, 3),
                 "client": client[0] if client else None,
+                **cause,
             }
         )
 

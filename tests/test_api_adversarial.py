@@ -294,3 +294,44 @@ def test_a_long_request_is_finished_after_sigterm(tmp_path: Path) -> None:
         assert "Application shutdown complete" in server.log.read_text()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+# ---------------------------------------------------------------- what the log says
+
+
+def logged(server: RunningServer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+
+
+def test_a_client_that_goes_away_in_the_middle_of_its_body_leaves_one_quiet_line(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        for _ in range(3):
+            with connect(server) as connection:
+                connection.sendall(post("/reset", b"{}", "X-Request-Id: gone")[:-1])
+                time.sleep(0.05)
+        server.post("/reset")
+        counted = server.client.get("/metrics").text
+        server.stop()
+        lines = [line for line in logged(server) if line.get("request_id") == "gone"]
+        assert [line["status"] for line in lines] == [499] * 3
+        assert 'inferencegym_http_requests_total{path="/reset",status="499"} 3.0' in counted
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_a_failure_of_ours_is_logged_with_its_cause_under_the_id_that_the_client_got(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("hidden")
+
+    app = create_app(Settings(store_url="memory://"))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        monkeypatch.setattr(app.state.context.sessions, "reset", broken)
+        answer = client.post("/reset", headers={"X-Request-Id": "find-me"})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (500, "internal")
+    assert answer.headers["x-request-id"] == "find-me"
+    assert "hidden" not in answer.text
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    [line] = [line for line in lines if line.get("request_id") == "find-me"]
+    assert (line["level"], line["status"]) == ("error", 500)
+    assert "ZeroDivisionError: hidden" in line["traceback"]
