@@ -22,7 +22,7 @@ from inferencegym.tasks import TaskId, get_task
 from server import schemas
 from server.families import served_tables
 from server.policies import PLAYABLE, available, compressed, gzipped
-from server.request_errors import InvalidRequestError, UnknownPolicyError
+from server.request_errors import InvalidRequestError
 from server.routes import Context, documented
 from server.schemas import Schema
 from server.wire import JsonRoute, read_object
@@ -94,7 +94,7 @@ class ShadowRoutes:
                 method="POST",
                 summary="What policies would have done on your request log",
                 request_schema=_request_schema(),
-                responses=documented(_answer_schema(), 404, 429, 503),
+                responses=documented(_answer_schema(), 429, 503),
             )
         ]
 
@@ -143,7 +143,7 @@ def _check_policies(wanted: ShadowRequest) -> None:
         possible, more = available(wanted.task_id), f" for task {wanted.task_id!r}"
     for name in wanted.policies:
         if name not in possible:
-            raise UnknownPolicyError(f"policies: {name!r} cannot be asked: one of {', '.join(possible)}{more}")
+            raise InvalidRequestError("policies", name, f"one of {', '.join(possible)}{more}")
 
 
 def _policies(value: object) -> list[str]:

@@ -29,4 +29,6 @@ def accepted_unless_no_schema_can_tell(ctx: CheckContext, response: Response, ca
         return
     if "beta + gamma + delta must not exceed 1" in detail["message"]:
         return
+    if case.operation.path.endswith("/shadow") and detail.get("field") == "policies":
+        return  # which policies are stored for which task
     raise AssertionError(f"a request that fits the schema was refused: {response.status_code} {detail}")
