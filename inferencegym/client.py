@@ -1,6 +1,7 @@
 """Clients of a server, none of which needs the simulator.
 
 ``InferenceGymHTTP`` and ``AsyncInferenceGymHTTP`` play over HTTP with the methods, results and errors of local use.
+``InferenceGymBatch`` plays many episodes at once over one connection, as arrays (numpy).
 ``InferenceGymEnv`` is OpenEnv's client over a WebSocket, with ``InferenceGymAction``, ``InferenceGymObservation`` and
 ``InferenceGymState``; OpenEnv's ``AutoEnv.from_env("inference_gym", base_url=...)`` finds it here once this package is
 installed. ``TrafficControllerEnv`` and its types are the same for the other environment.
@@ -21,6 +22,7 @@ from inferencegym.http_client import (
 )
 
 if TYPE_CHECKING:
+    from inferencegym.batch_client import InferenceGymBatch
     from inferencegym.openenv_client import InferenceGymEnv, TrafficControllerEnv
     from inferencegym.openenv_types import (
         InferenceGymAction,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncInferenceGymHTTP",
     "InferenceGymAction",
+    "InferenceGymBatch",
     "InferenceGymEnv",
     "InferenceGymHTTP",
     "InferenceGymObservation",
@@ -50,10 +53,13 @@ _CLIENTS = ("InferenceGymEnv", "TrafficControllerEnv")
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs OpenEnv on first use: it takes half a second, which a plain HTTP client need not wait for."""
+    """Import what needs OpenEnv or numpy on first use: half a second, which a plain HTTP client need not wait."""
     if name not in __all__:
         raise AttributeError(f"module 'inferencegym.client' has no attribute {name!r}; it offers {', '.join(__all__)}")
     import importlib
 
-    room = "inferencegym.openenv_client" if name in _CLIENTS else "inferencegym.openenv_types"
+    if name == "InferenceGymBatch":
+        room = "inferencegym.batch_client"
+    else:
+        room = "inferencegym.openenv_client" if name in _CLIENTS else "inferencegym.openenv_types"
     return getattr(importlib.import_module(room), name)

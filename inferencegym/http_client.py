@@ -139,13 +139,18 @@ class _Episode:
         """Seconds until the next attempt, or None when the outcome stands."""
         if attempt >= self._retries or (answer is not None and answer.status_code not in RETRIED_STATUSES):
             return None
-        asked = answer.headers.get("retry-after", "") if answer is not None else ""
-        # Jitter, so that clients that failed together do not come back together.
-        pause = float(asked) if asked.isdigit() else 0.1 * 2**attempt * random.uniform(0.5, 1.5)
-        return min(pause, LONGEST_PAUSE_S)
+        return pause_s(attempt, answer)
 
 
-def _json_of(answer: httpx.Response) -> dict[str, Any]:
+def pause_s(attempt: int, answer: httpx.Response | None) -> float:
+    """Seconds until the attempt after this one (counting from 0): what the server asked for, else longer each time."""
+    asked = answer.headers.get("retry-after", "") if answer is not None else ""
+    # Jitter, so that clients that failed together do not come back together.
+    pause = float(asked) if asked.isdigit() else 0.1 * 2**attempt * random.uniform(0.5, 1.5)
+    return min(pause, LONGEST_PAUSE_S)
+
+
+def json_of(answer: httpx.Response) -> dict[str, Any]:
     """The body of a good answer. Raises the error that a bad one stands for."""
     try:
         body = answer.json()
@@ -162,7 +167,8 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
     raise error_of(detail["code"], message, answer.status_code, detail)
 
 
-def _unreachable(url: str, attempts: int, error: httpx.TransportError) -> ServerUnavailableError:
+def unreachable(url: str, attempts: int, error: httpx.TransportError) -> ServerUnavailableError:
+    """What to raise when no attempt was answered."""
     return ServerUnavailableError(
         f"{url} did not answer in {attempts} attempts ({error!r}): is the server running there? "
         "Nothing is lost: call the same method again, or resume(session_id) later"
@@ -256,9 +262,9 @@ class InferenceGymHTTP:
             attempt += 1
             if pause is None:
                 if lost is not None:
-                    raise _unreachable(str(self._client.base_url), attempt, lost) from lost
+                    raise unreachable(str(self._client.base_url), attempt, lost) from lost
                 assert answer is not None
-                return _json_of(answer)
+                return json_of(answer)
             time.sleep(pause)
 
 
@@ -347,9 +353,9 @@ class AsyncInferenceGymHTTP:
             attempt += 1
             if pause is None:
                 if lost is not None:
-                    raise _unreachable(str(self._client.base_url), attempt, lost) from lost
+                    raise unreachable(str(self._client.base_url), attempt, lost) from lost
                 assert answer is not None
-                return _json_of(answer)
+                return json_of(answer)
             await asyncio.sleep(pause)
 
 

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute
 
 from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
+from server.batch import BatchRoutes
 from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
 from server.metrics import Metrics
@@ -100,7 +101,12 @@ def _routes(context: Context) -> list[BaseRoute]:
 
 
 def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:
-    parts = (RootRoutes(context, prefix), PolicyRoutes(context, prefix), ShadowRoutes(context, prefix))
+    parts = (
+        RootRoutes(context, prefix),
+        BatchRoutes(context, prefix),
+        PolicyRoutes(context, prefix),
+        ShadowRoutes(context, prefix),
+    )
     return [route for part in parts for route in part.routes()]
 
 

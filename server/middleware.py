@@ -136,9 +136,12 @@ class Guard:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = Callers(settings)
-        self._largest = max(settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes)
+        self._largest = max(
+            settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes, settings.max_batch_bytes
+        )
         per_minute = {
             "/reset": settings.resets_per_minute,
+            "/reset/batch": settings.batch_resets_per_minute,
             "/grader": settings.grades_per_minute,
             "/baseline": settings.baselines_per_minute,
             "/play": settings.plays_per_minute,

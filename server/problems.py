@@ -19,6 +19,7 @@ NEXT: Final[dict[str, str]] = {
     "invalid_config": "correct the request and send it again; GET /info has the schemas",
     "invalid_request": "correct the request and send it again; GET /info has the schemas",
     "invalid_json": "send one JSON object as UTF-8, without NaN, Infinity or repeated keys",
+    "invalid_batch": "GET /openapi.json describes the layout under /step/batch",
     "unknown_task": "GET /tasks lists the tasks",
     "unknown_session": "POST /reset starts a session and returns its session_id",
     "not_reset": "POST /reset first",

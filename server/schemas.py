@@ -46,12 +46,12 @@ class ResetRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ResetRequest:
-        _refuse_unknown(body, ("task_id", "seed", "config", "session_id"))
+        refuse_unknown(body, ("task_id", "seed", "config", "session_id"))
         return cls(
-            task_id=_task_id(body.get("task_id"), DEFAULT_TASK),
-            seed=_integer("seed", body.get("seed"), 0, MAX_SEED, DEFAULT_SEED),
-            config=_object("config", body.get("config")),
-            session_id=_text("session_id", body.get("session_id")),
+            task_id=task_id_of(body.get("task_id"), DEFAULT_TASK),
+            seed=integer_of("seed", body.get("seed"), 0, MAX_SEED, DEFAULT_SEED),
+            config=object_of("config", body.get("config")),
+            session_id=text_of("session_id", body.get("session_id")),
         )
 
 
@@ -68,7 +68,7 @@ class GradeRequest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> GradeRequest:
-        _refuse_unknown(body, ("task_id", "episode_log", "session_id", "seed", "config", "verify"))
+        refuse_unknown(body, ("task_id", "episode_log", "session_id", "seed", "config", "verify"))
         log = body.get("episode_log")
         if log is not None and not isinstance(log, list):
             raise InvalidRequestError("episode_log", log, "an array of log entries")
@@ -81,11 +81,11 @@ class GradeRequest:
             raise InvalidRequestError("verify", verify, "true or false")
         seed = body.get("seed")
         request = cls(
-            task_id=None if body.get("task_id") is None else _task_id(body["task_id"], DEFAULT_TASK),
+            task_id=None if body.get("task_id") is None else task_id_of(body["task_id"], DEFAULT_TASK),
             episode_log=log,
-            session_id=_text("session_id", body.get("session_id")),
-            seed=None if seed is None else _integer("seed", seed, 0, MAX_SEED, DEFAULT_SEED),
-            config=_object("config", body.get("config")),
+            session_id=text_of("session_id", body.get("session_id")),
+            seed=None if seed is None else integer_of("seed", seed, 0, MAX_SEED, DEFAULT_SEED),
+            config=object_of("config", body.get("config")),
             verify=verify,
         )
         request._check_together()
@@ -111,19 +111,20 @@ def parse_step(body: Mapping[str, Any]) -> tuple[str, Any, int | None]:
         raise InvalidRequestError("session_id", session_id, "the session_id that POST /reset returned")
     number = body.get("step")
     if number is not None:
-        number = _integer("step", number, 1, MAX_STEP, 1)
+        number = integer_of("step", number, 1, MAX_STEP, 1)
     if len(body) != 1 + ("action" in body) + ("step" in body):
-        _refuse_unknown(body, ("session_id", "action", "step"))
+        refuse_unknown(body, ("session_id", "action", "step"))
     return session_id, body.get("action", {}), number
 
 
-def _refuse_unknown(body: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_unknown(body: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise InvalidRequestError for a field that is not known."""
     for key in body:
         if key not in known:
             raise InvalidRequestError(key, body[key], "left out: the fields are " + ", ".join(known))
 
 
-def _task_id(value: object, default: TaskId) -> TaskId:
+def task_id_of(value: object, default: TaskId) -> TaskId:
     if value is None:
         return default
     value = _whole(value)
@@ -132,7 +133,7 @@ def _task_id(value: object, default: TaskId) -> TaskId:
     return value
 
 
-def _integer(name: str, value: object, low: int, high: int, default: int) -> int:
+def integer_of(name: str, value: object, low: int, high: int, default: int) -> int:
     if value is None:
         return default
     value = _whole(value)
@@ -146,13 +147,13 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def _object(name: str, value: object) -> Mapping[str, Any] | None:
+def object_of(name: str, value: object) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise InvalidRequestError(name, value, "an object")
     return value
 
 
-def _text(name: str, value: object) -> str | None:
+def text_of(name: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidRequestError(name, value, "a text of at least one character")
     return value

@@ -118,11 +118,26 @@ class Settings(BaseSettings):
     max_trace_bytes: int = Field(
         4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow, in bytes."
     )
+    max_batch_bytes: int = Field(
+        16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /step/batch, in bytes."
+    )
+    batch_sessions: int = Field(
+        16, ge=0, le=10_000, description="Batch sessions (/reset/batch) per process; 0 refuses them."
+    )
+    batch_row_steps: int = Field(
+        1_000_000,
+        ge=5_000,
+        le=1_000_000_000,
+        description="Episodes times their length over all batch sessions of a process; each takes 200 bytes of memory.",
+    )
     body_timeout_s: float = Field(
         30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
     )
     resets_per_minute: int = Field(
         12_000, ge=0, le=10_000_000, description="/reset per client address and process (0 = no limit)."
+    )
+    batch_resets_per_minute: int = Field(
+        600, ge=0, le=10_000_000, description="/reset/batch per client address and process (0 = no limit)."
     )
     grades_per_minute: int = Field(
         6_000, ge=0, le=10_000_000, description="/grader per client address and process (0 = no limit)."

@@ -100,12 +100,12 @@ async def read_object(request: Request, limit: int, timeout_s: float) -> dict[st
     return parse_object(body) if body else {}
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The request's body, whatever it holds; errors as in :func:`read_object`."""
+async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
+    """The request's body, whatever it holds, as JSON or the media type ``also``; errors as in :func:`read_object`."""
     for name, value in request.scope["headers"]:
         if name == b"content-length":
             _check_length(value, limit)
-        elif name == b"content-type":
+        elif name == b"content-type" and value != also:
             _check_media_type(value)
     try:
         async with asyncio.timeout(timeout_s):

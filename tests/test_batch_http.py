@@ -1,0 +1,257 @@
+"""/step/batch: many episodes over one connection are the same episodes, whatever the form of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from env.action import ACTION_HIGH, ACTION_LOW, from_row, snap
+from env.autoreset import episode_seed
+from env.batch import ServingBatch
+from env.inference_env import InferenceEnv
+from env.observation import to_array
+from inferencegym.batch_format import (
+    HOLD,
+    MEDIA_TYPE,
+    REQUEST,
+    BatchSteps,
+    decode_answer,
+    decode_request,
+    encode_request,
+)
+from inferencegym.client import InferenceGymBatch
+from inferencegym.errors import (
+    EpisodeDoneError,
+    InvalidActionError,
+    InvalidConfigError,
+    StepConflictError,
+    UnknownSessionError,
+)
+from inferencegym.tasks import get_task
+from tests.servers import RunningServer, running_server
+
+BINARY = {"content-type": MEDIA_TYPE}
+
+
+def random_actions(n_steps: int, n_rows: int, seed: int = 0) -> NDArray[np.float64]:
+    return np.random.default_rng(seed).uniform(ACTION_LOW, ACTION_HIGH, (n_steps, n_rows, 5))
+
+
+@pytest.fixture
+def batch(server: RunningServer) -> Iterator[InferenceGymBatch]:
+    with InferenceGymBatch(server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("task_id", [1, 2, 3])
+def test_each_row_is_the_single_episode_of_its_seed(batch: InferenceGymBatch, task_id: int) -> None:
+    first = batch.reset(3, task_id, seed=7, config={"episode_length": 30})
+    actions = random_actions(30, 3)
+    played = batch.play(actions, float64=True)
+    assert played.done.tolist() == [False] * 29 + [True]
+    for row in range(3):
+        env = InferenceEnv(task_id=task_id, seed=7 + row, config={"episode_length": 30})
+        assert np.array_equal(to_array(env.reset()), first[row])
+        knobs = snap(actions[:, row], np.ones(5, dtype=np.bool_))
+        for k in range(30):
+            observation, reward, done, _ = env.step(from_row(knobs[k]))
+            assert np.array_equal(to_array(observation), played.observations[k, row])
+            assert (reward, done) == (played.rewards[k, row], bool(played.done[k]))
+
+
+def test_json_and_binary_requests_give_the_same(server: RunningServer, batch: InferenceGymBatch) -> None:
+    actions = random_actions(4, 2)
+    session_id = server.post("/reset/batch", {"task_id": 3, "n": 2, "seed": 5})["session_id"]
+    as_json = server.post("/step/batch", {"session_id": session_id, "actions": actions.tolist(), "step": 1})
+    batch.reset(2, 3, seed=5)
+    played = batch.play(actions, float64=True)
+    assert as_json["observations"] == played.observations.tolist()
+    assert as_json["rewards"] == played.rewards.tolist()
+    assert (as_json["step"], as_json["steps_left"]) == (played.number, played.steps_left)
+    assert server.post("/close/batch", {"session_id": session_id}) == {"closed": True}
+
+
+def test_float32_answers_are_the_rounded_ones(batch: InferenceGymBatch) -> None:
+    actions = random_actions(3, 2).astype(np.float32)
+    batch.reset(2, 2, seed=1)
+    exact = batch.play(actions, float64=True)
+    batch.reset(2, 2, seed=1)
+    rounded = batch.play(actions)
+    assert rounded.observations.dtype == np.float32
+    assert np.array_equal(rounded.observations, exact.observations.astype(np.float32))
+
+
+def test_a_held_action_is_the_same_action_at_every_step(batch: InferenceGymBatch) -> None:
+    actions = random_actions(1, 2)
+    batch.reset(2, 1, seed=3)
+    repeated = batch.play(np.repeat(actions, 6, axis=0))
+    batch.reset(2, 1, seed=3)
+    held = batch.play(actions, 6, last=True)
+    assert np.array_equal(repeated.rewards, held.rewards)
+    assert np.array_equal(repeated.observations[-1:], held.observations)
+
+
+def test_episodes_follow_one_another_with_autoreset(batch: InferenceGymBatch) -> None:
+    batch.reset(2, 1, seed=9, config={"episode_length": 5}, autoreset=True)
+    actions = random_actions(12, 2)
+    played = batch.play(actions, float64=True)
+    assert np.flatnonzero(played.done).tolist() == [4, 9]
+    assert (played.episodes, played.steps_left) == (2, 3)
+    alone = ServingBatch(get_task(1), 2, get_task(1).config({"episode_length": 5}))
+    assert np.array_equal(played.observations[4], alone.reset([episode_seed(9, 1), episode_seed(10, 1)]))
+    assert np.array_equal(played.observations[5], alone.step(actions[5]))
+
+
+def test_a_request_sent_again_is_answered_again_and_played_once(server: RunningServer) -> None:
+    session_id = server.post("/reset/batch", {"n": 2})["session_id"]
+    body = {"session_id": session_id, "actions": random_actions(3, 2).tolist(), "step": 1}
+    first = server.post("/step/batch", body)
+    assert server.post("/step/batch", body) == first
+    other = {**body, "actions": random_actions(3, 2, seed=1).tolist()}
+    ahead = {**body, "step": 9}
+    assert [server.client.post("/step/batch", json=one).status_code for one in (other, ahead)] == [409, 409]
+    assert server.post("/step/batch", {**body, "step": None})["step"] == 4
+
+
+def test_a_lost_answer_costs_the_client_nothing(server: RunningServer) -> None:
+    class Losing(httpx.HTTPTransport):
+        lose = 1
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            answer = super().handle_request(request)
+            if request.url.path == "/step/batch" and self.lose:
+                self.lose -= 1
+                answer.read()
+                raise httpx.ReadError("lost")
+            return answer
+
+    actions = random_actions(4, 2)
+    with InferenceGymBatch(server.url, transport=Losing()) as losing, InferenceGymBatch(server.url) as safe:
+        losing.reset(2, 3, seed=5)
+        safe.reset(2, 3, seed=5)
+        for k in range(4):
+            assert np.array_equal(losing.step(actions[k]).rewards, safe.step(actions[k]).rewards)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_no_number_is_refused_by_place_and_nothing_is_lost(batch: InferenceGymBatch, value: float) -> None:
+    batch.reset(2, 1, seed=3)
+    wrong = random_actions(2, 2)
+    wrong[1, 0, 2] = value
+    with pytest.raises(InvalidActionError, match=r"actions\[1\]\[0\].batch_size"):
+        batch.play(wrong)
+    assert batch.play(random_actions(2, 2)).number == 1
+
+
+def test_steps_beyond_the_end_are_refused_and_nothing_is_lost(batch: InferenceGymBatch) -> None:
+    batch.reset(1, 1, config={"episode_length": 5})
+    with pytest.raises(EpisodeDoneError, match="5 that are left"):
+        batch.play(random_actions(6, 1))
+    assert batch.play(random_actions(5, 1)).steps_left == 0
+    with pytest.raises(EpisodeDoneError):
+        batch.step(random_actions(1, 1)[0])
+
+
+def test_wrong_shapes_and_closed_sessions_are_errors_of_their_own(server: RunningServer) -> None:
+    client = InferenceGymBatch(server.url)
+    client.reset(2, 1)
+    with pytest.raises(InvalidActionError, match="shape"):
+        client.play(random_actions(2, 3))
+    server.post("/close/batch", {"session_id": client.session_id})
+    with pytest.raises(UnknownSessionError, match="batch session"):
+        client.step(random_actions(1, 2)[0])
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 4097}, "n"),
+        ({"seeds": []}, "seeds"),
+        ({"seeds": [1, None]}, "seeds"),
+        ({"seeds": [1, -1]}, "seeds[1]"),
+        ({"seeds": [1], "n": 1}, "n"),
+        ({"n": 4096, "config": {"episode_length": 5000}}, "n"),
+        ({"autoreset": 1}, "autoreset"),
+        ({"episodes": 3}, "episodes"),
+    ],
+)
+def test_a_wrong_reset_names_its_field(server: RunningServer, body: dict[str, Any], field: str) -> None:
+    answer = server.client.post("/reset/batch", json=body)
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [None, [], [[]], [[[1, 2]]], [[[1, 2, 3, 4, "5"]]], [[[1, 2, 3, 4, None]]], [[[1, 2, 3, 4, 5]], [[1]]], {"a": 1}],
+)
+def test_wrong_json_actions_are_refused(server: RunningServer, actions: Any) -> None:
+    session_id = server.post("/reset/batch", {"n": 1})["session_id"]
+    answer = server.client.post("/step/batch", json={"session_id": session_id, "actions": actions})
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, "actions")
+    server.post("/close/batch", {"session_id": session_id})
+
+
+def test_damaged_binary_bodies_are_refused(server: RunningServer) -> None:
+    session_id = server.post("/reset/batch", {"n": 2})["session_id"]
+    good = encode_request(BatchSteps(session_id, random_actions(2, 2), 2))
+    damaged = [b"", good[:30], b"XXXX" + good[4:], good[:-1], good + b"\0", good[:4] + b"\x05" + good[5:]]
+    damaged += [good[:6] + b"\x80" + good[7:], REQUEST.pack(b"IGB1", 8, 0, 0, 2, 0, bytes.fromhex(session_id))]
+    for body in damaged:
+        answer = server.client.post("/step/batch", content=body, headers=BINARY)
+        assert (answer.status_code, answer.json()["detail"]["code"]) == (422, "invalid_batch")
+    assert decode_answer(server.client.post("/step/batch", content=good, headers=BINARY).content).number == 1
+
+
+def test_more_steps_than_one_request_takes_are_refused(server: RunningServer) -> None:
+    session_id = server.post("/reset/batch", {"n": 64, "autoreset": True})["session_id"]
+    body = {"session_id": session_id, "actions": random_actions(1, 64).tolist(), "repeat": 257, "last": True}
+    assert server.client.post("/step/batch", json=body).status_code == 422
+    held = encode_request(BatchSteps(session_id, random_actions(1, 64), 4097))
+    assert server.client.post("/step/batch", content=held, headers=BINARY).status_code == 422
+    assert server.post("/step/batch", {**body, "repeat": 4})["step"] == 1
+
+
+def test_sessions_are_limited_and_room_is_made_by_closing(tmp_path: Path) -> None:
+    with running_server(tmp_path, batch_sessions="2", batch_row_steps="10000") as server:
+        first, _ = (server.post("/reset/batch")["session_id"] for _ in range(2))
+        refused = server.client.post("/reset/batch")
+        assert (refused.status_code, int(refused.headers["retry-after"]) > 500) == (429, True)
+        server.post("/close/batch", {"session_id": first})
+        assert server.client.post("/reset/batch", json={"n": 51}).status_code == 422
+        assert server.client.post("/reset/batch", json={"n": 50}).status_code == 429  # with the other one too much
+        assert server.post("/reset/batch", {"n": 49})["n"] == 49
+        with InferenceGymBatch(server.url, retries=0) as third, pytest.raises(Exception, match="in use"):
+            third.reset(1)
+
+
+def test_a_session_restarts_in_its_place_only_with_its_own_shape(server: RunningServer) -> None:
+    begun = server.post("/reset/batch", {"n": 2, "seed": 4})
+    body = {"session_id": begun["session_id"], "n": 2, "seed": 4}
+    server.post("/step/batch", {"session_id": begun["session_id"], "actions": random_actions(1, 2).tolist()})
+    assert server.post("/reset/batch", body) == begun
+    answer = server.client.post("/reset/batch", json={**body, "n": 3})
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, "session_id")
+
+
+def test_requests_survive_their_own_bytes() -> None:
+    actions = random_actions(3, 2)
+    for steps in (BatchSteps("0" * 32, actions, 3, 7), BatchSteps("f" * 32, actions[:1], 3, None, last=True)):
+        again = decode_request(encode_request(steps))
+        assert (again.session_id, again.n_steps, again.number, again.last) == (
+            steps.session_id,
+            3,
+            steps.number,
+            steps.last,
+        )
+        assert np.array_equal(again.actions, steps.actions)
+    assert encode_request(BatchSteps("0" * 32, actions[:1], 3))[6] == HOLD
+    with pytest.raises((InvalidConfigError, StepConflictError, ValueError), match="begins with"):
+        decode_request(b"\0" * 40)
