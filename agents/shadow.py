@@ -157,9 +157,9 @@ def _task(
     entry: dict[str, Any] = {
         "name": "Shadow",
         "trace": trace.name,
-        "slo_target_ms": slo_ms or DEFAULT_SLO_MS,
+        "slo_target_ms": DEFAULT_SLO_MS if slo_ms is None else slo_ms,
         "arrival_rate_rps": max(0.01, log_summary(log)["rate_rps"]),
-        "n_replicas": n_replicas or 1,
+        "n_replicas": 1 if n_replicas is None else n_replicas,
     }
     task = parse_task("shadow", entry, base=trace.parent)
     if like is not None:

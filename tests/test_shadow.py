@@ -1,0 +1,266 @@
+"""Shadow mode: every policy meets the same recorded log, the report adds up, the export speaks the engine's language."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from agents.protocol import FloatArray
+from agents.shadow import DRAIN_S, FIXED, ShadowReport, shadow
+from agents.shadow_export import draft_schedule, fastest_draft, recommendation, vllm_config
+from agents.shadow_report import render_html
+from inferencegym.cli import main
+from inferencegym.commands.shadow import agent_names
+from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
+from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
+from inferencegym.tasks import get_task
+from simulator.requests import RequestLog
+from simulator.tables import load_tables
+from simulator.whatif import run_requests
+
+
+def flood(seconds: int = 120, calm: float = 2.0, busy: float = 14.0, classes: bool = False) -> RequestLog:
+    """A quiet log with a flood in its middle third."""
+    rng = np.random.default_rng(7)
+    rates = np.where((np.arange(seconds) >= seconds // 3) & (np.arange(seconds) < 2 * seconds // 3), busy, calm)
+    counts = rng.poisson(rates)
+    counts[0] = max(1, counts[0])
+    arrival = np.sort(np.repeat(np.arange(seconds), counts) + rng.random(counts.sum()))
+    n = len(arrival)
+    kinds = rng.integers(0, 2, n) if classes else np.zeros(n, dtype=np.int64)
+    return RequestLog(
+        arrival - arrival[0],
+        np.rint(rng.lognormal(6.0, 0.6, n)) + 1,
+        np.rint(rng.lognormal(4.8, 0.6, n)) + 1,
+        kinds.astype(np.int64),
+    )
+
+
+SMALL = ServeAction(1.0, 0, 16, False, QuantTier.FP16)
+
+
+@pytest.fixture(scope="module")
+def report() -> ShadowReport:
+    return shadow(
+        flood(),
+        ["heuristic", 'constant:{"batch_size": 128, "spec_length": 2, "quant_tier": 1}'],
+        fixed=SMALL,
+        n_replicas=1,
+    )
+
+
+def test_every_policy_meets_the_same_requests_and_none_gets_lost(report: ShadowReport) -> None:
+    arrived = report.log["requests"]
+    for outcome in report.outcomes:
+        assert outcome.completed + outcome.rejected + outcome.unserved == pytest.approx(arrived, abs=1e-6)
+        assert 0.0 <= outcome.slo_miss_share <= 1.0
+        assert outcome.ttft_p50_ms <= outcome.ttft_p90_ms <= outcome.ttft_p99_ms
+        assert sum(outcome.support.values()) == pytest.approx(1.0)
+
+
+def test_the_fixed_configuration_comes_first_and_spends_the_budget(report: ShadowReport) -> None:
+    assert [o.policy for o in report.outcomes][:2] == [FIXED, "heuristic"]
+    assert report.outcomes[0].cost == pytest.approx(5.0)
+    assert report.fixed_action == SMALL.to_dict()
+    assert set(report.outcomes[0].timeline["batch_size"]) == {16.0}
+
+
+def test_a_replay_is_the_same_every_time_and_does_not_depend_on_company(report: ShadowReport) -> None:
+    alone = shadow(flood(), ["heuristic"], fixed=SMALL, n_replicas=1)
+    assert alone.outcomes[1] == report.outcomes[1]
+
+
+def test_percentiles_agree_with_the_what_if_of_the_same_configuration(report: ShadowReport) -> None:
+    said = run_requests(SMALL, flood(), load_tables(), queue_limit=512)
+    fixed = report.outcomes[0]
+    assert fixed.ttft_p50_ms == pytest.approx(said.ttft_p50_ms, rel=0.02)
+    assert fixed.ttft_p99_ms == pytest.approx(said.ttft_p99_ms, rel=0.02)
+
+
+def test_more_slots_miss_fewer_objectives_in_a_flood() -> None:
+    outcomes = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_replicas=1).outcomes
+    assert outcomes[1].slo_miss_share < 0.5 * outcomes[0].slo_miss_share
+    assert outcomes[1].goodput_rps > outcomes[0].goodput_rps
+
+
+def test_gpu_seconds_count_both_gpus_of_a_disaggregated_replica() -> None:
+    log = flood(30)
+    outcomes = shadow(log, ['constant:{"prefill_disagg": true}'], n_replicas=2).outcomes
+    seconds = int(np.ceil(log.arrival_s[-1] + 1e-9)) + DRAIN_S
+    assert [o.gpu_seconds for o in outcomes] == [2 * seconds, 4 * seconds]
+
+
+def test_restarts_are_counted() -> None:
+    class Flipper:
+        """Changes precision once, at step 20."""
+
+        def reset(self, n_rows: int) -> None:
+            self._step = 0
+
+        def act(self, observation: FloatArray) -> FloatArray:
+            self._step += 1
+            return np.array([[1.0, 0, 32, 0, 1.0 if self._step > 20 else 0.0]])
+
+    outcomes = shadow(flood(30), [Flipper()], n_replicas=1).outcomes
+    assert [(o.policy, o.restarts) for o in outcomes] == [(FIXED, 0), ("Flipper", 1)]
+
+
+def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
+    task = get_task(3)
+    outcome = shadow(flood(40, classes=True), [], task=task).outcomes[0]
+    assert list(outcome.slo_miss_by_class) == ["interactive", "batch"]
+
+
+def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
+    small, large = (shadow(flood(30, rate, rate), []).n_replicas for rate in (2.0, 60.0))
+    assert small == 1
+    assert large > 3
+
+
+def test_wrong_input_is_refused() -> None:
+    log = flood(30)
+    with pytest.raises(InvalidConfigError, match="agent 'nobody' is unknown"):
+        shadow(log, ["nobody"], n_replicas=1)
+    with pytest.raises(InvalidActionError, match="batch_size=0"):
+        shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
+    with pytest.raises(InvalidConfigError, match="slo_target_ms=0"):
+        shadow(log, [], slo_ms=0.0, n_replicas=1)
+    with pytest.raises(InvalidConfigError, match="n_replicas=0"):
+        shadow(log, [], n_replicas=0)
+    week = RequestLog(np.array([0.0, 6e5]), np.array([9.0, 9.0]), np.array([9.0, 9.0]), np.zeros(2, dtype=np.int64))
+    with pytest.raises(DataFormatError, match="choose a part of it"):
+        shadow(week, [], n_replicas=1)
+
+
+def test_the_report_is_json(report: ShadowReport) -> None:
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["best"] == report.best().policy
+    assert len(again["outcomes"][0]["timeline"]["t_s"]) == len(again["arrivals_per_s"]) <= 600
+
+
+# ---------------------------------------------------------------- the engine's terms
+
+
+def test_the_vllm_export_is_a_config_file_with_the_policys_settings(report: ShadowReport) -> None:
+    policy = report.outcomes[2].policy
+    config = yaml.safe_load(vllm_config(report, load_tables(), policy, draft_model="my/eagle"))
+    assert config["max-num-seqs"] == 128
+    assert config["quantization"] == "compressed-tensors"
+    assert 0.9 < config["gpu-memory-utilization"] <= 0.98
+    speculative = json.loads(config["speculative-config"])
+    assert (speculative["method"], speculative["model"]) == ("eagle", "my/eagle")
+    assert speculative["num_speculative_tokens"] == max(speculative["num_speculative_tokens_per_batch_size"].values())
+    assert re.fullmatch(r"(\d+-\d+ )*", "".join(f"{r} " for r in speculative["num_speculative_tokens_per_batch_size"]))
+
+
+def test_a_policy_without_drafting_exports_no_speculation(report: ShadowReport) -> None:
+    config = yaml.safe_load(vllm_config(report, load_tables(), FIXED))
+    assert config == {
+        "max-num-seqs": 16,
+        "gpu-memory-utilization": pytest.approx(0.94, abs=0.01),
+        "max-num-batched-tokens": 2048,
+        "dtype": "bfloat16",
+    }
+
+
+def test_the_draft_schedule_covers_every_batch_size_once_and_follows_the_policy() -> None:
+    running = np.array([2.0] * 50 + [100.0] * 50)
+    drafted = np.array([4.0] * 50 + [0.0] * 50)
+    schedule, sources = draft_schedule(drafted, running, load_tables(), QuantTier.FP16, 512.0, max_num_seqs=200)
+    ends = [tuple(map(int, name.split("-"))) for name in schedule]
+    assert ends[0][0] == 1
+    assert ends[-1][1] == 200
+    assert all(high + 1 == low for (_, high), (low, _) in itertools.pairwise(ends))
+    at = {
+        n: next(k for (low, high), k in zip(ends, schedule.values(), strict=True) if low <= n <= high) for n in (2, 100)
+    }
+    assert at == {2: 4, 100: 0}
+    assert set(sources.values()) == {"policy", "table"}
+
+
+def test_drafting_that_pays_at_one_request_is_found_in_the_table() -> None:
+    tables = load_tables()
+    per_token = tables.decode_ms[0, :, 0, 3] / tables.spec_tokens
+    assert fastest_draft(tables, QuantTier.FP16, 1.0, 512.0) == int(tables.axes["spec_length"][per_token.argmin()])
+
+
+def test_an_unknown_policy_cannot_be_exported(report: ShadowReport) -> None:
+    with pytest.raises(InvalidConfigError, match="policy 'nobody' is not in the report"):
+        recommendation(report, load_tables(), "nobody")
+
+
+# ---------------------------------------------------------------- the page and the command
+
+
+class Links(HTMLParser):
+    """Everything that a browser would fetch, and ids seen twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and value and not value.startswith("#"):
+                self.fetched.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+
+def test_the_page_is_whole_by_itself(report: ShadowReport) -> None:
+    page = render_html(report, load_tables(), 'my <log> & "more"')
+    links = Links()
+    links.feed(page)
+    assert links.fetched == []
+    assert len(links.ids) == len(set(links.ids))
+    assert "<script" not in page
+    assert "my &lt;log&gt; &amp; &quot;more&quot;" in page
+    assert page.count("<svg") == 2
+    for outcome in report.outcomes:
+        assert outcome.policy.replace('"', "&quot;") in page
+
+
+def test_the_command_writes_page_and_export_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f"{a:.3f},{int(p)},{int(o)}"
+        for a, p, o in zip(
+            *(getattr(flood(30), c).tolist() for c in ("arrival_s", "prompt_tokens", "output_tokens")), strict=True
+        )
+    ]
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    options = ["--agent", 'heuristic,constant:{"batch_size": 64, "quant_tier": 1}', "--replicas", "1"]
+    assert main(["shadow", "--trace", "log.csv", *options, "--html", "r.html", "--export", "vllm"]) == 0
+    said = capsys.readouterr().out
+    assert "heuristic" in said
+    assert 'constant:{"batch_size": 64, "quant_tier": 1}' in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "r.html", "shadow-vllm.yaml"]
+
+
+def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
+    for text, message in (
+        ("{", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"batch": 3}', "batch=3 is not allowed"),
+    ):
+        assert main(["shadow", "--trace", str(tmp_path / "log.csv"), "--baseline", text, "--replicas", "1"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_commas_within_braces_do_not_part_agent_names() -> None:
+    assert agent_names('naive, constant:{"a": 1, "b": 2},ppo') == ["naive", 'constant:{"a": 1, "b": 2}', "ppo"]
+
+
+def test_the_default_baseline_is_an_engines_defaults() -> None:
+    assert shadow(flood(20), [], n_replicas=1).fixed_action == NAIVE_ACTION.to_dict()
