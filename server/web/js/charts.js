@@ -68,7 +68,7 @@ export class TimeChart {
     const ink = colour("muted"), grid = { stroke: colour("grid"), width: 1 }, font = "11px system-ui, sans-serif";
     this.plot = new uPlot({
       width, height: this.height, legend: { show: false },
-      padding: [6, 8, 0, 0],
+      padding: [6, 14, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 }, ...(this.sync ? { sync: { key: this.sync } } : {}) },
       scales: { x: { time: false, range: () => this.span }, y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.range(low, high) } },
       axes: [

@@ -136,7 +136,7 @@ class Race {
       ttft: new TimeChart({ title: "Time to first token", unit: "ms, log", series: players, log: true, sync,
         limits: [{ value: this.task.slo_target_ms, label: "SLO" }], tools: this.ttftChoice() }),
       memory: new TimeChart({ title: "Memory per GPU", unit: "GB", series: players, sync,
-        limits: memoryLimit ? [{ value: memoryLimit, label: "limit" }] : [{ value: Number(this.info.data.memory_budget_gb ?? 40), label: "GPU" }] }),
+        limits: memoryLimit ? [{ value: memoryLimit, label: "limit" }] : [{ value: this.info.data.memory_budget_gb, label: "GPU" }] }),
       throughput: new TimeChart({ title: "Throughput", unit: "tokens/s", series: players, sync }),
       cost: new TimeChart({ title: "Cost so far", unit: "units", series: players, sync, limits: [{ value: this.task.cost_budget, label: "budget" }] }),
     };

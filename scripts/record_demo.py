@@ -1,0 +1,236 @@
+"""Film a race on the page, and take the two pictures that the README shows.
+
+    python scripts/record_demo.py [--url http://localhost:7860] [--out benchmarks/figures]
+
+Without ``--url`` a server is started for it. Needs Chromium and the requirements for training (Pillow comes with them).
+Frames are shown by the race's own clock, so the film is the same length however slow the machine is that records it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CHROMIUM_ARGUMENTS: Final = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+TASK, SEED = 3, 42
+FILM_SIZE: Final = {"width": 1180, "height": 860}
+PICTURE_SIZE: Final = {"width": 1280, "height": 1000}
+PHONE_SIZE: Final = {"width": 390, "height": 780}
+FILM_WIDTH: Final = 880
+FILM_LIMIT_BYTES: Final = 5_000_000
+PICTURE_LIMIT_BYTES: Final = 150_000
+MS_PER_SECOND: Final = 90
+"""How long a second of the race is on the film."""
+END_MS: Final = 5_000
+START_S: Final = 30
+
+ORDER: Final = ("quant_tier", "batch_size", "kv_budget", "prefill_disagg", "spec_length")
+"""In which the person in the film moves the sliders, one every few seconds, towards the best constant setting known."""
+EVERY_S: Final = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Film a race on the page and take pictures of it.")
+    parser.add_argument("--url", help="a running server; without it one is started")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="where the files go")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    server = contextlib.nullcontext(options.url) if options.url else running_server()
+    with server as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=list(CHROMIUM_ARGUMENTS))
+        written = [
+            film(browser, url, options.out / "race.gif"),
+            picture(browser, url, options.out / "page-desktop.png"),
+            phone_picture(browser, url, options.out / "page-phone.png"),
+        ]
+        browser.close()
+    too_large = 0
+    for path, limit in zip(written, (FILM_LIMIT_BYTES, PICTURE_LIMIT_BYTES, PICTURE_LIMIT_BYTES), strict=True):
+        size = path.stat().st_size
+        too_large += size > limit
+        print(f"{path.name}: {size:,} bytes" + (f", more than {limit:,}" if size > limit else ""))
+    return 1 if too_large else 0
+
+
+def chromium() -> str:
+    """Path of an installed Chromium."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        sys.exit("Chromium was not found: run scripts/install_test_servers.sh as root, or install it by hand")
+    return path
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[str]:
+    """A server of this checkout on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"INFERENCEGYM_PORT": str(port), "INFERENCEGYM_HOST": "127.0.0.1", "INFERENCEGYM_DATA_DIR": folder}
+        with (Path(folder) / "server.log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "server.app"], cwd=ROOT, env={**os.environ, **settings}, stderr=log
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_for(url)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+def _wait_for(url: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health"):
+                return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    sys.exit(f"the server did not start within {START_S} s")
+
+
+# ---------------------------------------------------------------- the film
+
+
+def film(browser: Browser, url: str, path: Path) -> Path:
+    """A whole race as an animated GIF."""
+    page = opened(browser, url, FILM_SIZE, "light")
+    page.get_by_label("Speed").select_option("5")
+    moves = best_moves(page, url)
+    frames = [(0, page.screenshot())]
+    page.get_by_role("button", name="Start the race").click()
+    while (second := played(page)) < 200:
+        while moves and second >= EVERY_S * (len(ORDER) - len(moves) + 1):
+            knob, position = moves.pop(0)
+            page.locator(f"#knob-{knob}").fill(position)
+        if second > frames[-1][0]:
+            frames.append((second, page.screenshot()))
+    page.wait_for_selector(".result h2")
+    frames.append((200, page.screenshot()))
+    page.context.close()
+    _write_film(frames, path)
+    return path
+
+
+def best_moves(page: Page, url: str) -> list[tuple[str, str]]:
+    """Knobs and slider positions that come nearest to the best constant setting, in the order of play."""
+    body = {"task_id": TASK, "seed": SEED, "agent": "best_static"}
+    answer = page.request.post(f"{url}/play", data=body).json()
+    return [(knob, _nearest(page, knob, float(answer["action"][knob][0]))) for knob in ORDER]
+
+
+def _nearest(page: Page, knob: str, value: float) -> str:
+    slider = page.locator(f"#knob-{knob}")
+    start = slider.input_value()
+    distance: dict[str, float] = {}
+    for position in range(int(slider.get_attribute("max") or 0) + 1):
+        slider.fill(str(position))
+        distance[str(position)] = abs(_value(slider.get_attribute("aria-valuetext") or "") - value)
+    slider.fill(start)
+    return min(distance, key=lambda position: distance[position])
+
+
+def _value(text: str) -> float:
+    """The number that a slider's words stand for."""
+    named = {
+        "no speculation": 0.0,
+        "FP16": 0.0,
+        "INT8": 1.0,
+        "INT4": 2.0,
+        "prefill together": 0.0,
+        "prefill apart": 1.0,
+    }
+    if text in named:
+        return named[text]
+    number = float(re.sub(r"[^0-9.]", "", text))
+    return number / 100 if "%" in text else number
+
+
+def played(page: Page) -> int:
+    """Seconds of the race that are over."""
+    found = re.search(r"(\d+) of 200", page.locator(".readings").inner_text())
+    assert found
+    return int(found[1])
+
+
+def _write_film(frames: Sequence[tuple[int, bytes]], path: Path) -> None:
+    seconds = [second for second, _ in frames]
+    durations = [(b - a) * MS_PER_SECOND for a, b in itertools.pairwise(seconds)]
+    images = [Image.open(io.BytesIO(data)).convert("RGB") for _, data in frames]
+    height = round(images[0].height * FILM_WIDTH / images[0].width)
+    small = [image.resize((FILM_WIDTH, height), Image.Resampling.LANCZOS) for image in images]
+    # One palette for all frames, so that what does not move is not sent again.
+    palette = small[-1].quantize(96, dither=Image.Dither.NONE)
+    indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in small]
+    indexed[0].save(
+        path, save_all=True, append_images=indexed[1:], duration=[1_000, *durations[1:], END_MS], loop=0, optimize=True
+    )
+
+
+# ---------------------------------------------------------------- the pictures
+
+
+def picture(browser: Browser, url: str, path: Path) -> Path:
+    """The end of a race on a desktop, in the dark theme."""
+    page = opened(browser, url, PICTURE_SIZE, "dark")
+    page.get_by_label("Speed").select_option("1000")
+    for knob, position in best_moves(page, url):
+        page.locator(f"#knob-{knob}").fill(position)
+    page.get_by_role("button", name="Start the race").click()
+    page.wait_for_selector(".result h2")
+    page.evaluate("() => window.scrollTo(0, 0)")
+    return _save(page, path)
+
+
+def phone_picture(browser: Browser, url: str, path: Path) -> Path:
+    """The middle of a race on a phone."""
+    page = opened(browser, url, PHONE_SIZE, "light")
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_role("button", name="Start the race").click()
+    while played(page) < 120:
+        time.sleep(0.05)
+    page.get_by_role("button", name="Pause").click()
+    page.locator(".readings").evaluate("(element) => element.scrollIntoView()")
+    return _save(page, path)
+
+
+def opened(browser: Browser, url: str, size: dict[str, int], scheme: str) -> Page:
+    """The page with the race loaded."""
+    context = browser.new_context(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(f"{url}/web/#race?task={TASK}&seed={SEED}")
+    page.wait_for_selector("#panel-race[data-ready=yes]")
+    return page
+
+
+def _save(page: Page, path: Path) -> Path:
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    page.context.close()
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
