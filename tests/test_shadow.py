@@ -1,4 +1,4 @@
-"""Shadow mode: every policy meets the same recorded log, the report adds up, the export speaks the engine's language."""
+"""Shadow mode: every policy meets the same recorded log, the report adds up, the export is the engine's own."""
 
 from __future__ import annotations
 
