@@ -12,7 +12,7 @@ from agents.modes import ModeAgent, ModeParams
 from agents.protocol import FloatArray
 from agents.seeds import HELD_OUT_SEEDS
 from agents.solver import Budget, Solver
-from env.action import snap, to_row
+from env.action import FORCED, snap, to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import TaskSpec, get_calibration
 
@@ -30,7 +30,7 @@ def ablate(
 
     A knob is frozen at every value that it takes in the best constant action or in a mode of the adaptive policy; each
     is searched anew and the one that is best on the validation seeds counts. ``cost`` is the paired difference of the
-    free policy to the frozen one.
+    free policy to the frozen one, ``cost_of_default`` that to the policy with the knob left at the engine's default.
     """
     free = evaluate(ModeAgent(adaptive, task), task, seeds)
     results = []
@@ -40,12 +40,17 @@ def ablate(
         frozen = [_search(task, adaptive, knob, v, budget) for v in candidate_values(adaptive, to_row(static), i)]
         value, policy, _ = max(frozen, key=lambda found: found[2])
         played = evaluate(ModeAgent(policy, task), task, seeds)
+        default = float(FORCED[i])
+        _, left_alone, _ = _search(task, adaptive, knob, default, budget)
+        unused = evaluate(ModeAgent(left_alone, task), task, seeds)
         results.append(
             {
                 "knob": knob,
                 "frozen_at": value,
                 "score": float(played.scores.mean()),
                 "cost": paired(free.scores, played.scores).to_dict(),
+                "default": default,
+                "cost_of_default": paired(free.scores, unused.scores).to_dict(),
             }
         )
     return results

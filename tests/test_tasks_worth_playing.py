@@ -1,0 +1,172 @@
+"""The three tasks reward thinking: proved on held-out seeds with the committed calibration and policies.
+
+Each claim is tested with a paired 95 % interval over the 30 held-out seeds. `benchmarks/tasks.py` prints the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from agents.calibration import CALIBRATION_FILE, policy_path
+from agents.evaluate import Evaluation, evaluate, of_played, paired
+from agents.modes import ActionsAgent, ModeAgent, ModeParams, read_policy
+from agents.play import play
+from agents.protocol import Agent, FloatArray
+from agents.seeds import HELD_OUT_SEEDS
+from agents.spread import random_settings, reward_grade_correlation
+from env.action import to_row
+from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.tasks import get_calibration, get_task, list_tasks
+from simulator.tables import load_tables
+
+TASK_IDS = [task.task_id for task in list_tasks()]
+
+
+@lru_cache(maxsize=32)
+def held_out(agent: str, task_id: int) -> Evaluation:
+    return evaluate(agent, get_task(task_id))
+
+
+# ---------------------------------------------------------------- calibration is of this table
+
+
+def test_the_calibration_was_measured_on_the_table_that_ships() -> None:
+    entries = json.loads(CALIBRATION_FILE.read_text())["tasks"]
+    assert set(entries) >= {str(task_id) for task_id in TASK_IDS}
+    for key in TASK_IDS:
+        assert entries[str(key)]["table_sha256"] == load_tables().sha256
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_no_agent_is_much_faster_than_the_calibrated_optimum(task_id: int) -> None:
+    for agent in ("heuristic", "best_static", "best_adaptive"):
+        tps = play(get_task(task_id), _agent(agent, task_id), HELD_OUT_SEEDS[:10]).metrics["tokens_per_sec"]
+        assert tps.mean() < 1.02 * get_calibration(task_id).optimal_tps
+        assert tps.max() < 1.25 * get_calibration(task_id).max_throughput_tps
+
+
+# ---------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_the_naive_agent_scores_in_its_range_on_held_out_seeds(task_id: int) -> None:
+    low, high = get_task(task_id).expected_baseline or (0.0, 1.0)
+    assert low <= held_out("naive", task_id).scores.mean() <= high
+
+
+@pytest.mark.parametrize("other", ["random", "naive", "hill_climb"])
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_the_heuristic_beats_agents_that_do_not_plan(task_id: int, other: str) -> None:
+    assert paired(held_out("heuristic", task_id).scores, held_out(other, task_id).scores).low > 0.0
+
+
+@pytest.mark.parametrize(("task_id", "least"), [(2, 0.02), (3, 0.05)])
+def test_adapting_beats_the_best_constant_action(task_id: int, least: float) -> None:
+    gain = paired(held_out("best_adaptive", task_id).scores, held_out("best_static", task_id).scores)
+    assert gain.mean >= least
+    assert gain.low > 0.0
+
+
+def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
+    task = get_task(3)
+    static = ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"])
+    near = np.tile(to_row(static), (40, 1))
+    rng = np.random.default_rng(1)
+    near[:, 0] = np.clip(near[:, 0] + rng.normal(0.0, 0.15, 40), 0.1, 1.0)
+    near[:, 2] = np.clip(near[:, 2] * np.exp(rng.normal(0.0, 0.5, 40)), 1, 512)
+    actions = np.vstack([near, random_settings(160, task, seed=9)])
+    seeds = HELD_OUT_SEEDS[:6]
+    played = play(task, ActionsAgent(actions, len(seeds)), seeds, n_rows=len(actions) * len(seeds))
+    best = played.scores().reshape(-1, len(seeds)).mean(axis=1).max()
+    assert best <= held_out("best_adaptive", 3).scores[: len(seeds)].mean() - 0.03
+
+
+def cost_of_freezing(knob: str, value: float) -> float:
+    """Lower end of the paired interval of what the best adaptive policy loses with one knob held at a value."""
+    task = get_task(3)
+    free = ModeParams.from_dict(read_policy(policy_path("best_adaptive", 3)))
+    settings = free.settings.copy()
+    settings[..., list(ACTION_FIELDS).index(knob)] = value
+    frozen = evaluate(ModeAgent(ModeParams(settings, free.gate, free.stay), task), task)
+    return paired(held_out("best_adaptive", 3).scores, frozen.scores).low
+
+
+@pytest.mark.parametrize("knob", list(ACTION_FIELDS))
+def test_leaving_any_knob_at_the_engine_default_costs_on_the_hard_task(knob: str) -> None:
+    """`benchmarks/tasks.py` says how much, with the rest of the policy searched anew for every frozen knob."""
+    assert cost_of_freezing(knob, ACTION_FIELDS[knob].default) > 0.0
+
+
+@pytest.mark.parametrize("knob", ["spec_length", "prefill_disagg"])
+def test_speculation_and_prefill_placement_have_to_follow_the_load_on_the_hard_task(knob: str) -> None:
+    index = list(ACTION_FIELDS).index(knob)
+    static = to_row(ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"]))
+    assert cost_of_freezing(knob, float(static[index])) > 0.0
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_rewards_point_the_same_way_as_grades(task_id: int) -> None:
+    assert reward_grade_correlation(get_task(task_id)) >= 0.9
+
+
+# ---------------------------------------------------------------- adversarial policies
+
+
+class Thrash:
+    """Largest and smallest batch and KV pool in turn, each second."""
+
+    def reset(self, n_rows: int) -> None:
+        self.step = 0
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        self.step += 1
+        extreme = [1.0, 0, 512, 0, 1] if self.step % 2 else [0.1, 0, 1, 0, 1]
+        return np.tile(np.array(extreme, dtype=float), (len(observation), 1))
+
+
+class FlipPrecision:
+    """Another precision every second, so that some replica always restarts."""
+
+    def reset(self, n_rows: int) -> None:
+        self.step = 0
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        self.step += 1
+        return np.tile(np.array([0.9, 0, 128, 0, self.step % 3], dtype=float), (len(observation), 1))
+
+
+def constant(*knobs: float) -> Agent:
+    return ActionsAgent(np.array([knobs]), len(HELD_OUT_SEEDS))
+
+
+ADVERSARIES = {
+    "thrashing batch and KV pool": Thrash(),
+    "always out of memory": constant(1.0, 0, 512, 0, 0),
+    "one request at a time, so that the queue overflows and nearly all is refused": constant(0.1, 0, 1, 0, 0),
+    "leaving the queue to overflow behind a tiny KV pool": constant(0.1, 8, 8, 0, 0),
+    "toggling precision each second": FlipPrecision(),
+}
+
+
+@pytest.mark.parametrize("name", list(ADVERSARIES))
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_abusing_the_score_does_not_pay(task_id: int, name: str) -> None:
+    task = get_task(task_id)
+    abuse = of_played(name, play(task, ADVERSARIES[name], HELD_OUT_SEEDS))
+    heuristic = held_out("heuristic", task_id)
+    if name.startswith("toggling") and "quant_tier" not in task.active_actions:
+        # The knob is not live there, so this is a constant action that a constant agent may well play.
+        assert np.ptp(play(task, ADVERSARIES[name], HELD_OUT_SEEDS[:2]).actions[..., 4]) == 0.0
+        return
+    assert paired(heuristic.scores, abuse.scores).low > 0.0
+    assert paired(heuristic.returns, abuse.returns).low > 0.0
+
+
+def _agent(name: str, task_id: int) -> Agent:
+    from agents.registry import make_agent
+
+    return make_agent(name, get_task(task_id))
