@@ -25,7 +25,7 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --no-deps --require-hashes
 
-.PHONY: help serve install dev rl test test-fast soak check lint types format bench openenv pins sbom audit build clean
+.PHONY: help serve install dev rl test test-fast soak check lint types tidy documents format bench openenv pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
@@ -91,12 +91,24 @@ test-fast: $(STAMPS)/dev $(STAMPS)/package
 soak: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m soak
 
-check: lint types
+check: lint types tidy documents
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+
+# Dead code, duplicated code, spelling.
+tidy: $(STAMPS)/dev
+	$(BIN)/vulture
+	$(BIN)/pylint $(PACKAGES) scripts benchmarks
+	$(BIN)/codespell
+
+# Links and generated blocks of the documents, licences and checksums of the data.
+documents: $(STAMPS)/dev $(STAMPS)/package
+	$(PYTHON) scripts/check_links.py
+	$(PYTHON) scripts/check_data_notices.py
+	$(PYTHON) scripts/render_docs.py --check
 
 # With the training libraries installed, so that their types are checked too.
 types: $(STAMPS)/rl

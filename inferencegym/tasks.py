@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -513,8 +513,3 @@ def _calibrations(path: str, version: int) -> dict[str, Calibration]:
         raise InvalidConfigError(
             f"{path}: not a calibration file ({error}); measure again with `inferencegym calibrate`"
         ) from error
-
-
-def active_classes(task: TaskSpec) -> Iterable[RequestClass]:
-    """Classes that any request of the task belongs to."""
-    return [c for c in task.classes if c.share > 0 or c.burst_share > 0]

@@ -8,7 +8,7 @@ knobs, call :meth:`ServingFleet.step`, read the metrics.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -26,7 +26,6 @@ from simulator.workload import (
     REFERENCE_BATCH,
     REUSE_LOG2_FIRST,
     ClassStats,
-    Traffic,
     Workload,
     interp_log,
     traffic_of,
@@ -469,13 +468,3 @@ class ServingFleet:
 
 
 SPEC_INDEX: Final = {k: i for i, k in enumerate(SPEC_LENGTHS)}
-
-
-def with_overrides(params: ServingParams, **changes: Any) -> ServingParams:
-    """A copy of ``params`` with some fields replaced."""
-    return replace(params, **changes)
-
-
-def source_of(task: TaskSpec, tables: ServingTables) -> Traffic:
-    """The traffic of a task (kept here so that the environment needs one import)."""
-    return traffic_of(task, tables)

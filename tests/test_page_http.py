@@ -17,7 +17,6 @@ from tests.servers import ROOT, RunningServer, running_server
 
 PAGE_LIMIT_BYTES = 250_000
 """What a first visit to the race downloads, compressed as the server sends it."""
-RACE_MODULES = ("main", "race", "api", "address", "dom", "format", "charts", "knobs", "strip", "score", "log")
 
 
 @pytest.mark.parametrize("path", ["/", "/web"])
