@@ -42,6 +42,7 @@ from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from server.families import SERVING, TRAFFIC
 from server.middleware import Callers, RateLimit
+from server.openenv_late import PATHS, TASK_API, places
 from server.request_errors import InvalidJsonError, InvalidRequestError
 from server.routes import Context, documented_errors
 from server.schemas import task_description
@@ -70,8 +71,7 @@ RECORDED: Final = "test"
 """The Task API's splits: the tasks of GET /tasks, and those that replay recorded traffic."""
 
 _RESET_FIELDS: Final = ("seed", "episode_id", "task_id", "config", "split", "index", "resume", "info")
-_TASK_API: Final = tuple(f"/{{env_name}}/{name}" for name in ("splits", "tasks", "num_tasks", "task", "task_range"))
-_KEPT_PATHS: Final = frozenset({"/ws", "/mcp", "/metadata", "/schema", "/list_environments", *_TASK_API})
+_KEPT_PATHS: Final = frozenset({*PATHS, *TASK_API})
 
 NEXT: Final[Mapping[str, str]] = {
     "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) goes on with one played before",
@@ -144,7 +144,7 @@ OPENENV_FAMILIES: Final = {
 def add_openenv(app: FastAPI, context: Context) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     """Add OpenEnv's routes for every family, each under its prefix; returns what is to run around the server's life."""
     theirs = []
-    for name, prefix in _places(context):
+    for name, prefix in places(context):
         scratch = _openenv_server(OPENENV_FAMILIES[name], context, prefix)
         theirs.append(scratch)
         paths = {prefix + path for path in _KEPT_PATHS}
@@ -166,13 +166,6 @@ def add_openenv(app: FastAPI, context: Context) -> Callable[[FastAPI], AbstractA
                     await stop()
 
     return running
-
-
-def _places(context: Context) -> list[tuple[str, str]]:
-    """Family and prefix of every place where a family is served."""
-    if context.settings.env == SERVING:
-        return [(SERVING, ""), (TRAFFIC, "/traffic")]
-    return [(TRAFFIC, ""), (TRAFFIC, "/traffic"), (SERVING, "/serving")]
 
 
 def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> FastAPI:
@@ -484,6 +477,17 @@ class Frames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _Connection(self._callers.caller(scope), self._callers.address(scope))
         _connection.set(connection)
+        gone = False
+
+        async def send_if_there(message: Message) -> None:
+            # The handler tries to tell a client that went away about the failure to answer it, and fails again; it
+            # ends by itself when it next listens.
+            nonlocal gone
+            if not gone:
+                try:
+                    await send(message)
+                except OSError:
+                    gone = True
 
         async def for_the_handler() -> Message:
             while True:
@@ -496,9 +500,9 @@ class Frames:
                     answer = _malformed(error)
                 if answer is None:
                     return message
-                await send({"type": "websocket.send", "text": answer.decode()})
+                await send_if_there({"type": "websocket.send", "text": answer.decode()})
 
-        await self._app(scope, for_the_handler, send)
+        await self._app(scope, for_the_handler, send_if_there)
 
 
 def _parsed(message: Message) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -335,3 +336,25 @@ def test_a_failure_of_ours_is_logged_with_its_cause_under_the_id_that_the_client
     [line] = [line for line in lines if line.get("request_id") == "find-me"]
     assert (line["level"], line["status"]) == ("error", 500)
     assert "ZeroDivisionError: hidden" in line["traceback"]
+
+
+def test_websockets_that_break_off_in_the_middle_of_an_episode_leave_no_error_in_the_log(tmp_path: Path) -> None:
+    reset = json.dumps({"type": "reset", "data": {"task_id": 3, "seed": 1}})
+    step = json.dumps({"type": "step", "data": {"batch_size": 64}})
+    with running_server(tmp_path) as server:
+        for frames in ([reset], [reset, step], [reset] * 20, [reset, *[step] * 50]):
+            with websockets.sync.client.connect(
+                f"ws://127.0.0.1:{server.port}/ws", proxy=None, close_timeout=0.2
+            ) as client:
+                for frame in frames:
+                    client.send(frame)
+                # Reset by the client: whatever the server still sends meets a closed port.
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.socket.shutdown(socket.SHUT_RD)
+                client.socket.close()
+        deadline = time.monotonic() + 20
+        while "inferencegym_websockets 0.0" not in server.client.get("/metrics").text:
+            assert time.monotonic() < deadline, "a broken connection still counts as open"
+            time.sleep(0.1)
+        server.stop()
+        assert [line for line in logged(server) if line["level"] == "error"] == []
