@@ -133,6 +133,8 @@ def imported_distributions(package: str) -> dict[str, str]:
     found: dict[str, str] = {}
     owners = importlib.metadata.packages_distributions()
     for path in (ROOT / package).rglob("*.py"):
+        if path.parent.name == "snippets":
+            continue  # shown by the page, run by whoever copies it
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
