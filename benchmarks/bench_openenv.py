@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,14 @@ def http_steps(target: Target, seconds: float) -> int:
     return steps
 
 
-LOADS = {"1 WebSocket client": websocket(1), "8 WebSocket clients": websocket(8), "1 HTTP connection": http_steps}
+Load = Callable[[Target, float], int]
+"""Plays for so many seconds and returns the steps played."""
+
+LOADS: dict[str, Load] = {
+    "1 WebSocket client": websocket(1),
+    "8 WebSocket clients": websocket(8),
+    "1 HTTP connection": http_steps,
+}
 
 
 # ---------------------------------------------------------------- servers
@@ -234,18 +241,20 @@ Figures = dict[str, dict[str, float]]
 """Load -> server -> figure."""
 
 
-def measure(targets: list[Target], seconds: float, rounds: int, wait_s: float = 0.0) -> tuple[Figures, Figures]:
+def measure(
+    targets: list[Target], seconds: float, rounds: int, wait_s: float = 0.0, loads: Mapping[str, Load] = LOADS
+) -> tuple[Figures, Figures]:
     """Median steps per second, and median processor time of the server per step in microseconds.
 
     The servers take turns, so that a noisy minute hits them all; processor time hardly depends on the noise.
     """
     for target in targets:
-        for load in LOADS.values():
+        for load in loads.values():
             load(target, 0.2)
-    rates: dict[str, dict[str, list[float]]] = {name: {t.name: [] for t in targets} for name in LOADS}
-    costs: dict[str, dict[str, list[float]]] = {name: {t.name: [] for t in targets} for name in LOADS}
+    rates: dict[str, dict[str, list[float]]] = {name: {t.name: [] for t in targets} for name in loads}
+    costs: dict[str, dict[str, list[float]]] = {name: {t.name: [] for t in targets} for name in loads}
     for _ in range(rounds):
-        for name, load in LOADS.items():
+        for name, load in loads.items():
             for target in targets:
                 wait_for_quiet(wait_s)
                 started, used = time.perf_counter(), target.cpu_s()

@@ -26,7 +26,7 @@ from server.logs import LineLog, logging_config
 from server.metrics import Metrics
 from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
 from server.openapi import install_openapi
-from server.openenv_adapter import add_openenv
+from server.openenv_late import LateOpenEnv
 from server.policies import PolicyRoutes, TrafficPolicyRoutes
 from server.problems import install_problem_handlers
 from server.routes import Context, RootRoutes
@@ -71,9 +71,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.context = context
     app.router.routes[:0] = _routes(context)
-    hooks.append(add_openenv(app, context))
+    openenv = LateOpenEnv(app, context)
+    hooks.append(openenv.running)
     install_problem_handlers(app)
-    install_openapi(app)
+    install_openapi(app, openenv.load)
     metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
     app.add_middleware(

@@ -55,6 +55,8 @@ from server.wire import JsonRoute, parse_object, read_body, read_object, reply
 
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
+MAX_FIRST_SEED: Final = 2**62 - 1
+"""Room above it for the seeds of all rows; the next number is the same as a double."""
 MAX_STEPS: Final = 262_144
 """Steps of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers."""
 MAX_JSON_STEPS: Final = 16_384
@@ -71,10 +73,14 @@ ACTIONS: Final = tuple(ACTION_FIELDS)
 
 
 class InvalidBatchError(InferenceGymError, ValueError):
-    """The binary body of /step/batch is not laid out as documented. (HTTP 422)"""
+    """Bytes or arrays of /step/batch are not laid out as documented. (HTTP 422)"""
 
     code = "invalid_batch"
     http_status = 422
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 @dataclass(slots=True)
@@ -257,7 +263,7 @@ def _seeds(body: Mapping[str, Any]) -> list[int]:
     given = body.get("seeds")
     if given is None:
         n = schemas.integer_of("n", body.get("n"), 1, MAX_ROWS, 1)
-        first = schemas.integer_of("seed", body.get("seed"), 0, schemas.MAX_SEED - MAX_ROWS, schemas.DEFAULT_SEED)
+        first = schemas.integer_of("seed", body.get("seed"), 0, MAX_FIRST_SEED, schemas.DEFAULT_SEED)
         return list(range(first, first + n))
     for other in ("n", "seed"):
         if body.get(other) is not None:
@@ -421,7 +427,7 @@ def _array(value: object) -> NDArray[np.float64]:
         # A text or a null in it would be turned into a number otherwise.
         rows = np.array(value)
     except ValueError as error:
-        raise InvalidRequestError("actions", "a ragged array", allowed) from error
+        raise InvalidBatchError(f"actions do not form {allowed}", "actions") from error
     if rows.ndim != 3 or rows.dtype.kind not in "iuf" or rows.shape[2] != len(ACTIONS) or 0 in rows.shape:
         raise InvalidRequestError("actions", f"an array {rows.shape} of {rows.dtype}", allowed)
     return rows.astype(np.float64)
@@ -474,7 +480,7 @@ def _reset_schema() -> Schema:
             "description": "restart this session; task, config and n must be its own",
         },
     }
-    first = {"type": "integer", "minimum": 0, "maximum": schemas.MAX_SEED - MAX_ROWS}
+    first = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_FIRST_SEED + 1}
     numbered = {
         "n": {**nullable({"type": "integer", "minimum": 1, "maximum": MAX_ROWS}), "default": 1},
         "seed": {**nullable(first), "default": schemas.DEFAULT_SEED, "description": "rows play seed, seed + 1, ..."},

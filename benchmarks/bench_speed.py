@@ -1,0 +1,443 @@
+"""How fast everything is, beside its peers, measured in turns within one run of about three minutes.
+
+    python benchmarks/bench_speed.py [--seconds 1.5] [--rounds 3] [--out benchmarks/results/performance]
+
+Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
+simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, what
+durability costs, start and memory, and how the cost of a step depends on what came before. Medians of the rounds.
+EnvPool is in the extra `bench` (`pip install 'inferencegym[bench]'`); without it its row is left out and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running
+
+from env.action import ACTION_HIGH, ACTION_LOW
+from env.autoreset import AutoresetBatch
+from env.batch import ServingBatch
+from env.inference_env import InferenceEnv
+from env.vector_env import VectorInferenceEnv
+from inferencegym.client import InferenceGymBatch
+from inferencegym.models import NAIVE_ACTION
+from inferencegym.tasks import get_task
+
+HERE = Path(__file__).resolve().parent
+ROWS = 1_024
+STEPS_A_REQUEST = 64
+LONG_EPISODE = 5_000
+
+BARS: dict[str, tuple[float, bool]] = {
+    "vector, 1,024 rows with autoreset (steps/s)": (1_310_000, True),
+    "one environment (steps/s)": (105_000, True),
+    "1 HTTP connection (steps/s)": (3_400, True),
+    "8 HTTP connections (steps/s)": (6_300, True),
+    "1 WebSocket client (steps/s)": (5_900, True),
+    "8 WebSocket clients (steps/s)": (20_000, True),
+    "1 HTTP connection, batched (steps/s)": (1_000_000, True),
+    "idle memory (MiB)": (130, False),
+    "first /health (s)": (1.5, False),
+}
+"""What is to be reached, and whether more is better."""
+
+TRIED = """\
+| tried | outcome |
+|---|---|
+| numba for the kernels | rejected: 125 MB of memory in the server |
+| Cython in augmenting form (plain Python files with `.pxd`) | kept: all kernels |
+| integrals of one grid cell side by side, edges looked up once | kept: a third off the serving kernel |
+| a fleet's constants made once instead of at every reset; draws of an episode as arrays | kept: half of a reset |
+| large batches split over the cores (`ServingBatch.advance_all`) | kept |
+| K steps played by blocks of 64 rows whose history stays in cache (`ServingBatch.play`) | kept: see "played together" |
+| FastAPI's own request handling | replaced by routes without dependency solving (`server/wire.py`) |
+| Starlette's BaseHTTPMiddleware | replaced by plain ASGI |
+| the way through FastAPI's router for /reset and /step | kept short (`Shortcut`): a third off a request |
+| OpenEnv's four models per WebSocket step | answered before its handler (`Frames`), errors left to it |
+| one growing record per session in SQLite | rejected: cost grows with the episode (`bench_store.py`) |
+| per-message compression of WebSocket frames | off: frames are small and local |
+| OpenEnv's import before the first /health | see "start" |
+"""
+
+
+# ---------------------------------------------------------------- in process
+
+
+def vector_ours(task_id: int) -> Callable[[float], float]:
+    batch = ServingBatch(get_task(task_id), ROWS)
+    episodes = AutoresetBatch(batch, n_threads=os.cpu_count() or 1)
+    episodes.reset(list(range(ROWS)))
+    actions = constant_actions(ROWS)
+
+    def load(seconds: float) -> float:
+        def step() -> None:
+            if batch.done.all():
+                episodes.reset()
+            episodes.step(actions)
+
+        return rate(step, seconds, ROWS)
+
+    return load
+
+
+def vector_gymnasium_face(task_id: int) -> Callable[[float], float]:
+    envs = VectorInferenceEnv(ROWS, task_id, action="natural", n_threads=os.cpu_count() or 1)
+    envs.reset(seed=0)
+    actions = constant_actions(ROWS)
+    return lambda seconds: rate(lambda: envs.step(actions), seconds, ROWS)
+
+
+def played_together(task_id: int) -> Callable[[float], float]:
+    batch = ServingBatch(get_task(task_id), ROWS)
+    observations, rewards = np.empty((STEPS_A_REQUEST, ROWS, 14)), np.empty((STEPS_A_REQUEST, ROWS))
+    actions = np.repeat(constant_actions(ROWS)[None], STEPS_A_REQUEST, axis=0)
+    seeds = np.arange(ROWS)
+
+    def load(seconds: float) -> float:
+        def step() -> None:
+            if batch.seeds[0] < 0 or batch.time[0] + STEPS_A_REQUEST > batch.config.episode_length:
+                batch.reset(seeds)
+            batch.play(actions, observations, rewards)
+
+        return rate(step, seconds, ROWS * STEPS_A_REQUEST)
+
+    return load
+
+
+def vector_gymnasium() -> Callable[[float], float]:
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
+    envs.reset(seed=0)
+    actions = np.zeros(ROWS, dtype=np.int64)
+    return lambda seconds: rate(lambda: envs.step(actions), seconds, ROWS)
+
+
+def vector_envpool() -> Callable[[float], float]:
+    import envpool
+
+    envs = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=ROWS, num_threads=os.cpu_count())
+    envs.reset()
+    actions = np.zeros(ROWS, dtype=np.int32)
+    return lambda seconds: rate(lambda: envs.step(actions), seconds, ROWS)
+
+
+def scalar_ours() -> Callable[[float], float]:
+    env = InferenceEnv(task_id=1)
+    action = NAIVE_ACTION
+    env.reset(seed=0)
+
+    def step() -> None:
+        _, _, done, _ = env.step(action)
+        if done:
+            env.reset()
+
+    return lambda seconds: rate(step, seconds, 1)
+
+
+def scalar_cartpole() -> Callable[[float], float]:
+    env = gymnasium.make("CartPole-v1")
+    env.reset(seed=0)
+    turn = [0]
+
+    def step() -> None:
+        turn[0] ^= 1
+        _, _, terminated, truncated, _ = env.step(turn[0])
+        if terminated or truncated:
+            env.reset()
+
+    return lambda seconds: rate(step, seconds, 1)
+
+
+def constant_actions(rows: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """One action per row, spread over all that is allowed."""
+    return np.random.default_rng(0).uniform(ACTION_LOW, ACTION_HIGH, (rows, len(ACTION_LOW)))
+
+
+def rate(step: Callable[[], Any], seconds: float, steps: int) -> float:
+    """Steps per second of calls that play ``steps`` each."""
+    calls, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(10 if steps < 10_000 else 1):
+            step()
+            calls += 1
+    return calls * steps / (time.perf_counter() - began)
+
+
+def in_turns(loads: Mapping[str, Callable[[float], float]], seconds: float, rounds: int) -> dict[str, float]:
+    """Median of the rounds for each load; the loads take turns."""
+    for load in loads.values():
+        load(0.1)
+    found: dict[str, list[float]] = {name: [] for name in loads}
+    for _ in range(rounds):
+        for name, load in loads.items():
+            found[name].append(load(seconds))
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+# ---------------------------------------------------------------- over the network
+
+
+def _http_client(target: Target, seconds: float) -> int:
+    return http_steps(target, seconds)
+
+
+def _websocket_clients(target: Target, seconds: float) -> int:
+    async def together() -> int:
+        until = time.perf_counter() + seconds
+        return sum(await asyncio.gather(*(_play(target, until) for _ in range(4))))
+
+    return asyncio.run(together())
+
+
+def _one_websocket(target: Target, seconds: float) -> int:
+    return asyncio.run(_play(target, time.perf_counter() + seconds))
+
+
+def network_loads(pool: ProcessPoolExecutor) -> dict[str, Load]:
+    """Clients in processes of their own: eight connections in one would measure the client's interpreter."""
+
+    def spread(client: Load, processes: int) -> Load:
+        def load(target: Target, seconds: float) -> int:
+            # A handle of a process does not travel, and no client needs it.
+            alone = replace(target, process=None)  # type: ignore[arg-type]
+            return sum(job.result() for job in [pool.submit(client, alone, seconds) for _ in range(processes)])
+
+        return load
+
+    return {
+        "1 HTTP connection": spread(_http_client, 1),
+        "8 HTTP connections": spread(_http_client, 8),
+        "1 WebSocket client": spread(_one_websocket, 1),
+        "8 WebSocket clients": spread(_websocket_clients, 2),
+    }
+
+
+@contextlib.contextmanager
+def our_server(name: str = "InferenceGym", **settings: str) -> Iterator[Target]:
+    environment = {"HOST": "127.0.0.1", "RESETS_PER_MINUTE": "0", **settings}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as data:
+        named = {f"INFERENCEGYM_{key}": value for key, value in {"DATA_DIR": data, **environment}.items()}
+        command = [sys.executable, "-m", "server.app"]
+        with running(name, command, {"batch_size": 64}, {"task_id": 1, "seed": 1}, **named) as target:
+            yield target
+
+
+def batched(target: Target) -> Callable[[float], float]:
+    client = InferenceGymBatch(target.url)
+    client.reset(ROWS, 1, seed=0, autoreset=True)
+    actions = np.repeat(constant_actions(ROWS)[None], STEPS_A_REQUEST, axis=0).astype(np.float32)
+    return lambda seconds: rate(lambda: client.play(actions), seconds, ROWS * STEPS_A_REQUEST)
+
+
+def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
+    echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
+    with our_server() as ours, running("stock OpenEnv echo", echo, {"message": "hello"}, {}) as stock:
+        time.sleep(3)
+        idle = {target.name: target.resident_mib() for target in (ours, stock)}
+        rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
+        together = in_turns({"batched": batched(ours)}, seconds, rounds)["batched"]
+        loaded = ours.resident_mib()
+    return {"idle": idle, "rates": rates, "costs": costs, "batched": together, "rss_after_mib": loaded}
+
+
+def first_health(rounds: int) -> dict[str, float]:
+    """Seconds from starting the process to its first answer; the servers take turns."""
+    echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
+    found: dict[str, list[float]] = {"InferenceGym": [], "stock OpenEnv echo": []}
+    for _ in range(rounds):
+        with our_server() as ours:
+            found[ours.name].append(ours.ready_after_s)
+        with running("stock OpenEnv echo", echo, {}, {}) as stock:
+            found[stock.name].append(stock.ready_after_s)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def durability(seconds: float, rounds: int) -> Figures:
+    """Steps per second, and the server's processor time per step, of one connection by what is kept."""
+    kinds = {
+        "memory:// (lost with the process)": {"STORE_URL": "memory://"},
+        "none": {"DURABILITY": "none"},
+        "process (default)": {"DURABILITY": "process"},
+        "full (fsync per step)": {"DURABILITY": "full"},
+    }
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(our_server(name, **kind)) for name, kind in kinds.items()]
+        rates, costs = measure(servers, seconds, rounds, loads={"1 HTTP connection": http_steps})
+    return {
+        name: {"rate": rates["1 HTTP connection"][name], "cost": costs["1 HTTP connection"][name]} for name in kinds
+    }
+
+
+# ---------------------------------------------------------------- flatness
+
+
+def by_episode_length() -> dict[str, float]:
+    """Processor microseconds per step and row in parts of one long episode, 64 rows."""
+    task = get_task(2)
+    batch = ServingBatch(task, 64, task.config({"episode_length": LONG_EPISODE}))
+    batch.reset(np.arange(64))
+    # One allowed action throughout: what a step costs must not hide behind what an action causes.
+    actions = np.tile([1.0, 0.0, 64.0, 0.0, 0.0], (64, 1))
+    found = {}
+    for upto in (250, 500, 1_000, 2_000, LONG_EPISODE):
+        began, first = time.process_time(), int(batch.time[0])
+        while batch.time[0] < upto:
+            batch.step(actions)
+        found[f"steps {first} to {upto}"] = (time.process_time() - began) / (64 * (upto - first)) * 1e6
+    return found
+
+
+def by_sessions() -> dict[str, float]:
+    """The server's processor microseconds per step while so many sessions take turns on one connection."""
+    found = {}
+    with our_server() as target:
+        connection = http.client.HTTPConnection(target.url.removeprefix("http://"))
+
+        def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            return dict(json.loads(connection.getresponse().read()))
+
+        sessions: list[str] = []
+        for count in (1, 10, 100, 1_000):
+            sessions += [post("/reset", target.reset)["session_id"] for _ in range(count - len(sessions))]
+            steps = max(2_000, count)
+            began = target.cpu_s()
+            for step in range(steps):
+                session = sessions[step % count]
+                if post("/step", {"session_id": session, "action": target.action}).get("done", True):
+                    post("/reset", {**target.reset, "session_id": session})
+            found[f"{count} sessions"] = (target.cpu_s() - began) / steps * 1e6
+    return found
+
+
+# ---------------------------------------------------------------- report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median is kept")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "performance", help="without its ending")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    # Before any thread exists: forked clients start at once and have everything imported.
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
+        list(pool.map(abs, range(64)))
+        report = measured(pool, options.seconds, options.rounds)
+    report["seconds"] = round(time.perf_counter() - began)
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = markdown(report)
+    options.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
+    network = over_the_network(pool, seconds, rounds)
+    vectors = {f"ours, task {task_id}": vector_ours(task_id) for task_id in (1, 2, 3)}
+    vectors["ours, task 1, Gymnasium's interface with info"] = vector_gymnasium_face(1)
+    vectors["ours, task 1, 64 steps played together"] = played_together(1)
+    if importlib.util.find_spec("envpool"):
+        vectors["EnvPool CartPole-v1"] = vector_envpool()
+    else:
+        print("EnvPool is not installed, its row is left out: pip install 'inferencegym[bench]'")
+    vectors["Gymnasium CartPole-v1, vectorised"] = vector_gymnasium()
+    return {
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
+        "vector": in_turns(vectors, seconds, rounds),
+        "scalar": in_turns({"ours, task 1": scalar_ours(), "CartPole-v1": scalar_cartpole()}, seconds, rounds),
+        "network": network,
+        "first_health_s": first_health(rounds),
+        "durability": durability(min(seconds, 1.0), rounds),
+        "episode_length": by_episode_length(),
+        "sessions": by_sessions(),
+    }
+
+
+def reached(report: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that have a bar."""
+    network = report["network"]
+    found = {
+        "vector, 1,024 rows with autoreset (steps/s)": report["vector"]["ours, task 1"],
+        "one environment (steps/s)": report["scalar"]["ours, task 1"],
+        "1 HTTP connection, batched (steps/s)": network["batched"],
+        "idle memory (MiB)": network["idle"]["InferenceGym"],
+        "first /health (s)": report["first_health_s"]["InferenceGym"],
+    }
+    return found | {f"{load} (steps/s)": by["InferenceGym"] for load, by in network["rates"].items()}
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    machine, found = report["machine"], reached(report)
+    lines = [
+        "# Speed",
+        "",
+        f"`make bench`, or `python benchmarks/bench_speed.py` alone. {machine['cpus']} processors, Python "
+        f"{machine['python']}, load {machine['load']:.1f} at the time; medians, all contenders in turns.",
+        "",
+        "| measure | figure | bar | |",
+        "|---|---|---|---|",
+    ]
+    for name, (bar, more) in BARS.items():
+        good = found[name] >= bar if more else found[name] <= bar
+        lines.append(f"| {name} | {number(found[name])} | {'>=' if more else '<='} {number(bar)} | {_word(good)} |")
+    lines += ["", "## In process, steps per second", ""]
+    lines += _table("1,024 environments", report["vector"], "EnvPool CartPole-v1")
+    lines += _table("one environment", report["scalar"], "CartPole-v1")
+    lines += ["## Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
+    lines += ["|---|---|---|---|---|"]
+    for load, by in report["network"]["rates"].items():
+        ours, stock = by.values()
+        cost = report["network"]["costs"][load]["InferenceGym"]
+        lines.append(f"| {load} | {number(ours)} | {number(stock)} | {ours / stock:.2f} | {cost:.0f} |")
+    idle, first = report["network"]["idle"], report["first_health_s"]
+    lines += ["", "| | " + " | ".join(idle) + " |", "|---|---|---|"]
+    lines.append("| idle memory, MiB | " + " | ".join(f"{v:.0f}" for v in idle.values()) + " |")
+    lines.append("| first /health, s | " + " | ".join(f"{v:.2f}" for v in first.values()) + " |")
+    lines += ["", "## What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
+    lines += ["|---|---|---|"]
+    lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
+    lines += ["", "## Flat cost", "", "| in process, 64 rows of task 2 | CPU, us/step |", "|---|---|"]
+    lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
+    lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
+    lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
+    lines += ["", "## What was tried", "", TRIED]
+    return "\n".join(lines)
+
+
+def _table(title: str, figures: Mapping[str, float], against: str) -> list[str]:
+    base = figures.get(against)
+    lines = [f"| {title} | steps/s | against {against} |", "|---|---|---|"]
+    for name, figure in figures.items():
+        lines.append(f"| {name} | {number(figure)} | {'' if base is None else f'{figure / base:.2f}'} |")
+    return [*lines, ""]
+
+
+def _word(good: bool) -> str:
+    return "reached" if good else "**missed**"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}" if value == int(value) else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()
