@@ -1,7 +1,7 @@
 """Are the tasks worth playing? Scores of all agents, constant against adaptive, what each knob is worth, and whether
 rewards point the same way as grades.
 
-    python benchmarks/tasks.py                       all of it: benchmarks/tasks.json, tasks.md and figures/
+    python benchmarks/tasks.py                       all of it: results/tasks.json, tasks.md, figures/
     python benchmarks/tasks.py --skip-ablation       without the slow part: ablation searches anew for each knob
 
 Agents play the 30 held-out seeds that nothing was fitted to; intervals are 95 % Student t intervals over seeds,
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Scores, ablation and reward correlation of the tasks.")
     parser.add_argument("--skip-ablation", action="store_true", help="keep the ablation of the last full run")
     parser.add_argument("--quick", action="store_true", help="short searches in the ablation")
-    parser.add_argument("--out", type=Path, default=HERE / "tasks.json", help="where to write the numbers")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tasks.json", help="where to write the numbers")
     parser.add_argument("--no-figures", action="store_true", help="numbers only")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
@@ -158,10 +158,9 @@ def draw(result: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "inferencegym"
     FIGURES.mkdir(exist_ok=True)
-    draw_scores(result, FIGURES / "scores.svg")
-    draw_episode(get_task(ABLATED_TASK), FIGURES / "episode_task3.svg")
+    draw_scores(result, FIGURES / "tasks_scores.png")
+    draw_episode(get_task(ABLATED_TASK), FIGURES / "task3_episode.png")
 
 
 def draw_scores(result: dict[str, Any], path: Path) -> None:
@@ -234,7 +233,7 @@ def draw_knobs(axis: Any, played: Played) -> None:
 def save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
