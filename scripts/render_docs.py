@@ -1,8 +1,9 @@
 """Fill the generated blocks of the documents: ``python scripts/render_docs.py [--check]``.
 
 A block stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Some come from the code (tables of fields,
-tasks, settings), some from files that a benchmark wrote under ``benchmarks/results/``. With ``--check`` nothing is
-written and the exit status tells whether every block is up to date.
+tasks, settings, paths), some from files that a benchmark wrote under ``benchmarks/results/``. A block whose benchmark
+has not been run stays as it is, and is named. With ``--check`` nothing is written and the exit status tells whether
+every other block is up to date.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 DOCUMENTS = ("README.md", "ENVIRONMENT.md")
 RESULTS = ROOT / "benchmarks" / "results"
+OPENENV_PATHS = ("list_environments", "metadata", "schema", "mcp")
 BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end: (?P=name) -->)", re.DOTALL)
 
 
@@ -94,6 +97,89 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def endpoints() -> str:
+    """Paths of the HTTP interface, from the document that the server itself serves."""
+    from server.app import create_app
+    from server.settings import Settings
+
+    described = create_app(Settings(store_url="memory://")).openapi()["paths"]
+    lines = ["| method | path | what it does |", "|---|---|---|"]
+    for path, methods in described.items():
+        # Below them stands OpenEnv's own interface, which OpenEnv documents.
+        if "{env_name}" in path or path.rsplit("/", 1)[1] in OPENENV_PATHS:
+            continue
+        lines += [f"| {method.upper()} | `{path}` | {told['summary']} |" for method, told in methods.items()]
+    return "\n".join(lines)
+
+
+def traffic_tasks() -> str:
+    """The traffic controller's tasks: load and grade."""
+    from inferencegym.traffic import list_traffic_tasks
+
+    lines = ["| id | task | steps | base load | segments, in requests/s | grade |", "|---|---|---|---|---|---|"]
+    for t in list_traffic_tasks():
+        segments = []
+        for part in t.pattern.segments:
+            end = "" if part.end_rps == part.rps else f" to {part.end_rps:g}"
+            segments.append(f"{part.start_step}-{part.end_step}: {part.rps:g}{end}")
+        base = f"{t.pattern.base_rps:g}/s"
+        lines.append(
+            f"| `{t.task_id}` | {t.name} | {t.episode_length} | {base} | {'; '.join(segments)} | `{t.grade.kind}` |"
+        )
+    return "\n".join(lines)
+
+
+def traffic_scores() -> str:
+    """Final score and return of every controller beside the exact optimum; what ``bench_traffic.py`` prints."""
+    from agents.traffic_report import compare_traffic
+    from inferencegym.traffic import list_traffic_tasks
+
+    results = [compare_traffic(task) for task in list_traffic_tasks()]
+    lines = [
+        "| controller | " + " | ".join(f"`{r['task']}` score | return" for r in results) + " |",
+        "|---|" + "---|---|" * len(results),
+    ]
+    for rows in zip(*(r["agents"] for r in results), strict=True):
+        cells = [part for row in rows for part in (exact(row, "final_score"), exact(row, "return"))]
+        lines.append(f"| {rows[0]['agent']} | " + " | ".join(cells) + " |")
+    best = [f"{r['optimum'][key]:.4f}" for r in results for key in ("final_score", "return")]
+    return "\n".join([*lines, "| exact optimum | " + " | ".join(best) + " |"])
+
+
+def exact(row: dict[str, Any], key: str) -> str:
+    """A number, with the half width of its interval if it has one."""
+    half = row[f"{key}_ci95"]
+    return f"{row[key]:.4f}" + (f" ± {half:.4f}" if half else "")
+
+
+SCORE_ROWS = {
+    "random": "random",
+    "naive": "naive (an engine's defaults)",
+    "hill_climb": "hill climbing",
+    "heuristic": "heuristic",
+    "best_static": "best constant setting",
+    "ppo": "PPO",
+    "best_adaptive": "best adaptive policy",
+}
+
+
+def scores() -> str:
+    """Mean held-out score with its interval of every agent on every task."""
+    measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
+    by_task = [{agent["agent"]: agent["score"] for agent in task["agents"]} for task in measured]
+    learned = RESULTS / "learning.json"
+    if learned.exists():
+        results = json.loads(learned.read_text(encoding="utf-8"))["tasks"]
+        for task, scored in zip(measured, by_task, strict=True):
+            scored["ppo"] = results[task["task"]]["table"]["shipped"]["score"]
+    lines = ["| agent | " + " | ".join(f"task {t['task']}" for t in measured) + " |", "|---|" + "---|" * len(measured)]
+    for name, title in SCORE_ROWS.items():
+        if all(name in scored for scored in by_task):
+            cells = [f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]" for x in (s[name] for s in by_task)]
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def written(name: str) -> Callable[[], str]:
     """A block whose text a benchmark wrote."""
 
@@ -109,18 +195,26 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "task-table": task_table,
     "calibration-table": calibration_table,
     "settings": settings,
+    "endpoints": endpoints,
+    "traffic-tasks": traffic_tasks,
+    "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
     "results": written("tasks"),
-    "scores": written("scores"),
+    "scores": scores,
     "performance": written("performance"),
 }
 
 
 def render(text: str) -> str:
-    """The document with every block filled."""
+    """The document with every block filled whose figures were measured."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match.group(1)}{BLOCKS[match['name']]()}\n{match.group(4)}"
+        try:
+            body = BLOCKS[match["name"]]()
+        except FileNotFoundError as missing:
+            print(f"{match['name']}: not measured yet, {Path(missing.filename).relative_to(ROOT)} is not there")
+            return match.group()
+        return f"{match.group(1)}{body}\n{match.group(4)}"
 
     return BLOCK.sub(fill, text)
 
