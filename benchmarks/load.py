@@ -92,13 +92,18 @@ def action(seed: int, step: int) -> dict[str, Any]:
     return {"batch_size": rng.randint(1, 512), "kv_budget": round(rng.uniform(0.1, 1.0), 3)}
 
 
+def episode(seed: int, steps: int) -> dict[str, Any]:
+    """An episode that these steps finish: a server keeps unfinished ones for a day, and refuses more than so many."""
+    return {"task_id": 1 + seed % 3, "seed": seed, "config": {"episode_length": max(1, steps)}}
+
+
 async def play_http(address: tuple[str, int], seed: int, steps: int, report: Report, start: asyncio.Barrier) -> None:
     connection = Connection(*address)
     await connection.open()
     try:
         await start.wait()
         began = time.perf_counter()
-        status, started = await connection.post("/reset", {"task_id": 1 + seed % 3, "seed": seed})
+        status, started = await connection.post("/reset", episode(seed, steps))
         report.add("reset", str(status), time.perf_counter() - began)
         if status != 200:
             return
@@ -129,7 +134,7 @@ async def play_websocket(url: str, seed: int, steps: int, report: Report, start:
             report.add(kind, str(answer["type"]), time.perf_counter() - began)
             return answer
 
-        await ask("reset", {"type": "reset", "data": {"task_id": 1 + seed % 3, "seed": seed}})
+        await ask("reset", {"type": "reset", "data": episode(seed, steps)})
         rewards = report.rewards.setdefault(("websocket", seed), [])
         for step in range(1, steps + 1):
             answer = await ask("websocket step", {"type": "step", "data": action(seed, step)})

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.load import Report, action, allow_many_connections, load, loopback, memory_mb
+from benchmarks.load import Report, action, allow_many_connections, episode, load, loopback, memory_mb
 from env.inference_env import InferenceEnv
 from tests.servers import RunningServer, running_server
 
@@ -26,8 +26,8 @@ def quiet_server(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 def expected_rewards(seed: int, steps: int) -> list[float]:
-    env = InferenceEnv(task_id=1 + seed % 3, seed=seed)
-    env.reset()
+    env = InferenceEnv()
+    env.reset(**episode(seed, steps))
     return [env.step(action(seed, step))[1] for step in range(1, steps + 1)]
 
 
