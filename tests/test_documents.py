@@ -1,0 +1,262 @@
+"""The documents do what they say: commands and snippets are run, numbers measured again.
+
+``test_task_authoring.py`` and ``test_traffic_tasks.py`` follow TASK_AUTHORING.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from agents.evaluate import evaluate, interval
+from agents.traffic_report import compare_traffic
+from inferencegym import InferenceEnv
+from inferencegym.tasks import get_task
+from inferencegym.traffic import list_traffic_tasks
+from tests.servers import RunningServer
+from tests.test_import_bench import benchmark
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "ENVIRONMENT.md", "TASK_AUTHORING.md")
+
+FENCED = (
+    r"(?m)(?:^ *<!-- test: (?P<note>.*?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w+)\n(?P<body>(?:.*\n)*?)(?P=indent)```$"
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block, and what the comment before it says about testing it.
+
+    ``<!-- test: A => B -->`` plays ``A`` as ``B``: a shorter run, or a file of ours for a reader's own. Several are
+    separated by ``;``.
+    """
+
+    document: str
+    line: int
+    language: str
+    text: str
+    note: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    def reduced(self) -> str:
+        """The text as it is tested."""
+        text = self.text
+        for change in filter(None, map(str.strip, self.note.split(";"))):
+            old, arrow, new = change.partition(" => ")
+            assert arrow, f"{self.place}: {change!r} is not A => B"
+            assert old in text, f"{self.place}: {change!r} changes nothing"
+            text = text.replace(old, new)
+        return text
+
+
+def snippets(document: str) -> Iterator[Snippet]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for match in re.finditer(FENCED, text):
+        line = text.count("\n", 0, match.start("body"))
+        yield Snippet(document, line, match["language"], textwrap.dedent(match["body"]), match["note"] or "")
+
+
+def every(language: str, *documents: str) -> list[Snippet]:
+    return [each for name in documents for each in snippets(name) if each.language == language]
+
+
+def shell(script: str, folder: Path, **settings: str) -> str:
+    """Run a script as a reader would, with our commands on the path; returns what it prints."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def python(script: str, folder: Path, **settings: str) -> str:
+    file = folder / "snippet.py"
+    file.write_text(script, encoding="utf-8")
+    return shell("python snippet.py", folder, **settings)
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: RunningServer, tmp_path: Path) -> None:
+    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
+    assert len(block.text.strip().splitlines()) == 5
+    said = shell(block.text.replace("http://localhost:7860", server.url), tmp_path)
+    graded = json.loads(said[said.rindex('{"score"') :])
+    assert (graded["verified"], graded["done"], graded["steps"]) == (True, True, 200)
+    played = evaluate('constant:{"batch_size": 128, "kv_budget": 0.9, "quant_tier": "INT8"}', get_task(3), [42])
+    assert graded["score"] == pytest.approx(played.scores[0], abs=1e-6)
+
+
+def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
+    (block,) = (each for each in every("bash", "README.md") if "make serve" in each.text)
+    targets = re.findall(r"(?m)^make (\w+)", block.text)
+    assert targets == ["serve", "test"]
+    for target in targets:
+        planned = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert planned.returncode == 0, planned.stderr
+
+
+def readme_commands() -> list[tuple[Snippet, str]]:
+    (block,) = (each for each in every("bash", "README.md") if "inferencegym simulate" in each.text)
+    return [(block, line.partition("  #")[0].strip()) for line in block.reduced().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the README's commands take for granted: a request log, results of an engine, an episode."""
+    folder = tmp_path_factory.mktemp("reader")
+    log = (ROOT / "server/web/data/azure-conversation.csv").read_text(encoding="utf-8").splitlines()
+    (folder / "requests.csv").write_text("\n".join(log[:120]) + "\n", encoding="utf-8")
+    (folder / "tasks").mkdir()
+    (folder / "results").mkdir()
+    for i, (rate, requests) in enumerate([(2.0, 30), (5.0, 50), (8.0, 60)]):
+        result = benchmark(rate, 0, requests, seed=i)
+        (folder / "results" / f"run{i}.json").write_text(json.dumps(result), encoding="utf-8")
+    env = InferenceEnv(task_id=1, seed=7)
+    env.reset()
+    while not env.done:
+        env.step({"batch_size": 64})
+    played = {"task": 1, "seed": 7, "config": env.config_dict(), "steps": env.episode_log}
+    (folder / "episode.json").write_text(json.dumps(played), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for _, line in readme_commands()], ids=lambda line: line.split()[1])
+def test_every_command_of_the_readme_does_what_it_says(command: str, readers_folder: Path) -> None:
+    assert shell(command, readers_folder).strip()
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def whole_script(snippet: Snippet, url: str) -> str:
+    """A script around lines that stand in an ``async`` function, and our server's address in place of the default."""
+    text = snippet.reduced().replace("http://localhost:7860", url)
+    if "async with" in text:
+        imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
+        body = [line for line in text.splitlines() if line not in imports]
+        inner = textwrap.indent("\n".join(body), "    ")
+        text = "\n".join(["import asyncio", *imports, "", "async def main():", inner, "", "asyncio.run(main())"])
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", every("python", "README.md", "ENVIRONMENT.md"), ids=lambda s: s.place)
+def test_every_python_snippet_runs(snippet: Snippet, server: RunningServer, tmp_path: Path) -> None:
+    python(whole_script(snippet, server.url), tmp_path)
+
+
+# --- What nobody ran would rot ----------------------------------------------------------------------------------------
+
+
+def test_every_inferencegym_command_in_the_documents_exists_with_its_options() -> None:
+    """Also those that stand in running text, where nothing runs them."""
+    wrong = []
+    helps: dict[str, str] = {}
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for line in re.findall(r"`(inferencegym [a-z-]+[^`\n]*)`", text) + re.findall(
+            r"(?m)^ *(inferencegym .*)$", text
+        ):
+            command = line.split()[1]
+            if command not in helps:
+                done = subprocess.run(
+                    [sys.executable, "-m", "inferencegym.cli", command, "--help"],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                helps[command] = done.stdout if done.returncode == 0 else ""
+            options = re.findall(r"(?<!\S)--[a-z-]+", line.partition("  #")[0])
+            wrong += [f"{document}: {line}: {each}" for each in options if each not in helps[command]]
+            if not helps[command]:
+                wrong.append(f"{document}: {line}: no such command")
+    assert wrong == []
+
+
+def test_every_path_in_code_marks_exists() -> None:
+    """``scripts/x.py``, ``simulator/data/y.json`` and the like: a renamed file must not live on in the documents."""
+    missing = []
+    for document in (*DOCUMENTS, "CHANGELOG.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for name in re.findall(r"`(?:python )?((?:[\w.-]+/)+[\w.-]+\.(?:py|md|json|parquet|yaml|sh))\b", text):
+            if not (ROOT / name).exists() and not name.startswith(("results/", "runs/", "build/")):
+                missing.append(f"{document}: {name}")
+    assert missing == []
+
+
+# --- Numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def render_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_docs", ROOT / "scripts" / "render_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("document", ["README.md", "ENVIRONMENT.md"])
+def test_the_generated_blocks_are_what_code_and_measurements_give(document: str, render_docs: ModuleType) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert render_docs.render(text) == text, "run `python scripts/render_docs.py`"
+
+
+def table_rows(document: str, block: str) -> dict[str, list[str]]:
+    """Cells of a generated table's rows by their first cell."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    body = text.split(f"<!-- begin: {block} -->\n", 1)[1].split(f"<!-- end: {block} -->", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["naive", "heuristic"])
+def test_the_scores_of_the_readme_are_measured_again(agent: str, render_docs: ModuleType) -> None:
+    """All 30 held-out seeds: the numbers must come out as printed, which is stricter than their intervals."""
+    shown = table_rows("README.md", "scores")[render_docs.SCORE_ROWS[agent]]
+    measured = []
+    for task_id in (1, 2, 3):
+        score = interval(evaluate(agent, get_task(task_id)).scores)
+        measured.append(f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]")
+    assert measured == shown
+
+
+def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
+    rows = table_rows("ENVIRONMENT.md", "traffic-scores")
+    best = [float(cell) for cell in rows.pop("exact optimum")]
+    for name, cells in rows.items():
+        earned = [float(cell.split(" ")[0]) for cell in cells]
+        assert all(e <= b for e, b in zip(earned, best, strict=True)), name
+    assert best == [
+        round(number, 4)
+        for result in (compare_traffic(task, ["planner"]) for task in list_traffic_tasks())
+        for number in result["optimum"].values()
+    ]
