@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route, expect, sync_playwright
 
 from tests.programs import program
-from tests.servers import RunningServer
+from tests.servers import RunningServer, running_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -367,6 +367,19 @@ def objections(page: Page) -> list[str]:
     """What axe has against the page as it is now: rule and first element."""
     found = Axe().run(page).response["violations"]
     return [f"{v['id']}: {v['nodes'][0]['html'][:120]} {v['nodes'][0]['any'][0]['message'][:160]}" for v in found]
+
+
+def test_a_server_of_the_traffic_controller_opens_on_it_and_still_has_the_race(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with running_server(tmp_path, env="traffic") as server:
+        visitor = Visitor(browser.new_context(viewport=DESKTOP), server.url)
+        page = visitor.open(wait_for="traffic")
+        expect(page.locator("#panel-traffic .now")).to_contain_text("Second 1 of 30")
+        visitor.open("race?task=1&seed=3")
+        race_to_the_end(page)
+        page.context.close()
+    visitor.check()
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])

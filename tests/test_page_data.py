@@ -67,7 +67,7 @@ def test_a_piece_of_code_runs_as_it_is_shown(server: RunningServer, tmp_path: Pa
     if name.endswith(".sh"):
         program("curl")
     runner = ["bash", "-eu"] if name.endswith(".sh") else [sys.executable]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*runner, name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )

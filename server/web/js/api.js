@@ -18,6 +18,12 @@ async function place(environment, path) {
   return (await site)[environment] + path;
 }
 
+/** The environment that the server has at its root: "serving" or "traffic". */
+export async function atRoot() {
+  site ??= request("site.json");
+  return (await site).env;
+}
+
 async function request(url, body) {
   const options = body === undefined ? {} : {
     method: "POST",

@@ -1,7 +1,7 @@
 /** Starts the page: tabs, theme, and the tab that the address names. */
 
 import * as address from "./address.js";
-import { get } from "./api.js";
+import { atRoot, get } from "./api.js";
 import { problem } from "./dom.js";
 import { redrawAll } from "./charts.js";
 
@@ -27,6 +27,7 @@ async function open(name, params) {
     tab.setAttribute("aria-selected", String(on));
     tab.tabIndex = on ? 0 : -1;
     panelOf(nameOf(tab)).hidden = !on;
+    if (on) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
   const panel = panelOf(name);
   if (!opened.has(name)) {
@@ -42,9 +43,12 @@ async function open(name, params) {
   }
 }
 
-function followAddress() {
+async function followAddress() {
   const { tab, params } = address.read();
-  open(tab in LOADERS ? tab : "race", params);
+  if (tab in LOADERS) return open(tab, params);
+  // Whoever serves the traffic controller at the root wants it seen first.
+  const home = await atRoot().catch(() => "serving");
+  return open(home === "traffic" ? "traffic" : "race", params);
 }
 
 function chooseTab(tab) {
