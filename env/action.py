@@ -92,6 +92,8 @@ def write_action(fleet: ServingFleet, row: int, action: ServeAction) -> None:
 
 def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
     """The action with the knobs that a task does not offer set to their forced values."""
+    if len(active_actions) == ACTION_SIZE:
+        return action
     return ServeAction(
         kv_budget=action.kv_budget if "kv_budget" in active_actions else NAIVE_ACTION.kv_budget,
         spec_length=action.spec_length if "spec_length" in active_actions else NAIVE_ACTION.spec_length,

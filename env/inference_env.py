@@ -115,13 +115,14 @@ class InferenceEnv:
         batch.advance()
         applied_json = applied.to_dict()
         self.actions.append(applied_json)
-        reward = float(batch.reward[0])
+        reward = batch.reward.item(0)
         self._cumulative_reward += reward
         metrics = metrics_dict(batch.fleet.snapshot())
         self._episode_log.append(
             {"timestep": len(self.actions), "action": applied_json, "reward": reward, "metrics": metrics}
         )
-        return self.observation(), reward, self.done, self._info(metrics, applied_json)
+        observation = self.observation()
+        return observation, reward, self.done, self._info(observation, metrics, applied_json)
 
     def observation(self) -> ServeObservation:
         """The current observation."""
@@ -141,7 +142,9 @@ class InferenceEnv:
         """The traffic as it stands now."""
         if self._batch is None:
             raise NotResetError("no workload before reset: call reset() first")
-        o = self.observation()
+        return self._workload(self.observation())
+
+    def _workload(self, o: ServeObservation) -> WorkloadState:
         phase = self.workload_phase
         return WorkloadState(
             arrival_rate=o.arrival_rate,
@@ -158,7 +161,7 @@ class InferenceEnv:
         """Phase of the last second played: warmup, steady, burst or cooldown."""
         if self._batch is None:
             return PHASES[0]
-        return PHASES[self._batch.fleet.phase[0, max(0, len(self.actions) - 1)]]
+        return PHASES[self._batch.fleet.phase.item(0, max(0, len(self.actions) - 1))]
 
     def state(self) -> dict[str, Any]:
         """Metadata of the episode, JSON-able."""
@@ -176,16 +179,16 @@ class InferenceEnv:
             "config": self.config_dict(),
         }
 
-    def _info(self, metrics: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
+    def _info(self, seen: ServeObservation, metrics: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
         assert self._batch is not None
-        terms = self._batch.reward_terms[:, 0].tolist()
+        terms = self._batch.reward_terms
         return {
             "timestep": len(self.actions),
             "metrics": metrics,
-            "workload": vars(self.workload()),
+            "workload": vars(self._workload(seen)),
             "action_applied": applied,
             "support": fleet_support(self._batch.fleet),
-            "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
+            "reward_terms": {name: terms.item(i, 0) for i, name in enumerate(REWARD_TERMS)},
         }
 
 

@@ -60,6 +60,8 @@ ACTION_FIELDS: Final[dict[str, Field]] = {
     )
 }
 """The five knobs in the order of :class:`ServeAction`; defaults are those of the naive baseline."""
+_KV_BUDGET: Final = ACTION_FIELDS["kv_budget"]
+_BATCH_SIZE: Final = ACTION_FIELDS["batch_size"]
 
 OBSERVATION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
@@ -95,6 +97,16 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
+        # Almost every action is right and of the plain types; any other is looked at field by field.
+        plain = type(self.kv_budget), type(self.spec_length), type(self.batch_size), type(self.prefill_disagg)
+        if (
+            plain == (float, int, int, bool)
+            and _KV_BUDGET.low <= self.kv_budget <= _KV_BUDGET.high
+            and self.spec_length in SPEC_LENGTHS
+            and _BATCH_SIZE.low <= self.batch_size <= _BATCH_SIZE.high
+            and isinstance(self.quant_tier, QuantTier)
+        ):
+            return True
         for name in ("kv_budget", "spec_length", "batch_size"):
             check_action_number(name, getattr(self, name))
         if not isinstance(self.prefill_disagg, bool):

@@ -46,7 +46,7 @@ from inferencegym.tasks import EpisodeConfig, TaskId, get_task
 from server import schemas
 from server.families import served_tables
 from server.middleware import SESSION_KEY
-from server.request_errors import InvalidRequestError, RateLimitedError
+from server.request_errors import InvalidRequestError, RateLimitedError, SessionConflictError
 from server.routes import Context, documented
 from server.schemas import Schema, closed, nullable
 from server.session_manager import new_session_id
@@ -307,7 +307,7 @@ class BatchRoutes:
                 summary="Start many episodes at once",
                 request_schema=_reset_schema(),
                 body_required=False,
-                responses=documented(_reset_answer_schema(), 404, 429, 503),
+                responses=documented(_reset_answer_schema(), 404, 409, 429, 503),
             ),
             JsonRoute(
                 self._prefix + "/close/batch",
@@ -333,7 +333,7 @@ class BatchRoutes:
             session = earlier
         else:
             if earlier is not None:
-                raise InvalidRequestError("session_id", wanted.session_id, "one of the same task, config and n")
+                raise SessionConflictError("a session is restarted with its own task, config and n")
             session = self._sessions.open(wanted.task_id, config, wanted.seeds, wanted.autoreset)
         request.scope[SESSION_KEY] = session.session_id
         await self._sessions.run(session, MAX_STEPS, session.start)

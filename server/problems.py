@@ -26,7 +26,7 @@ NEXT: Final[dict[str, str]] = {
     "episode_done": "POST /reset starts the next episode; POST /grader scores this one",
     "step_conflict": "GET /state tells how many steps were taken; go on from there",
     "unknown_policy": "GET /policies?task_id= lists the policies that play a task",
-    "session_conflict": "leave task_id out, or name the session's own task: GET /state tells which",
+    "session_conflict": "leave out what contradicts the session, or its session_id; GET /state tells what it plays",
     "data_format": "correct the file and send it again",
     "malformed_log": "send the log as the environment wrote it; GET /info has its schema",
     "forged_log": "send the log of the episode as it was played, with its seed and config",

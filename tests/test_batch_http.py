@@ -238,7 +238,7 @@ def test_a_session_restarts_in_its_place_only_with_its_own_shape(server: Running
     server.post("/step/batch", {"session_id": begun["session_id"], "actions": random_actions(1, 2).tolist()})
     assert server.post("/reset/batch", body) == begun
     answer = server.client.post("/reset/batch", json={**body, "n": 3})
-    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, "session_id")
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "session_conflict")
 
 
 def test_requests_survive_their_own_bytes() -> None:
