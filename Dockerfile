@@ -5,6 +5,8 @@
 
 FROM python:3.11-slim AS builder
 
+# Debian keeps one version of each package: a pinned one would stop building with its next release.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -22,8 +24,8 @@ RUN python3 -m venv --without-pip /opt/venv \
     && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
         -r requirements.txt \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
-    && cd /opt/venv/lib/python3.11/site-packages/pyarrow \
-    && rm -rf include src *flight*
+    && find /opt/venv/lib/python3.11/site-packages/pyarrow -maxdepth 1 \
+        "(" -name include -o -name src -o -name "*flight*" ")" -exec rm -rf {} +
 
 COPY pyproject.toml setup.py LICENSE README.md openenv.yaml ./
 COPY inferencegym/ inferencegym/
