@@ -401,7 +401,7 @@ def reached(report: Mapping[str, Any]) -> dict[str, float]:
 def markdown(report: Mapping[str, Any]) -> str:
     machine, found = report["machine"], reached(report)
     lines = [
-        "# Speed",
+        "<!-- written by benchmarks/bench_speed.py; do not edit -->",
         "",
         f"`make bench`, or `python benchmarks/bench_speed.py` alone. {machine['cpus']} processors, Python "
         f"{machine['python']}, load {machine['load']:.1f} at the time; medians, all contenders in turns.",
@@ -412,10 +412,10 @@ def markdown(report: Mapping[str, Any]) -> str:
     for name, (bar, more) in BARS.items():
         good = found[name] >= bar if more else found[name] <= bar
         lines.append(f"| {name} | {number(found[name])} | {'>=' if more else '<='} {number(bar)} | {_word(good)} |")
-    lines += ["", "## In process, steps per second", ""]
+    lines += ["", "### In process, steps per second", ""]
     lines += _table("1,024 environments", report["vector"], "EnvPool CartPole-v1")
     lines += _table("one environment", report["scalar"], "CartPole-v1")
-    lines += ["## Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
+    lines += ["### Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
     lines += ["|---|---|---|---|---|"]
     for load, by in report["network"]["rates"].items():
         ours, stock = by.values()
@@ -425,14 +425,14 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += ["", "| | " + " | ".join(idle) + " |", "|---|---|---|"]
     lines.append("| idle memory, MiB | " + " | ".join(f"{v:.0f}" for v in idle.values()) + " |")
     lines.append("| first /health, s | " + " | ".join(f"{v:.2f}" for v in first.values()) + " |")
-    lines += ["", "## What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
+    lines += ["", "### What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
     lines += ["|---|---|---|"]
     lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
-    lines += ["", "## Flat cost", "", "| in process, 64 rows of task 2 | CPU, us/step |", "|---|---|"]
+    lines += ["", "### Flat cost", "", "| in process, 64 rows of task 2 | CPU, us/step |", "|---|---|"]
     lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
     lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
     lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
-    lines += ["", "## What was tried", "", TRIED]
+    lines += ["", "### What was tried", "", TRIED]
     return "\n".join(lines)
 
 
