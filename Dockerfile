@@ -19,13 +19,13 @@ RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements-build.txt
 # The lists are complete (--no-deps): what OpenEnv asks for and the server does not use is left out. Files are
 # byte-compiled here, because the running server may not write. The packages' own tests, and Arrow's headers and
-# network protocol, are dead weight.
+# network protocols are dead weight.
 RUN python3 -m venv --without-pip /opt/venv \
     && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
         -r requirements.txt \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
     && find /opt/venv/lib/python3.11/site-packages/pyarrow -maxdepth 1 \
-        "(" -name include -o -name src -o -name "*flight*" ")" -exec rm -rf {} +
+        "(" -name include -o -name src -o -name "*flight*" -o -name "*s3*" ")" -exec rm -rf {} +
 
 COPY pyproject.toml setup.py LICENSE README.md openenv.yaml ./
 COPY inferencegym/ inferencegym/
