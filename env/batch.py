@@ -20,10 +20,12 @@ from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
-from simulator.workload import traffic_of
+from simulator.workload import Workload, traffic_of
 
 ROWS_PER_THREAD: Final = 128
 """Rows that are worth a thread of their own: a step of so many takes several times what handing them over costs."""
+DRAWN_TOGETHER: Final = 64
+"""Episodes whose workloads are drawn together: enough to share the work, few enough to stay in cache."""
 ROWS_PER_BLOCK: Final = 64
 """Rows that play several steps together: few enough that what they remember stays in the processor's cache."""
 _CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,12 +93,19 @@ class ServingBatch:
         restart (which needs one workload per row).
         """
         chosen = range(self.n_loads) if rows is None else list(rows)
-        for load, seed in zip(chosen, seeds, strict=True):
-            self.fleet.set_load(load, self.traffic.draw(int(seed), self.config.episode_length))
-            self.seeds[load] = int(seed)
+        playing = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
+        for at in range(0, len(playing), DRAWN_TOGETHER):
+            some = chosen[at : at + DRAWN_TOGETHER]
+            self.fleet.set_load(some, self._drawn(playing[at : at + DRAWN_TOGETHER]))
+            self.seeds[some] = playing[at : at + DRAWN_TOGETHER]
         self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
         self._write_first(range(self.n_rows) if rows is None else chosen)
         return self.observation
+
+    def _drawn(self, seeds: list[int]) -> Workload:
+        if len(seeds) == 1:
+            return self.traffic.draw(seeds[0], self.config.episode_length)
+        return self.traffic.draw_many(seeds, self.config.episode_length)
 
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Play one second with these actions (B, 5) and return the observations (B, 14).

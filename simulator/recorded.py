@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from simulator.workload import (
     draw_noise,
     listed_work_ms,
     phases,
+    stacked,
 )
 
 TRACE_VERSION: Final = 1
@@ -114,6 +115,10 @@ class RecordedTraffic:
             reused_tokens=log.reused_tokens,
         )
         self._burst = burst_seconds(self._load.arrivals.sum(axis=1))
+
+    def draw_many(self, seeds: Sequence[int], n_steps: int) -> Workload:
+        """The workloads of several episodes, stacked."""
+        return stacked([self.draw(seed, n_steps) for seed in seeds])
 
     def draw(self, seed: int, n_steps: int) -> Workload:
         """The workload of an episode."""

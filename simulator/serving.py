@@ -7,7 +7,7 @@ knobs, call :meth:`ServingFleet.step`, read the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -434,16 +434,16 @@ class ServingFleet:
             "record": self.record,
         }
 
-    def set_load(self, index: int, load: Workload) -> None:
-        """Give load ``index`` the arrays of a workload (at least ``n_steps`` long)."""
+    def set_load(self, index: int | Sequence[int], load: Workload) -> None:
+        """Give load ``index`` the arrays of a workload (at least ``n_steps`` long), or several loads a stacked one's."""
         n = self.n_steps
-        self.arrivals[index] = load.arrivals[:n]
-        self.prompt_tokens[index] = load.prompt_tokens[:n]
-        self.prefill_work_ms[index] = load.prefill_work_ms[:n]
+        self.arrivals[index] = load.arrivals[..., :n, :]
+        self.prompt_tokens[index] = load.prompt_tokens[..., :n, :]
+        self.prefill_work_ms[index] = load.prefill_work_ms[..., :n, :, :]
         if self.params.stats.reuse_hit is not None:
-            self.saved_work_ms[index] = 0.0 if load.saved_work_ms is None else load.saved_work_ms[:n]
-        self.noise[index] = load.noise[:n]
-        self.phase[index] = load.phase[:n]
+            self.saved_work_ms[index] = 0.0 if load.saved_work_ms is None else load.saved_work_ms[..., :n, :, :]
+        self.noise[index] = load.noise[..., :n, :]
+        self.phase[index] = load.phase[..., :n]
 
     def reset_rows(self, rows: Iterable[int]) -> None:
         """Empty these fleets: nothing queued, nothing running, time 0."""

@@ -92,6 +92,26 @@ class Traffic(Protocol):
         """The workload of an episode."""
         ...
 
+    def draw_many(self, seeds: Sequence[int], n_steps: int) -> Workload:
+        """The workloads of several episodes, their arrays stacked along a new first axis; the same numbers."""
+        ...
+
+
+def stacked(loads: Sequence[Workload]) -> Workload:
+    """Workloads of one traffic as one, stacked along a new first axis."""
+    saved = None
+    if any(load.saved_work_ms is not None for load in loads):
+        nothing = np.zeros_like(loads[0].prefill_work_ms)
+        saved = np.stack([nothing if load.saved_work_ms is None else load.saved_work_ms for load in loads])
+    return Workload(
+        np.stack([load.arrivals for load in loads]),
+        np.stack([load.prompt_tokens for load in loads]),
+        np.stack([load.prefill_work_ms for load in loads]),
+        np.stack([load.noise for load in loads]),
+        np.stack([load.phase for load in loads]),
+        saved,
+    )
+
 
 def check_seed(seed: object) -> int:
     """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
@@ -147,6 +167,28 @@ class SyntheticTraffic:
             np.subtract(at[1:], at[:-1], out=sums[:, c])
         return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], draw_noise(seed, n_steps), phase)
 
+    def draw_many(self, seeds: Sequence[int], n_steps: int) -> Workload:
+        """The workloads of several episodes; only the random numbers themselves are drawn one by one."""
+        rate, phase = self._rates(n_steps)
+        counts = np.empty((len(seeds), *rate.shape), dtype=np.int64)
+        ends = np.empty((len(seeds), n_steps + 1, rate.shape[1]), dtype=np.int64)
+        z = np.empty((len(seeds), n_steps, 2))
+        for i, seed in enumerate(map(check_seed, seeds)):
+            counts[i] = np.random.default_rng([seed, _ARRIVALS]).poisson(rate)
+            ends[i, 0] = np.random.default_rng([seed, _PROMPTS]).integers(POOL_SIZE, size=(rate.shape[1],))
+            np.random.default_rng([seed, _NOISE]).standard_normal(out=z[i])
+        np.cumsum(counts, axis=1, out=ends[:, 1:])
+        ends[:, 1:] += ends[:, :1]
+        sums = np.empty((*counts.shape, 4))
+        for c in range(rate.shape[1]):
+            at = _pooled(self._sums[c], ends[:, :, c].ravel()).reshape(len(seeds), n_steps + 1, 4)
+            np.subtract(at[:, 1:], at[:, :-1], out=sums[:, :, c])
+        np.clip(z, -4.0, 4.0, out=z)
+        z *= NOISE_STD
+        z += 1.0
+        phases_each = np.broadcast_to(phase, (len(seeds), n_steps))
+        return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], z, phases_each)
+
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:
         steps = np.arange(n_steps)
@@ -188,9 +230,9 @@ def _running_sum(values: FloatArray) -> FloatArray:
 
 
 def _pooled(sums: FloatArray, index: NDArray[np.int64]) -> FloatArray:
-    """Running sums (N, k) of an endlessly repeated pool at these ascending positions (N,)."""
+    """Running sums (N, k) of an endlessly repeated pool at these positions (N,)."""
     n = len(sums) - 1
-    if index[-1] <= n:
+    if index.max() <= n:
         return sums[index]
     wrapped: FloatArray = sums[index % n] + (index // n)[:, None] * sums[-1]
     return wrapped

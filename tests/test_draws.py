@@ -1,0 +1,32 @@
+"""Workloads drawn together are those drawn one by one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import TaskId, get_task, list_tasks
+from simulator.tables import load_tables
+from simulator.workload import traffic_of
+
+SEEDS = [0, 1, 7, 2**40, 2**63 - 1]
+
+
+@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
+def test_episodes_drawn_together_are_those_drawn_alone(task_id: TaskId) -> None:
+    traffic = traffic_of(get_task(task_id), load_tables())
+    together = traffic.draw_many(SEEDS, 90)
+    for i, seed in enumerate(SEEDS):
+        alone = traffic.draw(seed, 90)
+        for field in fields(alone):
+            one, many = getattr(alone, field.name), getattr(together, field.name)
+            assert (one is None) == (many is None)
+            assert one is None or np.array_equal(one, many[i]), field.name
+
+
+def test_a_wrong_seed_among_many_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="seed=-1"):
+        traffic_of(get_task(1), load_tables()).draw_many([1, -1], 10)
