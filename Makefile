@@ -88,7 +88,7 @@ test: $(STAMPS)/rl $(STAMPS)/package
 test-fast: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 
-soak: $(STAMPS)/dev $(STAMPS)/package
+soak: $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m soak
 
 check: lint types tidy documents
