@@ -435,7 +435,7 @@ class ServingFleet:
         }
 
     def set_load(self, index: int | Sequence[int], load: Workload) -> None:
-        """Give load ``index`` the arrays of a workload (at least ``n_steps`` long), or several loads a stacked one's."""
+        """Give load ``index`` a workload (at least ``n_steps`` long), or several loads those of a stacked one."""
         n = self.n_steps
         self.arrivals[index] = load.arrivals[..., :n, :]
         self.prompt_tokens[index] = load.prompt_tokens[..., :n, :]
