@@ -194,18 +194,7 @@ class InferenceEnv:
 
 def metrics_dict(m: MetricsSnapshot) -> dict[str, Any]:
     """JSON form of a snapshot (``dataclasses.asdict`` without its deep copies)."""
-    return {
-        "ttft_p50_ms": m.ttft_p50_ms,
-        "ttft_p99_ms": m.ttft_p99_ms,
-        "tpot_ms": m.tpot_ms,
-        "tokens_per_sec": m.tokens_per_sec,
-        "gpu_memory_gb": m.gpu_memory_gb,
-        "cost_per_1k": m.cost_per_1k,
-        "spec_accept_rate": m.spec_accept_rate,
-        "eviction_events": m.eviction_events,
-        "slo_violations": m.slo_violations,
-        "oom": m.oom,
-    }
+    return dict(vars(m))
 
 
 def observation_dict(o: ServeObservation) -> dict[str, Any]:
