@@ -24,6 +24,8 @@ FILES = (
     "LICENSE",
     "README.md",
     "TASK_AUTHORING.md",
+    "benchmarks/figures/page-desktop.png",
+    "benchmarks/figures/race.gif",
     "openenv.yaml",
     "pyproject.toml",
     "requirements-build.txt",
