@@ -25,7 +25,7 @@ from server.families import FAMILIES, served_tables
 from server.logs import LineLog, logging_config
 from server.metrics import Metrics
 from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
-from server.openapi import install_openapi
+from server.openapi import install_openapi, openapi_route
 from server.openenv_late import LateOpenEnv
 from server.policies import PolicyRoutes, TrafficPolicyRoutes
 from server.problems import install_problem_handlers
@@ -89,7 +89,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 def _routes(context: Context) -> list[BaseRoute]:
     """Each environment under its prefix, and the one that the settings name at the root too."""
-    traffic = [*TrafficRoutes(context).routes(), *TrafficPolicyRoutes(context).routes()]
+    traffic = [*TrafficRoutes(context).routes(), *TrafficPolicyRoutes(context).routes(), openapi_route("/traffic")]
     page = web_routes(context.settings)
     if context.settings.env == "serving":
         return [*_serving(context), *traffic, *page]

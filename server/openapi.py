@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 
 def install_openapi(app: FastAPI, complete: Callable[[], object]) -> None:
@@ -30,6 +34,23 @@ def install_openapi(app: FastAPI, complete: Callable[[], object]) -> None:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def openapi_route(prefix: str) -> Route:
+    """``GET <prefix>/openapi.json``: what OpenEnv's validator asks a server mounted there for."""
+
+    async def published(request: Request) -> JSONResponse:
+        whole = await asyncio.to_thread(request.app.openapi)
+        return JSONResponse(document_below(whole, prefix))
+
+    return Route(f"{prefix}/openapi.json", published, include_in_schema=False)
+
+
+def document_below(document: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The part of a document that describes the paths below ``prefix``, as a server mounted there would publish it."""
+    below = prefix + "/"
+    paths = {p.removeprefix(prefix): item for p, item in document["paths"].items() if p.startswith(below)}
+    return {**document, "paths": paths, "servers": [{"url": prefix}]}
 
 
 def whole_numbers(value: Any) -> Any:

@@ -422,3 +422,24 @@ def test_a_log_that_cannot_be_graded_is_refused(server: RunningServer, body: Any
 
 def test_an_empty_log_scores_nothing(server: RunningServer) -> None:
     assert server.post("/traffic/grader", {"task_id": "task_easy", "episode_log": []})["score"] == 0.0
+
+
+def validated(url: str) -> dict[str, str]:
+    """Verdict of every criterion of ``openenv validate --url``."""
+    printed = subprocess.run(
+        [Path(sys.executable).with_name("openenv"), "validate", "--url", url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return dict(reversed(found) for found in re.findall(r"(PASS|FAIL)\s+(\w+)", printed.stdout))
+
+
+def test_openenvs_validator_objects_to_nothing_but_the_documents_word_for_health(server: RunningServer) -> None:
+    verdicts = validated(f"{server.url}/traffic")
+    assert len(verdicts) == 6
+    assert [name for name, verdict in verdicts.items() if verdict == "FAIL"] == ["health_endpoint"]
+
+
+def test_openenvs_validator_passes_the_controller_at_the_root(traffic_at_root: RunningServer) -> None:
+    assert set(validated(traffic_at_root.url).values()) == {"PASS"}
