@@ -13,6 +13,7 @@ from agents.calibration import policy_path
 from agents.heuristic import HeuristicAgent
 from agents.hill_climb import HillClimbAgent
 from agents.modes import ModeAgent, ModeParams, read_policy
+from agents.ppo_policy import make_ppo
 from agents.protocol import Agent, AgentFactory
 from agents.simple import ConstantAgent, RandomAgent
 from inferencegym.errors import InvalidConfigError
@@ -76,6 +77,10 @@ def _hill_climb(task: TaskSpec, argument: str) -> Agent:
     return HillClimbAgent(task)
 
 
+def _ppo(task: TaskSpec, argument: str) -> Agent:
+    return make_ppo(task, argument)
+
+
 register("random", _random)
 register("naive", _naive)
 register("constant", _constant)
@@ -83,3 +88,4 @@ register("hill_climb", _hill_climb)
 register("heuristic", _heuristic)
 register("best_static", _best_static)
 register("best_adaptive", _best_adaptive)
+register("ppo", _ppo)

@@ -45,7 +45,9 @@ TINY = Budget(
 )
 
 TASK_IDS = [task.task_id for task in list_tasks()]
-AGENT_NAMES = [name for name in AGENTS if name != "constant"] + ['constant:{"batch_size": 200, "kv_budget": 0.8}']
+AGENT_NAMES = [name for name in AGENTS if name not in ("constant", "ppo")] + [
+    'constant:{"batch_size": 200, "kv_budget": 0.8}'
+]
 
 
 # ---------------------------------------------------------------- agents

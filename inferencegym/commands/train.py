@@ -72,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
             f"return: first 5k steps {test['first_mean']:.2f}, last 5k {test['last_mean']:.2f} "
             f"(one-sided Mann-Whitney p = {test['p_value']:.1e})"
         )
-    print(f"score it: inferencegym evaluate --task {task.task_id} --agents ppo:{trained.out / 'policy.npz'}")
+    print(f"score it: inferencegym evaluate --task {task.task_id} --agent ppo:{trained.out / 'policy.npz'}")
     return 0
