@@ -5,13 +5,16 @@ Read it from top to bottom: settings, training, what is written on the way, expo
 
 What makes it work here, each found by leaving it out:
 
-- Exploration noise is held for a while (gSDE, a new noise matrix every ``sde_sample_freq`` steps). Independent noise on
-  every step flips precision and prefill placement all the time; each flip restarts replicas, so the fleet never serves
-  normally and returns say nothing about the knobs.
+- Training starts from a sensible policy. Some of the steps (``start_share`` at most) try constant settings of the knobs
+  and watch the rule-based heuristic; the network is fitted to what is graded higher. From a random start most of 50,000
+  steps pass in overload, where every small change is as bad as every other.
+- Knobs are levels to choose from, not numbers with noise on them. Precision and prefill placement restart replicas when
+  they change, so noise that flips them every second keeps a fleet from ever serving normally; a categorical policy is
+  almost certain of them from the start and still tries the others now and then (``smoothing``).
 - Rewards are scaled to returns of order one: gradients are clipped by their joint norm, and the value function's would
   otherwise leave nothing for the policy's.
-- Observations are normalised by fixed scales (logarithms for what spans decades), so the policy carries no running
-  statistics and exports as plain arrays.
+- Observations are normalised by fixed scales (logarithms for what spans decades), with the announced flood schedule
+  beside them; the policy carries no running statistics and exports as plain arrays.
 """
 
 from __future__ import annotations
@@ -25,19 +28,27 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import Progress
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
 from stable_baselines3.common.utils import LinearSchedule
 
+from agents.play import play
 from agents.ppo_policy import PolicyFile
+from agents.protocol import Agent
+from agents.registry import make_agent
 from agents.sb3 import SB3VecEnv
+from env.action import action_mask, snap
 from env.autoreset import episode_seed
+from env.batch import ServingBatch
+from env.spaces import LEVELS, ObservationCodec, action_codec
 from env.vector_env import AutoresetVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import EpisodeConfig, TaskSpec
 
-OBSERVATION: Final = "normalised"
-ACTION: Final = "box"
+OBSERVATION: Final = "scheduled"
+ACTION: Final = "discrete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +56,25 @@ class PpoSettings:
     """Everything that is tuned; steps are seconds of one fleet."""
 
     n_envs: int = 16
-    n_steps: int = 100
-    batch_size: int = 200
-    n_epochs: int = 10
-    gamma: float = 0.95
-    gae_lambda: float = 0.95
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 5e-5
+    n_steps: int = 200
+    batch_size: int = 400
+    n_epochs: int = 5
+    gamma: float = 0.98
+    gae_lambda: float = 0.9
+    learning_rate: float = 5e-4
+    final_learning_rate: float = 2.5e-5
     clip_range: float = 0.2
     ent_coef: float = 0.0
-    log_std_init: float = -1.5
-    sde_sample_freq: int = 50
     reward_scale: float = 0.1
     hidden: tuple[int, ...] = (64, 64)
+    teacher: str = "heuristic"
+    """Agent whose play may be where training starts; empty for none."""
+    start_share: float = 0.3
+    """No start is sought where it would take more than this share of all steps."""
+    smoothing: float = 0.05
+    """Probability that the start leaves to all levels of a knob together."""
+    passes: int = 3_000
+    """Gradient steps that the start is fitted with."""
     torch_threads: int = 1
 
 
@@ -96,7 +113,11 @@ def train(
     venv = ScaledRewards(envs, settings.reward_scale)
     # Training seeds are 63-bit hashes: no seed that a person would choose, or that is held out, is among them.
     venv.seed_rows([episode_seed(seed, row + 1) for row in range(envs.num_envs)])
-    model, episodes = _resumed(venv, out) if resume else (_fresh(venv, settings, seed, out), [])
+    if resume:
+        model, episodes = _resumed(venv, out)
+    else:
+        model, episodes = _fresh(venv, settings, seed, out), []
+        model.num_timesteps = start(model, venv, settings, steps, seed)
     (out / "settings.json").write_text(json.dumps({"steps": steps, "seed": seed, **asdict(settings)}, indent=1) + "\n")
 
     recorder = EpisodeRecorder(out / "episodes.csv", episodes, steps, progress, label or "PPO")
@@ -107,7 +128,7 @@ def train(
         model.learn(
             remaining,
             callback=CallbackList([recorder, checkpoints]),
-            reset_num_timesteps=model.num_timesteps == 0,
+            reset_num_timesteps=False,
             tb_log_name="PPO",
         )
     model.save(out / "model.zip")
@@ -118,7 +139,7 @@ def train(
 
 
 def _fresh(venv: ScaledRewards, settings: PpoSettings, seed: int, out: Path) -> PPO:
-    (out / "episodes.csv").write_text("step,return\n")
+    _write_episodes(out, [])
     for old in (out / "checkpoints").glob("ppo_*_steps.zip"):
         old.unlink()  # else a later --resume would continue from another run
     return PPO(
@@ -132,9 +153,7 @@ def _fresh(venv: ScaledRewards, settings: PpoSettings, seed: int, out: Path) -> 
         learning_rate=LinearSchedule(settings.learning_rate, settings.final_learning_rate, 1.0),
         clip_range=settings.clip_range,
         ent_coef=settings.ent_coef,
-        use_sde=True,
-        sde_sample_freq=settings.sde_sample_freq,
-        policy_kwargs={"net_arch": list(settings.hidden), "log_std_init": settings.log_std_init},
+        policy_kwargs={"net_arch": list(settings.hidden)},
         tensorboard_log=str(out / "tensorboard"),
         stats_window_size=settings.n_envs,
         seed=seed,
@@ -153,10 +172,167 @@ def _resumed(venv: ScaledRewards, out: Path) -> tuple[PPO, list[tuple[int, float
         kept = [(int(row["step"]), float(row["return"])) for row in csv.DictReader(lines)]
     # What was played after the checkpoint is played again.
     kept = [(step, value) for step, value in kept if step <= model.num_timesteps]
-    (out / "episodes.csv").write_text("step,return\n" + "".join(f"{s},{r!r}\n" for s, r in kept))
+    _write_episodes(out, kept)
     # Its first episodes must not repeat those that the first part was trained on.
     venv.seed_rows([episode_seed(int(model.num_timesteps), row + 1) for row in range(venv.num_envs)])
     return model, kept
+
+
+# ---------------------------------------------------------------- where training starts
+
+
+def start(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int, seed: int) -> int:
+    """Fit the model to a constant setting or to the teacher, whichever is graded higher; the steps that this took.
+
+    Nothing is done where it would take more than ``start_share`` of all steps.
+    """
+    task: TaskSpec = venv.get_attr("task")[0]
+    config: EpisodeConfig = venv.get_attr("config")[0]
+    search = ConstantSearch(task, config, venv.num_envs, seed)
+    rows = max(2, venv.num_envs // 2)
+    watched_steps = rows * config.episode_length * (1 + bool(settings.teacher))
+    if search.steps + watched_steps > settings.start_share * steps:
+        return 0
+    # Both are watched on the same traffic, which the search has not met: a lucky draw must not decide.
+    seeds = [episode_seed(seed, row + 1) for row in range(rows)]
+    candidates: list[Agent] = [Constants(search.best())]
+    if settings.teacher:
+        candidates.append(InLevels(make_agent(settings.teacher, task), task))
+    grades = [float(play(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
+    imitate(model, watch(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
+    return search.steps + watched_steps
+
+
+class ConstantSearch:
+    """The best constant setting of the knobs, by successive halving.
+
+    Many settings are tried for half an episode (a Latin hypercube over all levels), the best ``n`` of them for a whole
+    one, and then ``n`` variations of the best three.
+    """
+
+    def __init__(self, task: TaskSpec, config: EpisodeConfig, n: int, seed: int) -> None:
+        self._task, self._config, self._n, self._seed = task, config, n, seed
+        self._short = max(1, config.episode_length // 2)
+        self._sizes = np.array([len(levels) for levels in LEVELS.values()])
+        self._rng = np.random.default_rng(seed)
+        self.steps = 3 * n * self._short + 2 * n * config.episode_length
+
+    def best(self) -> NDArray[np.float64]:
+        """The knobs (1, 5)."""
+        many = self._spread(3 * self._n)
+        few = many[np.argsort(self._returns(many, self._short))[-self._n :]]
+        earned = self._returns(few, self._config.episode_length)
+        varied = self._varied(few[np.argsort(earned)[-3:]])
+        tried = np.concatenate([few, varied])
+        returns = np.concatenate([earned, self._returns(varied, self._config.episode_length)])
+        return action_codec(ACTION).decode(tried[returns.argmax()][None])
+
+    def _spread(self, n: int) -> NDArray[np.int64]:
+        strata = self._rng.permuted(np.tile(np.arange(n), (len(self._sizes), 1)), axis=1).T
+        levels: NDArray[np.int64] = ((strata + self._rng.random(strata.shape)) / n * self._sizes).astype(np.int64)
+        return levels
+
+    def _varied(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
+        levels = parents[self._rng.integers(len(parents), size=self._n)]
+        moved = levels + np.rint(self._rng.normal(size=levels.shape) * self._sizes / 4).astype(np.int64)
+        chosen = np.where(self._rng.random(levels.shape) < 0.5, moved, levels)
+        within: NDArray[np.int64] = np.clip(chosen, 0, self._sizes - 1)
+        return within
+
+    def _returns(self, levels: NDArray[np.int64], n_steps: int) -> NDArray[np.float64]:
+        """What each setting earns in the first steps of one and the same episode."""
+        batch = ServingBatch(self._task, len(levels), self._config, n_loads=1)
+        batch.reset([episode_seed(self._seed, 1_000)])
+        knobs = action_codec(ACTION).decode(levels)
+        returns = np.zeros(len(levels))
+        for _ in range(n_steps):
+            batch.step(knobs)
+            returns += batch.reward
+        return returns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """What an agent saw and did in T steps of B episodes: observations (T, B, n), levels (T, B, 5), rewards (T, B)."""
+
+    observations: NDArray[np.float32]
+    levels: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+
+
+def watch(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], agent: Agent) -> Watched:
+    """Whole episodes of an agent, one per seed."""
+    batch = ServingBatch(task, len(seeds), config)
+    seen, actions = ObservationCodec(task, config, batch.calibration, OBSERVATION), action_codec(ACTION)
+    observations, levels, rewards = [], [], []
+    observation = batch.reset(seeds)
+    agent.reset(len(seeds))
+    for _ in range(config.episode_length):
+        knobs = snap(agent.act(observation), batch.mask)
+        observations.append(seen.encode(observation))
+        levels.append(actions.encode(knobs))
+        observation = batch.step(knobs)
+        rewards.append(batch.reward.copy())
+    return Watched(np.array(observations), np.array(levels), np.array(rewards))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constants:
+    """Plays one setting (1, 5) in every row."""
+
+    knobs: NDArray[np.float64]
+
+    def reset(self, n_rows: int) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.repeat(self.knobs, len(observation), axis=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InLevels:
+    """An agent whose knobs are moved to the nearest levels that the policy can choose."""
+
+    agent: Agent
+    task: TaskSpec
+
+    def reset(self, n_rows: int) -> None:
+        """New episodes begin."""
+        self.agent.reset(n_rows)
+
+    def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
+        codec = action_codec(ACTION)
+        knobs = snap(self.agent.act(observation), action_mask(self.task.active_actions))
+        return codec.decode(codec.encode(knobs))
+
+
+def imitate(model: PPO, watched: Watched, settings: PpoSettings, reward_scale: float) -> None:
+    """Fit the policy to the levels that were chosen, and the value function to what they earned."""
+    policy: Any = model.policy
+    togo = np.zeros_like(watched.rewards)
+    after = np.zeros(watched.rewards.shape[1])
+    for t in reversed(range(len(togo))):
+        after = watched.rewards[t] * reward_scale + settings.gamma * after
+        togo[t] = after
+    x = torch.as_tensor(watched.observations.reshape(-1, watched.observations.shape[-1]))
+    y = torch.as_tensor(watched.levels.reshape(-1, watched.levels.shape[-1]))
+    z = torch.as_tensor(togo.reshape(-1, 1).astype(np.float32))
+    sizes = [len(levels) for levels in LEVELS.values()]
+    weights = [p for name, p in policy.named_parameters() if "log_std" not in name]
+    optimiser = torch.optim.Adam(weights, lr=3e-3)
+    for _ in range(settings.passes):
+        rows = torch.randint(len(x), (512,))
+        hidden, critic = policy.mlp_extractor(x[rows])
+        loss = torch.nn.functional.mse_loss(policy.value_net(critic), z[rows])
+        for i, logits in enumerate(torch.split(policy.action_net(hidden), sizes, dim=1)):
+            loss = loss + torch.nn.functional.cross_entropy(logits, y[rows, i], label_smoothing=settings.smoothing)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+
+def _write_episodes(out: Path, episodes: Sequence[tuple[int, float]]) -> None:
+    (out / "episodes.csv").write_text("step,return\n" + "".join(f"{s},{r!r}\n" for s, r in episodes))
 
 
 class ScaledRewards(SB3VecEnv):
@@ -164,11 +340,11 @@ class ScaledRewards(SB3VecEnv):
 
     def __init__(self, envs: AutoresetVectorEnv, scale: float) -> None:
         super().__init__(envs)
-        self._scale = np.float32(scale)
+        self.scale = scale
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         observation, reward, done, infos = super().step_wait()
-        return observation, reward * self._scale, done, infos
+        return observation, reward * np.float32(self.scale), done, infos
 
 
 class EpisodeRecorder(BaseCallback):
@@ -220,14 +396,17 @@ def export(model: PPO, trained: dict[str, Any]) -> PolicyFile:
 
 
 def rise(episodes: Sequence[tuple[int, float]], window: int = 5_000) -> dict[str, float]:
-    """Returns of the first ``window`` steps against the last: means and the one-sided Mann-Whitney p-value."""
+    """Returns of PPO's first ``window`` steps against its last: means and the one-sided Mann-Whitney p-value.
+
+    Steps that went into the start are in neither.
+    """
     from scipy.stats import mannwhitneyu
 
-    end = episodes[-1][0]
-    first = [value for step, value in episodes if step <= window]
+    begin, end = (episodes[0][0], episodes[-1][0]) if episodes else (0, 0)
+    first = [value for step, value in episodes if step < begin + window]
     last = [value for step, value in episodes if step > end - window]
-    if min(len(first), len(last)) < 2:
-        raise InvalidConfigError(f"a test of the rise needs two episodes in each {window} steps; train longer")
+    if min(len(first), len(last)) < 2 or end - begin < window:
+        raise InvalidConfigError(f"a test of the rise needs two stretches of {window} steps; train longer")
     p = float(mannwhitneyu(last, first, alternative="greater").pvalue)
     return {"first_mean": float(np.mean(first)), "last_mean": float(np.mean(last)), "p_value": p}
 

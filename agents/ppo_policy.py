@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from agents.protocol import FloatArray
 from env.spaces import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.models import ACTION_FIELDS
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 1
@@ -62,7 +63,7 @@ class PolicyFile:
 
 
 class PpoAgent:
-    """Plays the most likely action of a trained policy."""
+    """Plays the central action of a trained policy."""
 
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
@@ -76,8 +77,22 @@ class PpoAgent:
         out = forward(self.policy.layers, self._observations.encode(observation).astype(np.float64))
         if isinstance(self._actions, DiscreteCodec):
             ends = np.cumsum(self._actions.sizes)[:-1]
-            return self._actions.decode(np.stack([part.argmax(axis=1) for part in np.split(out, ends, axis=1)], axis=1))
+            parts = zip(ACTION_FIELDS, np.split(out, ends, axis=1), strict=True)
+            return self._actions.decode(np.stack([central(logits, name) for name, logits in parts], axis=1))
         return self._actions.decode(np.clip(out, -1.0, 1.0) if policy_is_unit(self.policy) else out)
+
+
+def central(logits: FloatArray, knob: str) -> NDArray[np.int64]:
+    """The level (B,) that stands for a distribution over a knob's levels, given its logits (B, n).
+
+    The median where levels are amounts: the likeliest of many neighbours may lie at the edge of what is played. The
+    likeliest where levels are different things.
+    """
+    if knob not in ("kv_budget", "batch_size"):
+        return np.asarray(logits.argmax(axis=1), dtype=np.int64)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    below = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    return np.asarray((below < 0.5).sum(axis=1), dtype=np.int64)
 
 
 def policy_is_unit(policy: PolicyFile) -> bool:

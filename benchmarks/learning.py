@@ -1,11 +1,11 @@
 """PPO on every task and five seeds: curves, scores on held-out traffic beside other agents, the policies to ship.
 
-    python benchmarks/learning.py --out build/learning             everything (15 runs of 50,000 steps and a long one)
-    python benchmarks/learning.py --out build/learning --ship      and copy the chosen policies to agents/policies
+    python benchmarks/learning.py             everything (15 runs of 50,000 steps and a long one)
+    python benchmarks/learning.py --ship      and copy the chosen policies to agents/policies
 
 A run's score is measured on the held-out seeds; which run is shipped is decided on the validation seeds, so that the
-shipped policy's held-out score is no pick of the luckiest. ``results.json`` holds every figure, ``curves.png`` the
-curves.
+shipped policy's held-out score is no pick of the luckiest. Figures go to ``benchmarks/results/learning.json`` and
+``.md``, curves to ``benchmarks/figures/learning.png``, each run's own files below ``--out``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 from env.vector_env import VectorInferenceEnv
 from inferencegym.tasks import TaskId, TaskSpec, get_task
 
+ROOT = Path(__file__).resolve().parents[1]
 RIVALS = ["random", "naive", "heuristic", "best_static", "best_adaptive"]
 
 
@@ -54,23 +55,26 @@ def one_run(task: TaskSpec, seed: int, steps: int, out: Path) -> dict[str, Any]:
         "score": interval(held_out.scores).to_dict(),
         "breakdown": {name: float(part.mean()) for name, part in held_out.breakdown.items()},
         "validation_score": float(evaluate(agent, task, VALIDATION_SEEDS, "ppo").scores.mean()),
-        "policy": str(out / "policy.npz"),
-        "curve": trained.episodes,
+        "curve": _mean_by_end(trained.episodes),
     }
 
 
-def table(task: TaskSpec, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _mean_by_end(episodes: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    steps, returns = np.array(episodes).T
+    return [(int(end), float(returns[steps == end].mean())) for end in np.unique(steps)]
+
+
+def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
     """PPO over its training seeds, and paired with every rival on the same held-out seeds."""
     rivals = compare(task, RIVALS, HELD_OUT_SEEDS)
     per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
     mean_of_runs = per_seed.mean(axis=0)
-    chosen = max(runs, key=lambda run: run["validation_score"])
     entries = {entry["agent"]: entry for entry in rivals["agents"]}
     return {
         "rivals": {name: entry["score"] for name, entry in entries.items()},
         "ppo_by_training_seed": interval(per_seed.mean(axis=1)).to_dict(),
         "ppo_worst_seed": float(per_seed.mean(axis=1).min()),
-        "shipped": {key: chosen[key] for key in ("seed", "steps", "score", "validation_score", "policy")},
+        "shipped": {key: chosen[key] for key in ("seed", "steps", "score", "validation_score")},
         "mean_run_over": {
             name: paired(mean_of_runs, np.array(entry["scores"])).to_dict() for name, entry in entries.items()
         },
@@ -88,42 +92,57 @@ def curves(results: dict[str, Any], path: Path) -> None:
     axes = np.atleast_1d(figure.subplots(1, len(results)))
     for axis, (task_id, result) in zip(axes, results.items(), strict=True):
         for run in result["runs"]:
-            steps, returns = np.array(run["curve"]).T
-            ends = np.unique(steps)
-            axis.plot(ends, [returns[steps == end].mean() for end in ends], label=f"seed {run['seed']}")
-        axis.set(title=get_task(task_id).name, xlabel="environment steps", ylabel="return of an episode")
+            axis.plot(*np.array(run["curve"]).T, marker=".", label=f"seed {run['seed']}")
+        axis.set(
+            title=get_task(task_id).name,
+            xlabel="environment steps",
+            ylabel="mean return of the episodes that ended together",
+        )
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=120)
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table as text."""
-    lines = [f"{'task':<6}{'agent':<16}{'score':>8}  95 % CI over held-out seeds"]
+    """The tables as Markdown."""
+    lines = [
+        "# PPO on held-out traffic",
+        "",
+        "Written by `python benchmarks/learning.py`. Scores are means over 30 held-out seeds with 95 % intervals; the",
+        "PPO row is the shipped policy, chosen on other seeds. PPO counts the steps of its start (constant settings,",
+        "the heuristic) among its own.",
+        "",
+        "| task | agent | score | 95 % interval | PPO over it, paired |",
+        "|---|---|---|---|---|",
+    ]
     for task_id, result in results.items():
-        rows = dict(result["table"]["rivals"])
-        rows["ppo (shipped)"] = result["table"]["shipped"]["score"]
-        for name, i in rows.items():
-            lines.append(f"{task_id:<6}{name:<16}{i['mean']:>8.3f}  [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}]")
-        by_seed = result["table"]["ppo_by_training_seed"]
-        seeds = ", ".join(f"{run['score']['mean']:.3f}" for run in result["runs"])
-        over = result["table"]["mean_run_over"].get("best_static")
-        p_values = ", ".join(f"{run['rise']['p_value']:.0e}" for run in result["runs"])
-        walls = ", ".join(f"{run['wall_s']:.0f}" for run in result["runs"])
-        lines.append(
-            f"{task_id:<6}ppo, {len(result['runs'])} training seeds: {by_seed['mean']:.3f} "
-            f"[{by_seed['ci95_low']:.3f}, {by_seed['ci95_high']:.3f}]  ({seeds})"
-        )
-        if over:
-            low, high = over["ci95_low"], over["ci95_high"]
-            lines.append(f"{task_id:<6}mean run over best constant: {over['mean']:+.3f} [{low:+.3f}, {high:+.3f}]")
-        lines.append(f"{task_id:<6}rise of the return, p: {p_values};  seconds: {walls}")
-    return "\n".join(lines)
+        shipped = result["table"]["shipped"]
+        rows = {**result["table"]["rivals"], f"PPO, {shipped['steps']:,} steps": shipped["score"]}
+        for name, i in sorted(rows.items(), key=lambda row: float(row[1]["mean"])):
+            over = result["table"]["shipped_over"].get(name)
+            gap = "" if over is None else f"{over['mean']:+.3f} [{over['ci95_low']:+.3f}, {over['ci95_high']:+.3f}]"
+            lines.append(
+                f"| {task_id} | {name} | {i['mean']:.3f} | [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}] | {gap} |"
+            )
+    lines += [
+        "",
+        "| task | training seed | steps | score | return, first 5k steps | last 5k | p (Mann-Whitney) | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for task_id, result in results.items():
+        for run in [*result["runs"], *([result["long"]] if "long" in result else [])]:
+            rising = run["rise"]
+            lines.append(
+                f"| {task_id} | {run['seed']} | {run['steps']:,} | {run['score']['mean']:.3f} "
+                f"| {rising['first_mean']:.2f} | {rising['last_mean']:.2f} | {rising['p_value']:.0e} "
+                f"| {run['wall_s']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="PPO on every task and seed, scored on held-out traffic.")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning", help="files of the runs")
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: 1, 2 and 3)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)
@@ -135,26 +154,26 @@ def main() -> None:
     results: dict[str, Any] = {}
     for task_id in map(str, task_ids):
         task = get_task(task_id)
-        runs = [one_run(task, seed, args.steps, args.out / f"task{task_id}_seed{seed}") for seed in range(args.seeds)]
+        runs = [one_run(task, seed, args.steps, args.out / f"task{task_id}-seed{seed}") for seed in range(args.seeds)]
         candidates = list(runs)
         entry: dict[str, Any] = {"runs": runs}
         if args.long_steps and task_id == args.long_task:
-            entry["long"] = one_run(task, 0, args.long_steps, args.out / f"task{task_id}_long")
+            entry["long"] = one_run(task, 0, args.long_steps, args.out / f"task{task_id}-long")
             print(f"task {task_id}: {args.long_steps} steps score {entry['long']['score']}")
             candidates.append(entry["long"])
-        entry["table"] = table(task, runs)
-        chosen = max(candidates, key=lambda run: run["validation_score"])
-        entry["table"]["shipped"] = {
-            key: chosen[key] for key in ("seed", "steps", "score", "validation_score", "policy")
-        }
+        chosen = max(candidates, key=lambda run: float(run["validation_score"]))
+        entry["table"] = table(task, runs, chosen)
         results[task_id] = entry
         if args.ship:
-            shutil.copy(chosen["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
-    args.out.mkdir(parents=True, exist_ok=True)
+            run = "long" if chosen is entry.get("long") else f"seed{chosen['seed']}"
+            shutil.copy(args.out / f"task{task_id}-{run}" / "policy.npz", POLICY_DIR / f"ppo_task{task_id}.npz")
     told: dict[str, Any] = {"cpu_count": os.cpu_count(), "settings": asdict(PpoSettings()), "tasks": results}
-    (args.out / "results.json").write_text(json.dumps(told, indent=1) + "\n")
-    curves(results, args.out / "curves.png")
-    print(report(results))
+    text = report(results)
+    directory = ROOT / "benchmarks"
+    (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
+    (directory / "results" / "learning.md").write_text(text)
+    curves(results, directory / "figures" / "learning.png")
+    print(text)
 
 
 if __name__ == "__main__":

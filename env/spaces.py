@@ -9,14 +9,16 @@ ignored there.
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
 
-Two observation formats: ``"raw"`` (14 numbers in their own units) and ``"normalised"``
-(:func:`env.observation.normalise`). Gymnasium is imported when a space is asked for, not before.
+Three observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
+(:func:`env.observation.normalise`) and ``"scheduled"``, which adds to the normalised ones where the next step stands in
+the task's announced flood schedule (:func:`schedule_features`): a function of the timestep, spared a small network.
+Gymnasium is imported when a space is asked for, not before.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +35,10 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Float32Array = NDArray[np.float32]
 
-ActionFormat = Literal["box", "natural", "discrete"]
-ObservationFormat = Literal["raw", "normalised"]
-
 _BATCH_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 LEVELS: Final[dict[str, FloatArray]] = {
-    "kv_budget": np.linspace(0.1, 1.0, 10),
+    "kv_budget": np.linspace(0.1, 1.0, 19),
     "spec_length": np.array(SPEC_LENGTHS, dtype=np.float64),
     "batch_size": np.array(_BATCH_LEVELS, dtype=np.float64),
     "prefill_disagg": np.array([0.0, 1.0]),
@@ -149,13 +148,41 @@ def action_codec(action: str) -> ActionCodec:
     return ACTION_CODECS[action]()
 
 
+OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled")
+_TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
+
+
+def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
+    """Where each step stands in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+
+    Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
+    once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
+    """
+    features = np.zeros((n_steps + 1, 3), dtype=np.float32)
+    if task.burst is None:
+        return features
+    steps = np.arange(n_steps + 1)
+    interval = task.burst.interval_steps
+    on = np.array([task.burst.active(int(t)) for t in range(n_steps + 1 + interval)])
+    for t in steps:
+        ahead = np.flatnonzero(on[t : t + interval])
+        behind = np.flatnonzero(on[max(0, t - interval) : t + 1][::-1])
+        features[t, 0] = on[t]
+        features[t, 1] = 1.0 - ahead[0] / interval if len(ahead) else 0.0
+        features[t, 2] = 1.0 - behind[0] / interval if len(behind) else 0.0
+    return features
+
+
 class ObservationCodec:
     """Observations of one task as float32, with bounds that hold for every step of its episodes."""
 
     def __init__(self, task: TaskSpec, config: EpisodeConfig, calibration: Calibration, observation: str) -> None:
-        if observation not in ("raw", "normalised"):
-            raise InvalidConfigError(f"observation={observation!r} is not allowed: one of raw, normalised")
-        self._normalised = observation == "normalised"
+        if observation not in OBSERVATION_FORMATS:
+            raise InvalidConfigError(
+                f"observation={observation!r} is not allowed: one of {', '.join(OBSERVATION_FORMATS)}"
+            )
+        self._normalised = observation != "raw"
+        self._schedule = schedule_features(task, config.episode_length) if observation == "scheduled" else None
         self._length = config.episode_length
         self._budget = task.cost_budget
         high = OBSERVATION_HIGH.copy()
@@ -166,10 +193,13 @@ class ObservationCodec:
         high[names.index("cost_so_far")] = dearest * config.episode_length
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
+        if self._schedule is not None:
+            self.low = np.concatenate([self.low, np.zeros(self._schedule.shape[1], dtype=np.float32)])
+            self.high = np.concatenate([self.high, np.ones(self._schedule.shape[1], dtype=np.float32)])
 
     @property
     def space(self) -> spaces.Space[Any]:
-        """The Gymnasium space of one observation: Box(14), float32."""
+        """The Gymnasium space of one observation: Box(14), or Box(17) where the schedule is added; float32."""
         from gymnasium import spaces
 
         return spaces.Box(self.low, self.high, dtype=np.float32)
@@ -177,6 +207,9 @@ class ObservationCodec:
     def encode(self, observation: FloatArray) -> Float32Array:
         """A fresh float32 array in this format, cut to the bounds (which costs a rounding error at most)."""
         scaled = self._scale(observation).astype(np.float32)
+        if self._schedule is not None:
+            step = observation[:, _TIMESTEP].astype(np.int64)
+            scaled = np.concatenate([scaled, self._schedule[np.minimum(step, len(self._schedule) - 1)]], axis=1)
         return np.clip(scaled, self.low, self.high, out=scaled)
 
     def _scale(self, observation: FloatArray) -> NDArray[Any]:

@@ -23,7 +23,7 @@ from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_ro
 from env.autoreset import AutoresetBatch, episode_seed
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.spaces import LEVELS, ObservationCodec, action_codec
+from env.spaces import LEVELS, ObservationCodec, action_codec, schedule_features
 from grader.grader import GraderModule
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -157,7 +157,7 @@ def test_a_discrete_action_out_of_range_is_refused() -> None:
 def test_unknown_formats_are_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidConfigError, match="box, natural, discrete"):
         ig.InferenceGymEnv(1, action="boxes")
-    with pytest.raises(InvalidConfigError, match="raw, normalised"):
+    with pytest.raises(InvalidConfigError, match="raw, normalised, scheduled"):
         ig.InferenceGymEnv(1, observation="scaled")
     with pytest.raises(InvalidConfigError, match="num_envs"):
         ig.VectorInferenceEnv(0, 1)
@@ -169,6 +169,24 @@ def test_raw_observations_are_those_of_the_environment_to_float32() -> None:
     seen = ObservationCodec(task, task.config(), get_calibration(3), "raw").encode(batch.reset([1, 2]))
     assert seen.dtype == np.float32
     np.testing.assert_allclose(seen, batch.observation, rtol=1e-6)
+
+
+def test_the_schedule_tells_of_the_flood_that_comes_the_one_that_is_on_and_the_one_that_was() -> None:
+    task = get_task(3)
+    assert task.burst is not None
+    first, interval, lasts = task.burst.offset_steps, task.burst.interval_steps, task.burst.duration_steps
+    features = schedule_features(task, 200)
+    assert features.shape == (201, 3)
+    np.testing.assert_allclose(features[0], [0.0, 1.0 - first / interval, 0.0], atol=1e-6)
+    np.testing.assert_allclose(features[first], [1.0, 1.0, 1.0])
+    np.testing.assert_allclose(
+        features[first + lasts + 9], [0.0, (lasts + 9) / interval, 1.0 - 10 / interval], atol=1e-6
+    )
+    assert not schedule_features(get_task(1), 50).any()
+    envs = ig.VectorInferenceEnv(2, 3, observation="scheduled")
+    seen, _ = envs.reset(seed=0)
+    assert envs.observation_space.contains(seen)
+    np.testing.assert_array_equal(seen[:, 14:], [features[0]] * 2)
 
 
 # ---------------------------------------------------------------- one episode, many faces
