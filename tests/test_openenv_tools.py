@@ -60,7 +60,10 @@ def test_the_staged_package_holds_what_its_image_is_built_from_and_nothing_heavy
         if words[:1] == ["COPY"] and not words[1].startswith("--"):
             assert [source for source in words[1:-1] if not (staged / source).exists()] == []
     top = {path.name for path in staged.iterdir()}
-    assert top & {"tests", "benchmarks", "notebooks", ".git", ".venv", "build"} == set()
+    assert top & {"tests", "notebooks", ".git", ".venv", "build"} == set()
+    # Of the benchmarks only the pictures that README shows.
+    pictures = {path.suffix for path in (staged / "benchmarks").rglob("*") if path.is_file()}
+    assert pictures == {".png", ".gif"}
     assert (staged / "simulator/build").is_dir()
     size_mb = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file()) / 1e6
     assert size_mb < 50
