@@ -106,8 +106,6 @@ def curves(results: dict[str, Any], path: Path) -> None:
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = [
-        "# PPO on held-out traffic",
-        "",
         "Written by `python benchmarks/learning.py`. Scores are means over 30 held-out seeds with 95 % intervals; the",
         "PPO row is the shipped policy, chosen on other seeds. PPO counts the steps of its start (constant settings,",
         "the heuristic) among its own.",

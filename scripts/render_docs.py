@@ -171,7 +171,7 @@ def scores() -> str:
     if learned.exists():
         results = json.loads(learned.read_text(encoding="utf-8"))["tasks"]
         for task, scored in zip(measured, by_task, strict=True):
-            scored["ppo"] = results[task["task"]]["table"]["shipped"]["score"]
+            scored["ppo"] = results[str(task["task"])]["table"]["shipped"]["score"]
     lines = ["| agent | " + " | ".join(f"task {t['task']}" for t in measured) + " |", "|---|" + "---|" * len(measured)]
     for name, title in SCORE_ROWS.items():
         if all(name in scored for scored in by_task):
@@ -200,6 +200,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
     "results": written("tasks"),
+    "learning": written("learning"),
     "scores": scores,
     "performance": written("performance"),
 }
