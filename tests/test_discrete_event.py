@@ -159,7 +159,7 @@ def test_tokens_per_second_counts_the_share_of_a_request_inside_the_window() -> 
     assert out.makespan_s() == 3.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 60),
