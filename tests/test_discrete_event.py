@@ -159,6 +159,14 @@ def test_tokens_per_second_counts_the_share_of_a_request_inside_the_window() -> 
     assert out.makespan_s() == 3.0
 
 
+def test_a_slot_freed_by_an_answer_of_one_token_goes_to_the_next_request() -> None:
+    # Disaggregated, such an answer ends on the link: no iteration of the decode GPU follows that would look for work.
+    load = Requests(np.array([0.0, 0.0]), np.array([100, 100]), np.array([1, 1]))
+    out = serve(Fleet(CHUNKED, 1, ROOMY, disaggregated=True), load)
+    first, second = out.finish_s
+    assert second == pytest.approx(2 * first)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ def test_what_the_notebook_installs_covers_what_it_imports() -> None:
     installed = set(re.search(r"%pip install -q (.*)", source(cells()[1])).group(1).split())  # type: ignore[union-attr]
     code = "\n".join(source(cell) for cell in cells()[2:])
     imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.MULTILINE)}
-    standard = {"os", "time", "concurrent"}
     comes_with = {"numpy": "gymnasium", "torch": "stable-baselines3", "stable_baselines3": "stable-baselines3"}
-    assert {comes_with.get(name, name) for name in imported - standard} <= installed
+    assert {comes_with.get(name, name) for name in imported - sys.stdlib_module_names} <= installed
 
 
 @pytest.mark.slow

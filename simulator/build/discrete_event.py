@@ -412,6 +412,7 @@ class _Simulation:
     # Iterations ------------------------------------------------------------------------------------------------------
 
     def _wake(self, replica: _Replica) -> None:
+        self._dispatch()  # an answer of one token frees a slot without an iteration
         if self.fleet.disaggregated and replica.prefill_idle:
             self._begin_prefill(replica)
         if replica.idle:
