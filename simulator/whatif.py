@@ -99,27 +99,6 @@ class WhatIf:
         return asdict(self)
 
 
-def run_requests(
-    action: ServeAction,
-    requests: RequestLog,
-    tables: ServingTables,
-    n_replicas: int = 1,
-    closed_clients: int = 0,
-    queue_limit: float = 1e12,
-    base_accept_rate: float = 0.65,
-    slo_ms: float = 1e15,
-    engine: EngineParams | None = None,
-    step_s: float = STEP_S,
-) -> WhatIf:
-    """Serve every request under one fixed action and report per-request latencies.
-
-    With ``closed_clients`` N > 0, arrivals are ignored: N requests are always in flight until all have been served.
-    """
-    return serve_requests(
-        action, requests, tables, n_replicas, closed_clients, queue_limit, base_accept_rate, slo_ms, engine, step_s
-    ).report()
-
-
 def serve_requests(
     action: ServeAction,
     requests: RequestLog,
@@ -132,7 +111,10 @@ def serve_requests(
     engine: EngineParams | None = None,
     step_s: float = STEP_S,
 ) -> Served:
-    """As :func:`run_requests`, with the distributions behind the report."""
+    """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
+
+    With ``closed_clients`` N > 0, arrivals are ignored: N requests are always in flight until all have been served.
+    """
     action.validate()
     if closed_clients:
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))

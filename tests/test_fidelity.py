@@ -18,7 +18,7 @@ from simulator.build.hardware_runs import HardwareComparison, burst_arrivals, ha
 from simulator.coverage import LEVELS, coverage, support_map
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
-from simulator.whatif import STEP_S, run_requests, serve_requests, steady_requests
+from simulator.whatif import STEP_S, serve_requests, steady_requests
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 FAST_CASES = ("80gb qps10 b256", "40gb qps15 b64", "qps30 tails x2", "qps2 long x2 disagg", "qps15 kv0.3", "qps6 spec2")
@@ -97,7 +97,7 @@ def test_a_pool_too_small_for_the_load_costs_recomputation() -> None:
 def test_one_request_alone_takes_its_prefill_and_its_tokens() -> None:
     tables = load_tables()
     log = RequestLog(np.zeros(1), np.array([128.0]), np.array([400.0]), np.zeros(1, dtype=np.int64))
-    found = run_requests(act(8), log, tables)
+    found = serve_requests(act(8), log, tables).report()
     context = 128 + 400 / 2
     token_ms = float(np.interp(context, tables.axes["prompt_len_bucket"], tables.iteration_ms[0, 0, 0]))
     alone_ms = float(tables.prefill_ms[0, 1])
@@ -111,7 +111,7 @@ def test_one_request_alone_takes_its_prefill_and_its_tokens() -> None:
 def test_long_prompts_that_clump_wait_for_each_other_only_once() -> None:
     """Two 6,000-token prompts a second use a third of two replicas: waiting stays within a few prefill times."""
     log = steady_requests(2, 200, 6000, 300, 0.55)
-    found = run_requests(act(128), log, load_tables(), n_replicas=2)
+    found = serve_requests(act(128), log, load_tables(), n_replicas=2).report()
     prefill_ms = float(np.interp(6000, load_tables().axes["prompt_len_bucket"], load_tables().prefill_ms[0]))
     assert prefill_ms < found.ttft_p50_ms < 1.5 * prefill_ms
     assert found.ttft_p99_ms < 4 * prefill_ms
@@ -200,7 +200,7 @@ def test_every_step_and_every_what_if_say_how_well_they_are_supported() -> None:
     knobs = {"kv_budget": 0.9, "batch_size": 64, "prefill_disagg": False, "quant_tier": "FP16"}
     assert env.step({**knobs, "spec_length": 0})[3]["support"] in ("measured", "interpolated")
     assert env.step({**knobs, "spec_length": 4})[3]["support"] == "modelled"
-    found = run_requests(act(64, spec_length=2), steady_requests(4, 60, 200, 100), load_tables())
+    found = serve_requests(act(64, spec_length=2), steady_requests(4, 60, 200, 100), load_tables()).report()
     assert found.support["modelled"] == pytest.approx(1.0)
 
 

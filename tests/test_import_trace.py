@@ -23,7 +23,7 @@ from simulator.prefix import CAPACITY_TOKENS, PUBLISHED_REUSE_HIT, PrefixReuse
 from simulator.recorded import load_trace, save_trace
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
-from simulator.whatif import run_requests
+from simulator.whatif import serve_requests
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -421,7 +421,7 @@ def test_reuse_shortens_prefill_the_more_the_larger_the_pool() -> None:
     without = RequestLog(log.arrival_s, log.prompt_tokens, log.output_tokens, log.class_index)
 
     def mean_ttft(of: RequestLog, kv_budget: float) -> float:
-        return run_requests(ServeAction(kv_budget, 0, 64, False, QuantTier.INT8), of, tables, 4).ttft_mean_ms
+        return serve_requests(ServeAction(kv_budget, 0, 64, False, QuantTier.INT8), of, tables, 4).report().ttft_mean_ms
 
     assert mean_ttft(log, 1.0) < 0.9 * mean_ttft(without, 1.0)
     assert mean_ttft(log, 1.0) < mean_ttft(log, 0.4)
@@ -431,7 +431,9 @@ def test_a_log_of_counts_alone_is_judged_by_the_published_curve() -> None:
     tables = load_tables()
     requests = conversations(40, 0.4, 20.0, seed=2)
     action = ServeAction(1.0, 0, 64, False, QuantTier.INT8)
-    told, untold = (run_requests(action, log_of(requests, known), tables, 4).ttft_mean_ms for known in (True, False))
+    told, untold = (
+        serve_requests(action, log_of(requests, known), tables, 4).report().ttft_mean_ms for known in (True, False)
+    )
     assert told != untold
     # 1,000 blocks of 512 tokens find 30 of the 50 % that 50,000 blocks find.
     at = np.interp(np.log2([512_000, 25_600_000]), np.log2(CAPACITY_TOKENS), PUBLISHED_REUSE_HIT)

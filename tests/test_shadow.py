@@ -23,7 +23,7 @@ from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
 from inferencegym.tasks import get_task
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
-from simulator.whatif import run_requests
+from simulator.whatif import serve_requests
 
 
 def flood(seconds: int = 120, calm: float = 2.0, busy: float = 14.0, classes: bool = False) -> RequestLog:
@@ -78,7 +78,7 @@ def test_a_replay_is_the_same_every_time_and_does_not_depend_on_company(report: 
 
 
 def test_percentiles_agree_with_the_what_if_of_the_same_configuration(report: ShadowReport) -> None:
-    said = run_requests(SMALL, flood(), load_tables(), queue_limit=512)
+    said = serve_requests(SMALL, flood(), load_tables(), queue_limit=512).report()
     fixed = report.outcomes[0]
     assert fixed.ttft_p50_ms == pytest.approx(said.ttft_p50_ms, rel=0.02)
     assert fixed.ttft_p99_ms == pytest.approx(said.ttft_p99_ms, rel=0.02)

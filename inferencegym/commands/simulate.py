@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.models import ServeAction
     from simulator.build.importers import import_log
     from simulator.tables import TABLE_80GB, load_tables
-    from simulator.whatif import run_requests, steady_requests
+    from simulator.whatif import serve_requests, steady_requests
 
     action = ServeAction.from_dict(
         {
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             args.burst_s,
             args.seed,
         )
-    result = run_requests(action, requests, tables, n_replicas=args.gpus, closed_clients=args.closed).to_dict()
+    served = serve_requests(action, requests, tables, n_replicas=args.gpus, closed_clients=args.closed)
+    result = served.report().to_dict()
     if args.json:
         print(json.dumps(result))
     else:

@@ -30,7 +30,7 @@ from simulator.build.table import (
     table_metadata,
 )
 from simulator.tables import VALUE_COLUMNS, FloatArray, ServingTables
-from simulator.whatif import run_requests
+from simulator.whatif import serve_requests
 
 WEIGHT: Final[Mapping[str, float]] = {
     "ttft_p50_ms": 1 / 0.15,
@@ -210,13 +210,13 @@ class _Predictor:
 
     def predict(self, x: FloatArray, run: BenchRun) -> dict[str, float]:
         """The metrics that the run states."""
-        served = run_requests(
+        served = serve_requests(
             self._setup.action(self._meta),
             run.requests,
             self._tables_for(x),
             n_replicas=self._setup.replicas,
             closed_clients=run.clients,
-        )
+        ).report()
         said = {
             "ttft_p50_ms": served.ttft_p50_ms,
             "ttft_p99_ms": served.ttft_p99_ms,

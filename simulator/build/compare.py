@@ -20,7 +20,7 @@ from simulator.build.table import kv_capacity_tokens
 from simulator.recorded import load_trace
 from simulator.requests import RequestLog
 from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
-from simulator.whatif import STEP_S, run_requests, steady_requests
+from simulator.whatif import STEP_S, serve_requests, steady_requests
 from simulator.workload import length_quantiles, traffic_of
 
 # Card, engine profile and table that belong together.
@@ -110,7 +110,7 @@ def reference(case: Case, seed: int = 0) -> Seen:
 
 def dynamics(case: Case, step_s: float = STEP_S) -> Seen:
     """Serve a case with the serving dynamics in steps of ``step_s`` seconds."""
-    out = run_requests(
+    out = serve_requests(
         case.action,
         case.requests,
         load_tables(SYSTEMS[case.system][2]),
@@ -119,7 +119,7 @@ def dynamics(case: Case, step_s: float = STEP_S) -> Seen:
         queue_limit=1e12 if case.queue_limit is None else float(case.queue_limit),
         base_accept_rate=case.base_accept_rate,
         step_s=step_s,
-    )
+    ).report()
     return Seen(
         out.ttft_p50_ms,
         out.ttft_p99_ms,
