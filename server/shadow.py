@@ -33,6 +33,8 @@ STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive"})
 MAX_REPLICAS: Final = 64
 MAX_SLO_MS: Final = 600_000.0
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
+_SOMETHING: Final = "[!-~]"
+"""Every log has a printable character; what counts as white space differs between Python and JSON Schema."""
 _OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
 
@@ -57,7 +59,7 @@ class ShadowRequest:
             if key not in known:
                 raise InvalidRequestError(key, body[key], "left out: the fields are " + ", ".join(known))
         log, name = body.get("log"), body.get("name") or "log.csv"
-        if not isinstance(log, str) or not log.strip():
+        if not isinstance(log, str) or not re.search(_SOMETHING, log):
             raise InvalidRequestError("log", log, "the text of a request log")
         if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
             raise InvalidRequestError("name", name, "a file name that ends with " + ", ".join(SUFFIXES))
@@ -175,7 +177,7 @@ def _number(name: str, value: object, low: float, high: float) -> float | None:
 def _request_schema() -> Schema:
     seconds = {"type": "number", "minimum": 0, "maximum": 1e9}
     properties: Schema = {
-        "log": {"type": "string", "pattern": r"\S", "description": "text of the log, in a format of import-trace"},
+        "log": {"type": "string", "pattern": _SOMETHING, "description": "text of the log, in a format of import-trace"},
         "name": {
             "type": "string",
             "pattern": r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$",
