@@ -9,13 +9,19 @@ import numpy as np
 from agents.protocol import FloatArray
 from agents.simple import NAIVE_ROW
 from env.action import ACTION_HIGH, ACTION_LOW, action_mask
-from inferencegym.models import OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
 
 COLUMN: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}
 
-WATCH_STEPS: Final = 8
+WATCH_STEPS: Final = 6
 """Seconds that a setting is watched before it is judged; the first half settles and does not count."""
+
+_ORDER: Final = [
+    list(ACTION_FIELDS).index(name)
+    for name in ("batch_size", "quant_tier", "spec_length", "kv_budget", "prefill_disagg")
+]
+"""Knobs in the order in which they are tried: what usually matters most comes first."""
 
 
 class HillClimbAgent:
@@ -28,12 +34,13 @@ class HillClimbAgent:
     def __init__(self, task: TaskSpec) -> None:
         self._slo_ms = task.slo_target_ms
         self._budget_per_step = task.cost_budget / task.episode_length
-        self._knobs = np.flatnonzero(action_mask(task.active_actions))
+        live = action_mask(task.active_actions)
+        self._knobs = [knob for knob in _ORDER if live[knob]]
 
     def reset(self, n_rows: int) -> None:
         self._kept = np.tile(NAIVE_ROW, (n_rows, 1))
         self._tried = self._kept.copy()
-        self._best = np.full(n_rows, -np.inf)
+        self._standing = np.full(n_rows, np.nan)
         self._sum = np.zeros(n_rows)
         self._move = np.zeros(n_rows, dtype=np.int64)
         self._last_cost = np.zeros(n_rows)
@@ -60,16 +67,22 @@ class HillClimbAgent:
         return total
 
     def _judge(self) -> None:
-        """Keep or take back what was tried, and try the next move."""
-        better = self._sum > self._best
+        """Keep what did better than the setting kept so far in the watch before; else go back and watch that again.
+
+        Only neighbouring watches are compared: the load drifts, and a quiet minute would never be beaten in a flood.
+        """
+        first = np.isnan(self._standing)  # watched while the fleet filled up: nothing to compare with
+        trial = (self._tried != self._kept).any(axis=1)
+        better = trial & (self._sum > self._standing)
+        worse = trial & ~better
         self._kept[better] = self._tried[better]
-        # The load drifts: an old record fades, or a quiet minute would never be beaten during a flood.
-        self._best = np.where(better, self._sum, self._best - 0.05 * np.abs(self._best))
-        self._move = np.where(better, self._move, self._move + 1)
+        self._move[worse] += 1
+        self._standing = np.where(worse, self._standing, self._sum)
         self._sum = np.zeros_like(self._sum)
         self._tried = self._kept.copy()
-        for row in range(len(self._tried)):
-            self._try_move(row)
+        for row in np.flatnonzero(~worse & ~first):
+            while (self._tried[row] == self._kept[row]).all():
+                self._try_move(int(row))
 
     def _try_move(self, row: int) -> None:
         move = int(self._move[row])
@@ -88,3 +101,5 @@ class HillClimbAgent:
         else:
             value += 1.0 if up else -1.0
         self._tried[row, knob] = min(max(value, ACTION_LOW[knob]), ACTION_HIGH[knob])
+        if self._tried[row, knob] == self._kept[row, knob]:  # at its end already
+            self._move[row] += 1

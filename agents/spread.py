@@ -2,9 +2,9 @@
 
 The spread is a ladder of competence: the best adaptive policy that in a share of all five-second stretches plays
 something else instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
-and constant actions at growing distances from the best one. Most rungs have a small share: a grade that asks for a mean
-TTFT below a target is cut to 0 by a few bad stretches, and below that all policies tie, though the reward still tells
-them apart. Constants drawn over the whole range are reported apart for the same reason.
+constant actions at growing distances from the best one, and every agent that ships. Most rungs have a small share: a
+grade that asks for a mean TTFT below a target is cut to 0 by a few bad stretches, and below that all policies tie,
+though the reward still tells them apart. Constants drawn over the whole range are reported apart for the same reason.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
 
 RUNGS: Final = 24
+SHIPPED: Final = ("random", "naive", "hill_climb", "heuristic", "ppo", "best_static", "best_adaptive")
 STRETCH_STEPS: Final = 5
 SEEDS: Final[Sequence[int]] = HELD_OUT_SEEDS[:10]
 
@@ -91,7 +92,7 @@ def spread_of_policies(task: TaskSpec, seeds: Sequence[int] = SEEDS) -> tuple[Fl
         (Diluted(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
         (Diluted(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
         (ActionsAgent(settings_around(centre, RUNGS, task), n), RUNGS),
-        *[(make_agent(name, task), 1) for name in ("naive", "hill_climb", "heuristic", "best_static")],
+        *[(make_agent(name, task), 1) for name in SHIPPED],
     ]
     returns, grades = [], []
     for agent, copies in agents:
