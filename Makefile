@@ -9,8 +9,8 @@ PORT ?= 7860
 WORKERS ?= 1
 VENV ?= .venv
 BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# On Linux the default build of torch brings several GB of CUDA packages. A machine without a GPU is better served by a
-# CPU build: name its file here (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
+# Which build of torch: uv takes the one for this machine's GPU, or the small one where there is none. Another choice:
+# name a file (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
 TORCH ?= torch==2.13.0
 TESTS ?= tests
 
@@ -39,17 +39,19 @@ rl: $(STAMPS)/rl $(STAMPS)/package
 build: $(STAMPS)/package
 
 $(PYTHON):
-	@test -n "$(BOOTSTRAP_PYTHON)" || { echo 'Python 3.11 or newer is needed and was not found.' >&2; exit 1; }
-	@$(BOOTSTRAP_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo 'Python 3.11 or newer is needed: set BOOTSTRAP_PYTHON=/path/to/it' >&2; exit 1; }
-	@$(BOOTSTRAP_PYTHON) -m venv $(VENV)
+	@scripts/check_machine.sh $(BOOTSTRAP_PYTHON)
+	@$(BOOTSTRAP_PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMPS)/test-servers: scripts/install_test_servers.sh | $(PYTHON)
+	@scripts/install_test_servers.sh --check
+	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build: requirements-build.txt | $(PYTHON)
 	@$(PINNED) -r requirements-build.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/server: requirements.txt $(STAMPS)/build
-	@echo 'Installing what the server needs into $(VENV) (once, about half a minute)'
+	@echo 'Installing what the server needs into $(VENV) (once, about a minute)'
 	@$(PINNED) -r requirements.txt
 	@touch $@
 
@@ -61,7 +63,11 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/server
 $(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
 	@echo 'Installing what trains agents ($(TORCH) and Stable-Baselines3)'
 	@$(PINNED) -r requirements-rl.txt
-	@$(PIP_INSTALL) '$(TORCH)'
+	@if [ "$(origin TORCH)" != file ] || [ -n "$$PIP_FIND_LINKS" ]; then $(PIP_INSTALL) '$(TORCH)'; \
+	elif ! $(BIN)/uv pip install --quiet --python $(PYTHON) --torch-backend=auto '$(TORCH)'; then \
+		echo 'torch made for this machine cannot be had: installing the default, on Linux several GB'; \
+		$(PIP_INSTALL) '$(TORCH)'; \
+	fi
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
@@ -73,22 +79,23 @@ $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(ST
 # --- Running -------------------------------------------------------------------------------------------------------
 
 serve: $(STAMPS)/package
-	INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
+	@echo 'Serving on http://localhost:$(PORT) (page: /web, interface: /docs); Ctrl-C ends it, PORT=... serves elsewhere'
+	@INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
 
 bench: $(STAMPS)/dev $(STAMPS)/package
 	@set -e; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$benchmark"; $(PYTHON) "$$benchmark"; done
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 
-# The quick tests first, on two processes; the slow ones only when those pass.
-test: $(STAMPS)/rl $(STAMPS)/package
+# The quick tests first, on two processes; the slow ones only when those pass. What they start is asked for before.
+test: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
 
-test-fast: $(STAMPS)/dev $(STAMPS)/package
+test-fast: $(STAMPS)/test-servers $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 
-soak: $(STAMPS)/rl $(STAMPS)/package
+soak: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m soak
 
 check: lint types tidy documents
