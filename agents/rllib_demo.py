@@ -18,12 +18,14 @@ log = logging.getLogger(__name__)
 
 def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed: int = 0) -> Any:
     """A ``PPOConfig`` for a task; change it, then ``build_algo()``."""
-    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.algorithms import ppo
 
+    # Ray's own types are incomplete, and absent where it is not installed.
+    rllib: Any = ppo
     # The module before the id is imported wherever RLlib makes the environment, also on other machines.
     env_id = "inferencegym.gym:" + registered_id(get_task(task_id).gym_id)
     return (
-        PPOConfig()
+        rllib.PPOConfig()
         .environment(env_id, env_config={"observation": "normalised", "action": "box"})
         .env_runners(
             num_env_runners=n_env_runners,

@@ -115,7 +115,7 @@ class Workers:
             raise InvalidConfigError(
                 "Ray is not installed: install the extra 'ray', pip install 'openenv-inferencegym[ray]'"
             ) from error
-        self._ray = ray
+        self._ray: Any = ray
         self._n_workers = n_workers
         self._address = address
 

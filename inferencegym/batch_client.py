@@ -5,7 +5,6 @@ Needs httpx and numpy, and nothing of the simulator.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
@@ -15,17 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
-from inferencegym.errors import InvalidActionError, NotResetError
-from inferencegym.http_client import (
-    DEFAULT_URL,
-    RETRIED_STATUSES,
-    ServerUnavailableError,
-    json_of,
-    pause_s,
-    unreachable,
-)
+from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
+from inferencegym.http_client import DEFAULT_URL, json_of, key_header
+from inferencegym.remote import Retries
 
-_JSON: Final = {"content-type": "application/json"}
+GO_ON: Final = "Nothing is lost: call the same method again"
 _BINARY: Final = {"content-type": MEDIA_TYPE}
 
 
@@ -46,9 +39,10 @@ class InferenceGymBatch:
         retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        headers = {} if api_key is None else {"x-api-key": api_key}
-        self._client = httpx.Client(base_url=base_url, timeout=timeout_s, transport=transport, headers=headers)
-        self._retries = retries
+        self._retries = Retries(retries, GO_ON)
+        self._client = httpx.Client(
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+        )
         self._opened: dict[str, Any] = {}
         self.n = 0
         self.episode_length = 0
@@ -72,8 +66,8 @@ class InferenceGymBatch:
         """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
 
         Returns the observations (N, 14). With ``autoreset`` the episodes follow one another: the step that ends them
-        shows the first observations of the next ones. The session of an earlier reset is used again where it fits, and
-        closed otherwise.
+        shows the first observations of the next ones. The session of an earlier reset is used again where it fits and
+        is still there, and closed otherwise.
         """
         wanted = {"n": n, "task_id": task_id, "seed": seed, "config": config, "autoreset": autoreset}
         body: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
@@ -81,12 +75,9 @@ class InferenceGymBatch:
             body["seeds"] = [int(one) for one in seeds]
         count = len(seeds) if seeds is not None else n or 1
         shape = {"task_id": task_id, "config": config, "n": count}
-        if self.session_id is not None:
-            if self._opened["shape"] == shape:
-                body["session_id"] = self.session_id
-            else:
-                self._end_session()
-        answer = json_of(self._post("/reset/batch", body))
+        if self.session_id is not None and self._opened["shape"] != shape:
+            self._end_session()
+        answer = self._open(body)
         self._opened = {"session_id": answer["session_id"], "shape": shape}
         self.n, self.episode_length, self.steps = answer["n"], answer["episode_length"], 0
         return np.array(answer["observations"], dtype=np.float64)
@@ -106,7 +97,9 @@ class InferenceGymBatch:
         if rows.ndim != 3:
             raise InvalidActionError("actions", rows.shape, f"an array of shape (K, {self.n}, 5)")
         wanted = BatchSteps(self.session_id, rows, n_steps or len(rows), self.steps + 1, last)
-        answer = self._post("/step/batch", encode_request(wanted))
+        answer = self._retries.send(
+            self._client, "POST", "/step/batch", content=encode_request(wanted), headers=_BINARY
+        )
         if answer.status_code != 200:
             json_of(answer)
         try:
@@ -134,6 +127,18 @@ class InferenceGymBatch:
     ) -> None:
         self.close()
 
+    def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a reset, in the session of an earlier one where the server still has it."""
+        if self.session_id is not None:
+            try:
+                return self._reset({**body, "session_id": self.session_id})
+            except UnknownSessionError:
+                self._opened = {}
+        return self._reset(body)
+
+    def _reset(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return json_of(self._retries.send(self._client, "POST", "/reset/batch", json=body))
+
     def _end_session(self) -> None:
         # A session that is gone already, or a server that is, needs no closing.
         try:
@@ -142,23 +147,3 @@ class InferenceGymBatch:
             return
         finally:
             self._opened = {}
-
-    def _post(self, path: str, body: bytes | Mapping[str, Any]) -> httpx.Response:
-        attempt = 0
-        while True:
-            answer, lost = None, None
-            try:
-                if isinstance(body, bytes):
-                    answer = self._client.post(path, content=body, headers=_BINARY)
-                else:
-                    answer = self._client.post(path, json=body, headers=_JSON)
-            except httpx.TransportError as error:
-                lost = error
-            settled = answer is not None and answer.status_code not in RETRIED_STATUSES
-            attempt += 1
-            if settled or attempt > self._retries:
-                if answer is None:
-                    assert lost is not None
-                    raise unreachable(str(self._client.base_url), attempt, lost) from lost
-                return answer
-            time.sleep(pause_s(attempt - 1, answer))

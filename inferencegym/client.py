@@ -14,12 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from inferencegym.http_client import (
-    AsyncInferenceGymHTTP,
-    InferenceGymHTTP,
-    ServerError,
-    ServerUnavailableError,
-)
+from inferencegym.errors import ServerUnavailableError
+from inferencegym.http_client import AsyncInferenceGymHTTP, InferenceGymHTTP, ServerError
 
 if TYPE_CHECKING:
     from inferencegym.batch_client import InferenceGymBatch

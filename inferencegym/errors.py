@@ -147,3 +147,12 @@ class RemoteError(InferenceGymError, RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         self.status = status
         super().__init__(message)
+
+
+class ServerUnavailableError(RemoteError, ConnectionError):
+    """The server could not be reached, or answered with no sense, however often it was asked; nothing is lost there.
+
+    (HTTP 502)
+    """
+
+    code = "server_unavailable"

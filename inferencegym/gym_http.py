@@ -1,34 +1,66 @@
 """The serving tasks of a server as Gymnasium environments: same spaces, seeds and numbers as in process.
 
-Steps carry their number, so one whose answer was lost is sent again without being played twice.
+:class:`HTTPGymEnv` plays one session, which the server writes down step by step; :class:`HTTPVectorEnv` plays many
+episodes at once in arrays, which it does not. Requests carry their step's number: one whose answer was lost is sent
+again and played once.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.action import action_mask, from_row, snap
+from env.action import ACTION_SIZE, action_mask, from_row, snap
 from env.autoreset import SeedSeries
 from env.observation import OBSERVATION_SIZE, to_array
 from env.spaces import ObservationCodec, action_codec
 from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
-from inferencegym.errors import InvalidConfigError, UnknownSessionError
+from inferencegym.batch_client import InferenceGymBatch
+from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError
 from inferencegym.http_client import InferenceGymHTTP
 from inferencegym.tasks import TaskId, get_calibration, get_task
 
+log = logging.getLogger(__name__)
+STEPS_AGAIN: Final = 65_536
+"""Steps of all episodes in one request when lost episodes are played again."""
+
+
+class _RemoteTask:
+    """A task as this machine knows it too, and its formats: a server is sent knobs and answers in natural units."""
+
+    def __init__(self, task_id: TaskId, config: Mapping[str, Any] | None, observation: str, action: str) -> None:
+        self.task = get_task(task_id)
+        self.config = self.task.config(config)
+        self.overrides = dict(config or {})
+        self.actions = action_codec(action)
+        self.observations = ObservationCodec(self.task, self.config, get_calibration(self.task.task_id), observation)
+        self._mask = action_mask(self.task.active_actions)
+
+    def knobs(self, actions: NDArray[Any], n_rows: int) -> FloatArray:
+        """Allowed knobs (B, 5) of a learner's actions."""
+        knobs = self.actions.decode(actions)
+        if knobs.shape != (n_rows, ACTION_SIZE):
+            raise InvalidActionError("actions", knobs.shape, f"an array of shape ({n_rows}, {ACTION_SIZE})")
+        return snap(knobs, self._mask)
+
 
 class HTTPVectorEnv(AutoresetVectorEnv):
-    """``num_envs`` episodes on a server at ``url``, stepped over ``connections`` connections at once.
+    """``num_envs`` episodes on a server at ``url``, all of them in one request a step (``POST /step/batch``).
 
-    As :class:`env.vector_env.VectorInferenceEnv`, for tasks that this machine knows too (their bounds are read here).
-    ``info`` holds ``metrics`` under the names of ``MetricsSnapshot``, and ``seed``.
+    Row by row the numbers of :class:`env.vector_env.VectorInferenceEnv` with the same arguments, seeds and actions, to
+    the last bit; for tasks that this machine knows too (their bounds are read here). Rows are in step with each other,
+    so a ``reset_mask`` must set all of them. ``info`` holds ``seed`` (B,); metrics stay on the server.
+
+    The server keeps these episodes in memory only. Where it no longer has them (it was started again, or they were not
+    stepped for ten minutes), the running episodes are played again from their seeds and actions, with a warning in the
+    log, and the step follows; :class:`StepConflictError` if they came out otherwise, as on a server of another version.
     """
 
     def __init__(
@@ -42,88 +74,88 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         action: str = "box",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         api_key: str | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 60.0,
         retries: int = 5,
-        connections: int = 8,
     ) -> None:
         if num_envs < 1:
             raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
-        self.task = get_task(task_id)
-        self.config = self.task.config(config)
-        self._overrides = dict(config or {})
-        calibration = get_calibration(self.task.task_id)
-        self._pool = ThreadPoolExecutor(max(1, min(connections, num_envs)))
-        self._clients = [
-            InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries) for _ in range(num_envs)
-        ]
+        self._remote = _RemoteTask(task_id, config, observation, action)
+        self.task = self._remote.task
+        self.config = self._remote.config
+        self._client = InferenceGymBatch(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
+        self._url = url
         self._series = SeedSeries(num_envs)
-        self._actions = action_codec(action)
-        self._mask = action_mask(self.task.active_actions)
-        self._observations = ObservationCodec(self.task, self.config, calibration, observation)
-        self._observation = np.zeros((num_envs, OBSERVATION_SIZE))
-        self._reward = np.zeros(num_envs)
-        self._done = np.zeros(num_envs, dtype=np.bool_)
-        self.infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
-        self.seeds = np.full(num_envs, -1, dtype=np.int64)
-        super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
+        self._observation: FloatArray = np.zeros((num_envs, OBSERVATION_SIZE))
+        self._played: list[FloatArray] = []
+        self._done = False
+        self.seeds: NDArray[np.int64] = np.full(num_envs, -1, dtype=np.int64)
+        super().__init__(num_envs, self._remote.observations.space, self._remote.actions.space, autoreset_mode)
 
     @property
-    def session_ids(self) -> list[str | None]:
-        """Sessions of the rows on the server."""
-        return [client.session_id for client in self._clients]
+    def session_id(self) -> str | None:
+        """The batch session on the server; None before the first reset."""
+        return self._client.session_id
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the connections; the server forgets its sessions by itself."""
-        self._pool.shutdown()
-        for client in self._clients:
-            client.close()
+        """End the session on the server and close the connection."""
+        self._client.close()
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
-        chosen, playing = self._series.next(seeds, rows)
-        started = list(self._pool.map(self._restart, chosen, playing))
-        self._observation[chosen] = started
-        self._done[chosen] = False
-        self.seeds[chosen] = playing
-        for row in chosen:
-            self.infos[row] = {}
+        if rows is not None and not rows.all():
+            raise InvalidConfigError(
+                "options['reset_mask'] must set all rows: episodes of a remote batch are in step with each other; "
+                "episodes that start apart are played by HTTPGymEnv, one each"
+            )
+        # A reset that the server does not answer must not use up seeds.
+        series = copy.deepcopy(self._series)
+        _, playing = series.next(seeds, rows)
+        self._observation = self._reset(playing)
+        self._series, self._played, self._done = series, [], False
+        self.seeds = np.array(playing, dtype=np.int64)
 
-    def _restart(self, row: int, seed: int) -> FloatArray:
-        client = self._clients[row]
-        try:
-            first = client.reset(seed, self.task.task_id, self._overrides, client.session_id)
-        except UnknownSessionError:
-            # The server has forgotten the session since its last step.
-            first = client.reset(seed, self.task.task_id, self._overrides)
-        return to_array(first)
+    def _reset(self, seeds: Sequence[int]) -> FloatArray:
+        return self._client.reset(task_id=self.task.task_id, seeds=seeds, config=self._remote.overrides)
 
     def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
-        chosen = list(range(self.num_envs)) if rows is None else np.flatnonzero(rows).tolist()
-        knobs = snap(self._actions.decode(actions), self._mask)
-        wanted = [from_row(knobs[row]).to_dict() for row in chosen]
-        played = self._pool.map(lambda row, action: self._clients[row].step(action), chosen, wanted)
-        for row, (observation, reward, done, info) in zip(chosen, played, strict=True):
-            self._observation[row], self._reward[row], self._done[row] = to_array(observation), reward, done
-            self.infos[row] = info
-        return self._reward.copy()
+        knobs = self._remote.knobs(actions, self.num_envs)
+        try:
+            played = self._client.step(knobs, float64=True)
+        except UnknownSessionError:
+            self._play_again()
+            played = self._client.step(knobs, float64=True)
+        self._played.append(knobs)
+        self._observation, self._done = played.observations[0], bool(played.done[0])
+        return np.array(played.rewards[0])
+
+    def _play_again(self) -> None:
+        """Bring episodes that the server no longer has to where they were."""
+        log.warning("%s no longer has the episodes: playing %d steps of them again", self._url, len(self._played))
+        observation = self._reset(self.seeds.tolist())
+        block = max(1, STEPS_AGAIN // self.num_envs)
+        for at in range(0, len(self._played), block):
+            actions = np.array(self._played[at : at + block])
+            observation = self._client.play(actions, last=True, float64=True).observations[-1]
+        if not np.array_equal(observation, self._observation):
+            raise StepConflictError(
+                f"{self._url} lost the episodes and plays them otherwise than before: does it run another version or "
+                "other task data now? reset() starts new ones"
+            )
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:
-        return self._done.copy(), np.zeros_like(self._done)
+        return np.full(self.num_envs, self._done), np.zeros(self.num_envs, dtype=np.bool_)
 
     def _observe(self) -> Float32Array:
-        return self._observations.encode(self._observation)
+        return self._remote.observations.encode(self._observation)
 
     def _info(self) -> Info:
-        has = np.array(["metrics" in info for info in self.infos])
-        names = next((list(info["metrics"]) for info in self.infos if info), [])
-        metrics = {n: np.array([float(i["metrics"][n]) if i else 0.0 for i in self.infos]) for n in names}
-        seeds = {"seed": self.seeds.copy(), "_seed": self._everywhere}
-        return {**seeds, "metrics": metrics, "_metrics": has} if names else seeds
+        return {"seed": self.seeds.copy(), "_seed": self._everywhere}
 
 
 class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """One episode of a serving task on a server at ``url``; a row of :class:`HTTPVectorEnv`.
+    """One episode at a time of a serving task on a server at ``url``; equals :class:`inferencegym.gym.InferenceGymEnv`.
 
-    ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` scores the session under that id.
+    ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` scores the session under that id. The
+    session outlives the server's process. Seeds of resets are those of :func:`env.autoreset.episode_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -140,44 +172,51 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         timeout_s: float = 30.0,
         retries: int = 5,
     ) -> None:
-        self._rows = HTTPVectorEnv(
-            url,
-            1,
-            task_id,
-            config=config,
-            observation=observation,
-            action=action,
-            autoreset_mode=AutoresetMode.DISABLED,
-            api_key=api_key,
-            timeout_s=timeout_s,
-            retries=retries,
-        )
-        self.task = self._rows.task
-        self.config = self._rows.config
-        self.observation_space = self._rows.single_observation_space
-        self.action_space = self._rows.single_action_space
+        self._remote = _RemoteTask(task_id, config, observation, action)
+        self.task = self._remote.task
+        self.config = self._remote.config
+        self.observation_space = self._remote.observations.space
+        self.action_space = self._remote.actions.space
+        self._client = InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
+        self._series = SeedSeries(1)
+        self._seed = -1
 
     @property
     def session_id(self) -> str | None:
-        """The session on the server."""
-        return self._rows.session_ids[0]
+        """The session on the server; None before the first reset."""
+        return self._client.session_id
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, dict[str, Any]]:
         """Start an episode."""
         super().reset(seed=seed)
-        observation, _ = self._rows.reset(seed=[seed])
-        return observation[0], self._named({"timestep": 0})
+        series = copy.deepcopy(self._series)
+        _, [playing] = series.next([seed])
+        try:
+            first = self._start(playing, self.session_id)
+        except UnknownSessionError:
+            # The server has forgotten the session since its last step.
+            first = self._start(playing, None)
+        self._series, self._seed = series, playing
+        return first, self._named({"timestep": 0})
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
         """Play one second."""
-        observation, reward, ended, _, _ = self._rows.step(np.asarray(action)[None])
-        return observation[0], float(reward[0]), bool(ended[0]), False, self._named(self._rows.infos[0])
+        knobs = self._remote.knobs(np.asarray(action)[None], 1)
+        observation, reward, done, info = self._client.step(from_row(knobs[0]).to_dict())
+        return self._seen(to_array(observation)), reward, done, False, self._named(info)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._rows.close()
+        """Close the connection; the server keeps the session."""
+        self._client.close()
+
+    def _start(self, seed: int, session_id: str | None) -> Float32Array:
+        return self._seen(to_array(self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)))
+
+    def _seen(self, observation: FloatArray) -> Float32Array:
+        seen: Float32Array = self._remote.observations.encode(observation[None])[0]
+        return seen
 
     def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        return {**info, "session_id": self.session_id, "seed": int(self._rows.seeds[0])}
+        return {**info, "session_id": self.session_id, "seed": self._seed}

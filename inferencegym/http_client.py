@@ -7,9 +7,6 @@ client and the server's process: :meth:`InferenceGymHTTP.resume` goes on with on
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,12 +15,19 @@ from typing import Any, Final, Self
 import httpx
 
 from inferencegym import errors
-from inferencegym.errors import InferenceGymError, InvalidActionError, InvalidConfigError, NotResetError, RemoteError
+from inferencegym.errors import (
+    InferenceGymError,
+    InvalidActionError,
+    InvalidConfigError,
+    NotResetError,
+    RemoteError,
+    ServerUnavailableError,
+)
 from inferencegym.models import ServeAction, ServeObservation
+from inferencegym.remote import Retries
 
 DEFAULT_URL: Final = "http://localhost:7860"
-RETRIED_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
-LONGEST_PAUSE_S: Final = 10.0
+GO_ON: Final = "Nothing is lost: call the same method again, or resume(session_id) later"
 
 Step = tuple[ServeObservation, float, bool, dict[str, Any]]
 
@@ -34,12 +38,6 @@ class ServerError(RemoteError):
     def __init__(self, message: str, code: str, status: int) -> None:
         super().__init__(message, status)
         self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
-
-
-class ServerUnavailableError(RemoteError, ConnectionError):
-    """The server could not be reached, or answered with no sense, however often it was asked; nothing is lost there."""
-
-    code = "server_unavailable"
 
 
 def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
@@ -75,10 +73,9 @@ class _Request:
 class _Episode:
     """What a client knows of its session: builds requests and reads answers, and does no input or output itself."""
 
-    def __init__(self, retries: int) -> None:
+    def __init__(self) -> None:
         self.session_id: str | None = None
         self.steps = 0
-        self._retries = retries
 
     # ------------------------------------------------------------ requests
 
@@ -133,22 +130,6 @@ class _Episode:
         self.session_id, self.steps = session_id, answer["step_count"]
         return ServeObservation(**answer["observation"])
 
-    # ------------------------------------------------------------ failures
-
-    def pause_s(self, attempt: int, answer: httpx.Response | None) -> float | None:
-        """Seconds until the next attempt, or None when the outcome stands."""
-        if attempt >= self._retries or (answer is not None and answer.status_code not in RETRIED_STATUSES):
-            return None
-        return pause_s(attempt, answer)
-
-
-def pause_s(attempt: int, answer: httpx.Response | None) -> float:
-    """Seconds until the attempt after this one (counting from 0): what the server asked for, else longer each time."""
-    asked = answer.headers.get("retry-after", "") if answer is not None else ""
-    # Jitter, so that clients that failed together do not come back together.
-    pause = float(asked) if asked.isdigit() else 0.1 * 2**attempt * random.uniform(0.5, 1.5)
-    return min(pause, LONGEST_PAUSE_S)
-
 
 def json_of(answer: httpx.Response) -> dict[str, Any]:
     """The body of a good answer. Raises the error that a bad one stands for."""
@@ -167,15 +148,20 @@ def json_of(answer: httpx.Response) -> dict[str, Any]:
     raise error_of(detail["code"], message, answer.status_code, detail)
 
 
-def unreachable(url: str, attempts: int, error: httpx.TransportError) -> ServerUnavailableError:
-    """What to raise when no attempt was answered."""
-    return ServerUnavailableError(
-        f"{url} did not answer in {attempts} attempts ({error!r}): is the server running there? "
-        "Nothing is lost: call the same method again, or resume(session_id) later"
-    )
+class _Client:
+    """What the client and its twin with coroutines share."""
+
+    def __init__(self, retries: int) -> None:
+        self._episode = _Episode()
+        self._retries = Retries(retries, GO_ON)
+
+    @property
+    def session_id(self) -> str | None:
+        """Id of the session being played; with it ``resume`` goes on from anywhere. None before the first reset."""
+        return self._episode.session_id
 
 
-class InferenceGymHTTP:
+class InferenceGymHTTP(_Client):
     """A serving episode on a server.
 
     ``reset`` and ``step`` take and return what ``InferenceEnv``'s do, and raise the same errors. ``timeout_s`` is for
@@ -191,15 +177,10 @@ class InferenceGymHTTP:
         retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._episode = _Episode(retries)
+        super().__init__(retries)
         self._client = httpx.Client(
-            base_url=base_url, timeout=timeout_s, transport=transport, headers=_headers(api_key)
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
         )
-
-    @property
-    def session_id(self) -> str | None:
-        """Id of the session being played; with it :meth:`resume` goes on from anywhere. None before the first reset."""
-        return self._episode.session_id
 
     def reset(
         self,
@@ -251,24 +232,11 @@ class InferenceGymHTTP:
         self.close()
 
     def _send(self, request: _Request) -> dict[str, Any]:
-        attempt = 0
-        while True:
-            answer, lost = None, None
-            try:
-                answer = self._client.request(request.method, request.path, json=request.body, params=request.query)
-            except httpx.TransportError as error:
-                lost = error
-            pause = self._episode.pause_s(attempt, answer)
-            attempt += 1
-            if pause is None:
-                if lost is not None:
-                    raise unreachable(str(self._client.base_url), attempt, lost) from lost
-                assert answer is not None
-                return json_of(answer)
-            time.sleep(pause)
+        answer = self._retries.send(self._client, request.method, request.path, json=request.body, params=request.query)
+        return json_of(answer)
 
 
-class AsyncInferenceGymHTTP:
+class AsyncInferenceGymHTTP(_Client):
     """:class:`InferenceGymHTTP` with coroutines."""
 
     def __init__(
@@ -280,15 +248,10 @@ class AsyncInferenceGymHTTP:
         retries: int = 5,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._episode = _Episode(retries)
+        super().__init__(retries)
         self._client = httpx.AsyncClient(
-            base_url=base_url, timeout=timeout_s, transport=transport, headers=_headers(api_key)
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
         )
-
-    @property
-    def session_id(self) -> str | None:
-        """As in :class:`InferenceGymHTTP`."""
-        return self._episode.session_id
 
     async def reset(
         self,
@@ -340,24 +303,12 @@ class AsyncInferenceGymHTTP:
         await self.close()
 
     async def _send(self, request: _Request) -> dict[str, Any]:
-        attempt = 0
-        while True:
-            answer, lost = None, None
-            try:
-                answer = await self._client.request(
-                    request.method, request.path, json=request.body, params=request.query
-                )
-            except httpx.TransportError as error:
-                lost = error
-            pause = self._episode.pause_s(attempt, answer)
-            attempt += 1
-            if pause is None:
-                if lost is not None:
-                    raise unreachable(str(self._client.base_url), attempt, lost) from lost
-                assert answer is not None
-                return json_of(answer)
-            await asyncio.sleep(pause)
+        answer = await self._retries.send_async(
+            self._client, request.method, request.path, json=request.body, params=request.query
+        )
+        return json_of(answer)
 
 
-def _headers(api_key: str | None) -> dict[str, str]:
+def key_header(api_key: str | None) -> dict[str, str]:
+    """How an API key travels."""
     return {} if api_key is None else {"x-api-key": api_key}

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from websockets.exceptions import ConnectionClosed
 
-from inferencegym.errors import CapacityError, NotResetError
-from inferencegym.http_client import ServerUnavailableError, error_of
+from inferencegym.errors import CapacityError, NotResetError, ServerUnavailableError
+from inferencegym.http_client import error_of
 from inferencegym.models import ServeAction
 from inferencegym.openenv_types import (
     InferenceGymAction,

@@ -1,34 +1,85 @@
-"""JSON over HTTP to a server of ours or another, with what is worth trying again tried again."""
+"""Requests to a server of ours or another: what is worth sending again is sent again."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 
-from inferencegym.errors import RemoteError
+from inferencegym.errors import RemoteError, ServerUnavailableError
 
-ATTEMPTS: Final = 5
-"""How often a request is sent before its failure is reported."""
-FIRST_PAUSE_S: Final = 0.2
-MAX_PAUSE_S: Final = 10.0
-RETRY_STATUSES: Final = (429, 502, 503, 504)
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 10.0
+RETRIED_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a request is sent again that had no answer, or one that says "later".
+
+    Only requests that may be sent twice go this way. ``advice`` ends the error that says no server was found.
+    """
+
+    most: int = 5
+    advice: str = ""
+
+    def send(self, client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
+        """The first answer that stands. Raises ServerUnavailableError when the last attempt had none."""
+        attempt = 0
+        while True:
+            answer, lost = None, None
+            try:
+                answer = client.request(method, path, **content)
+            except httpx.TransportError as error:
+                lost = error
+            attempt += 1
+            if answer is not None and self._stands(attempt, answer):
+                return answer
+            time.sleep(self._pause_s(client.base_url, attempt, answer, lost))
+
+    async def send_async(self, client: httpx.AsyncClient, method: str, path: str, **content: Any) -> httpx.Response:
+        """:meth:`send` with coroutines."""
+        attempt = 0
+        while True:
+            answer, lost = None, None
+            try:
+                answer = await client.request(method, path, **content)
+            except httpx.TransportError as error:
+                lost = error
+            attempt += 1
+            if answer is not None and self._stands(attempt, answer):
+                return answer
+            await asyncio.sleep(self._pause_s(client.base_url, attempt, answer, lost))
+
+    def _stands(self, attempt: int, answer: httpx.Response) -> bool:
+        return answer.status_code not in RETRIED_STATUSES or attempt > self.most
+
+    def _pause_s(
+        self, url: httpx.URL, attempt: int, answer: httpx.Response | None, lost: httpx.TransportError | None
+    ) -> float:
+        """Seconds until the next attempt: what the server asked for, else longer each time."""
+        if answer is None and attempt > self.most:
+            reason = f"{url} did not answer in {attempt} attempts ({lost!r}): is a server running there?"
+            raise ServerUnavailableError(f"{reason} {self.advice}".rstrip()) from lost
+        asked = "" if answer is None else answer.headers.get("retry-after", "")
+        # Jitter, so that clients that failed together do not come back together.
+        grown = FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+        return min(float(asked) if asked.isdigit() else grown, LONGEST_PAUSE_S)
 
 
 class Server:
-    """JSON over one pool of connections; what is worth trying again is tried again.
+    """JSON over one pool of connections. What is no success raises :class:`RemoteError` with the server's own words."""
 
-    A request that found no server, and an answer that says "later" (429 and 503, with ``Retry-After``), are repeated a
-    few times. Everything else that is not a success raises :class:`RemoteError` with the server's own words.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0, connections: int = 1) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, limits=limits)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+        self._retries = Retries()
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON answer to a GET."""
@@ -43,22 +94,10 @@ class Server:
         self._http.close()
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        pause_s = FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                answer = self._http.request(method, path, json=body)
-            except httpx.TransportError as error:
-                if attempt == ATTEMPTS:
-                    raise RemoteError(f"{self.url}{path}: no answer after {ATTEMPTS} attempts ({error!r})") from error
-            else:
-                if answer.is_success:
-                    return dict(answer.json())
-                if answer.status_code not in RETRY_STATUSES or attempt == ATTEMPTS:
-                    raise RemoteError(f"{self.url}{path}: {answer.status_code}: {_said(answer)}", answer.status_code)
-                pause_s = max(pause_s, _retry_after_s(answer))
-            time.sleep(min(pause_s, MAX_PAUSE_S))
-            pause_s *= 2.0
-        raise AssertionError("the loop returns or raises")
+        answer = self._retries.send(self._http, method, path, json=body)
+        if not answer.is_success:
+            raise RemoteError(f"{self.url}{path}: {answer.status_code}: {_said(answer)}", answer.status_code)
+        return dict(answer.json())
 
 
 def _said(answer: httpx.Response) -> str:
@@ -70,8 +109,3 @@ def _said(answer: httpx.Response) -> str:
     if isinstance(detail, Mapping):
         return " ".join(str(detail[key]) for key in ("message", "next") if detail.get(key))
     return str(detail)
-
-
-def _retry_after_s(answer: httpx.Response) -> float:
-    value = answer.headers.get("retry-after", "")
-    return float(value) if value.isdigit() else 0.0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -30,13 +30,14 @@ from inferencegym.errors import (
     InvalidActionError,
     InvalidConfigError,
     NotResetError,
+    ServerUnavailableError,
+    StepConflictError,
     UnknownSessionError,
 )
-from inferencegym.http_client import ServerUnavailableError
 from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
-from tests.servers import RunningServer
+from tests.servers import RunningServer, running_server
 
 SERVING = [ig.registered_id(task.gym_id) for task in list_tasks(include_recorded=True)]
 TRAFFIC = [ig.registered_id(task.gym_id) for task in list_traffic_tasks()]
@@ -408,21 +409,154 @@ def test_gymnasiums_checker_has_nothing_to_say_about_a_server(server: RunningSer
     env.close()
 
 
+@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_many_episodes_on_a_server_are_the_same_as_in_process(server: RunningServer, mode: str) -> None:
-    remote = gymnasium.make_vec(
-        ig.REMOTE_ID, num_envs=3, url=server.url, task_id=2, config=SHORT, observation="normalised", autoreset_mode=mode
-    )
-    local = ig.VectorInferenceEnv(3, 2, config=SHORT, observation="normalised", autoreset_mode=mode)
+def test_many_episodes_on_a_server_are_the_same_as_in_process(server: RunningServer, task_id: Any, mode: str) -> None:
+    formats = {"config": SHORT, "observation": "scheduled", "action": "discrete", "autoreset_mode": mode}
+    remote = gymnasium.make_vec(ig.REMOTE_ID, num_envs=3, url=server.url, task_id=task_id, **formats)
+    local = ig.VectorInferenceEnv(3, task_id, **formats)
+    assert remote.single_observation_space == local.single_observation_space
+    assert remote.single_action_space == local.single_action_space
+    assert remote.metadata["autoreset_mode"] is local.metadata["autoreset_mode"]
     np.testing.assert_array_equal(remote.reset(seed=6)[0], local.reset(seed=6)[0])
     remote.action_space.seed(2)
-    for _ in range(2 * SHORT["episode_length"]):
+    ends = 0
+    for _ in range(2 * SHORT["episode_length"] + 3):
         actions = remote.action_space.sample()
         there, here = remote.step(actions), local.step(actions)
         for a, b in zip(there[:4], here[:4], strict=True):
             np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
         np.testing.assert_array_equal(there[4]["seed"], here[4]["seed"])
+        assert ("final_obs" in there[4]) == ("final_obs" in here[4])
+        if "final_obs" in here[4]:
+            np.testing.assert_array_equal(there[4]["final_obs"], here[4]["final_obs"])
+        ends += here[2].any()
+    assert ends == 2
     remote.close()
+
+
+@given(st.lists(st.sampled_from(["box", "nan", "beyond", "reset"]), min_size=1, max_size=12))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_sent_and_whenever_it_is_reset_the_server_plays_the_same(
+    server: RunningServer, calls: list[str]
+) -> None:
+    remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
+    local = ig.VectorInferenceEnv(2, 3, config=SHORT)
+    rng = np.random.default_rng(len(calls))
+    np.testing.assert_array_equal(remote.reset(seed=[4, 9])[0], local.reset(seed=[4, 9])[0])
+    for call in calls:
+        actions = rng.uniform(-1, 1, (2, 5)) * {"beyond": 5.0, "nan": np.nan}.get(call, 1.0)
+        if call == "reset":
+            there, here = remote.reset(), local.reset()
+            np.testing.assert_array_equal(remote.seeds, local.seeds)
+        else:
+            there, here = remote.step(actions)[:4], local.step(actions)[:4]
+            np.testing.assert_array_equal(there[1], here[1])
+        np.testing.assert_array_equal(there[0], here[0])
+    remote.close()
+
+
+def test_a_remote_batch_without_autoreset_is_restarted_as_a_whole(server: RunningServer) -> None:
+    remote = ig.HTTPVectorEnv(server.url, 2, 1, config={"episode_length": 2}, autoreset_mode="Disabled")
+    remote.reset(seed=1)
+    action = np.zeros((2, 5), dtype=np.float32)
+    for _ in range(2):
+        ended = remote.step(action)[2]
+    assert ended.all()
+    with pytest.raises(EpisodeDoneError, match="reset_mask"):
+        remote.step(action)
+    with pytest.raises(InvalidConfigError, match="must set all rows"):
+        remote.reset(options={"reset_mask": np.array([True, False])})
+    remote.reset(options={"reset_mask": np.array([True, True])})
+    assert remote.seeds.tolist() == [episode_seed(1, 1), episode_seed(2, 1)]
+    remote.step(action)
+    remote.close()
+
+
+def test_lost_answers_cost_a_remote_batch_neither_steps_nor_seeds(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = ig.HTTPVectorEnv(server.url, 2, 2, config=SHORT)
+    local = ig.VectorInferenceEnv(2, 2, config=SHORT)
+    send = httpx.Client.request
+    lost = {"/step/batch": 0, "/reset/batch": 0}
+
+    def lossy(self: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
+        answer = send(self, method, url, **options)
+        lost[url] += 1
+        if lost[url] % 2:
+            raise httpx.ReadError("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(httpx.Client, "request", lossy)
+    remote.reset(seed=3)
+    local.reset(seed=3)
+    for _ in range(SHORT["episode_length"] + 2):
+        action = np.zeros((2, 5), dtype=np.float32)
+        there, here = remote.step(action), local.step(action)
+        np.testing.assert_array_equal(there[0], here[0])
+        np.testing.assert_array_equal(there[1], here[1])
+        np.testing.assert_array_equal(remote.seeds, local.seeds)
+    assert lost == {"/step/batch": 2 * (SHORT["episode_length"] + 1), "/reset/batch": 2 * 2}
+    monkeypatch.undo()
+    remote.close()
+
+
+def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inferencegym.gym_http.STEPS_AGAIN", 4)  # so that it takes two requests
+    local = ig.VectorInferenceEnv(2, 3, config=SHORT)
+    with running_server(tmp_path) as server:
+        remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
+        remote.action_space.seed(5)
+        remote.reset(seed=8)
+        local.reset(seed=8)
+        for k in range(2 * SHORT["episode_length"]):
+            if k == 3:
+                server.kill()
+                server.start()
+            actions = remote.action_space.sample()
+            there, here = remote.step(actions), local.step(actions)
+            np.testing.assert_array_equal(there[0], here[0])
+            np.testing.assert_array_equal(there[1], here[1])
+        assert caplog.text.count("playing 3 steps of them again") == 1
+        remote.close()
+
+
+def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(server: RunningServer) -> None:
+    remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
+    action = np.zeros((2, 5), dtype=np.float32)
+    first, _ = remote.reset(seed=8)
+    remote.step(action)
+    remote._observation = remote._observation + 1.0  # as if it had shown something else
+    server.post("/close/batch", {"session_id": remote.session_id})
+    with pytest.raises(StepConflictError, match="another version"):
+        remote.step(action)
+    server.post("/close/batch", {"session_id": remote.session_id})
+    np.testing.assert_array_equal(remote.reset(seed=8)[0], first)
+    remote.close()
+
+
+def test_mistakes_with_a_remote_batch_are_named(server: RunningServer) -> None:
+    with pytest.raises(InvalidConfigError, match="num_envs"):
+        ig.HTTPVectorEnv(server.url, 0, 1)
+    remote = ig.HTTPVectorEnv(server.url, 2, 1, config=SHORT)
+    with pytest.raises(NotResetError):
+        remote.step(np.zeros((2, 5), dtype=np.float32))
+    remote.reset(seed=0)
+    with pytest.raises(InvalidActionError, match="shape"):
+        remote.step(np.zeros((3, 5), dtype=np.float32))
+    remote.close()
+    many = ig.HTTPVectorEnv(server.url, 5_000, 1)
+    with pytest.raises(InvalidConfigError, match="4096"):
+        many.reset(seed=0)
+    many.close()
+    nobody = ig.HTTPVectorEnv("http://127.0.0.1:9", 2, 1, retries=0)
+    with pytest.raises(ServerUnavailableError, match="did not answer"):
+        nobody.reset(seed=1)
+    nobody.close()
 
 
 def test_a_step_whose_answer_was_lost_is_not_played_twice(
@@ -454,7 +588,7 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
 def test_a_session_that_the_server_forgot_is_replaced_at_the_next_reset(server: RunningServer) -> None:
     remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
     remote.reset(seed=1)
-    remote._rows._clients[0]._episode.session_id = "gone"
+    remote._client._episode.session_id = "gone"
     assert remote.reset(seed=1)[1]["session_id"] != "gone"
     remote.close()
 
@@ -464,7 +598,7 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
     with pytest.raises(NotResetError):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.reset(seed=1)
-    remote._rows._clients[0]._episode.session_id = "gone"
+    remote._client._episode.session_id = "gone"
     with pytest.raises(UnknownSessionError, match="POST /reset"):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
