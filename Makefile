@@ -25,7 +25,7 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --no-deps --require-hashes
 
-.PHONY: help serve install dev rl test test-fast soak check lint types tidy documents format bench openenv pins sbom audit build clean
+.PHONY: help serve install dev rl ray peers test test-fast soak check lint types tidy documents format bench openenv pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
@@ -36,6 +36,8 @@ help:
 install: $(STAMPS)/package
 dev: $(STAMPS)/dev $(STAMPS)/package
 rl: $(STAMPS)/rl $(STAMPS)/package
+ray: $(STAMPS)/ray $(STAMPS)/package
+peers: $(STAMPS)/peers $(STAMPS)/ray $(STAMPS)/package
 build: $(STAMPS)/package
 
 $(PYTHON):
@@ -70,6 +72,16 @@ $(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
 	fi
 	@touch $@
 
+$(STAMPS)/ray: requirements-ray.txt $(STAMPS)/rl
+	@echo 'Installing Ray and RLlib'
+	@$(PINNED) -r requirements-ray.txt
+	@touch $@
+
+$(STAMPS)/peers: requirements-bench.txt $(STAMPS)/dev
+	@echo 'Installing what `make bench` compares with (EnvPool: 750 MB)'
+	@$(PINNED) -r requirements-bench.txt
+	@touch $@
+
 $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
 	@echo 'Building the package'
 	@# The one warning kept quiet says that an editable install shadows folders of the same name: they are the package.
@@ -82,13 +94,14 @@ serve: $(STAMPS)/package
 	@echo 'Serving on http://localhost:$(PORT) (page: /web, interface: /docs); Ctrl-C ends it, PORT=... serves elsewhere'
 	@INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
 
+# What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
 	@set -e; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$benchmark"; $(PYTHON) "$$benchmark"; done
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 
 # The quick tests first, on two processes; the slow ones only when those pass. What they start is asked for before.
-test: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
+test: $(STAMPS)/test-servers $(STAMPS)/ray $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
 
@@ -119,7 +132,7 @@ documents: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/render_docs.py --check
 
 # With the training libraries installed, so that their types are checked too.
-types: $(STAMPS)/rl
+types: $(STAMPS)/ray
 	$(BIN)/mypy
 
 format: $(STAMPS)/dev

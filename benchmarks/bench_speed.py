@@ -5,7 +5,7 @@
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
 simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, what
 durability costs, start and memory, and how the cost of a step depends on what came before. Medians of the rounds.
-EnvPool is in the extra `bench` (`pip install 'inferencegym[bench]'`); without it its row is left out and said so.
+EnvPool is in the extra `bench` (`make peers`); without it its row is left out and said so.
 """
 
 from __future__ import annotations
@@ -40,13 +40,19 @@ from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.vector_env import VectorInferenceEnv
 from inferencegym.client import InferenceGymBatch
+from inferencegym.gym_http import HTTPVectorEnv
 from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import get_task
 
 HERE = Path(__file__).resolve().parent
 ROWS = 1_024
+FEW_ROWS = 16
 STEPS_A_REQUEST = 64
 LONG_EPISODE = 5_000
+
+SCALAR_PEER = "CartPole-v1"
+VECTOR_PEER = "Gymnasium CartPole-v1, vectorised"
+VECTOR_FACE = "ours, task 1, Gymnasium's interface with info"
 
 BARS: dict[str, tuple[float, bool]] = {
     "vector, 1,024 rows with autoreset (steps/s)": (1_310_000, True),
@@ -257,6 +263,13 @@ def batched(target: Target) -> Callable[[float], float]:
     return lambda seconds: rate(lambda: client.play(actions), seconds, ROWS * STEPS_A_REQUEST)
 
 
+def remote_vector(target: Target, rows: int) -> Callable[[float], float]:
+    envs = HTTPVectorEnv(target.url, rows, 1, action="natural")
+    envs.reset(seed=0)
+    actions = constant_actions(rows)
+    return lambda seconds: rate(lambda: envs.step(actions), seconds, rows)
+
+
 def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
     with our_server() as ours, running("stock OpenEnv echo", echo, {"message": "hello"}, {}) as stock:
@@ -264,9 +277,11 @@ def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> 
         time.sleep(2)
         idle = {target.name: target.resident_mib() for target in (ours, stock)}
         rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
-        together = in_turns({"batched": batched(ours)}, seconds, rounds)["batched"]
+        arrays = {"batched": batched(ours)}
+        arrays |= {f"remote vector, {rows:,} rows": remote_vector(ours, rows) for rows in (FEW_ROWS, ROWS)}
+        together = in_turns(arrays, seconds, rounds)
         loaded = ours.resident_mib()
-    return {"idle": idle, "rates": rates, "costs": costs, "batched": together, "rss_after_mib": loaded}
+    return {"idle": idle, "rates": rates, "costs": costs, "arrays": together, "rss_after_mib": loaded}
 
 
 def first_health(rounds: int) -> dict[str, float]:
@@ -367,17 +382,17 @@ def main() -> None:
 def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     network = over_the_network(pool, seconds, rounds)
     vectors = {f"ours, task {task_id}": vector_ours(task_id) for task_id in (1, 2, 3)}
-    vectors["ours, task 1, Gymnasium's interface with info"] = vector_gymnasium_face(1)
+    vectors[VECTOR_FACE] = vector_gymnasium_face(1)
     vectors["ours, task 1, 64 steps played together"] = played_together(1)
     if importlib.util.find_spec("envpool"):
         vectors["EnvPool CartPole-v1"] = vector_envpool()
     else:
-        print("EnvPool is not installed, its row is left out: pip install 'inferencegym[bench]'")
-    vectors["Gymnasium CartPole-v1, vectorised"] = vector_gymnasium()
+        print("EnvPool is not installed, its row is left out: run `make peers`, or install the extra 'bench'")
+    vectors[VECTOR_PEER] = vector_gymnasium()
     return {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "vector": in_turns(vectors, seconds, rounds),
-        "scalar": in_turns({"ours, task 1": scalar_ours(), "CartPole-v1": scalar_cartpole()}, seconds, rounds),
+        "scalar": in_turns({"ours, task 1": scalar_ours(), SCALAR_PEER: scalar_cartpole()}, seconds, rounds),
         "network": network,
         "first_health_s": first_health(rounds),
         "durability": durability(min(seconds, 1.0), rounds),
@@ -392,7 +407,7 @@ def reached(report: Mapping[str, Any]) -> dict[str, float]:
     found = {
         "vector, 1,024 rows with autoreset (steps/s)": report["vector"]["ours, task 1"],
         "one environment (steps/s)": report["scalar"]["ours, task 1"],
-        "1 HTTP connection, batched (steps/s)": network["batched"],
+        "1 HTTP connection, batched (steps/s)": network["arrays"]["batched"],
         "idle memory (MiB)": network["idle"]["InferenceGym"],
         "first /health (s)": report["first_health_s"]["InferenceGym"],
     }
@@ -415,7 +430,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {number(found[name])} | {'>=' if more else '<='} {number(bar)} | {_word(good)} |")
     lines += ["", "### In process, steps per second", ""]
     lines += _table("1,024 environments", report["vector"], "EnvPool CartPole-v1")
-    lines += _table("one environment", report["scalar"], "CartPole-v1")
+    lines += _table("one environment", report["scalar"], SCALAR_PEER)
+    lines += paths(report)
     lines += ["### Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
     lines += ["|---|---|---|---|---|"]
     for load, by in report["network"]["rates"].items():
@@ -435,6 +451,22 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
     lines += ["", "### What was tried", "", TRIED]
     return "\n".join(lines)
+
+
+def paths(report: Mapping[str, Any]) -> list[str]:
+    """Every way to step an episode of task 1 beside Gymnasium's CartPole, alone and 1,024 at once."""
+    network = report["network"]
+    found = {"one environment in process": report["scalar"]["ours, task 1"]}
+    found |= {name: by["InferenceGym"] for name, by in network["rates"].items()}
+    found[f"vector environment in process, {ROWS:,} rows"] = report["vector"][VECTOR_FACE]
+    found[f"`HTTPVectorEnv`, {FEW_ROWS} rows"] = network["arrays"][f"remote vector, {FEW_ROWS:,} rows"]
+    found[f"`HTTPVectorEnv`, {ROWS:,} rows"] = network["arrays"][f"remote vector, {ROWS:,} rows"]
+    found[f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps a request"] = network["arrays"]["batched"]
+    one, many = report["scalar"][SCALAR_PEER], report["vector"][VECTOR_PEER]
+    lines = ["### Each path beside Gymnasium's CartPole", ""]
+    lines += [f"| path | steps/s | to one CartPole | to {ROWS:,} CartPoles, vectorised |", "|---|---|---|---|"]
+    lines += [f"| {name} | {number(rate)} | {rate / one:.3g} | {rate / many:.3g} |" for name, rate in found.items()]
+    return [*lines, f"| CartPole itself | | {number(one)} steps/s | {number(many)} steps/s |", ""]
 
 
 def _table(title: str, figures: Mapping[str, float], against: str) -> list[str]:

@@ -5,6 +5,8 @@
 #   requirements.txt        the server: no torch, no pandas, no gradio
 #   requirements-dev.txt    the server, its tests and its linters
 #   requirements-rl.txt     the above and what trains agents, except torch itself (scripts/pins/without-torch.txt)
+#   requirements-ray.txt    the above and Ray with RLlib
+#   requirements-bench.txt  the server, its tests and the peer of benchmarks/bench_speed.py
 #
 # Each file is complete, so it installs with `pip install --no-deps --require-hashes -r FILE`. Versions already pinned
 # stay unless they no longer fit; `UPGRADE=1 make pins` takes the newest of everything.
@@ -36,6 +38,10 @@ compile requirements-build.txt --allow-unsafe scripts/pins/build.in
     compile requirements.txt $(drop demo) "${extras[@]}" pyproject.toml
     extras+=(--extra dev --constraints requirements-build.txt --constraints requirements.txt --allow-unsafe)
     compile requirements-dev.txt $(drop gradio) "${extras[@]}" pyproject.toml
-    extras+=(--extra rl --constraints requirements-dev.txt)
+    extras+=(--constraints requirements-dev.txt)
+    compile requirements-bench.txt $(drop gradio) "${extras[@]}" --extra bench pyproject.toml
+    extras+=(--extra rl)
     compile requirements-rl.txt $(drop gradio torch) "${extras[@]}" pyproject.toml scripts/pins/torch-needs.in
+    extras+=(--extra ray --constraints requirements-rl.txt --overrides scripts/pins/gymnasium-for-rllib.txt)
+    compile requirements-ray.txt $(drop gradio torch) "${extras[@]}" pyproject.toml scripts/pins/torch-needs.in
 }

@@ -1,8 +1,10 @@
-"""Rollouts and evaluations, in process and on Ray's local mode of two workers."""
+"""Rollouts and evaluations, in process and on Ray with two workers of this machine."""
 
 from __future__ import annotations
 
-import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.gym import VectorInferenceEnv
 from inferencegym.tasks import get_task
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_fragment_holds_at_least_the_steps_asked_for_and_goes_on_where_the_last_ended() -> None:
@@ -61,14 +63,27 @@ def test_the_sweep_command_prints_a_line_for_each_job(tmp_path: Path, capsys: py
     assert '"scores"' in out.read_text()
 
 
-def test_more_workers_without_ray_are_refused_with_what_to_install() -> None:
+def test_more_workers_without_ray_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidConfigError, match="n_workers"):
         Workers(0)
-    if not HAS_RAY:
-        with pytest.raises(InvalidConfigError, match="extra 'ray'"):
-            evaluate_jobs([Job(1, "naive", (1, 2))], n_workers=2)
-        return
-    # With Ray, the same call works, and gives the same as one process, whoever played what.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidConfigError, match="extra 'ray'"):
+        evaluate_jobs([Job(1, "naive", (1, 2))], n_workers=2)
+
+
+def test_the_benchmark_of_ray_leaves_itself_out_without_ray(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys; sys.modules['ray'] = None; sys.path.insert(0, 'benchmarks'); "
+        f"sys.argv = ['bench_ray.py', '--out', {str(tmp_path / 'ray')!r}]; "
+        "runpy.run_path('benchmarks/bench_ray.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Ray is not installed, nothing is measured: run `make ray`" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_ray_changes_nothing_but_who_plays() -> None:
     jobs = [Job(1, "naive", (1, 2)), Job(2, "random", (1, 2)), Job(3, "naive", (3, 4))]
     alone = evaluate_jobs(jobs)
     with Workers(2) as workers:
@@ -80,3 +95,13 @@ def test_more_workers_without_ray_are_refused_with_what_to_install() -> None:
     mine = [RolloutWorker(1, "naive", n_rows=8, index=i) for i in range(2)]
     for index, fragment in got:
         np.testing.assert_array_equal(fragment.reward, mine[index].rollout(1_000).reward)
+
+
+@pytest.mark.slow
+def test_rllib_trains_on_the_registered_environment() -> None:
+    command = [sys.executable, "-m", "agents.rllib_demo", "--task", "1", "--iterations", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = re.search(r"iteration 1: mean return (\S+)", done.stderr)
+    assert found is not None, done.stderr
+    # An episode has 200 rewards of [-1, 1]; NaN is none of them.
+    assert -200.0 < float(found[1]) < 200.0
