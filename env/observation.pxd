@@ -1,6 +1,7 @@
 # C types of observation.py.
 cimport cython
 
+@cython.final
 cdef class ObservationKernel:
     cdef public int n_classes
     cdef public double nominal_prompt

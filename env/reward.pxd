@@ -4,6 +4,7 @@ from libc.math cimport log1p
 
 cdef double TTFT_CEILING_MS
 
+@cython.final
 cdef class RewardKernel:
     cdef public double alpha, beta, gamma, delta, max_throughput_tps, slo_ms, budget_per_step, latency_scale
     cdef public double memory_limit_gb, memory_slope_gb

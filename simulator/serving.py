@@ -197,8 +197,8 @@ def _class_tables(params: ServingParams) -> dict[str, Any]:
 def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:
     """Integrals of the output length's survival function S on a grid up to the longest output; (C, cells + 1, 4).
 
-    ``quantile_tokens`` (C, Q) holds quantiles of the lengths. The last axis is the integral of S(y) from 0 to x, its
-    slope per cell, the integral of y*S(y), and its slope per cell; the last cell's slopes are 0.
+    ``quantile_tokens`` (C, Q) holds quantiles of the lengths. The last axis is the integral of S(y) from 0 to x, that
+    of y*S(y), and the slopes per cell of both, in this order; the last cell's slopes are 0.
     """
     x = np.linspace(0.0, float(quantile_tokens.max()) + 1.0, cells + 1)
     table = np.zeros((len(quantile_tokens), cells + 1, 4))
@@ -206,9 +206,8 @@ def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:
         # The integral of S from 0 to x is E[min(L, x)], and that of y*S(y) is E[min(L, x)**2] / 2: exact for quantiles.
         capped = np.minimum(lengths[None, :], x[:, None])
         table[c, :, 0] = capped.mean(axis=1)
-        table[c, :, 2] = 0.5 * (capped**2).mean(axis=1)
-        table[c, :-1, 1] = np.diff(table[c, :, 0])
-        table[c, :-1, 3] = np.diff(table[c, :, 2])
+        table[c, :, 1] = 0.5 * (capped**2).mean(axis=1)
+        table[c, :-1, 2:] = np.diff(table[c, :, :2], axis=0)
     return table
 
 
@@ -317,8 +316,6 @@ _SCRATCH_CLASS: Final = (
     "after",
     "after_pos",
     "after_prompt",
-    "survive",
-    "survive_pos",
     "head_prompt",
     "head_work_ms",
     "each_ms",
@@ -413,6 +410,7 @@ class ServingFleet:
     def _arrays(self) -> dict[str, NDArray[Any]]:
         scratch: dict[str, NDArray[Any]] = {name: np.zeros(self.n_rows) for name in _SCRATCH_ROW}
         scratch |= {name: np.zeros((self.n_rows, self.params.n_classes)) for name in _SCRATCH_CLASS}
+        scratch["survive"] = np.zeros((self.n_rows, self.params.n_classes, 2))
         scratch["segments"] = np.zeros((self.n_rows, MAX_SEGMENTS, 5))
         scratch["n_segments"] = np.zeros(self.n_rows, dtype=np.int64)
         self.scratch = scratch

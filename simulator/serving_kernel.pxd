@@ -6,6 +6,7 @@ cdef int SWEEPS
 cdef int BISECTIONS
 cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
 
+@cython.final
 cdef class ServingKernel:
     # sizes and constants of the fleet
     cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, max_segments, record_rows
@@ -40,7 +41,8 @@ cdef class ServingKernel:
     cdef public double[:, ::1] work_ratio, class_load, each_ms, shift_ms, rest_ms, spread
     cdef public double[::1] prefill_load, iteration_ms, resident, kv_context, prefill_apart, prefill_cap, kv_pressure, kv_bound, prefilling
     cdef public double[::1] kv_pool_tokens, late_requests, judged_requests, prefix_hit
-    cdef public double[:, ::1] admit, room, after, after_pos, after_prompt, survive, survive_pos
+    cdef public double[:, ::1] admit, room, after, after_pos, after_prompt
+    cdef public double[:, :, ::1] survive
     cdef public double[:, ::1] head_prompt, head_work_ms, base_ms, base_p99_ms
     # metrics
     cdef public double[::1] ttft_p50_ms, ttft_p99_ms, tpot_ms, tokens_per_sec, gpu_memory_gb, cost_per_1k, spec_accept_rate

@@ -231,7 +231,7 @@ def test_length_integrals_give_the_mean_length_at_the_end() -> None:
     lengths = np.array([[10.0, 20.0, 30.0]])
     table = length_integrals(lengths, 62)
     assert table[0, -1, 0] == pytest.approx(20.0)
-    assert table[0, -1, 2] == pytest.approx((100 + 400 + 900) / 6)
+    assert table[0, -1, 1] == pytest.approx((100 + 400 + 900) / 6)
     assert table[0, 20, 0] == pytest.approx((10 + 10 + 10) / 3)  # x = 10: everybody has run ten tokens
 
 
