@@ -7,7 +7,7 @@ Seeds: the first episode of a row plays the seed it was reset with, and its k-th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from env.action import snap, write_actions
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from simulator.seeding import hashed
 from simulator.workload import check_seed
 
 MIN_ROWS_PER_THREAD: Final = 64
@@ -33,17 +34,24 @@ def episode_seed(first: int, episode: int) -> int:
     return int(np.random.SeedSequence([first, episode]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def episode_seeds(first: Sequence[int] | NDArray[np.int64], episode: int | NDArray[np.int64]) -> list[int]:
+    """:func:`episode_seed` of many rows at once; ``episode`` is one for each, or one for all."""
+    later = (hashed(first, episode)[:, 0] >> np.uint64(1)).astype(np.int64)
+    seeds: list[int] = np.where(np.equal(episode, 0), first, later).tolist()
+    return seeds
+
+
 class SeedSeries:
     """Which seed each row plays next."""
 
     def __init__(self, n_rows: int) -> None:
-        self._first = [-1] * n_rows
-        self._episode = [0] * n_rows
+        self._first: NDArray[np.int64] = np.full(n_rows, -1, dtype=np.int64)
+        self._episode: NDArray[np.int64] = np.zeros(n_rows, dtype=np.int64)
 
     @property
     def started(self) -> bool:
         """Whether every row has an episode."""
-        return min(self._first) >= 0
+        return bool(self._first.min() >= 0)
 
     def next(
         self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None
@@ -54,19 +62,17 @@ class SeedSeries:
         series; if it has none yet, it starts one with a seed drawn from the operating system.
         """
         n_rows = len(self._first)
-        chosen = list(range(n_rows)) if rows is None else np.flatnonzero(rows).tolist()
+        chosen = np.arange(n_rows) if rows is None else np.flatnonzero(rows)
         if seeds is not None and len(seeds) != n_rows:
             raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each")
-        given = {row: check_seed(s) for row in chosen if seeds is not None and (s := seeds[row]) is not None}
+        given = {row: check_seed(s) for row in chosen.tolist() if seeds is not None and (s := seeds[row]) is not None}
         if len(chosen) < n_rows and not self.started:
             raise NotResetError("the first reset must start all episodes")
-        for row in chosen:
-            if row in given or self._first[row] < 0:
-                self._first[row] = given.get(row, _fresh_seed())
-                self._episode[row] = 0
-            else:
-                self._episode[row] += 1
-        return chosen, [episode_seed(self._first[row], self._episode[row]) for row in chosen]
+        self._episode[chosen] += 1
+        for row in {*given, *chosen[self._first[chosen] < 0].tolist()}:
+            self._first[row] = given[row] if row in given else _fresh_seed()
+            self._episode[row] = 0
+        return chosen.tolist(), episode_seeds(self._first[chosen], self._episode[chosen])
 
 
 class AutoresetBatch:
@@ -82,7 +88,7 @@ class AutoresetBatch:
         self.batch = batch
         self._series = SeedSeries(batch.n_rows)
         self._n_threads = min(n_threads, max(1, batch.n_rows // MIN_ROWS_PER_THREAD))
-        self._pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._n_threads - 1) if self._n_threads > 1 else None
 
     @property
     def seeds(self) -> NDArray[np.int64]:
@@ -115,9 +121,11 @@ class AutoresetBatch:
             for lo, hi in parts:
                 batch.advance(lo, hi)
         else:
-            waiting = [self._pool.submit(batch.advance, lo, hi) for lo, hi in self._shares(parts)]
+            own, *others = self._shares(parts)
+            waiting = [self._pool.submit(batch.advance, lo, hi) for lo, hi in others]
+            batch.advance(*own)
             for one in waiting:
-                _result(one)
+                one.result()
 
     def close(self) -> None:
         """Release the threads."""
@@ -127,10 +135,6 @@ class AutoresetBatch:
     def _shares(self, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         size = -(-self.batch.n_rows // self._n_threads)
         return [(at, min(at + size, hi)) for lo, hi in parts for at in range(lo, hi, size)]
-
-
-def _result(one: Future[None]) -> None:
-    one.result()
 
 
 def _runs(rows: NDArray[np.bool_]) -> list[tuple[int, int]]:

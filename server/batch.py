@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.autoreset import episode_seed
+from env.autoreset import episode_seeds
 from env.batch import ServingBatch
 from inferencegym.batch_format import (
     HOLD,
@@ -152,7 +152,7 @@ class BatchSession:
                 done[at - 1] = True
                 self.episodes += 1
                 if self.autoreset:
-                    self.batch.reset([episode_seed(seed, self.episodes) for seed in self.seeds])
+                    self.batch.reset(episode_seeds(self.seeds, self.episodes))
                     seen[-1] = self.batch.observation
         number, self.taken = self.taken + 1, self.taken + n
         return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)

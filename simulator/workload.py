@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PHASES, PRIORITY_CLASSES, PROMPT_BUCKET_EDGES, ServeAction, WorkloadState
 from inferencegym.tasks import LengthDist, TaskId, TaskSpec, get_task
+from simulator.seeding import generators
 from simulator.tables import FloatArray, ServingTables, load_tables
 
 MAX_SEED: Final = 2**63 - 1
@@ -173,10 +174,14 @@ class SyntheticTraffic:
         counts = np.empty((len(seeds), *rate.shape), dtype=np.int64)
         ends = np.empty((len(seeds), n_steps + 1, rate.shape[1]), dtype=np.int64)
         z = np.empty((len(seeds), n_steps, 2))
-        for i, seed in enumerate(map(check_seed, seeds)):
-            counts[i] = np.random.default_rng([seed, _ARRIVALS]).poisson(rate)
-            ends[i, 0] = np.random.default_rng([seed, _PROMPTS]).integers(POOL_SIZE, size=(rate.shape[1],))
-            np.random.default_rng([seed, _NOISE]).standard_normal(out=z[i])
+        checked = [check_seed(seed) for seed in seeds]
+        streams = zip(*(generators(checked, stream) for stream in (_ARRIVALS, _PROMPTS, _NOISE)), strict=True)
+        # NumPy draws the same numbers sooner when it need not look the rate up for each.
+        lam = rate.item(0) if (rate == rate[0, 0]).all() else rate
+        for i, (arrivals, prompts, noise) in enumerate(streams):
+            counts[i] = arrivals.poisson(lam, size=rate.shape)
+            ends[i, 0] = [prompts.integers(POOL_SIZE) for _ in range(rate.shape[1])]
+            noise.standard_normal(out=z[i])
         np.cumsum(counts, axis=1, out=ends[:, 1:])
         ends[:, 1:] += ends[:, :1]
         sums = np.empty((*counts.shape, 4))

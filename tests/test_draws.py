@@ -6,9 +6,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import TaskId, get_task, list_tasks
+from simulator.seeding import generators, hashed
 from simulator.tables import load_tables
 from simulator.workload import traffic_of
 
@@ -30,3 +33,21 @@ def test_episodes_drawn_together_are_those_drawn_alone(task_id: TaskId) -> None:
 def test_a_wrong_seed_among_many_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match="seed=-1"):
         traffic_of(get_task(1), load_tables()).draw_many([1, -1], 10)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_seeds_are_hashed_together_as_numpy_hashes_each(first: list[int], second: int) -> None:
+    alone = [np.random.SeedSequence([seed, second]).generate_state(4, np.uint64) for seed in first]
+    assert np.array_equal(hashed(first, second), alone)
+
+
+def test_generators_made_together_are_those_that_numpy_makes() -> None:
+    for seed, rng in zip(SEEDS, generators(SEEDS, 2), strict=True):
+        assert rng.bit_generator.state == np.random.default_rng([seed, 2]).bit_generator.state
+
+
+def test_a_seed_known_beforehand_gives_no_other_words() -> None:
+    rng = next(iter(generators([5], 0)))
+    seed = rng.bit_generator.seed_seq
+    with pytest.raises(ValueError, match="4 of uint64"):
+        seed.generate_state(2, np.uint64)
