@@ -13,6 +13,8 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from env.snapping import SnapKernel
+from inferencegym.errors import InvalidActionError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, SPEC_LENGTHS, QuantTier, ServeAction
 from simulator.serving import SPEC_INDEX, ServingFleet
 
@@ -25,6 +27,15 @@ FORCED: Final = np.array([f.default for f in ACTION_FIELDS.values()])
 _SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
 # Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
 _SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[:-1]))) - 1.0
+_SNAP = SnapKernel(
+    {
+        "low": ACTION_LOW,
+        "high": ACTION_HIGH,
+        "forced": FORCED,
+        "spec_values": _SPEC_VALUES,
+        "spec_edges": _SPEC_EDGES,
+    }
+)
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
@@ -38,11 +49,10 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.fl
     NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
     ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on from 0.5.
     """
-    a = np.where(mask & ~np.isnan(actions), actions, FORCED)
-    snapped = np.clip(a, ACTION_LOW, ACTION_HIGH)
-    snapped[:, 1] = _SPEC_VALUES[np.searchsorted(_SPEC_EDGES, snapped[:, 1])]
-    snapped[:, 2:] = np.rint(snapped[:, 2:])
-    snapped[:, 3] = snapped[:, 3] >= 0.5
+    if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE or mask.shape != (ACTION_SIZE,):
+        raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
+    snapped = np.empty(actions.shape)
+    _SNAP.snap(np.asarray(actions, dtype=np.float64), mask.view(np.uint8), snapped)
     return snapped
 
 

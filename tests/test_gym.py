@@ -34,7 +34,7 @@ from inferencegym.errors import (
     StepConflictError,
     UnknownSessionError,
 )
-from inferencegym.models import NAIVE_ACTION
+from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from tests.servers import RunningServer, running_server
@@ -134,6 +134,25 @@ def test_what_a_format_can_say_survives_encoding_and_decoding(knobs: np.ndarray)
             np.testing.assert_allclose(again, allowed, atol=1e-6)
         said = codec.encode(again)
         np.testing.assert_array_equal(snap(codec.decode(said), everything), again)
+
+
+@given(
+    actions=arrays(np.float64, (6, 5), elements=st.one_of(st.floats(), st.integers(-1, 9).map(float))),
+    mask=arrays(np.bool_, (5,)),
+)
+def test_snapping_clamps_rounds_and_forces_as_numpy_does(actions: np.ndarray, mask: np.ndarray) -> None:
+    expected = np.clip(np.where(mask & ~np.isnan(actions), actions, FORCED), ACTION_LOW, ACTION_HIGH)
+    lengths = np.array(SPEC_LENGTHS)
+    apart = np.abs(np.log1p(expected[:, 1, None]) - np.log1p(lengths))
+    expected[:, 1] = lengths[apart.argmin(axis=1)]
+    expected[:, 2:] = np.rint(expected[:, 2:])
+    np.testing.assert_array_equal(snap(actions, mask), expected)
+
+
+def test_actions_of_another_shape_are_refused_before_they_are_snapped() -> None:
+    for shape in ((5,), (2, 4), (1, 2, 5)):
+        with pytest.raises(InvalidActionError, match="an array of shape"):
+            snap(np.zeros(shape), action_mask(list(LEVELS)))
 
 
 def test_the_ends_and_the_middle_of_the_box_mean_what_the_documentation_says() -> None:
