@@ -181,6 +181,7 @@ def main() -> None:
         workers=settings.workers,
         loop="uvloop",
         http="server.http_protocol:PatientProtocol",
+        ws="server.websocket_protocol:EagerProtocol",
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,

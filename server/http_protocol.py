@@ -2,7 +2,7 @@
 
 Uvicorn waits for a request's head for ever and keeps all of it, so clients that send it byte by byte could hold every
 file descriptor of the server, and endless heads all of its memory. (Bodies are the business of
-:func:`server.wire.read_body`.)
+:func:`server.wire.read_body`.) It also sends an answer in two pieces; here they leave together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from server.settings import load_settings
 
 MAX_HEAD_BYTES: Final = 65_536
+_INTERIM: Final = b"HTTP/1.1 100 "
 _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
@@ -26,6 +27,37 @@ _TOO_LARGE: Final = (
 def head_timeout_s() -> float:
     """Longest wait for a head: the same as for a body."""
     return load_settings().body_timeout_s
+
+
+class OneWrite:
+    """Where one answer is written: a head that announces the length of a body waits for it, and leaves with it.
+
+    Uvicorn writes head and body one by one, which are two system calls here and two awakenings of the client.
+    """
+
+    __slots__ = ("_begun", "_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._begun:
+            if not self._head and b"\r\ncontent-length: " in data:
+                self._head = data
+                return
+            self._begun = not data.startswith(_INTERIM)
+            data = self._head + data
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        if not self._begun:
+            self._transport.write(self._head)
+        self._transport.close()
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -60,7 +92,11 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_pending = False
         self._stop_waiting()
+        before = self.cycle
         super().on_headers_complete()
+        # A request for another protocol has no answer of its own, and an answer to HEAD no body to wait for.
+        if self.cycle is not before and self.scope["method"] != "HEAD":
+            self.cycle.transport = OneWrite(self.transport)  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()

@@ -48,6 +48,7 @@ from server.routes import Context, documented_errors
 from server.schemas import task_description
 from server.session_manager import Live, Outcome
 from server.stores import EpisodeStart
+from server.websocket_protocol import ANSWER_AT_ONCE
 from server.wire import parse_object
 
 with without_gradio():
@@ -249,18 +250,14 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
             self._taken = max(self._taken, outcome.number)
             return self._served(outcome)
 
-    async def step_json(self, knobs: Any) -> bytes | None:
-        """The frame that answers a step, or None (and nothing changed) if it has to be looked at more closely."""
-        if type(knobs) is not dict or "metadata" in knobs:
-            return None
-        try:
-            live = self._current()
-            outcome = await self._sessions.step(live.session_id, knobs, self._taken + 1)
-        except InferenceGymError:
-            return None
-        self._taken = outcome.number
-        data = {"observation": self._seen(outcome), "reward": outcome.reward, "done": outcome.done}
-        return orjson.dumps({"type": "observation", "data": data})
+    async def step_json(self, knobs: dict[str, Any]) -> bytes:
+        """The frame that answers a step with these knobs."""
+        return self._frame(await self._sessions.step(self._current().session_id, knobs, self._taken + 1))
+
+    def step_json_at_once(self, knobs: dict[str, Any]) -> bytes | None:
+        """As :meth:`step_json` where nothing has to be waited for; else None, and nothing changed."""
+        outcome = self._sessions.step_at_once(self._current().session_id, knobs, self._taken + 1)
+        return None if outcome is None else self._frame(outcome)
 
     @property
     def state(self) -> Any:
@@ -313,6 +310,11 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
         if self._with_info:
             seen["info"] = outcome.info
         return seen
+
+    def _frame(self, outcome: Outcome) -> bytes:
+        self._taken = outcome.number
+        data = {"observation": self._seen(outcome), "reward": outcome.reward, "done": outcome.done}
+        return orjson.dumps({"type": "observation", "data": data})
 
     def _served(self, outcome: Outcome) -> ServedObservation:
         return ServedObservation(self._seen(outcome), outcome.reward, outcome.done)
@@ -447,7 +449,11 @@ class _Explained:
 
 
 class _Connection:
-    """One WebSocket: who is at its other end, and the environment that answers it once it was reset."""
+    """One WebSocket: who is at its other end, and the environment that answers it once it was reset.
+
+    Steps of a running episode are answered here, without the four models that OpenEnv's handler builds for each. None
+    (and nothing changed) leaves a frame to the handler; that it is refused is the handler's to say.
+    """
 
     __slots__ = ("address", "caller", "environment", "reported")
 
@@ -456,6 +462,35 @@ class _Connection:
         self.address = address
         self.environment: SessionEnvironment | None = None
         self.reported = 0.0
+
+    def answer_at_once(self, text: bytes) -> bytes | None:
+        """The answer to a step that has nothing to wait for."""
+        try:
+            step = self._step(parse_object(text))
+            return None if step is None else step[0].step_json_at_once(step[1])
+        except InferenceGymError:
+            return None
+
+    async def answer(self, frame: dict[str, Any]) -> bytes | None:
+        """The answer to a step."""
+        step = self._step(frame)
+        if step is None:
+            # The handler notes when it last heard of a connection, and gives the slots of silent ones to others.
+            self.reported = time.monotonic()
+            return None
+        try:
+            return await step[0].step_json(step[1])
+        except InferenceGymError:
+            return None
+
+    def _step(self, frame: dict[str, Any]) -> tuple[SessionEnvironment, dict[str, Any]] | None:
+        """Who plays the step that ``frame`` asks for, and its knobs; None if it is to be looked at more closely."""
+        if self.environment is None or frame.get("type") != "step" or len(frame) != 2:
+            return None
+        knobs = frame.get("data")
+        if type(knobs) is not dict or "metadata" in knobs or time.monotonic() - self.reported > REPORT_EVERY_S:
+            return None
+        return self.environment, knobs
 
 
 _connection: ContextVar[_Connection] = ContextVar("connection")
@@ -466,8 +501,9 @@ class Frames:
     """Stands between a WebSocket and OpenEnv's handler of it.
 
     Frames that are not one strict JSON object are answered here: OpenEnv's handler would end the connection over most
-    of them. Steps of a running episode are answered here too, without the four models that the handler builds for each.
-    Everything else, and every step that is refused, goes on to the handler.
+    of them. So are the steps of a running episode, and those that have nothing to wait for are answered even before
+    they get here, if the socket's protocol can do that. Everything else, and every step that is refused, goes on to
+    the handler.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
@@ -477,6 +513,8 @@ class Frames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _Connection(self._callers.caller(scope), self._callers.address(scope))
         _connection.set(connection)
+        if ANSWER_AT_ONCE in scope["extensions"]:
+            scope["extensions"][ANSWER_AT_ONCE]["with"](connection.answer_at_once)
         gone = False
 
         async def send_if_there(message: Message) -> None:
@@ -495,7 +533,7 @@ class Frames:
                 if message["type"] != "websocket.receive":
                     return message
                 try:
-                    answer = await _answer(connection, _parsed(message))
+                    answer = await connection.answer(_parsed(message))
                 except InvalidJsonError as error:
                     answer = _malformed(error)
                 if answer is None:
@@ -510,18 +548,6 @@ def _parsed(message: Message) -> dict[str, Any]:
     if text is None:
         raise InvalidJsonError("the body must be text, not bytes")
     return parse_object(text.encode())
-
-
-async def _answer(connection: _Connection, frame: dict[str, Any]) -> bytes | None:
-    """The answer to a step of a running episode; None leaves the frame to OpenEnv's handler."""
-    if connection.environment is None or frame.get("type") != "step" or len(frame) != 2:
-        return None
-    now = time.monotonic()
-    if now - connection.reported > REPORT_EVERY_S:
-        # The handler notes when it last heard of a connection, and gives the slots of silent ones to others.
-        connection.reported = now
-        return None
-    return await connection.environment.step_json(frame.get("data"))
 
 
 def _malformed(error: InvalidJsonError) -> bytes:

@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -132,6 +132,7 @@ class SessionManager:
         self._max_waiting = settings.max_waiting_steps
         self._ttl_s = settings.session_ttl_s
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
+        self._upkeep: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Environments in memory."""
@@ -196,6 +197,10 @@ class SessionManager:
             self._live.move_to_end(session_id)
         if family is not None:
             must_be(live, family)
+        outcome = self._step_at_once(live, action, number)
+        if outcome is not None:
+            await self._touch_if_due(live)
+            return outcome
         if live.waiting >= self._max_waiting:
             raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
         live.waiting += 1
@@ -207,6 +212,17 @@ class SessionManager:
             raise
         finally:
             live.waiting -= 1
+
+    def step_at_once(self, session_id: str, action: Any, number: int) -> Outcome | None:
+        """As :meth:`step` where nothing has to be waited for (almost always); else None, and nothing changed."""
+        live = self._live.get(session_id)
+        if live is None:
+            return None
+        self._live.move_to_end(session_id)
+        outcome = self._step_at_once(live, action, number)
+        if outcome is not None and self._touch_is_due(live):
+            self._soon(self._touch_if_due(live))
+        return outcome
 
     @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> Live:
@@ -251,10 +267,17 @@ class SessionManager:
 
     # ------------------------------------------------------------ one step
 
+    def _step_at_once(self, live: Live, action: Any, number: int | None) -> Outcome | None:
+        taken = len(live.actions)
+        if live.waiting or live.lock.locked() or live.env.done or (number is not None and number != taken + 1):
+            return None
+        parsed, wanted = _read_action(live.family, action)
+        if not self.store.append_at_once(live.session_id, live.token, taken, wanted):
+            return None
+        return self._taken(live, parsed, wanted)
+
     async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
-        parsed, canonical = live.family.parse_action(action)
-        # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
-        wanted = bytes(memoryview(orjson.dumps(canonical)))
+        parsed, wanted = _read_action(live.family, action)
         for _ in range(MAX_ATTEMPTS):
             if live.env.done or (number is not None and number != len(live.actions) + 1):
                 # Before this is refused or answered from memory: has another process moved or restarted the session?
@@ -264,13 +287,16 @@ class SessionManager:
                 if live.env.done:
                     raise EpisodeDoneError(f"the episode ended after {len(live.actions)} steps")
             if await self.store.append(live.session_id, live.token, len(live.actions), wanted):
-                outcome = self._apply(live, parsed, wanted)
-                self.counters.steps += 1
-                await self._touch(live)
+                outcome = self._taken(live, parsed, wanted)
+                await self._touch_if_due(live)
                 return outcome
             await self._refresh(live)
         self.counters.conflicts += 1
         raise StepConflictError("other requests keep stepping this session; give the step its number")
+
+    def _taken(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
+        self.counters.steps += 1
+        return self._apply(live, parsed, wanted)
 
     def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
         observation, reward, done, info = live.env.step(parsed)
@@ -296,18 +322,26 @@ class SessionManager:
         assert last is not None
         return last
 
-    async def _touch(self, live: Live) -> None:
-        now = time.monotonic()
-        finished = live.env.done
-        if not finished and now - live.touched < self._touch_every_s:
+    def _touch_is_due(self, live: Live) -> bool:
+        return live.env.done or time.monotonic() - live.touched >= self._touch_every_s
+
+    async def _touch_if_due(self, live: Live) -> None:
+        if not self._touch_is_due(live):
             return
+        now = time.monotonic()
         try:
-            await self.store.touch(live.session_id, live.token, finished)
+            await self.store.touch(live.session_id, live.token, live.env.done)
             live.touched = now
         except StoreError as error:
             # The step itself is stored and counts; only the note of its time is missing.
             self.counters.store_errors += 1
             log.warning("session %s could not be marked as in use: %s", live.session_id[:8], error)
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        # The event loop alone would let it be collected.
+        self._upkeep.add(task)
+        task.add_done_callback(self._upkeep.discard)
 
     # ------------------------------------------------------------ between memory and store
 
@@ -425,6 +459,12 @@ class SessionManager:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
         for live in [one for one in self._live.values() if one.touched < oldest and not one.waiting]:
             self._drop(live)
+
+
+def _read_action(family: ServedFamily, action: Any) -> tuple[Any, Action]:
+    parsed, canonical = family.parse_action(action)
+    # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
+    return parsed, bytes(memoryview(orjson.dumps(canonical)))
 
 
 def must_be(live: Live, family: str) -> None:

@@ -57,6 +57,12 @@ class MemoryStore:
         return None if row is None else (row.token, len(row.actions))
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        return self._append(session_id, token, index, action)
+
+    def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        return self._append(session_id, token, index, action)
+
+    def _append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         row = self._rows.get(session_id)
         if row is None or row.token != token or len(row.actions) != index:
             return False

@@ -137,6 +137,9 @@ class RedisStore:
         args: list[Any] = [token, index, action, self._ttl_s, f"{self._process}-{next(self._appends)}"]
         return bool(await self._run(lambda: self._append(keys, args)))
 
+    def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        return False
+
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
         args: list[Any] = [token, time.time(), session_id, int(finished)]
         await self._run(lambda: self._touch([_head(session_id), BY_AGE, FINISHED], args))

@@ -84,6 +84,12 @@ class SessionStore(Protocol):
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         """Store action number ``index``; False, and nothing changed, unless ``token`` has exactly ``index`` actions."""
 
+    def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        """As :meth:`append`, where nothing has to be waited for; False, and nothing changed, asks for append instead.
+
+        A store that is elsewhere always says False.
+        """
+
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
         """Note that the session is in use, or that its episode has ended (it may then make room for others)."""
 

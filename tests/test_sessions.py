@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,54 @@ def test_two_processes_can_take_turns_on_one_session(shared_url: str) -> None:
                 session = await manager.get(live.session_id)
                 assert session.env.state()["step_count"] == 30
                 assert session.env.state() == (await one.get(live.session_id)).env.state()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_is_taken_at_once_only_where_nothing_has_to_be_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 4)
+        expected = await undisturbed(SERVING, 2, actions)
+        url = f"sqlite://{tmp_path}/sessions.db"
+        async with manager_on(url) as one, manager_on(url) as two:
+            live, _ = await one.reset(SERVING, task_id=2, seed=5, config={"episode_length": 4})
+            sid = live.session_id
+            assert two.step_at_once(sid, actions[0], 1) is None, "it is not in memory"
+            assert one.step_at_once(sid, actions[0], 2) is None, "another step is next"
+            outcomes = [one.step_at_once(sid, actions[0], 1)]
+            assert one.step_at_once(sid, actions[0], 1) is None, "it was taken"
+            async with live.lock:
+                assert one.step_at_once(sid, actions[1], 2) is None, "another request is at it"
+            outcomes.append(await two.step(sid, actions[1], 2))
+            assert one.step_at_once(sid, actions[1], 2) is None, "another process took it"
+            assert await one.step(sid, actions[1], 2) == outcomes[-1]
+            with closing(sqlite3.connect(f"{tmp_path}/sessions.db", isolation_level=None)) as writer:
+                writer.execute("BEGIN IMMEDIATE")
+                assert one.step_at_once(sid, actions[2], 3) is None, "the store is being written"
+                writer.execute("ROLLBACK")
+            with pytest.raises(InvalidActionError):
+                one.step_at_once(sid, {"batch_size": 0}, 3)
+            outcomes += [one.step_at_once(sid, action, number) for number, action in enumerate(actions[2:], 3)]
+            assert [outcome and (outcome.number, outcome.reward) for outcome in outcomes] == [
+                (outcome.number, outcome.reward) for outcome in expected
+            ]
+            assert one.step_at_once(sid, actions[3], 5) is None, "the episode is over"
+            await asyncio.sleep(0)
+            assert one.counters.steps == 3
+            assert one.counters.store_errors == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_ended_at_once_makes_room_for_others(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with manager_on(f"sqlite://{tmp_path}/sessions.db", max_sessions=1) as manager:
+            live, _ = await manager.reset(SERVING, seed=1, config={"episode_length": 1})
+            outcome = manager.step_at_once(live.session_id, {}, 1)
+            assert outcome is not None
+            assert outcome.done
+            await asyncio.sleep(0)
+            await manager.reset(SERVING, seed=2)
 
     asyncio.run(scenario())
 
@@ -352,6 +401,7 @@ def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url
 
             for broken in (failing, stored_but_not_told):
                 manager.store.append = broken  # type: ignore[method-assign]
+                manager.store.append_at_once = lambda *_: False  # type: ignore[method-assign]
                 with pytest.raises(StoreError):
                     await manager.step(live.session_id, actions[3], 4)
                 manager.store.append = working  # type: ignore[method-assign]

@@ -51,18 +51,23 @@ def file_of(path: Path) -> Path:
     return path / "sessions.db"
 
 
-def test_an_action_is_appended_only_where_exactly_that_many_are_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_action_is_appended_only_where_exactly_that_many_are_stored(tmp_path: Path, at_once: bool) -> None:
     async def scenario() -> None:
         async with sqlite_store(file_of(tmp_path)) as store:
+
+            async def append(*wanted: Any) -> bool:
+                return store.append_at_once(*wanted) if at_once else await store.append(*wanted)
+
             token = await store.put("a", START, "me")
-            results = [await store.append("a", token, index, b"{}") for index in (1, 0, 0, 2, 1, -1, 2)]
+            results = [await append("a", token, index, b"{}") for index in (1, 0, 0, 2, 1, -1, 2)]
             assert results == [False, True, False, False, True, False, True]
-            assert await store.append("a", str(int(token) + 1), 3, b"{}") is False
-            assert await store.append("b", token, 3, b"{}") is False
+            assert await append("a", str(int(token) + 1), 3, b"{}") is False
+            assert await append("b", token, 3, b"{}") is False
             assert await store.position("a") == (token, 3)
             again = await store.put("a", START, "me")
             assert again != token
-            assert await store.append("a", token, 0, b"{}") is False, "a restart ends the earlier episode"
+            assert await append("a", token, 0, b"{}") is False, "a restart ends the earlier episode"
             assert await store.position("a") == (again, 0)
 
     asyncio.run(scenario())

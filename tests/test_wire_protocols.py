@@ -1,0 +1,221 @@
+"""The short ways on the wire: frames answered where they arrive, answers that leave in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+from websockets.frames import Frame, Opcode
+from websockets.protocol import CLIENT, OPEN, Protocol
+
+from server.http_protocol import OneWrite
+from server.websocket_protocol import ANSWER_AT_ONCE, EagerProtocol, text_frame, whole_text
+
+MAX_BYTES = 100_000
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        return
+
+    def resume_reading(self) -> None:
+        return
+
+
+# ---------------------------------------------------------------- WebSocket
+
+Asgi = dict[str, Any]
+
+
+async def echo(scope: Asgi, receive: Callable[[], Awaitable[Asgi]], send: Callable[[Asgi], Awaitable[None]]) -> None:
+    """Answers every text: those that begin with ! at once, the others when they come round."""
+    if scope["type"] != "websocket":
+        return
+    scope["extensions"][ANSWER_AT_ONCE]["with"](lambda text: b"at once " + text if text.startswith(b"!") else None)
+    await receive()
+    await send({"type": "websocket.accept"})
+    while (message := await receive())["type"] == "websocket.receive":
+        await asyncio.sleep(0)
+        await send({"type": "websocket.send", "text": "in turn " + message["text"]})
+
+
+async def connected() -> tuple[EagerProtocol, Wire]:
+    config = uvicorn.Config(echo, log_config=None, lifespan="off", ws_max_size=MAX_BYTES, ws_per_message_deflate=False)
+    config.load()
+    protocol, wire = EagerProtocol(config, ServerState(), {}), Wire()
+    protocol.connection_made(cast("asyncio.Transport", wire))
+    key = base64.b64encode(bytes(16)).decode()
+    protocol.data_received(
+        f"GET /ws HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
+        "Sec-WebSocket-Version: 13\r\n\r\n".encode()
+    )
+    await settled()
+    assert b" 101 " in wire.written.pop(0)
+    return protocol, wire
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def sent(text: str, fin: bool = True, opcode: Opcode = Opcode.TEXT) -> bytes:
+    return Frame(opcode, text.encode(), fin).serialize(mask=True)
+
+
+def texts(written: list[bytes]) -> list[str]:
+    client = Protocol(CLIENT, state=OPEN, max_size=None)
+    client.receive_data(b"".join(written))
+    return [bytes(frame.data).decode() for frame in cast("list[Frame]", client.events_received())]
+
+
+def test_a_frame_that_can_be_answered_at_once_waits_for_no_turn_of_the_event_loop() -> None:
+    async def scenario() -> None:
+        protocol, wire = await connected()
+        for _ in range(3):
+            protocol.data_received(sent("!now"))
+            assert texts(wire.written) == ["at once !now"]
+            wire.written.clear()
+        protocol.data_received(sent("later"))
+        assert wire.written == []
+        protocol.data_received(sent("!and now"))
+        assert wire.written == [], "an answer does not overtake the one before it"
+        await settled()
+        assert texts(wire.written) == ["in turn later", "in turn !and now"]
+        wire.written.clear()
+        protocol.data_received(sent("!again"))
+        assert texts(wire.written) == ["at once !again"]
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_is_not_answered_while_the_client_does_not_take_what_was_sent() -> None:
+    async def scenario() -> None:
+        protocol, wire = await connected()
+        protocol.pause_writing()
+        protocol.data_received(sent("!now"))
+        await settled()
+        assert wire.written == []
+        protocol.resume_writing()
+        await settled()
+        assert texts(wire.written) == ["in turn !now"]
+
+    asyncio.run(scenario())
+
+
+@given(
+    messages=st.lists(
+        st.tuples(st.sampled_from(["", "!"]), st.text(max_size=3), st.sampled_from([1, 60, 200]), st.booleans()),
+        max_size=6,
+    ),
+    cuts=st.lists(st.integers(0, 3_000), max_size=8),
+    waits=st.booleans(),
+)
+def test_however_frames_are_cut_on_their_way_all_are_answered_in_their_order(
+    messages: list[tuple[str, str, int, bool]], cuts: list[int], waits: bool
+) -> None:
+    """Frames in pieces, several in one piece, messages of several frames: every one gets the answer to its text."""
+
+    async def scenario() -> None:
+        protocol, wire = await connected()
+        said = [first + text * times for first, text, times, _ in messages]
+        stream = b"".join(
+            sent(text[:1], fin=False) + sent(text[1:], opcode=Opcode.CONT) if in_two else sent(text)
+            for text, (*_, in_two) in zip(said, messages, strict=True)
+        )
+        ends = [0, *sorted({min(cut, len(stream)) for cut in cuts}), len(stream)]
+        for begin, end in pairwise(ends):
+            if begin < end:
+                protocol.data_received(stream[begin:end])
+            if waits:
+                await settled()
+        await settled()
+        answered = [text.removeprefix("at once ").removeprefix("in turn ") for text in texts(wire.written)]
+        assert answered == said
+
+    asyncio.run(scenario())
+
+
+@given(st.text(max_size=400), st.sampled_from([1, 400]), st.integers(0, 20))
+def test_a_whole_text_is_read_as_the_library_reads_it_and_nothing_else_is(text: str, times: int, off: int) -> None:
+    data = (text * times).encode()
+    frame = Frame(Opcode.TEXT, data).serialize(mask=True)
+    assert whole_text(frame, MAX_BYTES) == (data if len(data) < 65_536 else None)
+    assert whole_text(frame, len(data) - 1) is None
+    assert whole_text(frame + b"\x81", MAX_BYTES) is None
+    assert whole_text(frame[: len(frame) - 1 - off], MAX_BYTES) is None
+    assert whole_text(Frame(Opcode.TEXT, data).serialize(mask=False), MAX_BYTES) is None
+    assert whole_text(Frame(Opcode.TEXT, data, fin=False).serialize(mask=True), MAX_BYTES) is None
+    assert whole_text(bytes([frame[0] | 0x40]) + frame[1:], MAX_BYTES) is None, "a bit that an extension would set"
+    assert whole_text(Frame(Opcode.BINARY, data).serialize(mask=True), MAX_BYTES) is None
+
+
+def test_a_frame_whose_length_says_64_bits_is_left_to_the_library() -> None:
+    # 2 + 4 + 127 bytes, as a frame of 127 bytes would have if its length fitted into seven bits.
+    assert whole_text(b"\x81\xff" + bytes(4 + 127), MAX_BYTES) is None
+
+
+@given(st.sampled_from([0, 1, 125, 126, 127, 65_535, 65_536]), st.binary(min_size=1, max_size=1))
+def test_an_answer_is_framed_as_the_library_frames_it(length: int, byte: bytes) -> None:
+    assert text_frame(byte * length) == Frame(Opcode.TEXT, byte * length).serialize(mask=False)
+
+
+# ---------------------------------------------------------------- HTTP
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 4\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def written(*parts: bytes, close: bool = False) -> list[bytes]:
+    wire = Wire()
+    answer = OneWrite(cast("asyncio.Transport", wire))
+    for part in parts:
+        answer.write(part)
+    if close:
+        answer.close()
+        assert wire.closed
+        assert answer.is_closing()
+    return wire.written
+
+
+def test_an_answer_leaves_in_one_piece() -> None:
+    assert written(HEAD, b"body") == [HEAD + b"body"]
+    assert written(HEAD, b"bo", b"dy") == [HEAD + b"bo", b"dy"]
+    assert written(HEAD) == [], "the body is on its way"
+
+
+def test_what_has_no_length_or_is_no_answer_yet_leaves_at_once() -> None:
+    assert written(CHUNKED) == [CHUNKED]
+    assert written(CHUNKED, b"\r\ncontent-length: 4\r\n", b"x") == [CHUNKED, b"\r\ncontent-length: 4\r\n", b"x"]
+    assert written(CONTINUE, HEAD, b"body") == [CONTINUE, HEAD + b"body"]
+
+
+def test_a_head_whose_body_never_came_leaves_before_the_connection_closes() -> None:
+    assert written(HEAD, close=True) == [HEAD]
+    assert written(HEAD, b"body", close=True) == [HEAD + b"body"]
