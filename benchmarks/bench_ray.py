@@ -2,25 +2,29 @@
 
     python benchmarks/bench_ray.py [--actors 1 2 4] [--seconds 3] [--rounds 3] [--out benchmarks/results/ray]
 
-Every actor owns 64 episodes of the hard task, played by the naive agent: the cheapest agent, so that what Ray costs
-shows most. Fragments travel whole to this process, as a learner would take them. Needs Ray (`make ray`, the extra
-`ray`); without it nothing is measured, and that is said.
+Beside steps per second stands the processor time that a step takes in all processes together (this one, the actors,
+Ray's own), which says what Ray costs where other work disturbs the clock. Every actor owns 64 episodes of the hard
+task, played by the naive agent: the cheapest agent, so that what Ray costs shows most. Fragments travel whole to this
+process, as a learner would take them. Needs Ray (`make ray`, the extra `ray`); without it nothing is measured, and that
+is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench_speed import HERE, in_turns, number
+from bench_speed import HERE, number
 
 from agents.rollout import MIN_FRAGMENT_STEPS, RolloutWorker, Workers
 
@@ -31,44 +35,68 @@ FRAGMENTS: Final = (MIN_FRAGMENT_STEPS, 12_800)
 """Least steps of a fragment: the fewest that are worth a message, and the default of a rollout."""
 
 
-def in_process(min_steps: int) -> Callable[[float], float]:
+Load = Callable[[float], tuple[float, float]]
+"""Plays for so many seconds: steps per second, and processor microseconds per step."""
+
+
+def in_process(min_steps: int) -> Load:
     worker = RolloutWorker(TASK, AGENT, ROWS)
-
-    def load(seconds: float) -> float:
-        steps, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
-            steps += worker.rollout(min_steps).steps
-        return steps / (time.perf_counter() - began)
-
-    return load
+    return lambda seconds: timed(lambda: worker.rollout(min_steps).steps, seconds)
 
 
-def actors(n: int, min_steps: int) -> Callable[[float], float]:
+def actors(n: int, min_steps: int) -> Load:
     fragments = Workers(n).fragments(TASK, AGENT, sys.maxsize, n_rows=ROWS, min_steps=min_steps)
 
-    def load(seconds: float) -> float:
+    def load(seconds: float) -> tuple[float, float]:
         # What was played while others had their turn lies ready; the clock starts when all actors play again.
         for _ in range(2 * n):
             next(fragments)
-        steps, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
-            steps += next(fragments)[1].steps
-        return steps / (time.perf_counter() - began)
+        return timed(lambda: next(fragments)[1].steps, seconds)
 
     return load
+
+
+def timed(play: Callable[[], int], seconds: float) -> tuple[float, float]:
+    steps, cpu_s, began = 0, processor_s(), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        steps += play()
+    return steps / (time.perf_counter() - began), (processor_s() - cpu_s) / steps * 1e6
+
+
+def processor_s() -> float:
+    """Processor time of this process and of all that it has started, as far as they live."""
+    parents, used = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                fields = (entry / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+                parents[int(entry.name)], used[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(used[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
 def measured(counts: Sequence[int], seconds: float, rounds: int) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
-        "rates": {},
+        "found": {},
     }
     for min_steps in FRAGMENTS:
         with Workers(sum(counts)):
-            loads = {"in process": in_process(min_steps)}
+            loads: dict[str, Load] = {"in process": in_process(min_steps)}
             loads |= {_name(n): actors(n, min_steps) for n in counts}
-            report["rates"][str(min_steps)] = in_turns(loads, seconds, rounds)
+            report["found"][str(min_steps)] = in_turns(loads, seconds, rounds)
     return report
+
+
+def in_turns(loads: Mapping[str, Load], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of the rounds."""
+    for load in loads.values():
+        load(0.1)
+    played = [{name: load(seconds) for name, load in loads.items()} for _ in range(rounds)]
+    rates, costs = ({name: statistics.median(turn[name][i] for turn in played) for name in loads} for i in (0, 1))
+    return {name: {"rate": rates[name], "cpu_us": costs[name]} for name in loads}
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -79,14 +107,15 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`python benchmarks/bench_ray.py`: {machine['cpus']} processors, Python {machine['python']}, load "
         f"{machine['load']:.1f} at the time; medians, all contenders in turns. Task {TASK}, {ROWS} episodes per actor.",
         "",
-        "| rollouts, fragments of | | steps/s | to one actor | to in process |",
-        "|---|---|---|---|---|",
+        "| fragments of | played by | steps/s | to one actor | to in process | CPU, us/step |",
+        "|---|---|---|---|---|---|",
     ]
-    for min_steps, rates in report["rates"].items():
-        alone, one = rates["in process"], rates[_name(1)]
-        for name, found in rates.items():
-            steps = f"{int(min_steps):,} steps or more"
-            lines.append(f"| {steps} | {name} | {number(found)} | {found / one:.2f} | {found / alone:.2f} |")
+    for min_steps, found in report["found"].items():
+        alone, one = found["in process"]["rate"], found[_name(1)]["rate"]
+        for name, each in found.items():
+            rate = each["rate"]
+            ratios = f"{number(rate)} | {rate / one:.2f} | {rate / alone:.2f} | {each['cpu_us']:.2f}"
+            lines.append(f"| {int(min_steps):,} steps | {name} | {ratios} |")
     return "\n".join(lines) + "\n"
 
 

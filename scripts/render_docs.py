@@ -202,6 +202,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "results": written("tasks"),
     "learning": written("learning"),
     "scores": scores,
+    "ray": written("ray"),
     "performance": written("performance"),
 }
 

@@ -493,6 +493,21 @@ def test_a_remote_batch_without_autoreset_is_restarted_as_a_whole(server: Runnin
     remote.close()
 
 
+def test_rows_that_start_apart_are_sessions_of_their_own(server: RunningServer) -> None:
+    config = {"episode_length": 3}
+    remote = gymnasium.make_vec(
+        ig.REMOTE_ID, num_envs=2, vectorization_mode="sync", url=server.url, task_id=1, config=config
+    )
+    remote.reset(seed=1)
+    seen, *_, info = remote.step(np.zeros((2, 5), dtype=np.float32))
+    local = ig.VectorInferenceEnv(2, 1, config=config)
+    local.reset(seed=1)
+    np.testing.assert_array_equal(seen, local.step(np.zeros((2, 5), dtype=np.float32))[0])
+    assert len(set(info["session_id"])) == 2
+    assert info["metrics"]["tokens_per_sec"].shape == (2,)
+    remote.close()
+
+
 def test_lost_answers_cost_a_remote_batch_neither_steps_nor_seeds(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
