@@ -41,7 +41,12 @@ class InferenceGymBatch:
     ) -> None:
         self._retries = Retries(retries, GO_ON)
         self._client = httpx.Client(
-            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+            base_url=base_url,
+            timeout=timeout_s,
+            transport=transport,
+            headers=key_header(api_key),
+            # The session is in one process of the server: another connection may reach another.
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
         )
         self._opened: dict[str, Any] = {}
         self.n = 0

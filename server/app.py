@@ -190,6 +190,8 @@ def main() -> None:
         server_header=False,
         proxy_headers=False,
         lifespan="on",
+        # A learner that takes its time between two steps keeps its worker, which has its batch session.
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=settings.shutdown_grace_s,
         # Uvicorn replaces a worker that stays silent this long, and it is silent while it imports: with the usual 5 s
         # no worker would ever come up on a slow or busy machine.

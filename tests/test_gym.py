@@ -559,6 +559,24 @@ def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
         remote.close()
 
 
+def test_a_remote_batch_goes_on_whichever_process_a_new_connection_reaches(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    local = ig.VectorInferenceEnv(2, 3, config=SHORT)
+    with running_server(tmp_path) as other:
+        remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
+        remote.action_space.seed(5)
+        remote.reset(seed=8)
+        local.reset(seed=8)
+        for k in range(2 * SHORT["episode_length"]):
+            remote._client._client.base_url = (server.url, other.url, other.url)[k % 3]
+            actions = remote.action_space.sample()
+            there, here = remote.step(actions), local.step(actions)
+            np.testing.assert_array_equal(there[0], here[0])
+            np.testing.assert_array_equal(there[1], here[1])
+        remote.close()
+
+
 def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(server: RunningServer) -> None:
     remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
     action = np.zeros((2, 5), dtype=np.float32)
