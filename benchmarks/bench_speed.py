@@ -76,7 +76,7 @@ TRIED = """\
 | a fleet's constants made once instead of at every reset; draws of an episode as arrays | kept: half of a reset |
 | the episodes of a batch drawn together, only the random numbers one by one | kept: a third off a reset of 1,024 rows |
 | large batches split over the cores (`ServingBatch.advance_all`) | kept |
-| the remote vector environment as a session per row on eight connections | replaced by one request of arrays a step (`HTTPVectorEnv`) |
+| the remote vector environment as a session per row | replaced by one request of arrays a step (`HTTPVectorEnv`) |
 | K steps played by blocks of 64 rows whose history stays in cache (`ServingBatch.play`) | kept: see "played together" |
 | FastAPI's own request handling | replaced by routes without dependency solving (`server/wire.py`) |
 | Starlette's BaseHTTPMiddleware | replaced by plain ASGI |
