@@ -152,6 +152,31 @@ def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit
     assert "INT8" in page.locator(".strip").first.inner_text()
 
 
+SLOW_STEPS = """
+const real = window.fetch;
+window.fetch = async (...call) => {
+  if (String(call[0]).endsWith("step")) await new Promise((resolve) => setTimeout(resolve, 300));
+  return real(...call);
+};
+"""
+
+
+def test_going_on_while_a_second_is_still_on_its_way_plays_each_second_once(visit: Visit) -> None:
+    visitor = visit()
+    visitor.page.add_init_script(SLOW_STEPS)
+    page = visitor.open("race?task=3&seed=5")
+    steps: list[int] = []
+    page.on("request", lambda request: steps.append(request.post_data_json["step"]) if "/step" in request.url else None)
+    page.get_by_label("Speed").select_option("1000")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text("1 of 200")
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator(".readings")).to_contain_text("6 of 200")
+    page.get_by_role("button", name="Pause").click()
+    assert steps == sorted(set(steps))
+
+
 def _scores(page: Page) -> dict[str, str]:
     rows = page.locator(".result tbody tr")
     return {

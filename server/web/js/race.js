@@ -218,6 +218,7 @@ class Race {
   press() {
     if (this.phase === "running") this.phase = "paused";
     else if (this.phase === "over") this.choose().then(() => this.press());
+    else if (this.phase === "paused" && this.looping === this.generation) this.phase = "running"; // its last second is still being played
     else if (this.phase === "paused") this.run(this.generation);
     else this.begin();
     this.updateButtons();
@@ -251,6 +252,7 @@ class Race {
   /** Play until paused or over. A retry of a step is safe: it carries its number. */
   async run(generation) {
     this.phase = "running";
+    this.looping = generation;
     this.updateButtons();
     let due = performance.now(), drawn = 0;
     try {
@@ -270,6 +272,8 @@ class Race {
       if (this.mine.reward.length >= this.length) await this.finish(generation);
     } catch (error) {
       this.stopped(generation, error);
+    } finally {
+      if (this.looping === generation) this.looping = null;
     }
     this.updateButtons();
   }
