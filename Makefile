@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
 PACKAGES := inferencegym simulator env grader agents server
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' inferencegym/__init__.py)
 # A module is compiled when its .pxd lies beside it; changing either of the two rebuilds.
 DECLARATIONS := $(foreach package,$(PACKAGES),$(shell find $(package) -name '*.pxd' 2>/dev/null))
 COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
@@ -147,8 +148,10 @@ openenv: $(STAMPS)/dev $(STAMPS)/package
 # What the server is made of, as CycloneDX: build/sbom.cdx.json, the same file for the same pins.
 sbom: $(STAMPS)/dev
 	@mkdir -p build
+	@# The tool reads a version from the project's file only where it stands there, and the package computes its own.
+	@sed 's/^dynamic = \["version"\]/version = "$(VERSION)"/' pyproject.toml > build/pyproject.toml
 	@# A list of pins knows no dependency graph; the tool warns of that.
-	@$(PYTHON) -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --output-reproducible \
+	@$(PYTHON) -W ignore -m cyclonedx_py requirements --pyproject build/pyproject.toml --output-reproducible \
 		-o build/sbom.cdx.json requirements.txt
 	@echo 'build/sbom.cdx.json'
 
