@@ -26,11 +26,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --no-deps --require-hashes
 
-.PHONY: help serve install dev rl ray peers test test-fast soak check lint types tidy documents format bench openenv pins sbom audit build clean
+.PHONY: help serve install dev rl ray peers test test-fast soak check lint types tidy documents format bench openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | soak | openenv | sbom | audit | pins | build | clean'
+	@echo '  make check | format | bench | soak | openenv | gymnasium | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,10 @@ format: $(STAMPS)/dev
 openenv: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/openenv_check.py
 	PYTHON=$(PYTHON) scripts/openenv_oldest.sh
+
+# The Gymnasium environments on the version that RLlib asks for.
+gymnasium: $(STAMPS)/ray $(STAMPS)/package
+	PYTHON=$(PYTHON) scripts/gymnasium_of_rllib.sh
 
 # What the server is made of, as CycloneDX: build/sbom.cdx.json, the same file for the same pins.
 sbom: $(STAMPS)/dev
