@@ -266,13 +266,11 @@ class Callers:
     def caller(self, scope: Scope) -> str:
         """Identity under which the most recent session is remembered: the address and, if sent, ``X-Client-Id``.
 
-        A digest, so that the store holds no addresses.
+        Digests, so that the store holds no addresses, with a dot between them.
         """
-        text = self.address(scope).encode()
-        for name, value in scope["headers"]:
-            if name == b"x-client-id":
-                text += b"\n" + value
-        return hashlib.sha256(text).hexdigest()[:32]
+        parts = [self.address(scope).encode()]
+        parts += [value for name, value in scope["headers"] if name == b"x-client-id"]
+        return ".".join(hashlib.sha256(part).hexdigest()[:32] for part in parts)
 
     def _is_trusted(self, address: str) -> bool:
         if not _is_address(address):

@@ -28,6 +28,7 @@ from env.episode import EpisodeEnv
 from inferencegym import __version__
 from inferencegym.errors import EpisodeDoneError, StepConflictError, StoreError, UnknownSessionError
 from inferencegym.tasks import TaskId
+from server.quota import UnfinishedQuota
 from server.request_errors import InvalidRequestError, RateLimitedError
 from server.settings import Settings
 from server.stores import Action, EpisodeStart, SessionStore, StoredEpisode
@@ -132,6 +133,7 @@ class SessionManager:
         self._max_waiting = settings.max_waiting_steps
         self._ttl_s = settings.session_ttl_s
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
+        self._quota = UnfinishedQuota(store, settings.max_sessions_per_client)
         self._upkeep: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -164,6 +166,8 @@ class SessionManager:
         """
         if session_id is not None:
             await self._may_use(session_id, create)
+        if session_id is None or (create and not await self._exists(session_id)):
+            await self._quota.take(caller)
         chosen = self.families[family]
         env = chosen.make()
         session_id = session_id or new_session_id()
@@ -425,10 +429,13 @@ class SessionManager:
     async def _may_use(self, session_id: str, create: bool) -> None:
         if not _SESSION_ID.match(session_id):
             raise InvalidRequestError("session_id", session_id, "1 to 128 letters, digits, dots, colons, - or _")
-        if not create and session_id not in self._live and await self.store.position(session_id) is None:
+        if not create and not await self._exists(session_id):
             raise UnknownSessionError(
                 f"there is no session {session_id!r} to restart: leave session_id out to start a new one"
             )
+
+    async def _exists(self, session_id: str) -> bool:
+        return session_id in self._live or await self.store.position(session_id) is not None
 
     # ------------------------------------------------------------ what is in memory
 

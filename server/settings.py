@@ -76,6 +76,13 @@ class Settings(BaseSettings):
         le=10_000_000,
         description="Sessions kept in the store; at the limit the oldest finished episodes make room, then 503.",
     )
+    max_sessions_per_client: int = Field(
+        5_000,
+        ge=1,
+        le=10_000_000,
+        description="Unfinished sessions of one client address in the store; at the limit those that it did not play "
+        "for ten minutes make room for its next ones, the longest idle first, else it gets 429.",
+    )
     live_sessions: int = Field(
         1_200,
         ge=1,

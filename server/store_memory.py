@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from inferencegym.errors import CapacityError
 from server.settings import Settings
-from server.stores import Action, EpisodeStart, StoredEpisode
+from server.stores import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode, client_of
 
 
 @dataclass(slots=True)
@@ -74,6 +74,21 @@ class MemoryStore:
         if row is not None and row.token == token:
             row.touched = time.monotonic()
             row.finished = row.finished or finished
+
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        now = time.monotonic()
+        mine = {
+            sid: row.touched
+            for sid, row in self._rows.items()
+            if client_of(row.caller) == client and not row.finished and row.touched > now - self._ttl_s
+        }
+        if len(mine) < limit:
+            return len(mine)
+        idle = sorted((touched, sid) for sid, touched in mine.items() if touched <= now - idle_s)
+        gone = idle[: len(mine) - limit + ROOM_CHUNK]
+        for _, session_id in gone:
+            del self._rows[session_id]
+        return len(mine) - len(gone)
 
     async def latest(self, caller: str) -> str | None:
         found = (sid for sid in reversed(self._rows) if self._rows[sid].caller == caller)

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from inferencegym.errors import CapacityError, StoreError
 from server.settings import Settings
-from server.stores import Action, EpisodeStart, StoredEpisode
+from server.stores import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode, client_of
 
 T = TypeVar("T")
 
@@ -30,17 +30,22 @@ FINISHED: Final = PREFIX + "finished"
 PURGE_CHUNK: Final = 200
 MAX_CONNECTIONS: Final = 64
 
-# KEYS: hash, list, by-age index, finished index, caller's latest.  ARGV: token, start, ttl, now, limit, id, actions...
+# KEYS: hash, list, by-age index, finished index, caller's latest, its client's unfinished.
+# ARGV: token, start, ttl, now, limit, id, actions...
 _PUT: Final = """
 if redis.call('EXISTS', KEYS[1]) == 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return 0 end
+local before = redis.call('HGET', KEYS[1], 'unfinished')
+if before then redis.call('ZREM', before, ARGV[6]) end
 redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2])
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2], 'unfinished', KEYS[6])
 for i = 7, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
 redis.call('ZADD', KEYS[3], ARGV[4], ARGV[6])
 redis.call('ZREM', KEYS[4], ARGV[6])
 redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[3])
+redis.call('ZADD', KEYS[6], ARGV[4], ARGV[6])
+redis.call('EXPIRE', KEYS[6], ARGV[3])
 return 1
 """
 # KEYS: hash, list.  ARGV: token, index, action, ttl, number of this append
@@ -61,11 +66,18 @@ local head = redis.call('HMGET', KEYS[1], 'token', 'start')
 if not head[1] then return nil end
 return {head[1], head[2], redis.call('LRANGE', KEYS[2], ARGV[1], -1)}
 """
-# KEYS: hash, by-age index, finished index.  ARGV: token, now, id, finished
+# KEYS: hash, by-age index, finished index.  ARGV: token, now, id, finished, ttl
 _TOUCH: Final = """
-if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 0 end
+local head = redis.call('HMGET', KEYS[1], 'token', 'unfinished')
+if head[1] ~= ARGV[1] then return 0 end
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[3])
-if ARGV[4] == '1' then redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3]) end
+if ARGV[4] == '1' then
+  redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])
+  if head[2] then redis.call('ZREM', head[2], ARGV[3]) end
+elseif head[2] then
+  redis.call('ZADD', head[2], ARGV[2], ARGV[3])
+  redis.call('EXPIRE', head[2], ARGV[5])
+end
 return 1
 """
 
@@ -107,7 +119,7 @@ class RedisStore:
 
     async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
         token = secrets.token_hex(8)
-        keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller)]
+        keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
         args: list[Any] = [token, start.to_json(), self._ttl_s, time.time(), self._limit, session_id, *actions]
         if not await self._run(lambda: self._put(keys, args)):
             await self.purge()
@@ -141,8 +153,27 @@ class RedisStore:
         return False
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
-        args: list[Any] = [token, time.time(), session_id, int(finished)]
+        args: list[Any] = [token, time.time(), session_id, int(finished), self._ttl_s]
         await self._run(lambda: self._touch([_head(session_id), BY_AGE, FINISHED], args))
+
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        return await self._run(lambda: self._make_room(client, limit, idle_s))
+
+    async def _make_room(self, client: str, limit: int, idle_s: float) -> int:
+        mine, now = _unfinished(client), time.time()
+        await self._client.zremrangebyscore(mine, 0, now - self._ttl_s)
+        count = int(await self._client.zcard(mine))
+        if count < limit:
+            return count
+        most = count - limit + ROOM_CHUNK
+        gone = await self._client.zrangebyscore(mine, 0, now - idle_s, start=0, num=most)
+        if gone:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.zrem(mine, *gone)
+                pipe.zrem(BY_AGE, *gone)
+                pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
+                await pipe.execute()
+        return count - len(gone)
 
     async def latest(self, caller: str) -> str | None:
         found = await self._run(lambda: self._client.get(_latest(caller)))
@@ -193,3 +224,7 @@ def _actions(session_id: str) -> str:
 
 def _latest(caller: str) -> str:
     return f"{PREFIX}latest:{caller}"
+
+
+def _unfinished(caller: str) -> str:
+    return f"{PREFIX}unfinished:{client_of(caller)}"

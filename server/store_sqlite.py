@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 from inferencegym.errors import CapacityError, StoreError
 from server.settings import Settings
-from server.stores import Action, EpisodeStart, StoredEpisode
+from server.stores import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -172,6 +172,24 @@ class SqliteStore:
         row = (time.time(), finished, int(token), session_id)
         sql = "UPDATE sessions SET touched = ?, finished = max(finished, ?) WHERE token = ? AND id = ?"
         await self._run(lambda c: c.execute(sql, row))
+
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        # All identities of the client: its digest, alone or with a dot and more behind it ("/" is what follows a dot).
+        mine = "caller >= ?1 AND caller < ?1 || '/' AND NOT finished AND touched > ?2"
+        count_sql = f"SELECT count(*) FROM sessions WHERE {mine}"
+        idle_sql = f"SELECT id FROM sessions WHERE {mine} AND touched <= ?3 ORDER BY touched LIMIT ?4"
+
+        def forget_idle(connection: sqlite3.Connection) -> int:
+            with _transaction(connection):
+                row = (client, self._oldest(), time.time() - idle_s, count - limit + ROOM_CHUNK)
+                return _forget(connection, [found[0] for found in connection.execute(idle_sql, row)])
+
+        count: int = await self._run(lambda c: c.execute(count_sql, (client, self._oldest())).fetchone()[0])
+        if count < limit:
+            return count
+        gone = await self._run(forget_idle)
+        self._stored -= gone
+        return count - gone
 
     async def latest(self, caller: str) -> str | None:
         sql = "SELECT id FROM sessions WHERE caller = ? AND touched > ? ORDER BY created DESC LIMIT 1"

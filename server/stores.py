@@ -20,6 +20,9 @@ from server.settings import Settings
 
 RECORD_VERSION: Final = 1
 
+ROOM_CHUNK: Final = 20
+"""Sessions that make room at once, so that a client at its limit is not counted at every reset."""
+
 Action = bytes
 """One action as canonical JSON: what an environment family's ``parse_action`` returns, with its keys in that order."""
 
@@ -93,6 +96,12 @@ class SessionStore(Protocol):
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
         """Note that the session is in use, or that its episode has ended (it may then make room for others)."""
 
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        """Return how many unfinished sessions a client has; if they are ``limit`` or more, forget some of them first.
+
+        The longest idle go first; those used in the last ``idle_s`` seconds stay.
+        """
+
     async def latest(self, caller: str) -> str | None:
         """The session that this caller reset last, or None."""
 
@@ -101,6 +110,11 @@ class SessionStore(Protocol):
 
     async def ping(self) -> None:
         """Return if the store would take a write now; raise StoreError otherwise."""
+
+
+def client_of(caller: str) -> str:
+    """The part of a caller's identity that stands for its address: ``client`` of :meth:`SessionStore.make_room`."""
+    return caller.partition(".")[0]
 
 
 def make_store(settings: Settings) -> SessionStore:

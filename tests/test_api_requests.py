@@ -252,6 +252,22 @@ def test_dear_paths_are_limited_per_client_and_say_when_to_come_back() -> None:
         assert session_id.status_code == 200, "other paths go on"
 
 
+def test_one_client_cannot_fill_the_store_under_any_name_and_is_told_what_to_do() -> None:
+    with client_of(max_sessions_per_client=3) as client:
+        for name in ("one", "two", "three"):
+            assert client.post("/reset", headers={"X-Client-Id": name}).status_code == 200
+        for path in ("/reset", "/traffic/reset"):
+            assert client.post(path).status_code == (429 if path == "/reset" else 200), "each environment has its own"
+        refused = client.post("/reset", headers={"X-Client-Id": "four"})
+        said = detail_of(refused, 429)
+        assert said["code"] == "rate_limited"
+        assert "finish one, or restart one by its id" in said["message"]
+        assert refused.headers["retry-after"] == "1"
+        with client.websocket_connect("/ws") as socket:
+            socket.send_json({"type": "reset", "data": {}})
+            assert "rate_limited" in socket.receive_json()["data"]["message"]
+
+
 def test_the_forwarded_address_counts_only_behind_a_trusted_proxy() -> None:
     def codes(client: TestClient) -> list[int]:
         return [client.post("/reset", headers={"X-Forwarded-For": f"9.9.9.{i}"}).status_code for i in range(3)]

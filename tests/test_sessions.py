@@ -23,6 +23,7 @@ from inferencegym.errors import (
 )
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
+from server import quota
 from server.families import FAMILIES, SERVING, TRAFFIC
 from server.request_errors import RateLimitedError
 from server.session_manager import Outcome, SessionManager
@@ -340,6 +341,78 @@ def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) 
             assert not any([await manager.store.position(one) for one in finished])
             # Restarting a session needs no room.
             await manager.reset(SERVING, seed=1, session_id=running[0])
+
+    asyncio.run(scenario())
+
+
+def test_a_client_has_room_for_so_many_unfinished_episodes_and_others_keep_theirs(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "REFUSE_FOR_S", 0.0)
+
+    async def scenario() -> None:
+        async with manager_on(store_url, max_sessions_per_client=5) as manager:
+
+            async def reset(caller: str, **wanted: Any) -> str:
+                return (await manager.reset(SERVING, caller=caller, config={"episode_length": 2}, **wanted))[
+                    0
+                ].session_id
+
+            others = [await reset("b"), await reset("ab"), await reset("b.x")]
+            mine = [await reset("a" if i % 2 else f"a.{i}") for i in range(5)]
+            for caller in ("a", "a.new"):
+                with pytest.raises(RateLimitedError, match="5 unfinished episodes"):
+                    await reset(caller)
+            with pytest.raises(RateLimitedError):
+                await reset("a", session_id="chosen", create=True)
+            assert await reset("a", session_id=mine[0]) == mine[0], "a restart needs no room"
+            assert await reset("b") not in mine
+            for _ in range(2):
+                await manager.step(mine[4], {})
+            mine.append(await reset("a"))
+            with pytest.raises(RateLimitedError):
+                await reset("a")
+            assert all([await manager.store.position(one) for one in [*others, *mine]]), "nobody lost anything"
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_episode_makes_room_for_its_own_client_only(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "IDLE_S", 0.2)
+    for store in ("store_memory", "store_sqlite", "store_redis"):
+        monkeypatch.setattr(f"server.{store}.ROOM_CHUNK", 1)
+
+    async def scenario() -> None:
+        async with manager_on(store_url, max_sessions_per_client=3) as manager:
+
+            async def reset(caller: str) -> str:
+                return (await manager.reset(SERVING, caller=caller))[0].session_id
+
+            other = await reset("b")
+            mine = [await reset("a"), await reset("a.x")]
+            await asyncio.sleep(0.3)
+            mine += [await reset("a"), await reset("a")]
+            kept = [await manager.store.position(one) is not None for one in mine]
+            assert kept == [False, True, True, True], "the longest idle one went"
+            assert await manager.store.position(other)
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_made_room_while_it_was_in_use_goes_on(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "IDLE_S", 0.0)
+
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 4)
+        expected = await undisturbed(SERVING, 2, actions)
+        async with manager_on(store_url, max_sessions_per_client=1) as manager:
+            live, _ = await manager.reset(SERVING, task_id=2, seed=5, caller="a")
+            outcomes = [await manager.step(live.session_id, action) for action in actions[:2]]
+            await asyncio.sleep(0.01)
+            await manager.reset(SERVING, caller="a")
+            assert await manager.store.position(live.session_id) is None
+            outcomes += [await manager.step(live.session_id, action) for action in actions[2:]]
+            assert outcomes == expected
 
     asyncio.run(scenario())
 
