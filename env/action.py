@@ -7,8 +7,8 @@ the bounds and snaps to the nearest allowed value, and says so here: a policy th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Self
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +27,6 @@ FORCED: Final = np.array([f.default for f in ACTION_FIELDS.values()])
 _SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
 # Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
 _SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[:-1]))) - 1.0
-_SNAP = SnapKernel(
-    {
-        "low": ACTION_LOW,
-        "high": ACTION_HIGH,
-        "forced": FORCED,
-        "spec_values": _SPEC_VALUES,
-        "spec_edges": _SPEC_EDGES,
-    }
-)
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
@@ -49,11 +40,39 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.fl
     NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
     ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on from 0.5.
     """
-    if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE or mask.shape != (ACTION_SIZE,):
+    if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
         raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
     snapped = np.empty(actions.shape)
-    _SNAP.snap(np.asarray(actions, dtype=np.float64), mask.view(np.uint8), snapped)
+    _snap_kernel(tuple(mask.tolist())).snap(np.asarray(actions, dtype=np.float64), snapped)
     return snapped
+
+
+@lru_cache(maxsize=32)
+def _snap_kernel(offered: tuple[bool, ...]) -> SnapKernel:
+    return SnapKernel(_constants(offered), {})
+
+
+def knob_writer(fleet: ServingFleet, mask: NDArray[np.bool_]) -> SnapKernel:
+    """Writes rows of five numbers into a fleet's knobs as :func:`snap` and :func:`write_actions` would."""
+    knobs = {
+        "kv_budget": fleet.kv_budget,
+        "spec": fleet.spec_index,
+        "batch_size": fleet.batch_size,
+        "disagg": fleet.disagg,
+        "tier": fleet.tier,
+    }
+    return SnapKernel(_constants(mask.tolist()), knobs)
+
+
+def _constants(offered: Sequence[bool]) -> dict[str, NDArray[Any]]:
+    return {
+        "low": ACTION_LOW,
+        "high": ACTION_HIGH,
+        "forced": FORCED,
+        "offered": np.array(offered, dtype=np.int64),
+        "spec_values": _SPEC_VALUES,
+        "spec_edges": _SPEC_EDGES,
+    }
 
 
 def write_actions(fleet: ServingFleet, actions: NDArray[np.float64]) -> None:
@@ -63,32 +82,6 @@ def write_actions(fleet: ServingFleet, actions: NDArray[np.float64]) -> None:
     fleet.batch_size[:] = actions[:, 2]
     fleet.disagg[:] = actions[:, 3]
     fleet.tier[:] = actions[:, 4]
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """Allowed actions of K steps, knob by knob, each (K, B)."""
-
-    kv_budget: NDArray[np.float64]
-    spec_index: NDArray[np.int64]
-    batch_size: NDArray[np.float64]
-    disagg: NDArray[np.int64]
-    tier: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, actions: NDArray[np.float64], n_steps: int) -> Self:
-        """From allowed actions (K * B, 5), step by step."""
-        kv, spec, batch, disagg, tier = actions.T.reshape(ACTION_SIZE, n_steps, -1)
-        index = np.searchsorted(_SPEC_VALUES, spec)
-        return cls(kv, index, batch, disagg.astype(np.int64), tier.astype(np.int64))
-
-    def write(self, fleet: ServingFleet, step: int, lo: int, hi: int) -> None:
-        """Set the knobs of rows ``lo`` to ``hi`` to those of one step."""
-        fleet.kv_budget[lo:hi] = self.kv_budget[step, lo:hi]
-        fleet.spec_index[lo:hi] = self.spec_index[step, lo:hi]
-        fleet.batch_size[lo:hi] = self.batch_size[step, lo:hi]
-        fleet.disagg[lo:hi] = self.disagg[step, lo:hi]
-        fleet.tier[lo:hi] = self.tier[step, lo:hi]
 
 
 def write_action(fleet: ServingFleet, row: int, action: ServeAction) -> None:

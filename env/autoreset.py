@@ -13,9 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import snap, write_actions
 from env.batch import ServingBatch
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.errors import EpisodeDoneError, InvalidConfigError, NotResetError
 from simulator.seeding import hashed
 from simulator.workload import check_seed
 
@@ -106,8 +105,6 @@ class AutoresetBatch:
         Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
         """
         batch = self.batch
-        if knobs.shape != (batch.n_rows, len(batch.mask)):
-            raise InvalidActionError("actions", knobs.shape, f"an array of shape ({batch.n_rows}, {len(batch.mask)})")
         if not self._series.started:
             raise NotResetError("step before reset: call reset first")
         ended = batch.done if rows is None else batch.done & rows
@@ -115,7 +112,7 @@ class AutoresetBatch:
             raise EpisodeDoneError(
                 f"row {int(np.argmax(ended))}: the episode has ended; reset it to start the next one"
             )
-        write_actions(batch.fleet, snap(knobs, batch.mask))
+        batch.write_knobs(knobs)
         parts = [(0, batch.n_rows)] if rows is None else _runs(rows)
         if self._pool is None:
             for lo, hi in parts:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import Knobs, action_mask, snap, write_actions
+from env.action import action_mask, knob_writer
 from env.observation import OBSERVATION_SIZE, ObservationKernel
 from env.reward import RewardKernel
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
@@ -67,6 +67,7 @@ class ServingBatch:
         self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads, record)
         self.metric: Mapping[str, FloatArray] = self.fleet.metric
         self.mask = action_mask(task.active_actions)
+        self._knobs = knob_writer(self.fleet, self.mask)
         self.seeds = np.full(self.n_loads, -1, dtype=np.int64)
         self.observation = np.zeros((n_rows, OBSERVATION_SIZE))
         self.reward = np.zeros(n_rows)
@@ -112,12 +113,16 @@ class ServingBatch:
 
         Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
         """
-        if actions.shape != (self.n_rows, len(self.mask)):
-            raise InvalidActionError("actions", actions.shape, f"an array of shape ({self.n_rows}, {len(self.mask)})")
         self._check_playable()
-        write_actions(self.fleet, snap(actions, self.mask))
+        self.write_knobs(actions)
         self.advance_all()
         return self.observation
+
+    def write_knobs(self, actions: NDArray[np.float64]) -> None:
+        """Set the knobs of all rows to the allowed actions nearest to these (B, 5)."""
+        if actions.shape != (self.n_rows, len(self.mask)):
+            raise InvalidActionError("actions", actions.shape, f"an array of shape ({self.n_rows}, {len(self.mask)})")
+        self._knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
 
     def play(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
         """Play K seconds with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
@@ -126,27 +131,29 @@ class ServingBatch:
         last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action; nothing is played
         then.
         """
+        actions = np.asarray(actions, dtype=np.float64)
         if actions.ndim != 3 or actions.shape[1:] != (self.n_rows, len(self.mask)):
             raise InvalidActionError(
                 "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
             )
         self._check_playable(len(actions))
-        knobs = Knobs.of(snap(actions.reshape(-1, len(self.mask)), self.mask), len(actions))
         parts = max(1, min(_CORES, self.n_rows // ROWS_PER_BLOCK))
         edges = [self.n_rows * i // parts for i in range(parts + 1)]
         others = [
-            _threads().submit(self._play_rows, knobs, observations, rewards, lo, hi) for lo, hi in pairwise(edges[1:])
+            _threads().submit(self._play_rows, actions, observations, rewards, lo, hi) for lo, hi in pairwise(edges[1:])
         ]
-        self._play_rows(knobs, observations, rewards, edges[0], edges[1])
+        self._play_rows(actions, observations, rewards, edges[0], edges[1])
         for other in others:
             other.result()
 
-    def _play_rows(self, knobs: Knobs, observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int) -> None:
+    def _play_rows(
+        self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int
+    ) -> None:
         n_steps, every = len(rewards), len(observations) == len(rewards)
         for lo in range(first, end, ROWS_PER_BLOCK):
             hi = min(lo + ROWS_PER_BLOCK, end)
             for k in range(n_steps):
-                knobs.write(self.fleet, k, lo, hi)
+                self._knobs.write(actions[k], lo, hi)
                 self.advance(lo, hi)
                 rewards[k, lo:hi] = self.reward[lo:hi]
                 if every:

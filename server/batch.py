@@ -9,7 +9,6 @@ same episodes again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -95,8 +94,8 @@ class BatchSession:
     episodes: int = 0
     waiting: int = 0
     touched: float = 0.0
-    last: tuple[int, bytes, BatchPlayed] | None = None
-    """The latest request that was played: number of its first step, digest of its actions, and what it gave."""
+    last: tuple[BatchSteps, BatchPlayed] | None = None
+    """The latest request that was played, and what it gave."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -120,9 +119,8 @@ class BatchSession:
         shape = (steps.n_steps if len(steps.actions) != 1 else len(steps.actions), self.batch.n_rows, len(ACTIONS))
         if steps.actions.shape != shape:
             raise InvalidActionError("actions", steps.actions.shape, f"an array of shape {shape} or {(1, *shape[1:])}")
-        digest = hashlib.blake2b(steps.actions.tobytes() + b"%d" % steps.n_steps + b"%d" % steps.last).digest()
         if steps.number is not None and steps.number != self.taken + 1:
-            return self._again(steps.number, digest)
+            return self._again(steps)
         if not np.isfinite(steps.actions).all():
             step, row, knob = np.argwhere(~np.isfinite(steps.actions))[0].tolist()
             raise InvalidActionError(f"actions[{step}][{row}].{ACTIONS[knob]}", "NaN or infinity", "a number")
@@ -131,7 +129,7 @@ class BatchSession:
                 f"{steps.n_steps} steps are more than the {self.steps_left} that are left; nothing was played"
             )
         played = self._played(steps)
-        self.last = (played.number, digest, played)
+        self.last = (steps, played)
         return played
 
     def _played(self, steps: BatchSteps) -> BatchPlayed:
@@ -157,15 +155,21 @@ class BatchSession:
         number, self.taken = self.taken + 1, self.taken + n
         return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
 
-    def _again(self, number: int, digest: bytes) -> BatchPlayed:
-        if self.last is not None and self.last[0] == number:
-            if self.last[1] == digest:
-                return self.last[2]
-            raise StepConflictError(f"step {number} and those after it were taken with other actions")
+    def _again(self, steps: BatchSteps) -> BatchPlayed:
+        if self.last is not None and self.last[1].number == steps.number:
+            if _same_steps(self.last[0], steps):
+                return self.last[1]
+            raise StepConflictError(f"step {steps.number} and those after it were taken with other actions")
         raise StepConflictError(
-            f"step {number} cannot be taken: {self.taken} steps were taken, so the next is {self.taken + 1}, "
+            f"step {steps.number} cannot be taken: {self.taken} steps were taken, so the next is {self.taken + 1}, "
             "and only the latest request is answered again"
         )
+
+
+def _same_steps(one: BatchSteps, other: BatchSteps) -> bool:
+    """Whether two requests ask for the same, to the bit: what is played again must have been played."""
+    alike = (one.n_steps, one.last, one.actions.dtype) == (other.n_steps, other.last, other.actions.dtype)
+    return alike and one.actions.tobytes() == other.actions.tobytes()
 
 
 class BatchSessions:
