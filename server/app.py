@@ -67,6 +67,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version="1.0.0",
         description=DESCRIPTION,
         redirect_slashes=False,
+        # Requests are counted and logged by RequestLog; FastAPI would ask at each whether somebody listens to it.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         lifespan=_lifespan(hooks),
     )
     app.state.context = context
