@@ -106,7 +106,7 @@ test: $(STAMPS)/test-servers $(STAMPS)/ray $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
 
-test-fast: $(STAMPS)/test-servers $(STAMPS)/dev $(STAMPS)/package
+test-fast: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 
 soak: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
