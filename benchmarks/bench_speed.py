@@ -83,6 +83,17 @@ TRIED = """\
 | the way through FastAPI's router for /reset and /step | kept short (`Shortcut`): a third off a request |
 | OpenEnv's four models per WebSocket step | answered before its handler (`Frames`), errors left to it |
 | one growing record per session in SQLite | rejected: cost grows with the episode (`bench_store.py`) |
+| a WebSocket step through uvicorn's parser, a queue, a task and twenty coroutines | replaced where nothing has to be \
+waited for (`EagerProtocol`): 50 us of the server instead of 80 |
+| a step's lock and coroutines | left out where nothing has to be waited for (`SessionManager.step_at_once`) |
+| head and body of an answer in two writes | one (`OneWrite`): with the row above a tenth more steps on one connection |
+| everything imported looked at by each full garbage collection | frozen: 10 us a step, and pauses of 0.1 to 0.3 s |
+| higher thresholds of the garbage collector | rejected: its frequent rounds take 0.7 us a step |
+| FastAPI asking at each request whether its telemetry is listened to | off: 5 us a request |
+| SQLite with a simpler condition, pages of 1 or 2 KiB, `mmap_size`, or through apsw | rejected: 0 to 1.5 us of 13 |
+| steps of several sessions in one SQLite transaction | rejected: 4 at once gain 1 us of 15, 8 at once 2 us |
+| SQLite's `locking_mode=EXCLUSIVE` | rejected: 4 us less, but a second process could not use the file |
+| picows instead of websockets | rejected: a server of its own, beside uvicorn and its routes |
 | per-message compression of WebSocket frames | off: frames are small and local |
 | OpenEnv's import (three quarters of a start) | moved behind the first answers, onto a thread (`LateOpenEnv`) |
 | reading the parquet table in the server | rejected: 68 MB stay; a short-lived child reads it |
@@ -278,11 +289,26 @@ def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> 
         time.sleep(2)
         idle = {target.name: target.resident_mib() for target in (ours, stock)}
         rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
+        client = statistics.median(client_cost(ours, seconds) for _ in range(rounds))
         arrays = {"batched": batched(ours)}
         arrays |= {f"remote vector, {rows:,} rows": remote_vector(ours, rows) for rows in (FEW_ROWS, ROWS)}
         together = in_turns(arrays, seconds, rounds)
         loaded = ours.resident_mib()
-    return {"idle": idle, "rates": rates, "costs": costs, "arrays": together, "rss_after_mib": loaded}
+    return {
+        "idle": idle,
+        "rates": rates,
+        "costs": costs,
+        "client_us": client,
+        "arrays": together,
+        "rss_after_mib": loaded,
+    }
+
+
+def client_cost(target: Target, seconds: float) -> float:
+    """Processor microseconds that OpenEnv's client itself takes per step, four clients in this process."""
+    began = time.process_time()
+    steps = _websocket_clients(target, seconds)
+    return (time.process_time() - began) / steps * 1e6
 
 
 def first_health(rounds: int) -> dict[str, float]:
@@ -439,6 +465,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         ours, stock = by.values()
         cost = report["network"]["costs"][load]["InferenceGym"]
         lines.append(f"| {load} | {number(ours)} | {number(stock)} | {ours / stock:.2f} | {cost:.0f} |")
+    lines += ["", shared_processors(report["network"], machine["cpus"])]
     idle, first = report["network"]["idle"], report["first_health_s"]
     lines += ["", "| | " + " | ".join(idle) + " |", "|---|---|---|"]
     lines.append("| idle memory, MiB | " + " | ".join(f"{v:.0f}" for v in idle.values()) + " |")
@@ -468,6 +495,17 @@ def paths(report: Mapping[str, Any]) -> list[str]:
     lines += [f"| path | steps/s | to one CartPole | to {ROWS:,} CartPoles, vectorised |", "|---|---|---|---|"]
     lines += [f"| {name} | {number(rate)} | {rate / one:.3g} | {rate / many:.3g} |" for name, rate in found.items()]
     return [*lines, f"| CartPole itself | | {number(one)} steps/s | {number(many)} steps/s |", ""]
+
+
+def shared_processors(network: Mapping[str, Any], cpus: int) -> str:
+    """What the clients leave of this machine's processors."""
+    load = "8 WebSocket clients"
+    client, server, bar = network["client_us"], network["costs"][load]["InferenceGym"], BARS[f"{load} (steps/s)"][0]
+    return (
+        f"Clients and servers share the {cpus} processors. OpenEnv's client itself takes {client:.0f} us per step, so "
+        f"with a server that takes {server:.0f} us no more than {number(cpus * 1e6 / (client + server))} steps/s are "
+        f"possible here, and at {number(bar)} the clients would leave the server {cpus * 1e6 / bar - client:.0f} us."
+    )
 
 
 def _table(title: str, figures: Mapping[str, float], against: str) -> list[str]:
