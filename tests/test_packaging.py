@@ -235,6 +235,46 @@ def test_the_compiled_module_is_loaded_and_as_new_as_its_source(module: str) -> 
     assert compiled.stat().st_mtime >= newest, f"{module} changed since it was compiled: run `make build`"
 
 
+# --- A bare machine ---------------------------------------------------------------------------------------------------
+
+
+def machine_check(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status and words of the script that `make` asks before it installs anything."""
+    command = ["/bin/sh", str(ROOT / "scripts/check_machine.sh"), *arguments]
+    done = subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_machine_that_can_build_is_told_nothing() -> None:
+    assert machine_check(sys.executable) == (0, "")
+
+
+def test_a_machine_without_python_is_told_how_to_get_one() -> None:
+    status, said = machine_check()
+    assert status == 1
+    assert "Python 3.11 or newer" in said
+    assert "sudo apt install python3-dev python3-venv gcc make" in said
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_installed() -> None:
+    status, said = machine_check(sys.executable, CC="no-such-compiler")
+    assert status == 1
+    assert "a C compiler (no-such-compiler" in said
+
+
+def test_a_machine_without_the_header_files_of_python_is_told_so(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(
+        f"""#!/bin/sh\ncase "$2" in *include*) echo {tmp_path} ;; *) exec {sys.executable} "$@" ;; esac\n"""
+    )
+    bare.chmod(0o755)
+    status, said = machine_check(str(bare))
+    assert status == 1
+    assert "Python.h was not found" in said
+
+
 # --- Wheel ----------------------------------------------------------------------------------------------------------
 
 
