@@ -47,10 +47,11 @@ def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> N
     return np.ascontiguousarray(words.T).astype("<u4").view("<u8").astype(np.uint64)
 
 
-def generators(seeds: Sequence[int], stream: int) -> Iterator[np.random.Generator]:
-    """``default_rng([seed, stream])`` for every seed."""
-    for state in hashed(seeds, stream):
-        yield np.random.Generator(np.random.PCG64(_Seeded(state)))  # type: ignore[arg-type]
+def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[np.random.Generator, ...]]:
+    """``default_rng([seed, stream])`` of every stream, seed by seed."""
+    states = hashed(np.repeat(np.asarray(seeds, dtype=np.uint64), len(streams)), np.tile(streams, len(seeds)))
+    for each in states.reshape(len(seeds), len(streams), -1):
+        yield tuple(np.random.Generator(np.random.PCG64(_Seeded(state))) for state in each)  # type: ignore[arg-type]
 
 
 class _Seeded(ISeedSequence):

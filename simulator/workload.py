@@ -175,10 +175,9 @@ class SyntheticTraffic:
         ends = np.empty((len(seeds), n_steps + 1, rate.shape[1]), dtype=np.int64)
         z = np.empty((len(seeds), n_steps, 2))
         checked = [check_seed(seed) for seed in seeds]
-        streams = zip(*(generators(checked, stream) for stream in (_ARRIVALS, _PROMPTS, _NOISE)), strict=True)
         # NumPy draws the same numbers sooner when it need not look the rate up for each.
         lam = rate.item(0) if (rate == rate[0, 0]).all() else rate
-        for i, (arrivals, prompts, noise) in enumerate(streams):
+        for i, (arrivals, prompts, noise) in enumerate(generators(checked, (_ARRIVALS, _PROMPTS, _NOISE))):
             counts[i] = arrivals.poisson(lam, size=rate.shape)
             ends[i, 0] = [prompts.integers(POOL_SIZE) for _ in range(rate.shape[1])]
             noise.standard_normal(out=z[i])
@@ -237,10 +236,10 @@ def _running_sum(values: FloatArray) -> FloatArray:
 def _pooled(sums: FloatArray, index: NDArray[np.int64]) -> FloatArray:
     """Running sums (N, k) of an endlessly repeated pool at these positions (N,)."""
     n = len(sums) - 1
-    if index.max() <= n:
-        return sums[index]
-    wrapped: FloatArray = sums[index % n] + (index // n)[:, None] * sums[-1]
-    return wrapped
+    found: FloatArray = sums[index % n]
+    again = np.flatnonzero(index >= n)
+    found[again] += (index[again] // n)[:, None] * sums[-1]
+    return found
 
 
 def length_quantiles(dist: LengthDist, points: int = 2048) -> FloatArray:
