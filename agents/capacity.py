@@ -12,7 +12,7 @@ import numpy as np
 
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import TaskSpec
+from inferencegym.tasks import Burst, TaskSpec
 from simulator.tables import ServingTables
 from simulator.workload import interp_log, traffic_of
 
@@ -61,6 +61,21 @@ class CapacityPlanner:
         """The largest batch and KV pool that fit a setting, and its capacity."""
         kv, batch = self._fit(setting)
         return Plan(setting, kv, batch, self._capacity_rps(setting, batch))
+
+    def pool_share(self, plan: Plan, burst: Burst) -> float:
+        """Share of the KV pool that a burst of these requests takes by its end, at the plan's setting.
+
+        As many as come or find a slot, each with its prompt and what it has written by then, at most half its output.
+        """
+        memory = self._tables.meta["memory_gb"]
+        s = plan.setting
+        draft = float(memory["speculation_gb"]) if s.spec_length else 0.0
+        taken = float(self._tables.weights_gb[s.tier]) + float(memory["activations_gb"]) + float(memory["workspace_gb"])
+        free_gb = float(self._tables.meta["memory_budget_gb"]) - taken - draft
+        running = min(plan.batch_size, burst.rate_rps * burst.duration_steps / self._fleet.n_replicas)
+        written = min(self._output, 1000.0 * burst.duration_steps / self._tpot_ms(s, running))
+        tokens = running * (self._prompt + 0.5 * written)
+        return tokens * float(self._tables.meta["kv_bytes_per_token"]) / 1e9 / free_gb
 
     def _fit(self, setting: Setting) -> tuple[float, float]:
         memory = self._tables.meta["memory_gb"]

@@ -2,7 +2,10 @@
 
 - Calm: the fewest GPUs whose planned capacity leaves a margin over the usual load; among those the fastest decoding.
 - Flood: the setting with the most capacity for the flood's mix of requests.
-- A flood is on while the arrival rate is well above normal or the queue is long, and for a few seconds after.
+- Reserve: what has no objective may fill the KV pool only as far as the requests of an announced flood leave it. The
+  pool then grows gradually into a flood, as its requests do, and shrinks as gradually after it.
+- A flood is on while the arrival rate is well above normal or the queue is long, and for a few seconds after; with a
+  reserve a long queue is no sign of one, because it is where work without an objective waits.
 - Precision and prefill placement restart replicas one by one. They are changed only where the roll-out is short
   compared with a flood, and for an announced flood early enough to be done when it comes.
 """
@@ -32,6 +35,10 @@ LONG_QUEUE: Final = 24.0
 """Waiting requests from which a flood is on, whatever the rate."""
 HOLD_STEPS: Final = 5
 """Seconds that the flood setting stays on after the last sign of a flood."""
+RESERVE_HOLD_STEPS: Final = 30
+"""The same with a reserve: until most of what the flood left running is done, it needs the pool."""
+RESERVE_RAMP: Final = 0.08
+"""Share of the way to the other KV pool that a step goes, with a reserve."""
 
 
 class HeuristicAgent:
@@ -41,14 +48,20 @@ class HeuristicAgent:
         tables = tables or load_tables()
         stats = traffic_of(task, tables).stats
         live = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
-        usual = np.array([c.share for c in live]) if len(live) == len(stats.names) else stats.shares
-        flood = np.array([c.burst_share for c in live]) if len(live) == len(stats.names) else stats.shares
+        named = len(live) == len(stats.names)
+        usual = np.array([c.share for c in live]) if named else stats.shares
+        flood = np.array([c.burst_share for c in live]) if named else stats.shares
+        promised = np.array([c.slo_ms < np.inf for c in live]) if named else np.ones(len(stats.names), dtype=bool)
         self._burst = task.burst
         self._usual_rps = task.arrival_rate_rps
         self._flood = self._plan_flood(task, CapacityPlanner(task, tables, flood))
         self._calm = self._plan_calm(task, CapacityPlanner(task, tables, usual))
-        # Batch and KV pool stay as the flood needs them: spare slots cost nothing in calm, and swinging them does.
+        # The batch stays as the flood needs it: spare slots cost nothing in calm, and swinging them does.
         self._calm = replace(self._calm, kv_budget=self._flood.kv_budget, batch_size=self._flood.batch_size)
+        self._reserve = task.burst is not None and bool((flood * promised).any()) and not promised.all()
+        if task.burst is not None and self._reserve:
+            taken = CapacityPlanner(task, tables, flood * promised).pool_share(self._flood, task.burst)
+            self._calm = replace(self._calm, kv_budget=max(0.1, self._flood.kv_budget - taken))
         self._rollout_s = _rollout_s(task, tables, self._calm.setting, self._flood.setting)
         if task.burst is None or self._rollout_s > 0.5 * task.burst.duration_steps:
             # Too slow to follow a flood: keep precision and placement, change only what needs no restart.
@@ -57,13 +70,21 @@ class HeuristicAgent:
 
     def reset(self, n_rows: int) -> None:
         self._hold = np.zeros(n_rows)
+        self._kv_budget: FloatArray | None = None
 
     def act(self, observation: FloatArray) -> FloatArray:
         rate = observation[:, COLUMN["arrival_rate"]]
-        queue = observation[:, COLUMN["queue_depth"]]
-        alarm = (rate > FLOOD_RATE * self._usual_rps) | (queue > LONG_QUEUE) | self._announced(observation)
-        self._hold = np.where(alarm, HOLD_STEPS, np.maximum(self._hold - 1.0, 0.0))
-        return np.where(self._hold[:, None] > 0, self._flood.row(), self._calm.row())
+        alarm = (rate > FLOOD_RATE * self._usual_rps) | self._announced(observation)
+        if not self._reserve:
+            alarm |= observation[:, COLUMN["queue_depth"]] > LONG_QUEUE
+        hold = RESERVE_HOLD_STEPS if self._reserve else HOLD_STEPS
+        self._hold = np.where(alarm, hold, np.maximum(self._hold - 1.0, 0.0))
+        actions = np.where(self._hold[:, None] > 0, self._flood.row(), self._calm.row())
+        if self._reserve:
+            wanted = actions[:, 0]
+            before = wanted if self._kv_budget is None else self._kv_budget
+            self._kv_budget = actions[:, 0] = before + RESERVE_RAMP * (wanted - before)
+        return actions
 
     def _announced(self, observation: FloatArray) -> NDArray[np.bool_]:
         """Whether an announced flood begins within the time that the roll-out takes."""

@@ -3,17 +3,20 @@
 Each mode is one setting of the five knobs. The gate scores every mode by a weighted sum of the normalised observation
 (and of the phase of the task's announced flood period), adds a bonus to the mode that is on, and takes the highest: a
 switch with hysteresis. One mode for calm, one for floods and one for draining the backlog is what operators script.
+Knobs that need no restart and are graded for steadiness, ``batch_size`` and ``kv_budget``, may ramp to a new mode's
+values instead of jumping.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.protocol import FloatArray
 from env.action import ACTION_HIGH, ACTION_LOW
@@ -28,6 +31,9 @@ FEATURES: Final = (*OBSERVATION_FIELDS, "phase_sin", "phase_cos", "one")
 """What the gate weighs: the normalised observation, the phase of the flood period, and a constant."""
 
 Q: Final = len(FEATURES)
+
+RAMPED: Final = [list(ACTION_FIELDS).index(name) for name in ("kv_budget", "batch_size")]
+"""Columns of the knobs that ramp."""
 
 
 def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
@@ -47,11 +53,18 @@ def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModeParams:
-    """P policies of K modes: ``settings`` (P, K, 5) knobs, ``gate`` (P, K, Q) weights, ``stay`` (P,) bonuses."""
+    """P policies of K modes: ``settings`` (P, K, 5) knobs, ``gate`` (P, K, Q) weights, ``stay`` (P,) bonuses.
+
+    ``ramp`` (P,) is the share of the way to the mode's ``batch_size`` and ``kv_budget`` that each step goes; 1 jumps.
+    """
 
     settings: FloatArray
     gate: FloatArray
     stay: FloatArray
+    ramp: FloatArray = field(default_factory=lambda: np.ones(1))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ramp", np.broadcast_to(self.ramp, (len(self.settings),)))
 
     @property
     def n_modes(self) -> int:
@@ -63,8 +76,17 @@ class ModeParams:
 
     def pick(self, index: int) -> ModeParams:
         """One of the policies alone."""
-        one = slice(index, index + 1)
-        return ModeParams(self.settings[one].copy(), self.gate[one].copy(), self.stay[one].copy())
+        return self.select(slice(index, index + 1))
+
+    def select(self, which: slice | NDArray[np.int64]) -> ModeParams:
+        """Some of the policies, copied."""
+        parts = (self.settings, self.gate, self.stay, self.ramp)
+        return ModeParams(*(part[which].copy() for part in parts))
+
+    def with_settings(self, settings: FloatArray) -> ModeParams:
+        """The one policy's gates with each of these settings (N, K, 5)."""
+        n = len(settings)
+        return ModeParams(settings, *(np.repeat(part, n, axis=0) for part in (self.gate, self.stay, self.ramp)))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form of a single policy, weights by feature name."""
@@ -75,7 +97,7 @@ class ModeParams:
             }
             for setting, weights in zip(self.settings[0].tolist(), self.gate[0].tolist(), strict=True)
         ]
-        return {"kind": "modes", "stay": float(self.stay[0]), "modes": modes}
+        return {"kind": "modes", "stay": float(self.stay[0]), "ramp": float(self.ramp[0]), "modes": modes}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModeParams:
@@ -84,7 +106,8 @@ class ModeParams:
             raise InvalidConfigError(f"policy kind {data.get('kind')!r} is not 'modes'")
         settings = [[float(mode["knobs"][name]) for name in ACTION_FIELDS] for mode in data["modes"]]
         gate = [[float(mode["gate"].get(name, 0.0)) for name in FEATURES] for mode in data["modes"]]
-        return cls(np.array([settings]), np.array([gate]), np.array([float(data["stay"])]))
+        ramp = np.array([float(data.get("ramp", 1.0))])
+        return cls(np.array([settings]), np.array([gate]), np.array([float(data["stay"])]), ramp)
 
 
 class ModeAgent:
@@ -108,6 +131,8 @@ class ModeAgent:
         self._gate = self.params.gate[self._policy]
         self._settings = self.params.settings[self._policy]
         self._stay = self.params.stay[self._policy]
+        self._ramp = self.params.ramp[self._policy][:, None]
+        self._played: FloatArray | None = None
 
     def act(self, observation: FloatArray) -> FloatArray:
         phi = features(observation, self._task)
@@ -116,7 +141,11 @@ class ModeAgent:
         scores[on, self._mode[on]] += self._stay[on]
         self._mode = scores.argmax(axis=1)
         chosen: FloatArray = self._settings[np.arange(len(observation)), self._mode]
-        return chosen
+        if self._played is not None:
+            before = self._played[:, RAMPED]
+            chosen[:, RAMPED] = before + self._ramp * (chosen[:, RAMPED] - before)
+        self._played = chosen
+        return chosen.copy()
 
 
 class ActionsAgent:

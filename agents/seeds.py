@@ -16,6 +16,9 @@ VALIDATION_SEEDS: Final = range(3_000, 3_016)
 HELD_OUT_SEEDS: Final = range(10_000, 10_030)
 """Every score that is reported."""
 
+CONFIRMATION_SEEDS: Final = range(40_000, 40_030)
+"""Confirm what the held-out seeds say: tasks were still tuned when those had been seen, these were not."""
+
 
 def held_out_seeds(n: int) -> range:
     """The first ``n`` held-out seeds; more than 30 continue the range."""

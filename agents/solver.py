@@ -2,7 +2,8 @@
 
 Both play whole episodes on the batch engine, many candidates on the same traffic at once. The adaptive search builds a
 :class:`agents.modes.ModeParams` policy: it tries a library of simple gates with every knob setting of a coarse grid in
-the other mode, polishes the settings knob by knob, and then lets a cross-entropy search move everything at once. Fitted
+the other mode, polishes the settings knob by knob, and lets a cross-entropy search move everything at once. Then it
+tries what it found behind other gates, with other choices of the knobs that need a restart, and searches again. Fitted
 on :data:`agents.seeds.TRAINING_SEEDS`, chosen on :data:`agents.seeds.VALIDATION_SEEDS`.
 """
 
@@ -43,6 +44,12 @@ COARSE: Final[dict[str, tuple[float, ...]]] = {
 
 ROWS_AT_ONCE: Final = 1536
 """Rows of a batch: enough to amortise numpy's cost per step, few enough to stay in the caches."""
+
+RESTARTING: Final = [list(ACTION_FIELDS).index(name) for name in ("prefill_disagg", "quant_tier")]
+"""Columns of the knobs whose change restarts replicas."""
+
+SLOWEST_RAMP: Final = 0.04
+"""A ramp takes 24 steps for the better part of the way at this share."""
 
 Objective = Callable[[Played, Calibration], FloatArray]
 """What to maximise, (B,) of finished episodes."""
@@ -133,8 +140,7 @@ class Solver:
         """Mean objective of mode policies (P) over the seeds, (P,)."""
 
         def agent(part: slice) -> Agent:
-            chosen = ModeParams(params.settings[part], params.gate[part], params.stay[part])
-            return ModeAgent(chosen, self.task, len(seeds))
+            return ModeAgent(params.select(part), self.task, len(seeds))
 
         return self._values(len(params), seeds, agent)
 
@@ -190,8 +196,15 @@ class Solver:
         best = candidates[1 + int(np.argmax([self._value(c, budget.seeds) for c in candidates[1:]]))]
         three, _ = self._settle_modes(self._third_mode(best), self._value(best, budget.seeds))
         candidates.append(three)
-        best = max(candidates, key=lambda c: self._value(c, budget.seeds))
+        best = max(candidates, key=self._training_value)
         candidates.append(self._cross_entropy(best))
+        best = max(candidates, key=self._training_value)
+        self._progress("adaptive: other gates", 0.8)
+        candidates += [self._settle(p) for p in self._regated(best, 2)]
+        if self.task.burst is not None:
+            candidates += [self._settle(self._drain_mode(p)) for p in candidates[-2:] if p.n_modes > 1]
+        self._progress("adaptive: cross-entropy again", 0.85)
+        candidates.append(self._cross_entropy(max(candidates, key=self._training_value)))
         self._progress("adaptive: validation", 0.98)
         values = [self._value(c, budget.validation) for c in candidates]
         chosen = int(np.argmax(values))
@@ -206,12 +219,15 @@ class Solver:
         settings = start.settings.copy()
         for name, value in self._frozen.items():
             settings[..., list(ACTION_FIELDS).index(name)] = value
-        start = ModeParams(settings, start.gate, start.stay)
-        settled = self._settle(start)
+        start = start.with_settings(settings)
+        settled = max((self._settle(p) for p in (start, *self._regated(start, 1))), key=self._training_value)
         candidates = [start, settled, self._cross_entropy(settled)]
         values = [self._value(c, self.budget.validation) for c in candidates]
         chosen = int(np.argmax(values))
         return candidates[chosen], values[chosen]
+
+    def _training_value(self, params: ModeParams) -> float:
+        return self._value(params, self.budget.seeds)
 
     def _value(self, params: ModeParams, seeds: Sequence[int]) -> float:
         return float(self.values_of_policies(params, seeds)[0])
@@ -232,6 +248,41 @@ class Solver:
         found.sort(key=lambda pair: -pair[0])
         return [params for _, params in found[: self.budget.gates_kept]]
 
+    def _regated(self, params: ModeParams, kept: int) -> list[ModeParams]:
+        """The policy's first two modes behind other simple gates, with other calm settings of what needs a restart.
+
+        A restart pays only if it is over when the flood comes, and another placement or precision wants another pool:
+        knobs and gate have to change together. Returns the best policy of each of the ``kept`` best such settings.
+        """
+        calm, flood = params.settings[0, 0], params.settings[0, min(1, params.n_modes - 1)]
+        points = {name: tuple(map(float, field.choices or ())) for name, field in ACTION_FIELDS.items()}
+        points["kv_budget"] = (float(calm[0]), *self.budget.coarse["kv_budget"])
+        points["batch_size"] = (float(calm[2]),)
+        settings = self.grid(points)
+        gates = np.array(gate_library(self.task))
+        tried = pair_policies(np.repeat(settings, len(gates), axis=0), flood, np.tile(gates, (len(settings), 1)))
+        tried = replace(tried, stay=np.full(len(tried), params.stay[0]), ramp=np.full(len(tried), params.ramp[0]))
+        best: dict[tuple[float, ...], int] = {}
+        for i in np.argsort(-self.values_of_policies(tried, self.budget.quick_seeds), kind="stable").tolist():
+            best.setdefault(tuple(tried.settings[i, 0, RESTARTING]), i)
+        return [tried.pick(i) for i in list(best.values())[:kept]]
+
+    def _drain_mode(self, params: ModeParams) -> ModeParams:
+        """Add a mode around a policy's floods, mainly after them: the flood's batch and pool on the calm's replicas."""
+        settings = params.settings[:, :2].copy()
+        drain = settings[:, 1:].copy()
+        drain[..., RESTARTING] = settings[:, :1, RESTARTING]
+        gate = np.zeros((1, 1, Q))
+        if self.task.burst is not None:
+            burst = self.task.burst
+            gate[0, 0] = window_gate(0.0, burst.duration_steps + 45.0, burst.interval_steps, gain=6.0)
+        return ModeParams(
+            np.concatenate([settings, drain], axis=1),
+            np.concatenate([params.gate[:, :2], gate], axis=1),
+            params.stay.copy(),
+            params.ramp.copy(),
+        )
+
     def _settle(self, params: ModeParams) -> ModeParams:
         """Sweep the settings of each mode in turn with the others held, then polish."""
         settled, _ = self._settle_modes(params, self._value(params, self.budget.seeds))
@@ -245,7 +296,7 @@ class Solver:
                 tried = replace_mode(params, mode, settings)
                 rough = self.values_of_policies(tried, self.budget.quick_seeds)
                 shortlist = np.argsort(-rough, kind="stable")[:16]
-                tried = ModeParams(tried.settings[shortlist], tried.gate[shortlist], tried.stay[shortlist])
+                tried = tried.select(shortlist)
                 values = self.values_of_policies(tried, self.budget.seeds)
                 best = int(np.argmax(values))
                 if values[best] > value:
@@ -279,10 +330,12 @@ class Solver:
                     moved = params.settings[0].copy()
                     moved[mode, i] = value
                     found.append(moved)
-        if not found:
-            return params
-        n = len(found)
-        return ModeParams(np.array(found), np.repeat(params.gate, n, axis=0), np.repeat(params.stay, n))
+        ramps = np.clip(params.ramp[0] * np.array([0.5**scale, 2.0**scale]), SLOWEST_RAMP, 1.0)
+        found += [params.settings[0]] * len(ramps)
+        moved_on = params.with_settings(np.array(found))
+        ramp = moved_on.ramp.copy()
+        ramp[-len(ramps) :] = ramps
+        return replace(moved_on, ramp=ramp)
 
     def _third_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode that comes on with a long queue; it starts out with the settings of the second."""
@@ -293,6 +346,7 @@ class Solver:
             np.concatenate([params.settings, params.settings[:, -1:]], axis=1),
             np.concatenate([params.gate, gate], axis=1),
             params.stay.copy(),
+            params.ramp.copy(),
         )
 
     # ------------------------------------------------------------ cross-entropy search
@@ -306,7 +360,7 @@ class Solver:
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
         for generation in range(budget.generations):
-            share = 0.6 + 0.38 * generation / budget.generations
+            share = 0.6 + 0.2 * generation / budget.generations
             self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
             drawn = mean + spread * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
@@ -325,14 +379,14 @@ class Solver:
         settings = params.settings[0].copy()
         settings[:, 1] = np.searchsorted(SPEC_LENGTHS, settings[:, 1])
         settings[:, 2] = np.log2(np.maximum(settings[:, 2], 1.0))
-        return np.concatenate([settings.ravel(), params.gate[0, 1:].ravel(), params.stay])
+        return np.concatenate([settings.ravel(), params.gate[0, 1:].ravel(), params.stay, np.log2(params.ramp)])
 
     def _spread(self, params: ModeParams) -> FloatArray:
         settings = np.tile([0.1, 0.5, 0.5, 0.3, 0.4], (params.n_modes, 1))
         settings[:, ~self._mask] = 0.0
         for name in self._frozen:
             settings[:, list(ACTION_FIELDS).index(name)] = 0.0
-        return np.concatenate([settings.ravel(), np.full((params.n_modes - 1) * Q, 1.0), [0.3]])
+        return np.concatenate([settings.ravel(), np.full((params.n_modes - 1) * Q, 1.0), [0.3, 0.5]])
 
     def _decode(self, vectors: FloatArray, n_modes: int) -> ModeParams:
         n = len(vectors)
@@ -343,8 +397,9 @@ class Solver:
         flat = np.clip(settings.reshape(-1, 5), ACTION_LOW, ACTION_HIGH)
         settings = snap(flat, self._mask).reshape(n, n_modes, 5)
         gate = np.zeros((n, n_modes, Q))
-        gate[:, 1:] = vectors[:, 5 * n_modes : -1].reshape(n, n_modes - 1, Q)
-        return ModeParams(settings, gate, np.maximum(vectors[:, -1], 0.0))
+        gate[:, 1:] = vectors[:, 5 * n_modes : -2].reshape(n, n_modes - 1, Q)
+        ramp = np.clip(2.0 ** vectors[:, -1], SLOWEST_RAMP, 1.0)
+        return ModeParams(settings, gate, np.maximum(vectors[:, -2], 0.0), ramp)
 
 
 def constant_policy(action: FloatArray) -> ModeParams:
@@ -353,7 +408,7 @@ def constant_policy(action: FloatArray) -> ModeParams:
 
 
 def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> ModeParams:
-    """Policies that play ``calm`` until ``gate`` (Q,) asks for ``flood``; one of the two is (N, 5), the other (5,)."""
+    """Policies that play ``calm`` until ``gate`` asks for ``flood``: settings (N, 5) or (5,), gates (N, Q) or (Q,)."""
     both = np.stack(np.broadcast_arrays(calm, flood), axis=1)
     n = len(both)
     gates = np.zeros((n, 2, Q))
@@ -363,10 +418,9 @@ def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> Mode
 
 def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModeParams:
     """The policy with one mode's knobs replaced by each of ``settings`` (N, 5)."""
-    n = len(settings)
-    changed = np.repeat(params.settings, n, axis=0)
+    changed = np.repeat(params.settings, len(settings), axis=0)
     changed[:, mode] = settings
-    return ModeParams(changed, np.repeat(params.gate, n, axis=0), np.repeat(params.stay, n))
+    return params.with_settings(changed)
 
 
 def gate_library(task: TaskSpec) -> list[FloatArray]:
@@ -376,7 +430,7 @@ def gate_library(task: TaskSpec) -> list[FloatArray]:
     library = [threshold_gate("arrival_rate", np.log1p(r * task.arrival_rate_rps) / np.log1p(1000.0)) for r in rates]
     library += [threshold_gate("queue_depth", np.log1p(q) / np.log1p(512.0)) for q in (8.0, 64.0)]
     if task.burst is not None:
-        for lead, lag in itertools.product((0, 3, 8, 20), (0, 5, 15)):
+        for lead, lag in itertools.product((0, 3, 8, 20), (0, 5, 15, 30)):
             library.append(window_gate(-lead, task.burst.duration_steps + lag, task.burst.interval_steps))
     return library
 

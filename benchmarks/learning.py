@@ -141,7 +141,11 @@ def report(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="PPO on every task and seed, scored on held-out traffic.")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning", help="files of the runs")
-    parser.add_argument("--task", action="append", help="task id; may be given several times (default: 1, 2 and 3)")
+    parser.add_argument(
+        "--task",
+        action="append",
+        help="task id, repeatable; others keep their results (default: all)",
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--long-task", default="3", help="task of the long run")
@@ -165,9 +169,11 @@ def main() -> None:
         if args.ship:
             run = "long" if chosen is entry.get("long") else f"seed{chosen['seed']}"
             shutil.copy(args.out / f"task{task_id}-{run}" / "policy.npz", POLICY_DIR / f"ppo_task{task_id}.npz")
+    directory = ROOT / "benchmarks"
+    before = json.loads((directory / "results" / "learning.json").read_text())["tasks"] if args.task else {}
+    results = dict(sorted({**before, **results}.items()))
     told: dict[str, Any] = {"cpu_count": os.cpu_count(), "settings": asdict(PpoSettings()), "tasks": results}
     text = report(results)
-    directory = ROOT / "benchmarks"
     (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
     (directory / "results" / "learning.md").write_text(text)
     curves(results, directory / "figures" / "learning.png")
