@@ -38,7 +38,7 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.fl
     """Allowed actions nearest to rows of five numbers (B, 5); masked knobs take their forced values.
 
     NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
-    ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on from 0.5.
+    ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on above 0.5.
     """
     if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
         raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
