@@ -37,11 +37,12 @@ def ablate(
     for i, knob in enumerate(KNOBS):
         if knob not in task.active_actions:
             continue
-        frozen = [_search(task, adaptive, knob, v, budget) for v in candidate_values(adaptive, to_row(static), i)]
-        value, policy, _ = max(frozen, key=lambda found: found[2])
-        played = evaluate(ModeAgent(policy, task), task, seeds)
         default = float(FORCED[i])
-        _, left_alone, _ = _search(task, adaptive, knob, default, budget)
+        values = candidate_values(adaptive, to_row(static), i)
+        frozen = {v: _search(task, adaptive, knob, v, budget) for v in {*values, default}}
+        value, policy, _ = max((frozen[v] for v in values), key=lambda found: found[2])
+        played = evaluate(ModeAgent(policy, task), task, seeds)
+        _, left_alone, _ = frozen[default]
         unused = evaluate(ModeAgent(left_alone, task), task, seeds)
         results.append(
             {

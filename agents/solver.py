@@ -200,11 +200,9 @@ class Solver:
         candidates.append(self._cross_entropy(best))
         best = max(candidates, key=self._training_value)
         self._progress("adaptive: other gates", 0.8)
-        candidates += [self._settle(p) for p in self._regated(best, 2)]
-        if self.task.burst is not None:
-            candidates += [self._settle(self._drain_mode(p)) for p in candidates[-2:] if p.n_modes > 1]
-        self._progress("adaptive: cross-entropy again", 0.85)
-        candidates.append(self._cross_entropy(max(candidates, key=self._training_value)))
+        for i, other in enumerate(self._regated(best, 2)):
+            self._progress("adaptive: other gates", 0.82 + 0.08 * i)
+            candidates.append(self._cross_entropy(other))
         self._progress("adaptive: validation", 0.98)
         values = [self._value(c, budget.validation) for c in candidates]
         chosen = int(np.argmax(values))
@@ -220,7 +218,7 @@ class Solver:
         for name, value in self._frozen.items():
             settings[..., list(ACTION_FIELDS).index(name)] = value
         start = start.with_settings(settings)
-        settled = max((self._settle(p) for p in (start, *self._regated(start, 1))), key=self._training_value)
+        settled = max((self._settle(start), *self._regated(start, 1)), key=self._training_value)
         candidates = [start, settled, self._cross_entropy(settled)]
         values = [self._value(c, self.budget.validation) for c in candidates]
         chosen = int(np.argmax(values))
@@ -252,7 +250,8 @@ class Solver:
         """The policy's first two modes behind other simple gates, with other calm settings of what needs a restart.
 
         A restart pays only if it is over when the flood comes, and another placement or precision wants another pool:
-        knobs and gate have to change together. Returns the best policy of each of the ``kept`` best such settings.
+        knobs and gate have to change together. Returns the best policy of each of the ``kept`` best such settings,
+        with a mode for draining and polished.
         """
         calm, flood = params.settings[0, 0], params.settings[0, min(1, params.n_modes - 1)]
         points = {name: tuple(map(float, field.choices or ())) for name, field in ACTION_FIELDS.items()}
@@ -265,7 +264,10 @@ class Solver:
         best: dict[tuple[float, ...], int] = {}
         for i in np.argsort(-self.values_of_policies(tried, self.budget.quick_seeds), kind="stable").tolist():
             best.setdefault(tuple(tried.settings[i, 0, RESTARTING]), i)
-        return [tried.pick(i) for i in list(best.values())[:kept]]
+        chosen = [tried.pick(i) for i in list(best.values())[:kept]]
+        if self.task.burst is not None:
+            chosen = [self._drain_mode(p) for p in chosen]
+        return [self.polish(p, self._training_value(p))[0] for p in chosen]
 
     def _drain_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode around a policy's floods, mainly after them: the flood's batch and pool on the calm's replicas."""

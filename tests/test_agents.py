@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_a_constant_action_out_of_range_is_refused() -> None:
         make_agent('constant:{"batch_size": 1000}', get_task(1))
 
 
+def test_the_heuristic_keeps_room_for_a_flood_from_work_without_an_objective() -> None:
+    task = get_task(3)
+    agent = make_agent("heuristic", task)
+    agent.reset(1)
+    calm = agent.act(observations(arrival_rate=[30.0], timestep=[0.0], queue_depth=[400.0]))[0, 0]
+    flooded = [agent.act(observations(arrival_rate=[300.0], timestep=[45.0]))[0, 0] for _ in range(40)]
+    after = agent.act(observations(arrival_rate=[30.0], timestep=[85.0]))[0, 0]
+    assert calm < 0.5
+    assert np.all(np.diff(flooded) > 0)
+    assert max(np.diff(flooded)) < 0.05
+    assert flooded[-1] > 0.85
+    assert after > 0.85  # held until what the flood left running is mostly done
+
+
 def test_the_heuristic_prefers_fewer_gpus_in_calm_and_capacity_in_floods() -> None:
     from agents.capacity import CapacityPlanner, Setting
     from simulator.tables import load_tables
@@ -198,6 +213,17 @@ def test_hysteresis_holds_a_mode_until_the_other_is_clearly_better() -> None:
     assert played == [32, 32, 256, 256, 32]
 
 
+def test_batch_and_pool_ramp_to_a_new_mode_while_the_other_knobs_jump() -> None:
+    level = math.log1p(100) / math.log1p(1000)
+    params = replace(two_modes(threshold_gate("arrival_rate", level)), ramp=np.array([0.25]))
+    agent = ModeAgent(params, get_task(3))
+    agent.reset(1)
+    played = np.array([agent.act(observations(arrival_rate=[rate]))[0] for rate in (50.0, 200.0, 200.0)])
+    assert played[:, 2].tolist() == [32, 32 + 0.25 * 224, 88 + 0.25 * 168]
+    assert played[:, 0] == pytest.approx([0.5, 0.6, 0.675])
+    assert played[:, 1].tolist() == [0, 1, 1]
+
+
 def test_a_window_gate_is_on_for_exactly_its_steps_of_every_flood_period() -> None:
     task = get_task(3)
     assert task.burst is not None
@@ -215,6 +241,8 @@ def test_a_mode_policy_survives_its_file() -> None:
     assert_array_equal(back.settings, params.settings)
     assert_array_equal(back.gate, params.gate)
     assert_array_equal(back.stay, params.stay)
+    ramped = replace(params, ramp=np.array([0.125]))
+    assert ModeParams.from_dict(ramped.to_dict()).ramp.tolist() == [0.125]
     with pytest.raises(InvalidConfigError, match="is not 'modes'"):
         ModeParams.from_dict({"kind": "constant"})
 

@@ -200,7 +200,7 @@ def test_the_reward_is_the_weighted_sum_of_its_terms() -> None:
     for _ in range(30):
         _, reward, _, info = env.step(NAIVE_ACTION)
         t = info["reward_terms"]
-        expected = 0.40 * t["throughput"] - 0.25 * t["latency"] - 0.35 * t["slo_violations"] - 0.15 * t["cost"]
+        expected = 0.40 * t["throughput"] - 0.25 * t["latency"] - 0.15 * t["slo_violations"] - 0.40 * t["cost"]
         assert reward == pytest.approx(expected, abs=1e-12)
         assert all(0.0 <= v <= 1.0 for v in t.values())
 

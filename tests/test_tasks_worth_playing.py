@@ -16,7 +16,7 @@ from agents.evaluate import Evaluation, evaluate, of_played, paired
 from agents.modes import ActionsAgent, ModeAgent, ModeParams, read_policy
 from agents.play import play
 from agents.protocol import Agent, FloatArray
-from agents.seeds import HELD_OUT_SEEDS
+from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
 from agents.spread import random_settings, reward_grade_correlation
 from env.action import to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
@@ -58,6 +58,17 @@ def test_the_naive_agent_scores_in_its_range_on_held_out_seeds(task_id: int) -> 
     assert low <= held_out("naive", task_id).scores.mean() <= high
 
 
+@pytest.mark.parametrize(("task_id", "least"), [(2, 0.02), (3, 0.05)])
+def test_adapting_beats_the_best_constant_action_on_seeds_that_nothing_was_chosen_by(
+    task_id: int, least: float
+) -> None:
+    task = get_task(task_id)
+    adaptive, static = (evaluate(name, task, CONFIRMATION_SEEDS).scores for name in ("best_adaptive", "best_static"))
+    gain = paired(adaptive, static)
+    assert gain.mean >= least
+    assert gain.low > 0.0
+
+
 @pytest.mark.parametrize("other", ["random", "naive", "hill_climb"])
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_the_heuristic_beats_agents_that_do_not_plan(task_id: int, other: str) -> None:
@@ -91,7 +102,7 @@ def cost_of_freezing(knob: str, value: float) -> float:
     free = ModeParams.from_dict(read_policy(policy_path("best_adaptive", 3)))
     settings = free.settings.copy()
     settings[..., list(ACTION_FIELDS).index(knob)] = value
-    frozen = evaluate(ModeAgent(ModeParams(settings, free.gate, free.stay), task), task)
+    frozen = evaluate(ModeAgent(free.with_settings(settings), task), task)
     return paired(held_out("best_adaptive", 3).scores, frozen.scores).low
 
 
@@ -101,8 +112,8 @@ def test_leaving_any_knob_at_the_engine_default_costs_on_the_hard_task(knob: str
     assert cost_of_freezing(knob, ACTION_FIELDS[knob].default) > 0.0
 
 
-@pytest.mark.parametrize("knob", ["spec_length", "prefill_disagg"])
-def test_speculation_and_prefill_placement_have_to_follow_the_load_on_the_hard_task(knob: str) -> None:
+@pytest.mark.parametrize("knob", ["kv_budget", "spec_length", "prefill_disagg"])
+def test_pool_speculation_and_prefill_placement_have_to_follow_the_load_on_the_hard_task(knob: str) -> None:
     index = list(ACTION_FIELDS).index(knob)
     static = to_row(ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"]))
     assert cost_of_freezing(knob, float(static[index])) > 0.0
