@@ -3,6 +3,7 @@
 export function compact(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
+  if (size >= 1_000_000) return `${(value / 1_000_000).toFixed(1)}M`;
   if (size >= 10_000) return `${(value / 1000).toFixed(size >= 100_000 ? 0 : 1)}k`;
   if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
   return String(Number(value.toPrecision(digits)));
