@@ -31,13 +31,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def web_routes(settings: Settings) -> list[BaseRoute]:
-    """``/`` and ``/web`` lead to ``/web/``; below it lies the page."""
+    """``/`` and ``/web`` lead to ``/web/``, ``/traffic`` to its tab for that environment; below it lies the page."""
     charts = StaticFiles(directory=_charts_dir())
     page = StaticFiles(directory=PAGE_DIR, html=True)
     policy = content_policy(settings)
     return [
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
+        Route("/traffic", _to("web/#traffic"), include_in_schema=False),
         # Browsers ask for this on pages that name no icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),

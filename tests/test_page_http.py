@@ -26,6 +26,12 @@ def test_the_page_is_reached_by_a_relative_redirect(server: RunningServer, path:
     assert server.client.get(path, follow_redirects=True).url.path == "/web/"
 
 
+def test_the_traffic_controllers_own_address_leads_to_its_tab(server: RunningServer) -> None:
+    answer = server.client.get("/traffic")
+    assert (answer.status_code, answer.headers["location"]) == (307, "web/#traffic")
+    assert server.get("/traffic/health")["status"] == "ok"
+
+
 def test_the_page_allows_nothing_but_its_own_origin(server: RunningServer) -> None:
     answer = server.client.get("/web/")
     directives = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
