@@ -169,11 +169,12 @@ def test_going_on_while_a_second_is_still_on_its_way_plays_each_second_once(visi
     page.on("request", lambda request: steps.append(request.post_data_json["step"]) if "/step" in request.url else None)
     page.get_by_label("Speed").select_option("1000")
     page.get_by_role("button", name="Start the race").click()
-    expect(page.locator(".readings")).to_contain_text("1 of 200")
+    expect(page.locator(".readings")).to_contain_text(re.compile("Second ?[1-9]"))
     page.get_by_role("button", name="Pause").click()
     page.get_by_role("button", name="Go on").click()
-    expect(page.locator(".readings")).to_contain_text("6 of 200")
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"Second ?\d\d"))
     page.get_by_role("button", name="Pause").click()
+    assert len(steps) >= 10
     assert steps == sorted(set(steps))
 
 

@@ -30,7 +30,7 @@ def verdict_function() -> Callable[[Mapping[str, Any] | None], tuple[int, str]]:
 
 @pytest.mark.slow
 def test_the_bill_of_materials_lists_every_pin_with_version_and_hash() -> None:
-    command = ["make", f"PYTHON={sys.executable}", "--assume-old=.venv/.stamps/dev", "sbom"]
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "--assume-old=.venv/.stamps/dev", "sbom"]
     made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
     bill = json.loads((ROOT / made.stdout.strip()).read_text(encoding="utf-8"))
     listed = {component["name"].lower(): component for component in bill["components"]}
