@@ -26,6 +26,7 @@ FILES = (
     "TASK_AUTHORING.md",
     "benchmarks/figures/page-desktop.png",
     "benchmarks/figures/race.gif",
+    "benchmarks/figures/task3_episode.png",
     "openenv.yaml",
     "pyproject.toml",
     "requirements-build.txt",
