@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,8 +18,6 @@ from simulator.tables import ServingTables
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
 """Metrics of an episode that grading reads."""
-
-MIN_ROWS_PER_THREAD: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,39 +79,13 @@ def play(
     returns = np.zeros(batch.n_rows)
     observation = batch.reset(list(seeds))
     agent.reset(batch.n_rows)
-    with _Stepper(batch) as stepper:
-        for t in range(steps):
-            actions[t] = snap(agent.act(observation), batch.mask)
-            write_actions(batch.fleet, actions[t])
-            stepper.advance()
-            returns += batch.reward
-            for name, column in metrics.items():
-                column[t] = batch.metric[name]
-            if watch is not None:
-                watch(t, batch)
+    for t in range(steps):
+        actions[t] = snap(agent.act(observation), batch.mask)
+        write_actions(batch.fleet, actions[t])
+        batch.advance_all()
+        returns += batch.reward
+        for name, column in metrics.items():
+            column[t] = batch.metric[name]
+        if watch is not None:
+            watch(t, batch)
     return Played(task, tuple(int(s) for s in seeds), metrics, actions, returns)
-
-
-class _Stepper:
-    """Steps a batch on all cores; rows are independent, so the result does not depend on their number."""
-
-    def __init__(self, batch: ServingBatch) -> None:
-        self._batch = batch
-        n = max(1, min(os.cpu_count() or 1, batch.n_rows // MIN_ROWS_PER_THREAD))
-        edges = np.linspace(0, batch.n_rows, n + 1).astype(int).tolist()
-        self._parts = list(itertools.pairwise(edges))
-        self._pool = ThreadPoolExecutor(n) if n > 1 else None
-
-    def __enter__(self) -> _Stepper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def advance(self) -> None:
-        if self._pool is None:
-            self._batch.advance()
-            return
-        for done in [self._pool.submit(self._batch.advance, lo, hi) for lo, hi in self._parts]:
-            done.result()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -137,14 +137,7 @@ class ServingBatch:
                 "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
             )
         self._check_playable(len(actions))
-        parts = max(1, min(_CORES, self.n_rows // ROWS_PER_BLOCK))
-        edges = [self.n_rows * i // parts for i in range(parts + 1)]
-        others = [
-            _threads().submit(self._play_rows, actions, observations, rewards, lo, hi) for lo, hi in pairwise(edges[1:])
-        ]
-        self._play_rows(actions, observations, rewards, edges[0], edges[1])
-        for other in others:
-            other.result()
+        self._on_cores(ROWS_PER_BLOCK, partial(self._play_rows, actions, observations, rewards))
 
     def _play_rows(
         self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int
@@ -167,13 +160,17 @@ class ServingBatch:
         The compiled kernels run without the interpreter's lock and rows never touch each other, so the result does not
         depend on the split.
         """
-        parts = min(_CORES, self.n_rows // ROWS_PER_THREAD)
+        self._on_cores(ROWS_PER_THREAD, self.advance)
+
+    def _on_cores(self, rows_each: int, work: Callable[[int, int], None]) -> None:
+        """Do ``work(lo, hi)`` for all rows, in as many parts as there are cores and ``rows_each`` rows for each."""
+        parts = min(_CORES, self.n_rows // rows_each)
         if parts < 2:
-            self.advance()
+            work(0, self.n_rows)
             return
         edges = [self.n_rows * i // parts for i in range(parts + 1)]
-        others = [_threads().submit(self.advance, lo, hi) for lo, hi in pairwise(edges[1:])]
-        self.advance(edges[0], edges[1])
+        others = [_threads().submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
+        work(edges[0], edges[1])
         for other in others:
             other.result()
 

@@ -167,12 +167,7 @@ class RedisStore:
             return count
         most = count - limit + ROOM_CHUNK
         gone = await self._client.zrangebyscore(mine, 0, now - idle_s, start=0, num=most)
-        if gone:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.zrem(mine, *gone)
-                pipe.zrem(BY_AGE, *gone)
-                pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
-                await pipe.execute()
+        await self._forget(gone, mine, BY_AGE)
         return count - len(gone)
 
     async def latest(self, caller: str) -> str | None:
@@ -199,13 +194,17 @@ class RedisStore:
         excess = min(PURGE_CHUNK - len(gone), stored - len(gone) - self._limit + 1)
         if excess > 0:
             gone += await self._client.zrange(FINISHED, 0, excess - 1)
-        if gone:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.zrem(BY_AGE, *gone)
-                pipe.zrem(FINISHED, *gone)
-                pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
-                await pipe.execute()
+        await self._forget(gone, BY_AGE, FINISHED)
         return len(gone)
+
+    async def _forget(self, gone: Sequence[bytes], *indexes: str) -> None:
+        if not gone:
+            return
+        async with self._client.pipeline(transaction=True) as pipe:
+            for index in indexes:
+                pipe.zrem(index, *gone)
+            pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
+            await pipe.execute()
 
     async def _run(self, operation: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -187,11 +187,8 @@ class SyntheticTraffic:
         for c in range(rate.shape[1]):
             at = _pooled(self._sums[c], ends[:, :, c].ravel()).reshape(len(seeds), n_steps + 1, 4)
             np.subtract(at[:, 1:], at[:, :-1], out=sums[:, :, c])
-        np.clip(z, -4.0, 4.0, out=z)
-        z *= NOISE_STD
-        z += 1.0
         phases_each = np.broadcast_to(phase, (len(seeds), n_steps))
-        return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], z, phases_each)
+        return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], _noise_factors(z), phases_each)
 
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:
@@ -206,6 +203,10 @@ class SyntheticTraffic:
 def draw_noise(seed: int, n_steps: int) -> FloatArray:
     """Factors (T, 2) on TTFT and TPOT: Gaussian around 1, 5 %, cut at four standard deviations."""
     z = np.random.default_rng([seed, _NOISE]).standard_normal((n_steps, 2))
+    return _noise_factors(z)
+
+
+def _noise_factors(z: FloatArray) -> FloatArray:
     return 1.0 + NOISE_STD * np.clip(z, -4.0, 4.0)
 
 
