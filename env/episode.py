@@ -53,8 +53,16 @@ class EpisodeEnv(Protocol):
         """Start an episode."""
         ...
 
+    def play(self, action: Any) -> tuple[Any, float, bool]:
+        """Play one step and return observation, reward and done."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """More about the last step."""
+        ...
+
     def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Play one step."""
+        """Play one step, with its info."""
         ...
 
     def observation_dict(self) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class InferenceEnv:
         self._episode_log: list[dict[str, Any]] = []
         self._cumulative_reward = 0.0
         self._started = False
+        self._seen: ServeObservation | None = None
         self._batch: ServingBatch | None = None
 
     @property
@@ -90,10 +91,15 @@ class InferenceEnv:
         self._episode_log = []
         self._cumulative_reward = 0.0
         self._started = True
+        self._seen = None
         return self.observation()
 
     def step(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool, dict[str, Any]]:
-        """Play one second; return observation, reward, done and info.
+        """Play one second; return observation, reward, done and info: :meth:`play` and :meth:`info`."""
+        return *self.play(action), self.info()
+
+    def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
+        """Play one second; return observation, reward and done.
 
         The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
         not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the
@@ -117,12 +123,29 @@ class InferenceEnv:
         self.actions.append(applied_json)
         reward = batch.reward.item(0)
         self._cumulative_reward += reward
-        metrics = metrics_dict(batch.fleet.snapshot())
+        metrics = vars(batch.fleet.snapshot())
         self._episode_log.append(
             {"timestep": len(self.actions), "action": applied_json, "reward": reward, "metrics": metrics}
         )
-        observation = self.observation()
-        return observation, reward, self.done, self._info(observation, metrics, applied_json)
+        self._seen = self.observation()
+        return self._seen, reward, self.done
+
+    def info(self) -> dict[str, Any]:
+        """More about the last step: its metrics, the traffic, the action as applied, the support and the reward's terms.
+
+        Raises :class:`NotResetError` before the first step.
+        """
+        if self._batch is None or self._seen is None:
+            raise NotResetError("no info before the first step: call step() first")
+        terms, last = self._batch.reward_terms, self._episode_log[-1]
+        return {
+            "timestep": last["timestep"],
+            "metrics": last["metrics"],
+            "workload": vars(self._workload(self._seen)),
+            "action_applied": last["action"],
+            "support": fleet_support(self._batch.fleet),
+            "reward_terms": {name: terms.item(i, 0) for i, name in enumerate(REWARD_TERMS)},
+        }
 
     def observation(self) -> ServeObservation:
         """The current observation."""
@@ -177,18 +200,6 @@ class InferenceEnv:
             "done": self.done,
             "workload_phase": self.workload_phase,
             "config": self.config_dict(),
-        }
-
-    def _info(self, seen: ServeObservation, metrics: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
-        assert self._batch is not None
-        terms = self._batch.reward_terms
-        return {
-            "timestep": len(self.actions),
-            "metrics": metrics,
-            "workload": vars(self._workload(seen)),
-            "action_applied": applied,
-            "support": fleet_support(self._batch.fleet),
-            "reward_terms": {name: terms.item(i, 0) for i, name in enumerate(REWARD_TERMS)},
         }
 
 

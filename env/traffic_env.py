@@ -198,9 +198,15 @@ class TrafficEnv:
     def step(self, action: TrafficAction | str | Mapping[str, Any]) -> tuple[TrafficState, float, bool, dict[str, Any]]:
         """Let a share of the next second's requests through.
 
-        Returns state, reward, done and info; the last info also has ``final_score`` and ``episode_done``. Raises
-        :class:`InvalidActionError`, :class:`NotResetError` before the first reset and :class:`EpisodeDoneError` after
-        the end.
+        Returns state, reward, done and info: :meth:`play` and :meth:`info`.
+        """
+        return *self.play(action), self.info()
+
+    def play(self, action: TrafficAction | str | Mapping[str, Any]) -> tuple[TrafficState, float, bool]:
+        """Let a share of the next second's requests through; return state, reward and done.
+
+        Raises :class:`InvalidActionError`, :class:`NotResetError` before the first reset and :class:`EpisodeDoneError`
+        after the end.
         """
         batch = self._running()
         chosen = parse_action(action)
@@ -213,7 +219,28 @@ class TrafficEnv:
             {"timestep": len(self.actions), "action": taken, "reward": reward, "metrics": metrics},
         )
         self.cumulative_reward += reward
-        return self.observation(), reward, self.done, self._info(metrics)
+        return self.observation(), reward, self.done
+
+    def info(self) -> dict[str, Any]:
+        """More about the last step; at the end also ``final_score`` and ``episode_done``.
+
+        Raises :class:`NotResetError` before the first step.
+        """
+        if not self.episode_log:
+            raise NotResetError("no info before the first step: call step() first")
+        metrics = self.episode_log[-1]["metrics"]
+        info = {
+            "incoming_requests": metrics["incoming_requests"],
+            "allowed_requests": metrics["allowed_requests"],
+            "accept_rate": metrics["accept_rate"],
+            "crashed": metrics["crashed"],
+            "episode_step": len(self.actions),
+            "max_steps": self._task.episode_length,
+            "server_capacity": self._config.server_capacity,
+        }
+        if self.done:
+            info |= {"final_score": self.final_score(), "episode_done": True}
+        return info
 
     def observation(self) -> TrafficState:
         """The current state. Raises :class:`NotResetError` before the first reset."""
@@ -256,20 +283,6 @@ class TrafficEnv:
     def final_score(self) -> float:
         """Score of the episode as if it ended now, in [0, 1]; final once :attr:`done`."""
         return float(self._started().final_score()[0])
-
-    def _info(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        info = {
-            "incoming_requests": metrics["incoming_requests"],
-            "allowed_requests": metrics["allowed_requests"],
-            "accept_rate": metrics["accept_rate"],
-            "crashed": metrics["crashed"],
-            "episode_step": len(self.actions),
-            "max_steps": self._task.episode_length,
-            "server_capacity": self._config.server_capacity,
-        }
-        if self.done:
-            info |= {"final_score": self.final_score(), "episode_done": True}
-        return info
 
     def _started(self) -> TrafficBatch:
         if self._batch is None:

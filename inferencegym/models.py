@@ -60,8 +60,9 @@ ACTION_FIELDS: Final[dict[str, Field]] = {
     )
 }
 """The five knobs in the order of :class:`ServeAction`; defaults are those of the naive baseline."""
-_KV_BUDGET: Final = ACTION_FIELDS["kv_budget"]
-_BATCH_SIZE: Final = ACTION_FIELDS["batch_size"]
+_KV_LOW, _KV_HIGH = ACTION_FIELDS["kv_budget"].low, ACTION_FIELDS["kv_budget"].high
+_BATCH_LOW, _BATCH_HIGH = ACTION_FIELDS["batch_size"].low, ACTION_FIELDS["batch_size"].high
+_TIERS: Final = tuple(QuantTier)
 
 OBSERVATION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
@@ -98,14 +99,8 @@ class ServeAction:
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
         # Almost every action is right and of the plain types; any other is looked at field by field.
-        plain = type(self.kv_budget), type(self.spec_length), type(self.batch_size), type(self.prefill_disagg)
-        if (
-            plain == (float, int, int, bool)
-            and _KV_BUDGET.low <= self.kv_budget <= _KV_BUDGET.high
-            and self.spec_length in SPEC_LENGTHS
-            and _BATCH_SIZE.low <= self.batch_size <= _BATCH_SIZE.high
-            and isinstance(self.quant_tier, QuantTier)
-        ):
+        plain = _is_plain(self.kv_budget, self.spec_length, self.batch_size, self.prefill_disagg)
+        if plain and isinstance(self.quant_tier, QuantTier):
             return True
         for name in ("kv_budget", "spec_length", "batch_size"):
             check_action_number(name, getattr(self, name))
@@ -134,6 +129,16 @@ class ServeAction:
         """
         if not isinstance(data, dict):
             raise InvalidActionError("action", data, "an object with the fields " + ", ".join(ACTION_FIELDS))
+        # As in validate: almost every action is right and of the plain types.
+        knobs = _DEFAULTS | data
+        if len(knobs) == len(_DEFAULTS):
+            kv_budget, spec_length, batch_size, prefill_disagg, tier = knobs.values()
+            if (
+                type(tier) is int
+                and 0 <= tier < len(_TIERS)
+                and _is_plain(kv_budget, spec_length, batch_size, prefill_disagg)
+            ):
+                return cls(kv_budget, spec_length, batch_size, prefill_disagg, _TIERS[tier])
         for key in data:
             if key not in ACTION_FIELDS:
                 raise InvalidActionError(str(key), data[key], "left out: the fields are " + ", ".join(ACTION_FIELDS))
@@ -144,6 +149,19 @@ class ServeAction:
             prefill_disagg=_parse_flag(data.get("prefill_disagg", False)),
             quant_tier=parse_quant_tier(data.get("quant_tier", 0)),
         )
+
+
+def _is_plain(kv_budget: object, spec_length: object, batch_size: object, prefill_disagg: object) -> bool:
+    """Whether these knobs are allowed, and exactly of the types that :class:`ServeAction` names."""
+    return (
+        type(kv_budget) is float
+        and _KV_LOW <= kv_budget <= _KV_HIGH
+        and type(spec_length) is int
+        and spec_length in SPEC_LENGTHS
+        and type(batch_size) is int
+        and _BATCH_LOW <= batch_size <= _BATCH_HIGH
+        and type(prefill_disagg) is bool
+    )
 
 
 def check_action_number(name: str, value: object) -> float:
@@ -181,6 +199,7 @@ NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
 """An engine's defaults, left alone: what the baseline plays and what missing fields of an action mean."""
+_DEFAULTS: Final = NAIVE_ACTION.to_dict()
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any, Final
 from env.episode import EpisodeEnv
 from env.families import make
 from grader.verify import Replayed
-from inferencegym.models import ServeAction
+from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import TrafficAction, parse_action
 from server.session_manager import ServedFamily
@@ -25,14 +25,15 @@ def served_tables() -> ServingTables:
     return load_tables(isolated=True)
 
 
-def _parse_serving(action: Any) -> tuple[ServeAction, dict[str, Any]]:
-    parsed = ServeAction.from_dict(action)
-    return parsed, parsed.to_dict()
+def _parse_serving(action: Any) -> tuple[ServeAction, Sequence[Any]]:
+    knobs = ServeAction.from_dict(action)
+    tier = knobs.quant_tier.value
+    return knobs, (knobs.kv_budget, knobs.spec_length, knobs.batch_size, knobs.prefill_disagg, tier)
 
 
-def _parse_traffic(action: Any) -> tuple[TrafficAction, dict[str, Any]]:
+def _parse_traffic(action: Any) -> tuple[TrafficAction, Sequence[Any]]:
     parsed = parse_action(action)
-    return parsed, {"action": parsed.value}
+    return parsed, (parsed.value,)
 
 
 def _make_serving() -> EpisodeEnv:
@@ -44,8 +45,8 @@ def _make_traffic() -> EpisodeEnv:
 
 
 FAMILIES: Final[dict[str, ServedFamily]] = {
-    SERVING: ServedFamily(SERVING, _make_serving, _parse_serving),
-    TRAFFIC: ServedFamily(TRAFFIC, _make_traffic, _parse_traffic),
+    SERVING: ServedFamily(SERVING, _make_serving, _parse_serving, tuple(ACTION_FIELDS)),
+    TRAFFIC: ServedFamily(TRAFFIC, _make_traffic, _parse_traffic, ("action",)),
 }
 
 

@@ -308,7 +308,7 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
     def _seen(self, outcome: Outcome) -> dict[str, Any]:
         seen = self._family.observation_json(outcome.observation)
         if self._with_info:
-            seen["info"] = outcome.info
+            seen["info"] = outcome.info()
         return seen
 
     def _frame(self, outcome: Outcome) -> bytes:

@@ -153,7 +153,7 @@ class RootRoutes:
                 "observation": outcome.observation,
                 "reward": outcome.reward,
                 "done": outcome.done,
-                "info": outcome.info,
+                "info": outcome.info(),
             }
         )
 

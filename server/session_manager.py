@@ -47,18 +47,23 @@ _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 @dataclass(frozen=True, slots=True)
 class ServedFamily:
-    """A kind of environment as it is served: how to make one, and how to read an action.
+    """A kind of environment as it is served: how to make one, and how to read and keep its actions.
 
-    ``parse_action`` returns an action as the environment takes it, and the complete JSON form that every equal action
-    has; it raises InvalidActionError.
+    ``parse_action`` returns an action as the environment takes it, and the values of its ``fields``, which every equal
+    action has; it raises InvalidActionError.
     """
 
     name: str
     make: Callable[[], EpisodeEnv]
-    parse_action: Callable[[Any], tuple[Any, dict[str, Any]]]
+    parse_action: Callable[[Any], tuple[Any, Sequence[Any]]]
+    fields: tuple[str, ...]
+
+    def recorded(self, action: Action) -> dict[str, Any]:
+        """An action of a record in its JSON form."""
+        return dict(zip(self.fields, orjson.loads(action), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What one step gave; ``number`` counts from 1."""
 
@@ -66,7 +71,13 @@ class Outcome:
     observation: Any
     reward: float
     done: bool
-    info: dict[str, Any]
+    env: EpisodeEnv
+
+    def info(self) -> dict[str, Any]:
+        """More about the step, for whoever asks at once: the environment's next step takes it away."""
+        if len(self.env.actions) != self.number:
+            raise RuntimeError(f"the info of step {self.number} is gone: {len(self.env.actions)} steps were played")
+        return self.env.info()
 
 
 @dataclass(slots=True)
@@ -203,7 +214,6 @@ class SessionManager:
             must_be(live, family)
         outcome = self._step_at_once(live, action, number)
         if outcome is not None:
-            await self._touch_if_due(live)
             return outcome
         if live.waiting >= self._max_waiting:
             raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
@@ -223,10 +233,7 @@ class SessionManager:
         if live is None:
             return None
         self._live.move_to_end(session_id)
-        outcome = self._step_at_once(live, action, number)
-        if outcome is not None and self._touch_is_due(live):
-            self._soon(self._touch_if_due(live))
-        return outcome
+        return self._step_at_once(live, action, number)
 
     @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> Live:
@@ -278,7 +285,10 @@ class SessionManager:
         parsed, wanted = _read_action(live.family, action)
         if not self.store.append_at_once(live.session_id, live.token, taken, wanted):
             return None
-        return self._taken(live, parsed, wanted)
+        outcome = self._taken(live, parsed, wanted)
+        if self._touch_is_due(live):
+            self._soon(self._touch_if_due(live))
+        return outcome
 
     async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
         parsed, wanted = _read_action(live.family, action)
@@ -303,10 +313,10 @@ class SessionManager:
         return self._apply(live, parsed, wanted)
 
     def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
-        observation, reward, done, info = live.env.step(parsed)
+        observation, reward, done = live.env.play(parsed)
         live.actions.append(wanted)
         self._steps_held += 1
-        live.last = Outcome(len(live.actions), observation, reward, done, info)
+        live.last = Outcome(len(live.actions), observation, reward, done, live.env)
         return live.last
 
     async def _answer_again(self, live: Live, wanted: Action, number: int) -> Outcome:
@@ -318,7 +328,8 @@ class SessionManager:
             )
         if live.actions[number - 1] != wanted:
             self.counters.conflicts += 1
-            raise StepConflictError(f"step {number} was taken with another action: {live.actions[number - 1].decode()}")
+            before = orjson.dumps(live.family.recorded(live.actions[number - 1])).decode()
+            raise StepConflictError(f"step {number} was taken with another action: {before}")
         self.counters.repeated_answers += 1
         if number == taken and live.last is not None:
             return live.last
@@ -393,7 +404,7 @@ class SessionManager:
     async def _catch_up(self, live: Live, missed: Sequence[Action]) -> None:
         def apply() -> None:
             for action in missed:
-                self._apply(live, orjson.loads(action), action)
+                self._apply(live, live.family.recorded(action), action)
 
         self.counters.replayed_steps += len(missed)
         if len(missed) > THREAD_FROM_ACTIONS:
@@ -469,9 +480,9 @@ class SessionManager:
 
 
 def _read_action(family: ServedFamily, action: Any) -> tuple[Any, Action]:
-    parsed, canonical = family.parse_action(action)
+    parsed, values = family.parse_action(action)
     # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
-    return parsed, bytes(memoryview(orjson.dumps(canonical)))
+    return parsed, bytes(memoryview(orjson.dumps(values)))
 
 
 def must_be(live: Live, family: str) -> None:
@@ -490,5 +501,5 @@ def replay(
     env.reset(seed=start.seed, task_id=start.task_id, config=start.config, session_id=session_id)
     last: Outcome | None = None
     for number, action in enumerate(actions, 1):
-        last = Outcome(number, *env.step(orjson.loads(action)))
+        last = Outcome(number, *env.play(family.recorded(action)), env)
     return env, last

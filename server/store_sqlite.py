@@ -27,7 +27,9 @@ from server.stores import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+PAGE_BYTES: Final = 2048
+"""A step writes one or two whole pages to the log; with smaller ones they are split more often than that saves."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
     token INTEGER PRIMARY KEY,      -- random: one start of one session, never used again
@@ -43,7 +45,7 @@ CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (touched);
 CREATE TABLE IF NOT EXISTS steps (
     token INTEGER NOT NULL,
     n INTEGER NOT NULL,
-    action TEXT NOT NULL,           -- JSON
+    action TEXT NOT NULL,           -- JSON array
     PRIMARY KEY (token, n)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pings (count INTEGER NOT NULL);
@@ -61,6 +63,7 @@ _SYNCHRONOUS: Final = {"full": "FULL", "process": "NORMAL", "none": "OFF"}
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _DAMAGED: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 CHECKPOINT_EVERY_S: Final = 1.0
+REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
 LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
 PURGE_CHUNK: Final = 20
 """Sessions forgotten per transaction: about 4,000 rows, a few milliseconds."""
@@ -276,6 +279,8 @@ class SqliteStore:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
+            # Before anything is written: the file keeps the size of its first pages.
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self._synchronous}")
             connection.execute("PRAGMA wal_autocheckpoint=0")
@@ -342,7 +347,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 class _Checkpoints(threading.Thread):
-    """Moves the write-ahead log into the database file every second."""
+    """Moves the write-ahead log into the database file every second, so that the log stays small."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="sqlite-checkpoints", daemon=True)
@@ -363,8 +368,11 @@ class _Checkpoints(threading.Thread):
     def _checkpoint(self) -> None:
         if not self._log.exists() or self._log.stat().st_size == 0:
             return
-        # A passive checkpoint waits for nobody. Under writers that never pause it cannot reuse the log from its start,
-        # so a large log is reset while they wait for a moment.
-        mode = "TRUNCATE" if self._log.stat().st_size > LARGE_LOG_BYTES else "PASSIVE"
         with contextlib.closing(sqlite3.connect(self._path, timeout=1, isolation_level=None)) as connection:
-            connection.execute(f"PRAGMA wal_checkpoint({mode})")
+            # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log from
+            # being used from its start again, which is cheaper than letting it grow; so the rest, which is little now,
+            # is moved while writers wait for a moment.
+            pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+            if pages * PAGE_BYTES > REUSE_LOG_FROM_BYTES:
+                mode = "TRUNCATE" if self._log.stat().st_size > LARGE_LOG_BYTES else "RESTART"
+                connection.execute(f"PRAGMA wal_checkpoint({mode})")

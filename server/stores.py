@@ -24,7 +24,8 @@ ROOM_CHUNK: Final = 20
 """Sessions that make room at once, so that a client at its limit is not counted at every reset."""
 
 Action = bytes
-"""One action as canonical JSON: what an environment family's ``parse_action`` returns, with its keys in that order."""
+"""One action: the values that its family's ``parse_action`` returns, as a JSON array. Without the names of the fields
+it takes a fifth of the room, in memory and in a store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class TrafficRoutes:
         request.scope[SESSION_KEY] = session_id
         outcome = await self._sessions.step(session_id, action, number, TRAFFIC)
         return reply(
-            {"state": outcome.observation, "reward": outcome.reward, "done": outcome.done, "info": outcome.info}
+            {"state": outcome.observation, "reward": outcome.reward, "done": outcome.done, "info": outcome.info()}
         )
 
     async def reset(self, request: Request) -> Response:
