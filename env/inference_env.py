@@ -131,7 +131,7 @@ class InferenceEnv:
         return self._seen, reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """More about the last step: its metrics, the traffic, the action as applied, the support and the reward's terms.
+        """More about the last step: metrics, traffic, the action as applied, support and the terms of the reward.
 
         Raises :class:`NotResetError` before the first step.
         """

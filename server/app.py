@@ -21,10 +21,22 @@ from starlette.routing import BaseRoute
 from inferencegym.errors import InvalidConfigError
 from server.baseline import Baseline
 from server.batch import BatchRoutes
-from server.families import FAMILIES, served_tables
+from server.families import FAMILIES, SERVING, served_tables
+from server.http_protocol import ANSWER_AT_ONCE
 from server.logs import LineLog, logging_config
 from server.metrics import Metrics
-from server.middleware import Callers, Cors, Guard, RequestLog, Shortcut, cors_options
+from server.middleware import (
+    Callers,
+    Cors,
+    Guard,
+    Limits,
+    RequestLog,
+    Requests,
+    Shortcut,
+    StepAtOnce,
+    StepsAtOnce,
+    cors_options,
+)
 from server.openapi import install_openapi, openapi_route
 from server.openenv_late import LateOpenEnv
 from server.policies import PolicyRoutes, TrafficPolicyRoutes
@@ -59,6 +71,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     metrics = Metrics(sessions, settings.metrics_dir)
     context = Context(settings, sessions, Callers(settings), Baseline(), metrics, time.monotonic())
     lines = LineLog()
+    requests, limits = Requests(settings, lines, metrics), Limits(settings)
     hooks: list[LifespanHook] = [_tables_loaded, _store_open, _maintained, lambda _: metrics.shared()]
     hooks.append(lambda _: _flushed(lines))
     app = FastAPI(
@@ -82,10 +95,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(
         Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}
     )
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, limits=limits)
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
-    app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)
+    app.add_middleware(RequestLog, requests=requests)
+    app.state.answer_at_once = StepsAtOnce(requests, limits, _steps_at_once(context))
     return app
 
 
@@ -103,6 +117,11 @@ def _routes(context: Context) -> list[BaseRoute]:
     return [*at_root, *whole, *traffic, *serving, *page]
 
 
+def _steps_at_once(context: Context) -> dict[str, StepAtOnce]:
+    prefix = "" if context.settings.env == SERVING else "/serving"
+    return {prefix + "/step": RootRoutes(context, prefix).step_at_once}
+
+
 def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:
     parts = (
         RootRoutes(context, prefix),
@@ -113,13 +132,14 @@ def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:
     return [route for part in parts for route in part.routes()]
 
 
-def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[dict[str, Any]]]:
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             for hook in hooks:
                 await stack.enter_async_context(hook(app))
-            yield
+            # What is yielded here, the protocol of a connection finds in its state.
+            yield {ANSWER_AT_ONCE: app.state.answer_at_once}
 
     return lifespan
 

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from starlette.middleware.cors import CORSMiddleware
@@ -24,12 +24,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
+from server.http_protocol import Answer
 from server.logs import LineLog
 from server.metrics import Metrics
 from server.problems import problem_reply
 from server.request_errors import BodyTooLargeError, RateLimitedError, UnauthorizedError
 from server.settings import Settings
-from server.wire import REQUEST_ID_KEY
+from server.wire import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 CLIENT_WENT_AWAY: Final = 499
 """Status under which a request is logged and counted that nobody waited for; no answer carries it."""
@@ -41,14 +42,16 @@ OPEN_PATHS: Final = frozenset({"/health"})
 LOGGED_ID_CHARS: Final = 8
 """A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
 
+StepAtOnce = Callable[[Scope, bytes], JsonReply | None]
+"""From a request and its body to the answer, or to None, with nothing changed."""
+
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
-class RequestLog:
-    """Gives every request an id, adds the security headers, counts it, and writes one log line."""
+class Requests:
+    """What every request gets, whichever way it is answered: an id, the security headers, a count and a log line."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, log: LineLog, metrics: Metrics) -> None:
-        self.app = app
+    def __init__(self, settings: Settings, log: LineLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
         self._mode = settings.access_log
@@ -61,51 +64,29 @@ class RequestLog:
             (b"content-security-policy", f"frame-ancestors {settings.frame_ancestors}".encode()),
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._not_http(scope, receive, send)
-            return
-        request_id = self._request_id(scope)
-        scope[REQUEST_ID_KEY] = request_id
-        started = time.perf_counter()
-        status = 500
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = message.setdefault("headers", [])
-                message["headers"] = [*headers, *self._missing(headers), (b"x-request-id", request_id)]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_with_headers)
-        except ClientDisconnect:
-            status = CLIENT_WENT_AWAY
-        finally:
-            took_s = time.perf_counter() - started
-            self._metrics.count(scope["path"], status, took_s)
-            if self._mode == "all" or (self._mode == "errors" and status >= 400):
-                self._write(scope, request_id, status, took_s, sys.exc_info()[1])
-
-    async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        opened = int(scope["type"] == "websocket")
-        self._metrics.websockets += opened
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self._metrics.websockets -= opened
-
-    def _missing(self, headers: list[tuple[bytes, bytes]]) -> Any:
-        if any(name == b"content-security-policy" for name, _ in headers):
-            return self._headers[:2]
-        return self._headers
-
-    def _request_id(self, scope: Scope) -> bytes:
+    def request_id(self, scope: Scope) -> bytes:
+        """The id that the client chose, or a new one."""
         for name, value in scope["headers"]:
             if name == b"x-request-id" and _REQUEST_ID.match(value):
                 return bytes(value)
         return b"%s-%x" % (self._prefix.encode(), next(self._numbers))
+
+    def headers(self, given: RawHeaders, request_id: bytes) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer: those given and those that all have."""
+        has_policy = any(name == b"content-security-policy" for name, _ in given)
+        return [*given, *self._headers[: 2 if has_policy else 3], (b"x-request-id", request_id)]
+
+    def answered(
+        self, scope: Scope, request_id: bytes, status: int, took_s: float, error: BaseException | None = None
+    ) -> None:
+        """Count a request and write it to the log."""
+        self._metrics.count(scope["path"], status, took_s)
+        if self._mode == "all" or (self._mode == "errors" and status >= 400):
+            self._write(scope, request_id, status, took_s, error)
+
+    def opened(self, websockets: int) -> None:
+        """Count WebSockets that were opened, or with a minus closed."""
+        self._metrics.websockets += websockets
 
     def _write(self, scope: Scope, request_id: bytes, status: int, took_s: float, error: BaseException | None) -> None:
         session = scope.get(SESSION_KEY)
@@ -128,11 +109,49 @@ class RequestLog:
         )
 
 
-class Guard:
-    """Refuses requests without the API key, above a rate limit, or longer than any path takes."""
+class RequestLog:
+    """Gives every request what all get (:class:`Requests`)."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, requests: Requests) -> None:
         self.app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._not_http(scope, receive, send)
+            return
+        request_id = self._requests.request_id(scope)
+        scope[REQUEST_ID_KEY] = request_id
+        started = time.perf_counter()
+        status = 500
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = self._requests.headers(message.get("headers", ()), request_id)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            status = CLIENT_WENT_AWAY
+        finally:
+            self._requests.answered(scope, request_id, status, time.perf_counter() - started, sys.exc_info()[1])
+
+    async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        opened = int(scope["type"] == "websocket")
+        self._requests.opened(opened)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._requests.opened(-opened)
+
+
+class Limits:
+    """What requests must satisfy before anything is done for them."""
+
+    def __init__(self, settings: Settings) -> None:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = Callers(settings)
@@ -154,21 +173,8 @@ class Guard:
             for prefix in PREFIXES
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        try:
-            self._check(scope)
-        except InferenceGymError as error:
-            if scope["type"] == "http":
-                await problem_reply(error)(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
-            return
-        await self.app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
+        """Refuse a request without the API key, above a rate limit, or longer than any path takes."""
         path = scope["path"]
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(scope, self._key)
@@ -193,6 +199,28 @@ class Guard:
         raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
 
 
+class Guard:
+    """Refuses requests beyond the :class:`Limits`."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._limits.check(scope)
+        except InferenceGymError as error:
+            if scope["type"] == "http":
+                await problem_reply(error)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+            return
+        await self.app(scope, receive, send)
+
+
 class Shortcut:
     """Takes the most used requests straight to their routes.
 
@@ -213,6 +241,36 @@ class Shortcut:
             await route(scope, receive, send)
         except InferenceGymError as error:
             await problem_reply(error)(scope, receive, send)
+
+
+class StepsAtOnce:
+    """Answers steps that have nothing to wait for, before the first piece of the application is asked.
+
+    What it does not know for sure to be an ordinary step gets no answer here, and nothing is changed: errors, and
+    requests from pages, are left to the application.
+    """
+
+    def __init__(self, requests: Requests, limits: Limits, steps: Mapping[str, StepAtOnce]) -> None:
+        self._requests = requests
+        self._limits = limits
+        self._steps = steps
+
+    def __call__(self, scope: Scope, body: bytes) -> Answer | None:
+        """Status, headers and body of the answer to a request, or None."""
+        step = self._steps.get(scope["path"])
+        if step is None or scope["method"] != "POST" or any(name == b"origin" for name, _ in scope["headers"]):
+            return None
+        started = time.perf_counter()
+        try:
+            self._limits.check(scope)
+            answer = step(scope, body)
+        except InferenceGymError:
+            return None
+        if answer is None:
+            return None
+        request_id = self._requests.request_id(scope)
+        self._requests.answered(scope, request_id, answer.status_code, time.perf_counter() - started)
+        return answer.status_code, self._requests.headers(answer.raw_headers, request_id), answer.body
 
 
 class RateLimit:

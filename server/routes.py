@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 import inferencegym
 from grader.grader import GraderModule
@@ -26,9 +27,9 @@ from server.metrics import Metrics
 from server.middleware import SESSION_KEY, Callers
 from server.request_errors import InvalidRequestError, SessionConflictError
 from server.schemas import GradeRequest, ResetRequest
-from server.session_manager import Live, SessionManager
+from server.session_manager import Live, Outcome, SessionManager
 from server.settings import Settings
-from server.wire import JsonReply, JsonRoute, read_object, reply
+from server.wire import JsonReply, JsonRoute, object_of, read_object, reply
 from simulator.coverage import coverage
 
 LARGE_LOG_ENTRIES: Final = 300
@@ -144,18 +145,16 @@ class RootRoutes:
     # ------------------------------------------------------------ playing
 
     async def step(self, request: Request) -> Response:
-        body = await self._body(request)
-        session_id, action, number = schemas.parse_step(body)
+        session_id, action, number = schemas.parse_step(await self._body(request))
         request.scope[SESSION_KEY] = session_id
-        outcome = await self._sessions.step(session_id, action, number, SERVING)
-        return reply(
-            {
-                "observation": outcome.observation,
-                "reward": outcome.reward,
-                "done": outcome.done,
-                "info": outcome.info(),
-            }
-        )
+        return _stepped(await self._sessions.step(session_id, action, number, SERVING))
+
+    def step_at_once(self, scope: Scope, body: bytes) -> JsonReply | None:
+        """As :meth:`step` where nothing has to be waited for; else None, and nothing changed."""
+        session_id, action, number = schemas.parse_step(object_of(scope, body, self._settings.max_body_bytes))
+        scope[SESSION_KEY] = session_id
+        outcome = self._sessions.step_at_once(session_id, action, number, SERVING)
+        return None if outcome is None else _stepped(outcome)
 
     async def reset(self, request: Request) -> Response:
         wanted = ResetRequest.parse(await self._body(request))
@@ -301,6 +300,17 @@ class RootRoutes:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
+
+
+def _stepped(outcome: Outcome) -> JsonReply:
+    return reply(
+        {
+            "observation": outcome.observation,
+            "reward": outcome.reward,
+            "done": outcome.done,
+            "info": outcome.info(),
+        }
+    )
 
 
 def must_play(live: Live, task_id: TaskId | None) -> None:

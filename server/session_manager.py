@@ -71,7 +71,7 @@ class Outcome:
     observation: Any
     reward: float
     done: bool
-    env: EpisodeEnv
+    env: EpisodeEnv = field(compare=False, repr=False)
 
     def info(self) -> dict[str, Any]:
         """More about the step, for whoever asks at once: the environment's next step takes it away."""
@@ -214,6 +214,10 @@ class SessionManager:
             must_be(live, family)
         outcome = self._step_at_once(live, action, number)
         if outcome is not None:
+            if self._touch_is_due(live):
+                # Nobody else's step may come before this one's info is asked for.
+                async with live.lock:
+                    await self._touch_if_due(live)
             return outcome
         if live.waiting >= self._max_waiting:
             raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
@@ -227,13 +231,20 @@ class SessionManager:
         finally:
             live.waiting -= 1
 
-    def step_at_once(self, session_id: str, action: Any, number: int) -> Outcome | None:
+    def step_at_once(
+        self, session_id: str, action: Any, number: int | None, family: str | None = None
+    ) -> Outcome | None:
         """As :meth:`step` where nothing has to be waited for (almost always); else None, and nothing changed."""
         live = self._live.get(session_id)
         if live is None:
             return None
         self._live.move_to_end(session_id)
-        return self._step_at_once(live, action, number)
+        if family is not None:
+            must_be(live, family)
+        outcome = self._step_at_once(live, action, number)
+        if outcome is not None and self._touch_is_due(live):
+            self._soon(self._touch_if_due(live))
+        return outcome
 
     @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> Live:
@@ -285,10 +296,7 @@ class SessionManager:
         parsed, wanted = _read_action(live.family, action)
         if not self.store.append_at_once(live.session_id, live.token, taken, wanted):
             return None
-        outcome = self._taken(live, parsed, wanted)
-        if self._touch_is_due(live):
-            self._soon(self._touch_if_due(live))
-        return outcome
+        return self._taken(live, parsed, wanted)
 
     async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
         parsed, wanted = _read_action(live.family, action)

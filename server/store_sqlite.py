@@ -369,9 +369,9 @@ class _Checkpoints(threading.Thread):
         if not self._log.exists() or self._log.stat().st_size == 0:
             return
         with contextlib.closing(sqlite3.connect(self._path, timeout=1, isolation_level=None)) as connection:
-            # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log from
-            # being used from its start again, which is cheaper than letting it grow; so the rest, which is little now,
-            # is moved while writers wait for a moment.
+            # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log
+            # from being used from its start again, which costs less than letting it grow; so the rest, which is little
+            # now, is moved while writers wait for a moment.
             pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
             if pages * PAGE_BYTES > REUSE_LOG_FROM_BYTES:
                 mode = "TRUNCATE" if self._log.stat().st_size > LARGE_LOG_BYTES else "RESTART"

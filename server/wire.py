@@ -32,6 +32,7 @@ class JsonReply(Response):
     """An answer whose body is already JSON; the header list is built once, without Starlette's string handling."""
 
     media_type = "application/json"
+    body: bytes
 
     def __init__(self, body: bytes, status_code: int = 200, headers: RawHeaders = ()) -> None:
         self.status_code = status_code
@@ -100,18 +101,30 @@ async def read_object(request: Request, limit: int, timeout_s: float) -> dict[st
     return parse_object(body) if body else {}
 
 
+def object_of(scope: Scope, body: bytes, limit: int) -> dict[str, Any]:
+    """As :func:`read_object`, of a body that has arrived."""
+    _check_head(scope, limit, also=None)
+    if len(body) > limit:
+        raise _too_large(limit)
+    return parse_object(body) if body else {}
+
+
 async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
     """The request's body, whatever it holds, as JSON or the media type ``also``; errors as in :func:`read_object`."""
-    for name, value in request.scope["headers"]:
-        if name == b"content-length":
-            _check_length(value, limit)
-        elif name == b"content-type" and value != also:
-            _check_media_type(value)
+    _check_head(request.scope, limit, also)
     try:
         async with asyncio.timeout(timeout_s):
             return await _receive_all(request, limit)
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
+
+
+def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            _check_length(value, limit)
+        elif name == b"content-type" and value != also:
+            _check_media_type(value)
 
 
 async def _receive_all(request: Request, limit: int) -> bytes:

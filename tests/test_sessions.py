@@ -83,10 +83,19 @@ def actions_of(family: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [action_of(family, rng) for _ in range(count)]
 
 
-async def undisturbed(family: str, task_id: Any, actions: list[dict[str, Any]]) -> list[Outcome]:
+Told = tuple[Outcome, dict[str, Any]]
+
+
+async def step(manager: SessionManager, session_id: str, action: Any, number: int | None = None) -> Told:
+    """Take a step; its outcome, and the info that can be asked for until the next one."""
+    outcome = await manager.step(session_id, action, number)
+    return outcome, outcome.info()
+
+
+async def undisturbed(family: str, task_id: Any, actions: list[dict[str, Any]]) -> list[Told]:
     async with manager_on("memory://") as manager:
         live, _ = await manager.reset(family, task_id=task_id, seed=5)
-        return [await manager.step(live.session_id, action) for action in actions]
+        return [await step(manager, live.session_id, action) for action in actions]
 
 
 def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
@@ -98,7 +107,7 @@ def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
                 live, _ = await manager.reset(family, task_id=task_id, seed=5)
                 outcomes = []
                 for action in actions:
-                    outcomes.append(await manager.step(live.session_id, action))
+                    outcomes.append(await step(manager, live.session_id, action))
                     # Another session takes the only place in memory.
                     await manager.reset(family, task_id=task_id, seed=6)
                     assert len(manager) == 1
@@ -114,9 +123,9 @@ def test_a_new_process_goes_on_where_the_old_one_ended(shared_url: str) -> None:
         expected = await undisturbed(SERVING, 3, actions)
         async with manager_on(shared_url) as manager:
             live, _ = await manager.reset(SERVING, task_id=3, seed=5)
-            first = [await manager.step(live.session_id, action) for action in actions[:9]]
+            first = [await step(manager, live.session_id, action) for action in actions[:9]]
         async with manager_on(shared_url) as manager:
-            second = [await manager.step(live.session_id, action) for action in actions[9:]]
+            second = [await step(manager, live.session_id, action) for action in actions[9:]]
         assert first + second == expected
 
     asyncio.run(scenario())
@@ -129,7 +138,7 @@ def test_two_processes_can_take_turns_on_one_session(shared_url: str) -> None:
         async with manager_on(shared_url) as one, manager_on(shared_url) as two:
             live, _ = await one.reset(SERVING, task_id=2, seed=5)
             rng = random.Random(1)
-            outcomes = [await rng.choice([one, two]).step(live.session_id, action) for action in actions]
+            outcomes = [await step(rng.choice([one, two]), live.session_id, action) for action in actions]
             assert outcomes == expected
             for manager in (one, two):
                 session = await manager.get(live.session_id)
@@ -164,7 +173,7 @@ def test_a_step_is_taken_at_once_only_where_nothing_has_to_be_waited_for(tmp_pat
                 one.step_at_once(sid, {"batch_size": 0}, 3)
             outcomes += [one.step_at_once(sid, action, number) for number, action in enumerate(actions[2:], 3)]
             assert [outcome and (outcome.number, outcome.reward) for outcome in outcomes] == [
-                (outcome.number, outcome.reward) for outcome in expected
+                (outcome.number, outcome.reward) for outcome, _ in expected
             ]
             assert one.step_at_once(sid, actions[3], 5) is None, "the episode is over"
             await asyncio.sleep(0)
@@ -254,8 +263,8 @@ def test_a_retry_of_any_earlier_step_gives_its_first_answer(store_url: str) -> N
         actions = actions_of(SERVING, 15)
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, task_id=3, seed=5)
-            outcomes = [await manager.step(live.session_id, a, n) for n, a in enumerate(actions, 1)]
-            again = [await manager.step(live.session_id, a, n) for n, a in enumerate(actions, 1)]
+            outcomes = [await step(manager, live.session_id, a, n) for n, a in enumerate(actions, 1)]
+            again = [await step(manager, live.session_id, a, n) for n, a in enumerate(actions, 1)]
             assert again == outcomes
             with pytest.raises(StepConflictError, match="step 4 was taken with another action"):
                 await manager.step(live.session_id, {"batch_size": 500}, 4)
@@ -300,11 +309,11 @@ def test_a_session_that_the_store_has_forgotten_lives_on_if_it_is_in_use(store_u
         expected = await undisturbed(SERVING, 3, actions)
         async with manager_on(store_url, session_ttl_s=1) as manager:
             live, _ = await manager.reset(SERVING, task_id=3, seed=5)
-            outcomes = [await manager.step(live.session_id, action) for action in actions[:5]]
+            outcomes = [await step(manager, live.session_id, action) for action in actions[:5]]
             await asyncio.sleep(1.1)
             await manager.store.purge()
             assert await manager.store.position(live.session_id) is None
-            outcomes += [await manager.step(live.session_id, action) for action in actions[5:]]
+            outcomes += [await step(manager, live.session_id, action) for action in actions[5:]]
             assert outcomes == expected
             stored = await manager.store.get(live.session_id)
             assert stored is not None
@@ -407,11 +416,11 @@ def test_an_episode_that_made_room_while_it_was_in_use_goes_on(store_url: str, m
         expected = await undisturbed(SERVING, 2, actions)
         async with manager_on(store_url, max_sessions_per_client=1) as manager:
             live, _ = await manager.reset(SERVING, task_id=2, seed=5, caller="a")
-            outcomes = [await manager.step(live.session_id, action) for action in actions[:2]]
+            outcomes = [await step(manager, live.session_id, action) for action in actions[:2]]
             await asyncio.sleep(0.01)
             await manager.reset(SERVING, caller="a")
             assert await manager.store.position(live.session_id) is None
-            outcomes += [await manager.step(live.session_id, action) for action in actions[2:]]
+            outcomes += [await step(manager, live.session_id, action) for action in actions[2:]]
             assert outcomes == expected
 
     asyncio.run(scenario())
@@ -462,7 +471,7 @@ def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url
         expected = await undisturbed(SERVING, 3, actions)
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, task_id=3, seed=5)
-            outcomes = [await manager.step(live.session_id, action) for action in actions[:3]]
+            outcomes = [await step(manager, live.session_id, action) for action in actions[:3]]
             working: Callable[..., Awaitable[bool]] = manager.store.append
 
             async def failing(*_: Any) -> bool:
@@ -479,7 +488,7 @@ def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url
                     await manager.step(live.session_id, actions[3], 4)
                 manager.store.append = working  # type: ignore[method-assign]
             # Whether the step was stored or not, sending it again with its number takes it exactly once.
-            outcomes += [await manager.step(live.session_id, a, n) for n, a in enumerate(actions[3:], 4)]
+            outcomes += [await step(manager, live.session_id, a, n) for n, a in enumerate(actions[3:], 4)]
             assert outcomes == expected
 
     asyncio.run(scenario())
