@@ -25,18 +25,7 @@ from server.families import FAMILIES, SERVING, served_tables
 from server.http_protocol import ANSWER_AT_ONCE
 from server.logs import LineLog, logging_config
 from server.metrics import Metrics
-from server.middleware import (
-    Callers,
-    Cors,
-    Guard,
-    Limits,
-    RequestLog,
-    Requests,
-    Shortcut,
-    StepAtOnce,
-    StepsAtOnce,
-    cors_options,
-)
+from server.middleware import AtOnce, Callers, Cors, Guard, Limits, RequestLog, Requests, Shortcut, cors_options
 from server.openapi import install_openapi, openapi_route
 from server.openenv_late import LateOpenEnv
 from server.policies import PolicyRoutes, TrafficPolicyRoutes
@@ -99,7 +88,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
     app.add_middleware(RequestLog, requests=requests)
-    app.state.answer_at_once = StepsAtOnce(requests, limits, _steps_at_once(context))
+    prefix = "" if settings.env == SERVING else "/serving"
+    step = RootRoutes(context, prefix).step_at_once
+    app.state.answer_at_once = {prefix + "/step": AtOnce(requests, limits, step)}
     return app
 
 
@@ -115,11 +106,6 @@ def _routes(context: Context) -> list[BaseRoute]:
     at_root = [route for route in TrafficRoutes(context, prefix="").routes() if route.path != "/health"]
     at_root += TrafficPolicyRoutes(context, prefix="").routes()
     return [*at_root, *whole, *traffic, *serving, *page]
-
-
-def _steps_at_once(context: Context) -> dict[str, StepAtOnce]:
-    prefix = "" if context.settings.env == SERVING else "/serving"
-    return {prefix + "/step": RootRoutes(context, prefix).step_at_once}
 
 
 def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:

@@ -5,7 +5,7 @@ file descriptor of the server, and endless heads all of its memory. (Bodies are 
 :func:`server.wire.read_body`.) It also sends an answer in two pieces; here they leave together.
 
 And it starts a task for every request, whose way through the application takes longer than a step of the simulator. So
-an application may leave a function in the state of its lifespan that is asked first, and answers those requests that
+an application may leave functions in the state of its lifespan that are asked first, and answer those requests that
 have nothing to wait for; all others go the usual way.
 """
 
@@ -24,12 +24,15 @@ from server.settings import load_settings
 log = logging.getLogger(__name__)
 
 ANSWER_AT_ONCE: Final = "inferencegym.answer_at_once"
-"""Key of the lifespan's state under which an application leaves the function that is asked first."""
+"""Key of the lifespan's state under which an application leaves the functions that are asked first, by path."""
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 """Status, headers (one of them ``content-length``) and body."""
 AnswerAtOnce = Callable[[Mapping[str, Any], bytes], Answer | None]
-"""From the scope of a request and its body to the answer, or to None, with nothing changed."""
+"""From the scope of a POST request and its body to the answer, or to None, with nothing changed."""
+
+BODY_FOLLOWS_S: Final = 0.005
+"""Many clients send head and body one after the other. A body that takes longer is waited for in the usual way."""
 
 MAX_HEAD_BYTES: Final = 65_536
 _INTERIM: Final = b"HTTP/1.1 100 "
@@ -87,6 +90,7 @@ class PatientProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _reading = False
     _held: tuple[RequestResponseCycle, Any] | None = None
+    _body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -97,7 +101,7 @@ class PatientProtocol(HttpToolsProtocol):
         super().data_received(data)
         self._reading = False
         if self._held is not None:
-            self._begin(*self._held)
+            self._answer_held()
         if not self._head_pending:
             self._head_bytes = 0
             return
@@ -123,28 +127,51 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        if self._held is not None:
+            self._start_held()
 
     # ------------------------------------------------------------ answers at once
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        # Uvicorn calls this when a head is complete. The body is mostly in the same piece: it is waited for until all
-        # of the piece is read. (If some version of uvicorn starts its tasks elsewhere, all requests go the usual way.)
-        if self._reading:
+        # Uvicorn calls this when a head is complete; the body may be in the same piece, which is being read. (If some
+        # version of uvicorn starts its tasks elsewhere, all requests go the usual way.)
+        if self._reading and self._function(cycle) is not None and app is self.app:
             self._held = cycle, app
         else:
             super()._start_asgi_task(cycle, app)
 
-    def _begin(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._held = None
-        answer = self._answer(cycle) if app is self.app and self._is_ready(cycle) else None
-        if answer is None:
-            super()._start_asgi_task(cycle, app)
+    def _function(self, cycle: RequestResponseCycle) -> AnswerAtOnce | None:
+        functions: Mapping[str, AnswerAtOnce] = self.app_state.get(ANSWER_AT_ONCE, {})
+        return functions.get(cycle.scope["path"]) if cycle.scope["method"] == "POST" else None
+
+    def _answer_held(self) -> None:
+        assert self._held is not None
+        cycle, _ = self._held
+        if cycle.more_body and not cycle.waiting_for_100_continue and not self.transport.is_closing():
+            if self._body_timer is None:
+                self._body_timer = self.loop.call_later(BODY_FOLLOWS_S, self._start_held)
             return
+        answer = self._answer(cycle) if self._is_ready(cycle) else None
+        if answer is None:
+            self._start_held()
+            return
+        self._release()
         status, headers, body = answer
         lines = [b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *headers)]
         self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", body)))
         cycle.response_started = cycle.response_complete = True
         self.on_response_complete()
+
+    def _start_held(self) -> None:
+        super()._start_asgi_task(*self._release())
+
+    def _release(self) -> tuple[RequestResponseCycle, Any]:
+        assert self._held is not None
+        held, self._held = self._held, None
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        return held
 
     def _is_ready(self, cycle: RequestResponseCycle) -> bool:
         """Whether a request has arrived as a whole, and its answer can leave."""
@@ -157,9 +184,10 @@ class PatientProtocol(HttpToolsProtocol):
         )
 
     def _answer(self, cycle: RequestResponseCycle) -> Answer | None:
-        answer: AnswerAtOnce | None = self.app_state.get(ANSWER_AT_ONCE)
+        function = self._function(cycle)
+        assert function is not None
         try:
-            return None if answer is None else answer(cycle.scope, bytes(cycle.body))
+            return function(cycle.scope, bytes(cycle.body))
         except Exception:
             log.exception("a request could not be answered at once; it goes the usual way, which reports what it meets")
             return None

@@ -42,7 +42,7 @@ OPEN_PATHS: Final = frozenset({"/health"})
 LOGGED_ID_CHARS: Final = 8
 """A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
 
-StepAtOnce = Callable[[Scope, bytes], JsonReply | None]
+RouteAtOnce = Callable[[Scope, bytes], JsonReply | None]
 """From a request and its body to the answer, or to None, with nothing changed."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
@@ -243,27 +243,26 @@ class Shortcut:
             await problem_reply(error)(scope, receive, send)
 
 
-class StepsAtOnce:
-    """Answers steps that have nothing to wait for, before the first piece of the application is asked.
+class AtOnce:
+    """A route's short way: answers requests that have nothing to wait for, before the application is asked.
 
-    What it does not know for sure to be an ordinary step gets no answer here, and nothing is changed: errors, and
-    requests from pages, are left to the application.
+    What is refused gets no answer here, and nothing is changed: errors are the application's to report, and so are
+    requests from pages, whose answers may need other headers.
     """
 
-    def __init__(self, requests: Requests, limits: Limits, steps: Mapping[str, StepAtOnce]) -> None:
+    def __init__(self, requests: Requests, limits: Limits, route: RouteAtOnce) -> None:
         self._requests = requests
         self._limits = limits
-        self._steps = steps
+        self._route = route
 
     def __call__(self, scope: Scope, body: bytes) -> Answer | None:
         """Status, headers and body of the answer to a request, or None."""
-        step = self._steps.get(scope["path"])
-        if step is None or scope["method"] != "POST" or any(name == b"origin" for name, _ in scope["headers"]):
+        if any(name == b"origin" for name, _ in scope["headers"]):
             return None
         started = time.perf_counter()
         try:
             self._limits.check(scope)
-            answer = step(scope, body)
+            answer = self._route(scope, body)
         except InferenceGymError:
             return None
         if answer is None:

@@ -208,6 +208,26 @@ def test_a_retried_step_gives_the_same_answer_and_another_action_a_conflict(serv
     assert "next is 4" in ahead.json()["detail"]["message"]
 
 
+def test_a_step_answered_at_once_has_the_headers_that_it_has_in_turn(server: RunningServer) -> None:
+    session_id = server.post("/reset", {"task_id": 1, "seed": 3})["session_id"]
+    counted = 'inferencegym_http_requests_total{path="/step",status="200"}'
+
+    def steps_counted() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted))
+
+    before = steps_counted()
+    body = {"session_id": session_id, "step": 1}
+    # What was taken already is answered in turn.
+    first = server.client.post("/step", json=body, headers={"x-request-id": "mine"})
+    again = server.client.post("/step", json=body, headers={"x-request-id": "mine"})
+    assert first.content == again.content
+    assert [(k, v) for k, v in first.headers.raw if k != b"date"] == [
+        (k, v) for k, v in again.headers.raw if k != b"date"
+    ]
+    assert steps_counted() == before + 2
+
+
 def test_tasks_lists_the_three_tasks(server: RunningServer) -> None:
     tasks = server.get("/tasks")["tasks"]
     assert [task["id"] for task in tasks] == [1, 2, 3]

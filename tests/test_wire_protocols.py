@@ -1,4 +1,4 @@
-"""The short ways on the wire: frames answered where they arrive, answers that leave in one piece."""
+"""The short ways on the wire: frames and requests answered where they arrive, answers that leave in one piece."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any, cast
 
+import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 from websockets.protocol import CLIENT, OPEN, Protocol
 
-from server.http_protocol import OneWrite
+from server import http_protocol
+from server.http_protocol import BODY_FOLLOWS_S, Answer, OneWrite, PatientProtocol
 from server.websocket_protocol import ANSWER_AT_ONCE, EagerProtocol, text_frame, whole_text
 
 MAX_BYTES = 100_000
@@ -219,3 +221,182 @@ def test_what_has_no_length_or_is_no_answer_yet_leaves_at_once() -> None:
 def test_a_head_whose_body_never_came_leaves_before_the_connection_closes() -> None:
     assert written(HEAD, close=True) == [HEAD]
     assert written(HEAD, b"body", close=True) == [HEAD + b"body"]
+
+
+async def in_turn(scope: Asgi, receive: Callable[[], Awaitable[Asgi]], send: Callable[[Asgi], Awaitable[None]]) -> None:
+    """Answers every request with its body, when it comes round."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    await asyncio.sleep(0)
+    said = b"in turn " + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+    await send({"type": "http.response.body", "body": said})
+
+
+def at_once(scope: Any, body: bytes) -> Answer | None:
+    """Answers bodies that begin with !, and fails on those that begin with ?."""
+    if body.startswith(b"?"):
+        raise ZeroDivisionError
+    said = b"at once " + body
+    return (200, [(b"content-length", b"%d" % len(said))], said) if body.startswith(b"!") else None
+
+
+async def http_connected(**functions: http_protocol.AnswerAtOnce) -> tuple[PatientProtocol, Wire]:
+    config = uvicorn.Config(in_turn, log_config=None, lifespan="off", access_log=False)
+    config.load()
+    state = {http_protocol.ANSWER_AT_ONCE: {f"/{name}": function for name, function in functions.items()}}
+    protocol = PatientProtocol(config, ServerState(), state if functions else {})
+    wire = Wire()
+    protocol.connection_made(cast("asyncio.Transport", wire))
+    return protocol, wire
+
+
+def request(body: str, path: str = "/step", method: str = "POST", head: str = "") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nhost: a\r\n{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def bodies(written: list[bytes]) -> list[str]:
+    """Of answers that all have a length."""
+    found, rest = [], b"".join(written)
+    while rest:
+        head, _, rest = rest.partition(b"\r\n\r\n")
+        length = int(head.rpartition(b"content-length: ")[2].split(b"\r\n")[0])
+        found.append(rest[:length].decode())
+        rest = rest[length:]
+    return found
+
+
+def test_a_request_that_can_be_answered_at_once_waits_for_no_turn_of_the_event_loop() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        for _ in range(3):
+            protocol.data_received(request("!now"))
+            assert bodies(wire.written) == ["at once !now"]
+            wire.written.clear()
+        protocol.data_received(request("later"))
+        assert wire.written == []
+        protocol.data_received(request("!and now"))
+        assert wire.written == [], "an answer does not overtake the one before it"
+        await settled()
+        assert bodies(wire.written) == ["in turn later", "in turn !and now"]
+        wire.written.clear()
+        protocol.data_received(request("!again"))
+        assert bodies(wire.written) == ["at once !again"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request("!now", path="/steps"),
+        request("!now", method="PUT"),
+        request("!now", head="connection: close\r\n"),
+        request("!now", head="expect: 100-continue\r\n"),
+    ],
+)
+def test_other_requests_go_the_usual_way(other: bytes) -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        protocol.data_received(other)
+        assert wire.written == []
+        await settled()
+        assert b"".join(wire.written).endswith(b"in turn !now")
+
+    asyncio.run(scenario())
+
+
+def test_an_application_that_leaves_no_function_answers_every_request_itself() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected()
+        protocol.data_received(request("!now"))
+        await settled()
+        assert bodies(wire.written) == ["in turn !now"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_fails_at_once_goes_the_usual_way(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        protocol.data_received(request("?"))
+        await settled()
+        assert bodies(wire.written) == ["in turn ?"]
+
+    asyncio.run(scenario())
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_request_is_not_answered_at_once_while_the_client_does_not_take_what_was_sent() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        protocol.pause_writing()
+        protocol.data_received(request("!now"))
+        await settled()
+        assert wire.written == []
+        protocol.resume_writing()
+        await settled()
+        assert bodies(wire.written) == ["in turn !now"]
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_follows_its_head_is_waited_for_and_a_late_one_is_the_applications_business() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        whole = request("!now")
+        protocol.data_received(whole[:-4])
+        await settled()
+        protocol.data_received(whole[-4:])
+        assert bodies(wire.written) == ["at once !now"]
+        wire.written.clear()
+        protocol.data_received(whole[:-4])
+        await asyncio.sleep(3 * BODY_FOLLOWS_S)
+        assert len(protocol.tasks) == 1, "the application waits for the body"
+        protocol.data_received(whole[-4:])
+        await settled()
+        assert bodies(wire.written) == ["in turn !now"]
+
+    asyncio.run(scenario())
+
+
+def test_the_application_hears_of_a_client_that_went_away_before_its_body_came() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        protocol.data_received(request("!now")[:-4])
+        protocol.connection_lost(None)
+        assert len(protocol.tasks) == 1
+        await settled()
+        assert not protocol.tasks
+        assert wire.written == []
+
+    asyncio.run(scenario())
+
+
+@given(
+    said=st.lists(st.tuples(st.sampled_from(["", "!", "?"]), st.sampled_from(["", "a", "b" * 300])), max_size=5),
+    cuts=st.lists(st.integers(0, 1_500), max_size=8),
+    waits=st.booleans(),
+)
+def test_however_requests_are_cut_on_their_way_all_are_answered_in_their_order(
+    said: list[tuple[str, str]], cuts: list[int], waits: bool
+) -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected(step=at_once)
+        texts = [first + rest for first, rest in said]
+        stream = b"".join(map(request, texts))
+        ends = [0, *sorted({min(cut, len(stream)) for cut in cuts}), len(stream)]
+        for begin, end in pairwise(ends):
+            if begin < end:
+                protocol.data_received(stream[begin:end])
+            if waits:
+                await settled()
+        await settled()
+        answered = [text.removeprefix("at once ").removeprefix("in turn ") for text in bodies(wire.written)]
+        assert answered == texts
+        protocol.connection_lost(None)
+
+    asyncio.run(scenario())
