@@ -20,7 +20,7 @@ from server.settings import Settings
 from server.stores import EpisodeStart, SessionStore, make_store
 
 SESSIONS, ROUNDS = 50, 3
-ACTION = b'{"kv_budget":0.8,"spec_length":2,"batch_size":64,"prefill_disagg":false,"quant_tier":1}'
+ACTION = b"[0.8,2,64,false,1]"
 START = EpisodeStart("serving", 3, 7, {"episode_length": 200})
 
 Round = Callable[[], Awaitable[float]]

@@ -1,6 +1,6 @@
 """Episodes in one SQLite file, shared by all server processes of a machine.
 
-Write-ahead log, one row per step. A step is one statement that commits by itself (about 15 µs): the row goes into the
+Write-ahead log, one row per step. A step is one statement that commits by itself (about 12 µs): the row goes into the
 log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
 of their own, so that their fsync does not hold up the event loop; in the mode ``full`` every commit syncs as well.
 """

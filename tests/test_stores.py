@@ -249,9 +249,14 @@ def test_a_database_of_another_layout_is_refused_not_overwritten(tmp_path: Path)
         assert other.execute("SELECT count(*) FROM theirs").fetchone() == (0,)
 
 
-def test_the_log_file_stays_small_while_writers_never_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("reuse_from", "large"), [(1_000_000, 64_000_000), (1_000_000, 2_000_000)])
+def test_the_log_file_stays_small_while_writers_never_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse_from: int, large: int
+) -> None:
+    """It is used from its start again, or cut where it has become large."""
     monkeypatch.setattr("server.store_sqlite.CHECKPOINT_EVERY_S", 0.05)
-    monkeypatch.setattr("server.store_sqlite.LARGE_LOG_BYTES", 2_000_000)
+    monkeypatch.setattr("server.store_sqlite.REUSE_LOG_FROM_BYTES", reuse_from)
+    monkeypatch.setattr("server.store_sqlite.LARGE_LOG_BYTES", large)
 
     async def scenario() -> int:
         largest = 0
