@@ -3,7 +3,6 @@ cimport cython
 from libc.math cimport erfc, exp, log, sqrt
 
 cdef int SWEEPS
-cdef int BISECTIONS
 cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
 
 @cython.final
@@ -96,8 +95,10 @@ cdef class ServingKernel:
     cdef double _share_late(self, Py_ssize_t b, Py_ssize_t c, double lo, double hi) noexcept nogil
     @cython.locals(j=Py_ssize_t, fresh=double, slo=double, span=double)
     cdef double _stale(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c) noexcept nogil
-    @cython.locals(k=Py_ssize_t, n=Py_ssize_t, base=double, below=double, goal=double, hi=double, high=double, lo=double, low=double, mid=double, total=double, wait=double)
+    @cython.locals(end=Py_ssize_t, k=Py_ssize_t, n=Py_ssize_t, base=double, below=double, goal=double, half=double, high=double, lo=double, low=double, rise=double, total=double, under=double, wait=double, x=double)
     cdef double _quantile(self, Py_ssize_t b, double q, Py_ssize_t tail) noexcept nogil
+    @cython.locals(k=Py_ssize_t, base=double, below=double, hi=double, lo=double, wait=double)
+    cdef double _weight_below(self, Py_ssize_t b, double x, Py_ssize_t tail) noexcept nogil
     @cython.locals(c=Py_ssize_t, j=Py_ssize_t, age=double, base=double, high=double)
     cdef void _idle_latency(self, Py_ssize_t b, Py_ssize_t t) noexcept nogil
     @cython.locals(c=Py_ssize_t, j=Py_ssize_t, drop=double, over=double, total=double, x=double)

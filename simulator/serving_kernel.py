@@ -22,7 +22,6 @@ if not cython.compiled:  # compiled, the same names are the C library's (see ser
     from math import erfc, exp, log, sqrt
 
 SWEEPS = 3
-BISECTIONS = 18
 SLOT_DEVIATION = 0.7
 """Standard deviation of requests in flight that matters to waiting for a slot, per that without a bound on slots."""
 TRANSIENT = 0.45
@@ -727,7 +726,11 @@ class ServingKernel:
         return max(0.0, self.queue[b, c] - fresh)
 
     def _quantile(self, b: int, q: float, tail: int) -> float:
-        """Weighted quantile of wait + base over the step's pieces, by bisection to a millionth of the range."""
+        """Weighted quantile of wait + base over the step's pieces.
+
+        The weight below x is a line between the ends of pieces. Each end that is tried moves one side of the stretch
+        that holds the quantile, and most others are then outside.
+        """
         n = self.n_segments[b]
         total = 0.0
         low = 1e300
@@ -744,24 +747,39 @@ class ServingKernel:
             wait = lo + q * (self.segments[b, 0, 2] - lo)
             return self.segments[b, 0, 3 + tail] + max(wait, 0.0)
         goal = q * total
-        for _ in range(BISECTIONS):
-            mid = 0.5 * (low + high)
-            below = 0.0
-            for k in range(n):
-                base = self.segments[b, k, 3 + tail]
-                wait = mid - base
-                if wait >= 0.0:
-                    lo = self.segments[b, k, 1]
-                    hi = self.segments[b, k, 2]
-                    if wait >= hi:
-                        below += self.segments[b, k, 0]
-                    elif wait > lo:
-                        below += self.segments[b, k, 0] * (wait - lo) / (hi - lo)
-            if below >= goal:
-                high = mid
-            else:
-                low = mid
-        return high
+        under = self._weight_below(b, low, tail)
+        if under >= goal:
+            return low
+        for k in range(n):
+            base = self.segments[b, k, 3 + tail]
+            for end in range(1, 3):
+                x = base + max(self.segments[b, k, end], 0.0)
+                if low < x and x < high:
+                    below = self._weight_below(b, x, tail)
+                    if below >= goal:
+                        high = x
+                    else:
+                        low = x
+                        under = below
+        # A piece without width adds its weight at once, maybe at the upper end: the line is measured half-way.
+        half = 0.5 * (high - low)
+        rise = self._weight_below(b, low + half, tail) - under
+        return min(high, low + half * ((goal - under) / rise)) if rise > 0.0 else high
+
+    def _weight_below(self, b: int, x: float, tail: int) -> float:
+        """Requests of the step's pieces whose wait + base is ``x`` at most."""
+        below = 0.0
+        for k in range(self.n_segments[b]):
+            base = self.segments[b, k, 3 + tail]
+            hi = self.segments[b, k, 2]
+            if x >= base + max(hi, 0.0):  # the sum that `_quantile` makes, so that an end of a piece is met exactly
+                below += self.segments[b, k, 0]
+            elif x >= base:
+                lo = self.segments[b, k, 1]
+                wait = x - base
+                if lo < wait and lo < hi:
+                    below += self.segments[b, k, 0] * (wait - lo) / (hi - lo)
+        return below
 
     def _idle_latency(self, b: int, t: int) -> None:
         age = 0.0
