@@ -181,14 +181,14 @@ class InferenceEnv:
 
     def _info(self, seen: ServeObservation, metrics: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
         assert self._batch is not None
-        terms = self._batch.reward_terms
+        terms = self._batch.reward_terms[:, 0].tolist()
         return {
             "timestep": len(self.actions),
             "metrics": metrics,
             "workload": vars(self._workload(seen)),
             "action_applied": applied,
             "support": fleet_support(self._batch.fleet),
-            "reward_terms": {name: terms.item(i, 0) for i, name in enumerate(REWARD_TERMS)},
+            "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
         }
 
 
