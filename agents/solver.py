@@ -247,12 +247,25 @@ class Solver:
         return self._validated(candidates)
 
     def _validated(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
-        """The candidate that bears the validation seeds best, polished if they bear that too, and its value there."""
-        values = [self._value(c, self.budget.validation) for c in candidates]
-        best = candidates[int(np.argmax(values))]
-        polished, _ = self.polish(best, self._training_value(best))
-        value = self._value(polished, self.budget.validation)
-        return (polished, value) if value > max(values) else (best, max(values))
+        """The best candidate over training and validation seeds, polished if that is better still; its validated value.
+
+        None that is worse on the validation seeds than the first candidate. Of policies that are alike there the
+        training seeds tell the better one, and those that only fit the training seeds show on the others.
+        """
+        seeds, others = self.budget.seeds, self.budget.validation
+
+        def judged(params: ModeParams) -> tuple[float, float]:
+            value = self._value(params, others)
+            return len(seeds) * self._value(params, seeds) + len(others) * value, value
+
+        found = [(*judged(params), params) for params in candidates]
+        least = found[0][1]
+        allowed = [each for each in found if each[1] >= least]
+        best = max(allowed, key=lambda each: each[0])
+        polished, _ = self.polish(best[2], self._training_value(best[2]))
+        last = (*judged(polished), polished)
+        _, value, params = last if last[0] > best[0] and last[1] >= least else best
+        return params, value
 
     def _training_value(self, params: ModeParams) -> float:
         return self._value(params, self.budget.seeds)
