@@ -126,6 +126,7 @@ class ModeAgent:
 
     def reset(self, n_rows: int) -> None:
         self._mode = np.full(n_rows, -1)
+        self._rows = np.arange(n_rows)
         each = self._rows_per_policy
         self._policy = np.zeros(n_rows, dtype=np.int64) if each is None else np.arange(n_rows) // each
         self._gate = self.params.gate[self._policy]
@@ -136,11 +137,11 @@ class ModeAgent:
 
     def act(self, observation: FloatArray) -> FloatArray:
         phi = features(observation, self._task)
-        scores = (self._gate * phi[:, None, :]).sum(axis=2)
-        on = np.flatnonzero(self._mode >= 0)
-        scores[on, self._mode[on]] += self._stay[on]
+        scores = np.einsum("bkq,bq->bk", self._gate, phi)
+        if self._played is not None:
+            scores[self._rows, self._mode] += self._stay
         self._mode = scores.argmax(axis=1)
-        chosen: FloatArray = self._settings[np.arange(len(observation)), self._mode]
+        chosen: FloatArray = self._settings[self._rows, self._mode]
         if self._played is not None:
             before = self._played[:, RAMPED]
             chosen[:, RAMPED] = before + self._ramp * (chosen[:, RAMPED] - before)

@@ -11,8 +11,8 @@ import numpy as np
 from agents.protocol import Agent, FloatArray
 from env.action import snap, write_actions
 from env.batch import ServingBatch
-from grader.episode import Episode
-from grader.grader import GRADES, unit
+from grader.episode import Episode, Scored
+from grader.grader import SCORES
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.tables import ServingTables
 
@@ -34,26 +34,27 @@ class Played:
     actions: FloatArray
     returns: FloatArray
 
-    def episode(self, row: int) -> Episode:
-        """What the grader sees of one row."""
-        columns = {name: self.metrics[name][:, row] for name in GRADED}
-        # Logs carry whole violations, see ServingFleet.snapshot.
-        columns["slo_violations"] = np.rint(columns["slo_violations"])
-        return Episode(**columns, batch_size=self.actions[:, row, 2], kv_budget=self.actions[:, row, 0])
-
     def scores(self, calibration: Calibration | None = None) -> FloatArray:
         """The grade of every row, (B,)."""
-        calibration = calibration or get_calibration(self.task.task_id)
-        rule = GRADES[str(self.task.grade["kind"])]
-        rows = range(len(self.returns))
-        return np.array([unit(rule(self.task, calibration, self.episode(row))["score"]) for row in rows])
+        score, _ = self._scored(calibration)
+        return np.clip(np.nan_to_num(score), 0.0, 1.0)
 
     def breakdown(self, calibration: Calibration | None = None) -> dict[str, FloatArray]:
         """Each component of the grade, (B,)."""
-        calibration = calibration or get_calibration(self.task.task_id)
-        rule = GRADES[str(self.task.grade["kind"])]
-        parts = [rule(self.task, calibration, self.episode(row))["breakdown"] for row in range(len(self.returns))]
-        return {name: np.array([part[name] for part in parts]) for name in parts[0]}
+        _, parts = self._scored(calibration)
+        return parts
+
+    def _scored(self, calibration: Calibration | None) -> Scored:
+        rule = SCORES[str(self.task.grade["kind"])]
+        return rule(self.task, calibration or get_calibration(self.task.task_id), self._episodes())
+
+    def _episodes(self) -> Episode:
+        """What the grader sees of all rows; each row is contiguous, so that it is summed as if it were alone."""
+        columns = {name: np.ascontiguousarray(self.metrics[name].T) for name in GRADED}
+        # Logs carry whole violations, see ServingFleet.snapshot.
+        columns["slo_violations"] = np.rint(columns["slo_violations"])
+        batch_size, kv_budget = (np.ascontiguousarray(self.actions[..., knob].T) for knob in (2, 0))
+        return Episode(**columns, batch_size=batch_size, kv_budget=kv_budget)
 
 
 def play(

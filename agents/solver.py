@@ -48,6 +48,9 @@ ROWS_AT_ONCE: Final = 1536
 RESTARTING: Final = [list(ACTION_FIELDS).index(name) for name in ("prefill_disagg", "quant_tier")]
 """Columns of the knobs whose change restarts replicas."""
 
+SMALL_FIELD: Final = 200
+"""Policies that a race does not thin out after the first seed."""
+
 SLOWEST_RAMP: Final = 0.04
 """A ramp takes 24 steps for the better part of the way at this share."""
 
@@ -154,6 +157,30 @@ class Solver:
             values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
+    def race(self, params: ModeParams, finalists: int, seeds: Sequence[int] | None = None) -> FloatArray:
+        """Mean objective of the mode policies (P) that lead, (P,); -inf for those that fell behind.
+
+        The same traffic tells good policies from bad ones early: all play the first seed, the better ones of them the
+        other quick seeds, and ``finalists`` the rest of ``seeds`` (by default the training seeds). Where few start, all
+        play all quick seeds.
+        """
+        quick = list(self.budget.quick_seeds)
+        rest = [s for s in (self.budget.seeds if seeds is None else seeds) if s not in quick]
+        rounds = [quick, rest] if len(params) <= SMALL_FIELD else [quick[:1], quick[1:], rest]
+        rounds = [part for part in rounds if part]
+        finalists = min(finalists, len(params))
+        shrink = (finalists / len(params)) ** (1.0 / max(1, len(rounds) - 1))
+        field = np.arange(len(params))
+        total, played = np.zeros(len(params)), 0
+        for i, part in enumerate(rounds):
+            kept = max(finalists, round(len(params) * shrink**i))
+            field = field[np.argsort(-total[field], kind="stable")[:kept]]
+            total[field] += len(part) * self.values_of_policies(params.select(field), part)
+            played += len(part)
+        values = np.full(len(params), -np.inf)
+        values[field] = total[field] / played
+        return values
+
     # ------------------------------------------------------------ constant actions
 
     def grid(self, points: dict[str, tuple[float, ...]]) -> FloatArray:
@@ -169,14 +196,12 @@ class Solver:
     def best_static(self) -> tuple[FloatArray, float]:
         """The best constant action (5,) and its value on the training seeds.
 
-        The whole grid on a few seeds, its best 48 on all of them, then the best one is moved off the grid knob by knob.
+        A race of the whole grid, of which 48 play all seeds; then the best one is moved off the grid knob by knob.
         """
         budget = self.budget
         self._progress("constant actions: grid", 0.0)
         actions = self.grid(budget.grid)
-        rough = self.values_of_actions(actions, budget.quick_seeds)
-        actions = actions[np.argsort(-rough, kind="stable")[:48]]
-        values = self.values_of_actions(actions, budget.seeds)
+        values = self.race(constant_policies(actions), 48)
         best = int(np.argmax(values))
         self._progress("constant actions: refinement", 0.05)
         policy = constant_policy(actions[best])
@@ -197,17 +222,16 @@ class Solver:
         three, _ = self._settle_modes(self._third_mode(best), self._value(best, budget.seeds))
         candidates.append(three)
         best = max(candidates, key=self._training_value)
-        candidates.append(self._cross_entropy(best))
+        candidates += self._cross_entropy(best)
         best = max(candidates, key=self._training_value)
         self._progress("adaptive: other gates", 0.8)
         for i, other in enumerate(self._regated(best, 2)):
             self._progress("adaptive: other gates", 0.82 + 0.08 * i)
-            candidates.append(self._cross_entropy(other))
+            candidates += self._cross_entropy(other)
         self._progress("adaptive: validation", 0.98)
-        values = [self._value(c, budget.validation) for c in candidates]
-        chosen = int(np.argmax(values))
+        chosen = self._validated(candidates)
         self._progress("done", 1.0)
-        return candidates[chosen], values[chosen]
+        return chosen
 
     def refine(self, start: ModeParams) -> tuple[ModeParams, float]:
         """Improve a policy from where it stands; returns it with its value on the validation seeds.
@@ -219,10 +243,29 @@ class Solver:
             settings[..., list(ACTION_FIELDS).index(name)] = value
         start = start.with_settings(settings)
         settled = max((self._settle(start), *self._regated(start, 1)), key=self._training_value)
-        candidates = [start, settled, self._cross_entropy(settled)]
-        values = [self._value(c, self.budget.validation) for c in candidates]
-        chosen = int(np.argmax(values))
-        return candidates[chosen], values[chosen]
+        candidates = [start, settled, *self._cross_entropy(settled)]
+        return self._validated(candidates)
+
+    def _validated(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
+        """The best candidate over training and validation seeds, polished if that is better still; its validated value.
+
+        None that is worse on the validation seeds than the first candidate. Of policies that are alike there the
+        training seeds tell the better one, and those that only fit the training seeds show on the others.
+        """
+        seeds, others = self.budget.seeds, self.budget.validation
+
+        def judged(params: ModeParams) -> tuple[float, float]:
+            value = self._value(params, others)
+            return len(seeds) * self._value(params, seeds) + len(others) * value, value
+
+        found = [(*judged(params), params) for params in candidates]
+        least = found[0][1]
+        allowed = [each for each in found if each[1] >= least]
+        best = max(allowed, key=lambda each: each[0])
+        polished, _ = self.polish(best[2], self._training_value(best[2]))
+        last = (*judged(polished), polished)
+        _, value, params = last if last[0] > best[0] and last[1] >= least else best
+        return params, value
 
     def _training_value(self, params: ModeParams) -> float:
         return self._value(params, self.budget.seeds)
@@ -234,17 +277,15 @@ class Solver:
         """The static action and a second setting, either behind each gate of the library; the best few pairs."""
         self._progress("adaptive: gates", 0.1)
         settings = self.grid(self.budget.coarse)
-        found: list[tuple[float, ModeParams]] = []
         gates = gate_library(self.task)
-        for i, gate in enumerate(gates):
-            # What is best all the time may be best in the flood or in the calm: try the other setting for each.
-            for pairs in (pair_policies(static, settings, gate), pair_policies(settings, static, gate)):
-                values = self.values_of_policies(pairs, self.budget.quick_seeds)
-                best = int(np.argmax(values))
-                found.append((float(values[best]), pairs.pick(best)))
-            self._progress("adaptive: gates", 0.1 + 0.2 * (i + 1) / len(gates))
-        found.sort(key=lambda pair: -pair[0])
-        return [params for _, params in found[: self.budget.gates_kept]]
+        # What is best all the time may be best in the flood or in the calm: try the other setting for each.
+        both = np.broadcast_to(static, settings.shape)
+        pairs = crossed(np.concatenate([both, settings]), np.concatenate([settings, both]), gates)
+        values = self.race(pairs, 16 * len(gates), self.budget.quick_seeds)
+        best: dict[tuple[int, bool], int] = {}
+        for i in np.argsort(-values, kind="stable").tolist():
+            best.setdefault((i % len(gates), i < len(pairs) // 2), i)
+        return [pairs.pick(i) for i in list(best.values())[: self.budget.gates_kept]]
 
     def _regated(self, params: ModeParams, kept: int) -> list[ModeParams]:
         """The policy's first two modes behind other simple gates, with other calm settings of what needs a restart.
@@ -258,13 +299,17 @@ class Solver:
         points["kv_budget"] = (float(calm[0]), *self.budget.coarse["kv_budget"])
         points["batch_size"] = (float(calm[2]),)
         settings = self.grid(points)
-        gates = np.array(gate_library(self.task))
-        tried = pair_policies(np.repeat(settings, len(gates), axis=0), flood, np.tile(gates, (len(settings), 1)))
+        tried = crossed(settings, np.broadcast_to(flood, settings.shape), gate_library(self.task))
         tried = replace(tried, stay=np.full(len(tried), params.stay[0]), ramp=np.full(len(tried), params.ramp[0]))
-        best: dict[tuple[float, ...], int] = {}
-        for i in np.argsort(-self.values_of_policies(tried, self.budget.quick_seeds), kind="stable").tolist():
-            best.setdefault(tuple(tried.settings[i, 0, RESTARTING]), i)
-        chosen = [tried.pick(i) for i in list(best.values())[:kept]]
+        # Each way to place and to quantise the calm is a race of its own: what it is worth shows after polishing.
+        restarting = tried.settings[:, 0, RESTARTING]
+        best: list[tuple[float, ModeParams]] = []
+        for way in np.unique(restarting, axis=0):
+            entrants = tried.select(np.flatnonzero((restarting == way).all(axis=1)))
+            values = self.race(entrants, 64, self.budget.quick_seeds)
+            best.append((float(values.max()), entrants.pick(int(values.argmax()))))
+        best.sort(key=lambda pair: -pair[0])
+        chosen = [params for _, params in best[:kept]]
         if self.task.burst is not None:
             chosen = [self._drain_mode(p) for p in chosen]
         return [self.polish(p, self._training_value(p))[0] for p in chosen]
@@ -296,10 +341,7 @@ class Solver:
             before = value
             for mode in range(params.n_modes):
                 tried = replace_mode(params, mode, settings)
-                rough = self.values_of_policies(tried, self.budget.quick_seeds)
-                shortlist = np.argsort(-rough, kind="stable")[:16]
-                tried = tried.select(shortlist)
-                values = self.values_of_policies(tried, self.budget.seeds)
+                values = self.race(tried, 16)
                 best = int(np.argmax(values))
                 if values[best] > value:
                     params, value = tried.pick(best), float(values[best])
@@ -313,7 +355,7 @@ class Solver:
         scale = 1.0
         for _ in range(rounds):
             tried = self._neighbours(params, scale)
-            values = self.values_of_policies(tried, self.budget.seeds)
+            values = self.race(tried, 20)
             best = int(np.argmax(values))
             if values[best] > value + 1e-9:
                 params, value = tried.pick(best), float(values[best])
@@ -353,14 +395,19 @@ class Solver:
 
     # ------------------------------------------------------------ cross-entropy search
 
-    def _cross_entropy(self, start: ModeParams) -> ModeParams:
-        """Move gates, settings and hysteresis together: sample, keep the best tenth, fit a normal to them, repeat."""
+    def _cross_entropy(self, start: ModeParams) -> list[ModeParams]:
+        """Move gates, settings and hysteresis together: sample, keep the best tenth, fit a normal to them, repeat.
+
+        Returns the best policy met, polished, and the last best tenth: alike on the training seeds, they differ in how
+        they bear others.
+        """
         budget = self.budget
         rng = np.random.default_rng(20_260_101)
         mean = self._encode(start)
         spread = self._spread(start)
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
+        elite: list[ModeParams] = []
         for generation in range(budget.generations):
             share = 0.6 + 0.2 * generation / budget.generations
             self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
@@ -368,14 +415,15 @@ class Solver:
             drawn[0] = mean
             drawn[1] = self._encode(best)
             params = self._decode(drawn, start.n_modes)
-            values = self.values_of_policies(params, budget.seeds)
+            values = self.race(params, 3 * elite_size)
             order = np.argsort(-values, kind="stable")[:elite_size]
+            elite = [params.pick(int(i)) for i in order]
             mean = 0.3 * mean + 0.7 * drawn[order].mean(axis=0)
             spread = 0.3 * spread + 0.7 * drawn[order].std(axis=0)
             if values[order[0]] > best_value:
                 best, best_value = params.pick(int(order[0])), float(values[order[0]])
         best, _ = self.polish(best, best_value)
-        return best
+        return [best, *elite]
 
     def _encode(self, params: ModeParams) -> FloatArray:
         settings = params.settings[0].copy()
@@ -406,7 +454,13 @@ class Solver:
 
 def constant_policy(action: FloatArray) -> ModeParams:
     """A policy of one mode."""
-    return ModeParams(action.reshape(1, 1, 5).copy(), np.zeros((1, 1, Q)), np.zeros(1))
+    return constant_policies(action.reshape(1, 5))
+
+
+def constant_policies(actions: FloatArray) -> ModeParams:
+    """Policies of one mode each, from actions (P, 5)."""
+    n = len(actions)
+    return ModeParams(actions[:, None].copy(), np.zeros((n, 1, Q)), np.zeros(n))
 
 
 def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> ModeParams:
@@ -416,6 +470,12 @@ def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> Mode
     gates = np.zeros((n, 2, Q))
     gates[:, 1] = gate
     return ModeParams(both, gates, np.full(n, 0.1))
+
+
+def crossed(calm: FloatArray, flood: FloatArray, gates: Sequence[FloatArray]) -> ModeParams:
+    """Every pair of settings (N, 5) behind each of G gates: policy ``n * G + g``."""
+    each = len(gates)
+    return pair_policies(np.repeat(calm, each, axis=0), np.repeat(flood, each, axis=0), np.tile(gates, (len(calm), 1)))
 
 
 def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModeParams:

@@ -137,14 +137,14 @@ class InferenceEnv:
         """
         if self._batch is None or self._seen is None:
             raise NotResetError("no info before the first step: call step() first")
-        terms, last = self._batch.reward_terms, self._episode_log[-1]
+        terms, last = self._batch.reward_terms[:, 0].tolist(), self._episode_log[-1]
         return {
             "timestep": last["timestep"],
             "metrics": last["metrics"],
             "workload": vars(self._workload(self._seen)),
             "action_applied": last["action"],
             "support": fleet_support(self._batch.fleet),
-            "reward_terms": {name: terms.item(i, 0) for i, name in enumerate(REWARD_TERMS)},
+            "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
         }
 
     def observation(self) -> ServeObservation:

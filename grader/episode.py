@@ -14,6 +14,8 @@ from inferencegym.errors import InvalidActionError, MalformedLogError
 from inferencegym.models import ServeAction
 
 FloatArray = NDArray[np.float64]
+Scored = tuple[FloatArray, dict[str, FloatArray]]
+"""Scores (...,) and the parts of each."""
 
 GRADED_METRICS: Final[dict[str, float]] = {
     "ttft_p50_ms": math.inf,
@@ -29,7 +31,7 @@ MAX_LOG_STEPS: Final = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """A checked log of T steps; every field is (T,)."""
+    """A checked log of T steps; every field is (T,), or (..., T) for several episodes."""
 
     ttft_p50_ms: FloatArray
     tokens_per_sec: FloatArray

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from grader.episode import Episode, read_log
-from grader.task1_grader import grade_throughput
-from grader.task2_grader import grade_latency_memory
-from grader.task3_grader import grade_four_term
+from grader.episode import Episode, Scored, read_log
+from grader.task1_grader import grade_throughput, score_throughput
+from grader.task2_grader import grade_latency_memory, score_latency_memory
+from grader.task3_grader import grade_four_term, score_four_term
 from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import Calibration, TaskId, TaskSpec, get_calibration, get_task
 
 Grade = dict[str, Any]
 GradeFunction = Callable[[TaskSpec, Calibration, Episode], Grade]
+ScoreFunction = Callable[[TaskSpec, Calibration, Episode], Scored]
 
 GRADES: Final[Mapping[str, GradeFunction]] = {
     "throughput": grade_throughput,
@@ -22,6 +23,13 @@ GRADES: Final[Mapping[str, GradeFunction]] = {
     "four_term": grade_four_term,
 }
 """Grading rules by the ``grade.kind`` of a task's data."""
+
+SCORES: Final[Mapping[str, ScoreFunction]] = {
+    "throughput": score_throughput,
+    "latency_memory": score_latency_memory,
+    "four_term": score_four_term,
+}
+"""The numbers alone of the same rules, for many episodes at once."""
 
 
 class GraderModule:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from grader.episode import Episode
+import numpy as np
+
+from grader.episode import Episode, Scored
 from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """Score = (mean tokens/s - floor) / (optimal - floor), cut to [0, 1].
-
-    The floor is the throughput with ``batch_size`` 1, the optimum what the solver reached; both are calibrated.
-    """
+    """The grade of one episode (T,): :func:`score_throughput` with what was measured, and a sentence."""
     mean_tps = float(episode.tokens_per_sec.mean())
-    span = calibration.optimal_tps - calibration.floor_tps
-    score = min(1.0, max(0.0, (mean_tps - calibration.floor_tps) / span))
+    score = float(score_throughput(task, calibration, episode)[0])
     return {
         "score": score,
         "breakdown": {"throughput": score},
@@ -29,3 +27,14 @@ def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode)
             f"({calibration.floor_tps:.0f}) to the best known ({calibration.optimal_tps:.0f})."
         ),
     }
+
+
+def score_throughput(_: TaskSpec, calibration: Calibration, episode: Episode) -> Scored:
+    """Score = (mean tokens/s - floor) / (optimal - floor), cut to [0, 1].
+
+    The floor is the throughput with ``batch_size`` 1, the optimum what the solver reached; both are calibrated.
+    Episodes are (..., T), scores (...,).
+    """
+    span = calibration.optimal_tps - calibration.floor_tps
+    score = np.clip((episode.tokens_per_sec.mean(axis=-1) - calibration.floor_tps) / span, 0.0, 1.0)
+    return score, {"throughput": score}

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from grader.episode import Episode
+import numpy as np
+
+from grader.episode import Episode, Scored
 from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_latency_memory(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """Score = 0.5 * (1 - mean TTFT p50 / target) + 0.5 * memory, each part cut to [0, 1].
-
-    Memory is 1 while the peak stays under the limit and falls linearly to 0 over ``memory_slope_gb`` beyond it.
-    """
-    target_ms = float(task.grade["ttft_target_ms"])
-    limit_gb = float(task.grade["memory_limit_gb"])
-    slope_gb = float(task.grade["memory_slope_gb"])
-    mean_ttft_ms = float(episode.ttft_p50_ms.mean())
-    peak_gb = float(episode.gpu_memory_gb.max())
-    ttft = min(1.0, max(0.0, 1.0 - mean_ttft_ms / target_ms))
-    memory = 1.0 if peak_gb < limit_gb else min(1.0, max(0.0, 1.0 - (peak_gb - limit_gb) / slope_gb))
+    """The grade of one episode (T,): :func:`score_latency_memory` with what was measured, and a sentence."""
+    score, parts = score_latency_memory(task, calibration, episode)
+    ttft, memory = float(parts["ttft"]), float(parts["memory"])
+    target_ms, limit_gb = float(task.grade["ttft_target_ms"]), float(task.grade["memory_limit_gb"])
+    mean_ttft_ms, peak_gb = float(episode.ttft_p50_ms.mean()), float(episode.gpu_memory_gb.max())
     return {
-        "score": 0.5 * ttft + 0.5 * memory,
+        "score": float(score),
         "breakdown": {"ttft": ttft, "memory": memory},
         "detail": {"mean_ttft_p50_ms": mean_ttft_ms, "peak_gpu_memory_gb": peak_gb},
         "feedback": (
@@ -29,3 +25,17 @@ def grade_latency_memory(task: TaskSpec, calibration: Calibration, episode: Epis
             f"memory score {memory:.2f} (peak {peak_gb:.1f} GB against {limit_gb:.0f} GB)."
         ),
     }
+
+
+def score_latency_memory(task: TaskSpec, _: Calibration, episode: Episode) -> Scored:
+    """Score = 0.5 * (1 - mean TTFT p50 / target) + 0.5 * memory, each part cut to [0, 1].
+
+    Memory is 1 while the peak stays under the limit and falls linearly to 0 over ``memory_slope_gb`` beyond it.
+    Episodes are (..., T), scores (...,).
+    """
+    target_ms = float(task.grade["ttft_target_ms"])
+    limit_gb = float(task.grade["memory_limit_gb"])
+    slope_gb = float(task.grade["memory_slope_gb"])
+    ttft = np.clip(1.0 - episode.ttft_p50_ms.mean(axis=-1) / target_ms, 0.0, 1.0)
+    memory = np.clip(1.0 - (episode.gpu_memory_gb.max(axis=-1) - limit_gb) / slope_gb, 0.0, 1.0)
+    return 0.5 * ttft + 0.5 * memory, {"ttft": ttft, "memory": memory}

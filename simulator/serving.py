@@ -184,7 +184,7 @@ def _class_tables(params: ServingParams) -> dict[str, Any]:
         "output_gini": gini(stats.output_cdf_tokens),
         # Acceptance was measured at a base rate of 0.65; a task's rate scales the accepted tokens.
         "accept_scale": params.base_accept_rate / 0.65 * (1.0 - stats.complexity_penalty),
-        "length_int": length_integrals(stats.output_cdf_tokens, GRID_CELLS),
+        "length_int": length_integrals(stats.output_cdf_tokens, GRID_CELLS).reshape(len(longest), -1),
         # Beyond the cell that holds a class's longest output its integrals are constant.
         "longest_output": longest + cell,
         "alone_ratio": alone,
@@ -318,6 +318,7 @@ _SCRATCH_CLASS: Final = (
     "after_prompt",
     "head_prompt",
     "head_work_ms",
+    "churned_prompts",
     "each_ms",
     "shift_ms",
     "rest_ms",
@@ -411,8 +412,11 @@ class ServingFleet:
         scratch: dict[str, NDArray[Any]] = {name: np.zeros(self.n_rows) for name in _SCRATCH_ROW}
         scratch |= {name: np.zeros((self.n_rows, self.params.n_classes)) for name in _SCRATCH_CLASS}
         scratch["survive"] = np.zeros((self.n_rows, self.params.n_classes, 2))
+        scratch["edge_at"] = np.zeros((self.n_rows, self.n_steps + 1), dtype=np.intc)
+        scratch["edge_part"] = np.zeros((self.n_rows, self.n_steps + 1))
         scratch["segments"] = np.zeros((self.n_rows, MAX_SEGMENTS, 5))
-        scratch["n_segments"] = np.zeros(self.n_rows, dtype=np.int64)
+        for name in ("n_segments", "iteration_cell", "context_cell", "batch_cell"):
+            scratch[name] = np.zeros(self.n_rows, dtype=np.int64)
         self.scratch = scratch
         return {
             **self.state.rows,

@@ -3,7 +3,6 @@ cimport cython
 from libc.math cimport erfc, exp, log, sqrt
 
 cdef int SWEEPS
-cdef int BISECTIONS
 cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
 
 @cython.final
@@ -20,7 +19,7 @@ cdef class ServingKernel:
     cdef public double[::1] weights_gb, reload_s, spec_tokens, spec_length, batch_points, iteration_points, context_points
     cdef public double[::1] slo_ms, mean_prompt, work_cv2, accept_scale, output_gini, reuse_hit
     cdef public double[:, :, ::1] marginal_ratio, saturated_ratio
-    cdef public double[:, :, ::1] length_int
+    cdef public double[:, ::1] length_int
     cdef public double[::1] longest_output
     cdef public double[:, ::1] alone_ratio, apart_ratio, mean_work_ms
     cdef public double[:, :, :, ::1] decode_ms
@@ -32,6 +31,7 @@ cdef class ServingKernel:
     cdef public long long[::1] spec, disagg, tier
     # state
     cdef public long long[::1] time, load_index, tier_to, tier_from, disagg_to, disagg_from, n_segments, n_recorded
+    cdef public long long[::1] iteration_cell, context_cell, batch_cell
     cdef public long long[:, ::1] wait_head, age_head
     cdef public double[::1] converted, share_to, restarted, up, last_gain, next_gain, overcommit, recompute_ms
     cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far, cached_tokens
@@ -43,7 +43,9 @@ cdef class ServingKernel:
     cdef public double[::1] kv_pool_tokens, late_requests, judged_requests, prefix_hit
     cdef public double[:, ::1] admit, room, after, after_pos, after_prompt
     cdef public double[:, :, ::1] survive
-    cdef public double[:, ::1] head_prompt, head_work_ms, base_ms, base_p99_ms
+    cdef public double[:, ::1] edge_part
+    cdef public int[:, ::1] edge_at
+    cdef public double[:, ::1] head_prompt, head_work_ms, churned_prompts, base_ms, base_p99_ms
     # metrics
     cdef public double[::1] ttft_p50_ms, ttft_p99_ms, tpot_ms, tokens_per_sec, gpu_memory_gb, cost_per_1k, spec_accept_rate
     cdef public double[::1] eviction_events, slo_violations, oom, violation_share, queue_requests, running_requests
@@ -59,13 +61,15 @@ cdef class ServingKernel:
     cdef void _receive(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(draft_gb=double, pool=double, pool_gb=double, share=double, used=double, weights=double)
     cdef void _configure(self, Py_ssize_t b) noexcept nogil
-    @cython.locals(c=Py_ssize_t, j=Py_ssize_t, hit=double, left=double, limit=double, part=double, share=double, taken=double, tokens=double, work=double, x=double)
+    @cython.locals(c=Py_ssize_t, j=Py_ssize_t, each=double, hit=double, left=double, limit=double, part=double, share=double, taken=double, tokens=double, work=double, x=double)
     cdef void _head_of_line(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(i=Py_ssize_t, x=double)
     cdef double _prefix_hit(self, double cached) noexcept nogil
-    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, s=Py_ssize_t, count=double, d=double, older=double, older_pos=double, p=double, position=double, u=double, x=double, younger=double, younger_pos=double)
+    @cython.locals(c=Py_ssize_t, first=Py_ssize_t, i=int, s=Py_ssize_t, p=double, per_token=double, x=double)
+    cdef void _locate_edges(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
+    @cython.locals(at=Py_ssize_t, c=Py_ssize_t, s=Py_ssize_t, count=double, d=double, older=double, older_pos=double, position=double, u=double, younger=double, younger_pos=double)
     cdef void _survivors(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
-    @cython.locals(c=Py_ssize_t, i=Py_ssize_t, apart=double, limit=double, churn=double, fit=double, admit=double, before=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, prompts=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
+    @cython.locals(at=Py_ssize_t, c=Py_ssize_t, i=Py_ssize_t, apart=double, limit=double, churn=double, fit=double, admit=double, budget_ms=double, each_kv=double, each_ms=double, held=double, keep=double, kv_tokens=double, mean_tokens=double, p=double, pool=double, recompute_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, thrash=double, u=double, up=double, work_ms=double)
     cdef void _solve(self, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
     @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, context=double, fit=double, gain=double, chunk=double, full=double, rows=double, iteration=double, at_least_one=double, load=double, n=double, over=double, per_verify=double, resident=double, share=double, stolen=double, tpot=double)
     cdef void _advance(self, Py_ssize_t b, double up, double held, double tokens, double work_ms) noexcept nogil
@@ -74,14 +78,14 @@ cdef class ServingKernel:
     @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, count=double, rate=double, total=double)
     cdef double _tokens_per_verify(self, Py_ssize_t b) noexcept nogil
     @cython.locals(i=Py_ssize_t, j=Py_ssize_t, u=double, v=double)
-    cdef double _decode_ms(self, Py_ssize_t tier, Py_ssize_t spec, double n, double context) noexcept nogil
+    cdef double _decode_ms(self, Py_ssize_t b, Py_ssize_t tier, Py_ssize_t spec, double n, double context) noexcept nogil
     @cython.locals(i=Py_ssize_t, u=double, lone=double, full=double)
-    cdef double _work_ratio(self, Py_ssize_t c, Py_ssize_t tier, double n, double load) noexcept nogil
+    cdef double _work_ratio(self, Py_ssize_t b, Py_ssize_t c, Py_ssize_t tier, double n, double load) noexcept nogil
     @cython.locals(c=Py_ssize_t, s=Py_ssize_t, load=double, output=double, lost_tokens=double, churned=double, done=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, written=double, x=double)
     cdef void _commit(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
     @cython.locals(c=Py_ssize_t, judged=double, late=double, prefilling=double, stale=double)
     cdef void _measure_latency(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
-    @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, admitted=double, ahead=double, away=double, deviation=double, excess=double, full=double, margin=double, most=double, pooled=double, replicas=double, brief_work=double, running=double, slot_wait=double, backlog=double, before=double, busy=double, cap=double, chunks=double, crowd=double, cycle=double, decodes=double, each=double, fill=double, here=double, iteration=double, load=double, lengthy=double, mean=double, own=double, packed=double, prompt=double, queueing=double, residual=double, seen=double, share=double, shift=double, brief=double, spread2=double, transient=double, up=double, upto=double, variance=double, whole=double, work=double)
+    @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, admitted=double, ahead=double, away=double, deviation=double, excess=double, full=double, margin=double, most=double, most_admitted=double, pooled=double, replicas=double, brief_work=double, running=double, slot_wait=double, backlog=double, before=double, busy=double, cap=double, chunks=double, crowd=double, cycle=double, decodes=double, each=double, fill=double, here=double, iteration=double, load=double, lengthy=double, mean=double, own=double, packed=double, prompt=double, queueing=double, residual=double, seen=double, share=double, shift=double, brief=double, spread2=double, transient=double, up=double, upto=double, variance=double, whole=double, work=double)
     cdef void _after_admission(self, Py_ssize_t b) noexcept nogil
     @cython.locals(j=Py_ssize_t, admit=double, closed_wait=double, first=double, have=double, hi=double, last=double, late=double, left=double, lo=double, room=double, taken=double, whole=double, x=double)
     cdef double _segments(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, Py_ssize_t c) noexcept nogil
@@ -91,8 +95,10 @@ cdef class ServingKernel:
     cdef double _share_late(self, Py_ssize_t b, Py_ssize_t c, double lo, double hi) noexcept nogil
     @cython.locals(j=Py_ssize_t, fresh=double, slo=double, span=double)
     cdef double _stale(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c) noexcept nogil
-    @cython.locals(k=Py_ssize_t, n=Py_ssize_t, base=double, below=double, goal=double, hi=double, high=double, lo=double, low=double, mid=double, total=double, wait=double)
+    @cython.locals(end=Py_ssize_t, k=Py_ssize_t, n=Py_ssize_t, base=double, below=double, goal=double, half=double, high=double, lo=double, low=double, rise=double, total=double, under=double, wait=double, x=double)
     cdef double _quantile(self, Py_ssize_t b, double q, Py_ssize_t tail) noexcept nogil
+    @cython.locals(k=Py_ssize_t, base=double, below=double, hi=double, lo=double, wait=double)
+    cdef double _weight_below(self, Py_ssize_t b, double x, Py_ssize_t tail) noexcept nogil
     @cython.locals(c=Py_ssize_t, j=Py_ssize_t, age=double, base=double, high=double)
     cdef void _idle_latency(self, Py_ssize_t b, Py_ssize_t t) noexcept nogil
     @cython.locals(c=Py_ssize_t, j=Py_ssize_t, drop=double, over=double, total=double, x=double)

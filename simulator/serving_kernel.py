@@ -22,13 +22,14 @@ if not cython.compiled:  # compiled, the same names are the C library's (see ser
     from math import erfc, exp, log, sqrt
 
 SWEEPS = 3
-BISECTIONS = 18
 SLOT_DEVIATION = 0.7
 """Standard deviation of requests in flight that matters to waiting for a slot, per that without a bound on slots."""
 TRANSIENT = 0.45
 """Mean over a step of a reflected random walk that starts the step at 0, per standard deviation gained in it."""
 CHURNED_OUTPUT = 100.0
 """Output tokens that a request preempted for lack of KV cache has written by then."""
+DUST = 1e-9
+"""Requests below which a second's arrivals have all left the queue: what remains is rounding, and must not be waited for."""
 
 
 class ServingKernel:
@@ -163,7 +164,7 @@ class ServingKernel:
             work = 0.0
             taken = 0.0
             j = self.wait_head[b, c]
-            while j < t and self.waiting[b, c, j] <= 0.0:
+            while j < t and self.waiting[b, c, j] <= DUST:
                 j += 1
             self.wait_head[b, c] = j
             while j <= t and left > 1e-12:
@@ -171,10 +172,10 @@ class ServingKernel:
                 if x > 0.0:
                     part = x / self.arrivals[w, j, c]
                     tokens += part * self.prompt_tokens[w, j, c]
-                    work += part * (
-                        share * self.prefill_work_ms[w, j, c, self.tier_to[b]]
-                        + (1.0 - share) * self.prefill_work_ms[w, j, c, self.tier_from[b]]
-                    )
+                    each = self.prefill_work_ms[w, j, c, self.tier_to[b]]
+                    if share < 1.0:
+                        each = share * each + (1.0 - share) * self.prefill_work_ms[w, j, c, self.tier_from[b]]
+                    work += part * each
                     if hit > 0.0:
                         work -= (hit * part) * (
                             share * self.saved_work_ms[w, j, c, self.tier_to[b]]
@@ -189,6 +190,8 @@ class ServingKernel:
             else:
                 self.head_prompt[b, c] = self.mean_prompt[c]
                 self.head_work_ms[b, c] = self.mean_work_ms[c, self.tier_to[b]]
+            # What greedy admission into a full pool recomputes, in prompts of this class.
+            self.churned_prompts[b, c] = min(self.length_int[c, 4 * self.grid_cells] / self.head_prompt[b, c], 8.0)
 
     def _prefix_hit(self, cached: float) -> float:
         """Share of repeated prefix tokens that a cache of the ``cached`` tokens used last still holds."""
@@ -202,29 +205,48 @@ class ServingKernel:
 
     # ------------------------------------------------------------ fixed point of one step
 
+    def _locate_edges(self, b: int, t: int, gain: float) -> None:
+        """Where in ``length_int`` the edges of all cohorts lie after ``gain`` more tokens, and how far into that cell.
+
+        Progress never falls, so edges beyond the grid come first: without them the loop has no branch and is compiled
+        to instructions that locate several edges at once.
+        """
+        first = self.age_head[b, 0]
+        for c in range(1, self.n_classes):
+            first = min(first, self.age_head[b, c])
+        x = self.progress[b, t] + gain
+        per_token = self.grid_inv
+        while first <= t and (x - self.progress[b, first]) * per_token >= self.grid_cells:
+            self.edge_at[b, first] = 4 * self.grid_cells
+            self.edge_part[b, first] = 0.0
+            first += 1
+        for s in range(first, t + 1):
+            p = (x - self.progress[b, s]) * per_token
+            i = cython.cast(cython.int, p)
+            self.edge_at[b, s] = 4 * i
+            self.edge_part[b, s] = p - i
+
     def _survivors(self, b: int, t: int, gain: float) -> None:
         """Requests in flight before this step that still run after ``gain`` more tokens, and their positions.
 
-        Neighbouring cohorts share an edge, so each edge is looked up once. Requests and positions lie side by side in
-        ``length_int`` and ``survive``, so that a compiler computes both at once: this loop is where most of a step's
-        time goes.
+        Classes share the edges of all cohorts and neighbouring cohorts share one, so each is located once and looked up
+        once per class. Requests and positions lie side by side in ``length_int`` and ``survive``, so that a compiler
+        computes both at once: this loop is where most of a step's time goes.
         """
-        x = self.progress[b, t] + gain
+        self._locate_edges(b, t, gain)
         for c in range(self.n_classes):
             count = 0.0
             position = 0.0
             s = self.age_head[b, c]
-            p = (x - self.progress[b, s]) * self.grid_inv
-            i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
-            u = p - i
-            older = self.length_int[c, i, 0] + u * self.length_int[c, i, 2]
-            older_pos = self.length_int[c, i, 1] + u * self.length_int[c, i, 3]
+            at = self.edge_at[b, s]
+            u = self.edge_part[b, s]
+            older = self.length_int[c, at] + u * self.length_int[c, at + 2]
+            older_pos = self.length_int[c, at + 1] + u * self.length_int[c, at + 3]
             while s < t:
-                p = (x - self.progress[b, s + 1]) * self.grid_inv
-                i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
-                u = p - i
-                younger = self.length_int[c, i, 0] + u * self.length_int[c, i, 2]
-                younger_pos = self.length_int[c, i, 1] + u * self.length_int[c, i, 3]
+                at = self.edge_at[b, s + 1]
+                u = self.edge_part[b, s + 1]
+                younger = self.length_int[c, at] + u * self.length_int[c, at + 2]
+                younger_pos = self.length_int[c, at + 1] + u * self.length_int[c, at + 3]
                 d = self.density[b, c, s]
                 count += d * (older - younger)
                 position += d * (older_pos - younger_pos)
@@ -245,13 +267,15 @@ class ServingKernel:
         p = gain * self.grid_inv
         i = cython.cast(cython.Py_ssize_t, p) if p < self.grid_cells else self.grid_cells
         u = p - i
+        at = 4 * i
         held = 0.0
         running = 0.0
         kv_tokens = 0.0
         for c in range(self.n_classes):
             running += self.survive[b, c, 0]
             keep = self.survive[b, c, 0] / self.in_flight[b, c] if self.in_flight[b, c] > 1e-12 else 0.0
-            kv_tokens += self.prompt_in_flight[b, c] * keep + self.survive[b, c, 1]
+            self.after_prompt[b, c] = self.prompt_in_flight[b, c] * keep
+            kv_tokens += self.after_prompt[b, c] + self.survive[b, c, 1]
         # Requests whose prompt is under way hold slots and do not decode yet.
         slots = up * self.batch_size[b]
         slots -= min(self.prefilling[b], 0.5 * slots)
@@ -267,17 +291,15 @@ class ServingKernel:
         churn = self.churn_factor * self.kv_pressure[b]
         self.kv_bound[b] = 0.0
         work_ms = 0.0
-        before = 0.0
         mean_tokens = 0.0
         for c in range(self.n_classes):
-            stay = (self.length_int[c, i, 0] + u * self.length_int[c, i, 2]) / gain
-            stay_pos = (self.length_int[c, i, 1] + u * self.length_int[c, i, 3]) / gain
+            stay = (self.length_int[c, at] + u * self.length_int[c, at + 2]) / gain
+            stay_pos = (self.length_int[c, at + 1] + u * self.length_int[c, at + 3]) / gain
             each_ms = self.head_work_ms[b, c] * (
                 (1.0 - apart) * self.work_ratio[b, c] + apart * self.apart_ratio[c, self.tier_to[b]]
             )
             self.each_ms[b, c] = each_ms
-            # What greedy admission into a full pool recomputes, in prompts of this class.
-            each_ms *= thrash + churn * min(self.length_int[c, self.grid_cells, 0] / self.head_prompt[b, c], 8.0)
+            each_ms *= thrash + churn * self.churned_prompts[b, c]
             room = max(0.0, slots - running) / stay
             room = min(room, budget_ms / max(each_ms, 1e-9))
             # An engine admits a request when its prompt fits into the free part of the pool.
@@ -300,13 +322,13 @@ class ServingKernel:
             work_ms += admit * each_ms
             self.after[b, c] = self.survive[b, c, 0] + admit * stay
             self.after_pos[b, c] = self.survive[b, c, 1] + admit * stay_pos
-            keep = self.survive[b, c, 0] / self.in_flight[b, c] if self.in_flight[b, c] > 1e-12 else 0.0
-            prompts = self.prompt_in_flight[b, c]
-            self.after_prompt[b, c] = prompts * keep + admit * stay * self.head_prompt[b, c]
-            before += self.in_flight[b, c]
+            self.after_prompt[b, c] += admit * stay * self.head_prompt[b, c]
             held += 0.5 * (self.in_flight[b, c] + self.after[b, c])
             mean_tokens += 0.5 * (
-                prompts + self.after_prompt[b, c] + self.position_in_flight[b, c] + self.after_pos[b, c]
+                self.prompt_in_flight[b, c]
+                + self.after_prompt[b, c]
+                + self.position_in_flight[b, c]
+                + self.after_pos[b, c]
             )
         self._advance(b, up, held, mean_tokens, work_ms + recompute_ms)
 
@@ -324,10 +346,10 @@ class ServingKernel:
         spec = self.spec[b]
         share = self.share_to[b]
         at_least_one = max(resident, 1.0)
-        iteration = self._decode_ms(self.tier_to[b], spec, at_least_one, context)
+        iteration = self._decode_ms(b, self.tier_to[b], spec, at_least_one, context)
         if share < 1.0:
             iteration = share * iteration + (1.0 - share) * self._decode_ms(
-                self.tier_from[b], spec, at_least_one, context
+                b, self.tier_from[b], spec, at_least_one, context
             )
         # An iteration full of prompt tokens leaves the decodes their share of it, no less.
         rows = resident * (1.0 + self.spec_length[spec])
@@ -347,7 +369,7 @@ class ServingKernel:
             tpot *= 2.0
         self.overcommit[b] = over
         for c in range(self.n_classes):
-            self.work_ratio[b, c] = self._work_ratio(c, self.tier_to[b], at_least_one, load)
+            self.work_ratio[b, c] = self._work_ratio(b, c, self.tier_to[b], at_least_one, load)
         self.prefill_load[b] = load
         self.iteration_ms[b] = iteration
         self.resident[b] = resident
@@ -380,14 +402,23 @@ class ServingKernel:
             total += count
         return 1.0 + (self.spec_tokens[spec] - 1.0) * rate / total
 
-    def _decode_ms(self, tier: int, spec: int, n: float, context: float) -> float:
-        """Time of one decode iteration: bilinear in requests and context, as GEMM rows and KV reads are."""
-        i = 0
+    def _decode_ms(self, b: int, tier: int, spec: int, n: float, context: float) -> float:
+        """Time of one decode iteration: bilinear in requests and context, as GEMM rows and KV reads are.
+
+        Searches begin where the last one of this row ended, which is mostly where they end.
+        """
+        i = self.iteration_cell[b]
+        while i > 0 and n < self.iteration_points[i]:
+            i -= 1
         while i < self.n_iteration_points - 2 and n >= self.iteration_points[i + 1]:
             i += 1
-        j = 0
+        self.iteration_cell[b] = i
+        j = self.context_cell[b]
+        while j > 0 and context < self.context_points[j]:
+            j -= 1
         while j < self.n_context_points - 2 and context >= self.context_points[j + 1]:
             j += 1
+        self.context_cell[b] = j
         u = (n - self.iteration_points[i]) / (self.iteration_points[i + 1] - self.iteration_points[i])
         v = (context - self.context_points[j]) / (self.context_points[j + 1] - self.context_points[j])
         v = max(v, 0.0)
@@ -395,15 +426,18 @@ class ServingKernel:
             (1.0 - v) * self.decode_ms[tier, spec, i, j] + v * self.decode_ms[tier, spec, i, j + 1]
         ) + u * ((1.0 - v) * self.decode_ms[tier, spec, i + 1, j] + v * self.decode_ms[tier, spec, i + 1, j + 1])
 
-    def _work_ratio(self, c: int, tier: int, n: float, load: float) -> float:
+    def _work_ratio(self, b: int, c: int, tier: int, n: float, load: float) -> float:
         """Prefill work of a request relative to the listed one, fused into ``n`` running requests.
 
         A lone prompt rides on decode iterations that stream the weights anyway; the fuller the prefill, the closer its
         cost comes to that of iterations full of prompts.
         """
-        i = 0
+        i = self.batch_cell[b]
+        while i > 0 and n < self.batch_points[i]:
+            i -= 1
         while i < self.n_batch_points - 2 and n >= self.batch_points[i + 1]:
             i += 1
+        self.batch_cell[b] = i
         u = (n - self.batch_points[i]) / (self.batch_points[i + 1] - self.batch_points[i])
         lone = (1.0 - u) * self.marginal_ratio[c, tier, i] + u * self.marginal_ratio[c, tier, i + 1]
         full = (1.0 - u) * self.saturated_ratio[c, tier, i] + u * self.saturated_ratio[c, tier, i + 1]
@@ -431,10 +465,10 @@ class ServingKernel:
             self.prompt_in_flight[b, c] = self.after_prompt[b, c]
             self.position_in_flight[b, c] = self.after_pos[b, c]
             self.queue[b, c] -= self.admit[b, c]
-            if self.queue[b, c] < 1e-9:
+            if self.queue[b, c] < DUST:
                 self.queue[b, c] = 0.0
             total += self.admit[b, c]
-            output = self.length_int[c, self.grid_cells, 0]
+            output = self.length_int[c, 4 * self.grid_cells]
             lost_tokens += self.admit[b, c] * min(output / (self.head_prompt[b, c] + CHURNED_OUTPUT), 8.0)
             kv += self.after_prompt[b, c] + self.after_pos[b, c]
             # Requests on replicas that restart next are computed anew: their prompt and what they had written.
@@ -515,6 +549,7 @@ class ServingKernel:
         running = 0.0
         variance = 1e-9
         admitted = 1e-9
+        most_admitted = 0.0
         for c in range(self.n_classes):
             fill = self.head_prompt[b, c] / self.chunk_tokens
             each = self.each_ms[b, c]
@@ -533,6 +568,7 @@ class ServingKernel:
             running += self.in_flight[b, c]
             variance += self.in_flight[b, c] * self.output_gini[c]
             admitted += self.admit[b, c]
+            most_admitted = max(most_admitted, self.admit[b, c])
         crowd = min(crowd, 0.95)
         # Slots or cache that are full by chance: output lengths vary, so requests in flight vary around their mean.
         most = up * self.batch_size[b]
@@ -563,6 +599,9 @@ class ServingKernel:
             brief = max(0.0, 1.0 - fill)
             alone = self.head_work_ms[b, c] * self.alone_ratio[c, tier]
             upto = min(before + self.class_load[b, c] * (1.0 + here * busy * iteration * fill / each), 0.95)
+            if self.admit[b, c] <= 0.0 and most_admitted > 1e-9:
+                before = upto
+                continue  # nobody asks: only a step in which nothing is admitted tells what the others would get
             # A prompt under way is finished first. Beyond that, replicas share what waits.
             ahead = brief * brief_work + (1.0 - brief) * pooled * work
             queueing = ahead * (1.0 / ((1.0 - before) * (1.0 - upto)) - 1.0)
@@ -689,7 +728,11 @@ class ServingKernel:
         return max(0.0, self.queue[b, c] - fresh)
 
     def _quantile(self, b: int, q: float, tail: int) -> float:
-        """Weighted quantile of wait + base over the step's pieces, by bisection to a millionth of the range."""
+        """Weighted quantile of wait + base over the step's pieces.
+
+        The weight below x is a line between the ends of pieces. Each end that is tried moves one side of the stretch
+        that holds the quantile, and most others are then outside.
+        """
         n = self.n_segments[b]
         total = 0.0
         low = 1e300
@@ -706,24 +749,39 @@ class ServingKernel:
             wait = lo + q * (self.segments[b, 0, 2] - lo)
             return self.segments[b, 0, 3 + tail] + max(wait, 0.0)
         goal = q * total
-        for _ in range(BISECTIONS):
-            mid = 0.5 * (low + high)
-            below = 0.0
-            for k in range(n):
-                base = self.segments[b, k, 3 + tail]
-                wait = mid - base
-                if wait >= 0.0:
-                    lo = self.segments[b, k, 1]
-                    hi = self.segments[b, k, 2]
-                    if wait >= hi:
-                        below += self.segments[b, k, 0]
-                    elif wait > lo:
-                        below += self.segments[b, k, 0] * (wait - lo) / (hi - lo)
-            if below >= goal:
-                high = mid
-            else:
-                low = mid
-        return high
+        under = self._weight_below(b, low, tail)
+        if under >= goal:
+            return low
+        for k in range(n):
+            base = self.segments[b, k, 3 + tail]
+            for end in range(1, 3):
+                x = base + max(self.segments[b, k, end], 0.0)
+                if low < x and x < high:
+                    below = self._weight_below(b, x, tail)
+                    if below >= goal:
+                        high = x
+                    else:
+                        low = x
+                        under = below
+        # A piece without width adds its weight at once, maybe at the upper end: the line is measured half-way.
+        half = 0.5 * (high - low)
+        rise = self._weight_below(b, low + half, tail) - under
+        return min(high, low + half * ((goal - under) / rise)) if rise > 0.0 else high
+
+    def _weight_below(self, b: int, x: float, tail: int) -> float:
+        """Requests of the step's pieces whose wait + base is ``x`` at most."""
+        below = 0.0
+        for k in range(self.n_segments[b]):
+            base = self.segments[b, k, 3 + tail]
+            hi = self.segments[b, k, 2]
+            if x >= base + max(hi, 0.0):  # the sum that `_quantile` makes, so that an end of a piece is met exactly
+                below += self.segments[b, k, 0]
+            elif x >= base:
+                lo = self.segments[b, k, 1]
+                wait = x - base
+                if lo < wait and lo < hi:
+                    below += self.segments[b, k, 0] * (wait - lo) / (hi - lo)
+        return below
 
     def _idle_latency(self, b: int, t: int) -> None:
         age = 0.0
@@ -734,7 +792,7 @@ class ServingKernel:
                 base = self.base_ms[b, c]
                 high = self.base_p99_ms[b, c]
             j = self.wait_head[b, c]
-            while j <= t and self.waiting[b, c, j] <= 0.0:
+            while j <= t and self.waiting[b, c, j] <= DUST:
                 j += 1
             if self.queue[b, c] > 0.0 and j <= t:
                 age = max(age, (t + 1 - j) * self.dt_ms)

@@ -19,7 +19,17 @@ from agents.modes import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
 from agents.play import play
 from agents.registry import AGENTS, make_agent
 from agents.seeds import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
-from agents.solver import COARSE, Budget, Solver, constant_policy, neighbours, threshold_gate, throughput, window_gate
+from agents.solver import (
+    COARSE,
+    Budget,
+    Solver,
+    constant_policies,
+    constant_policy,
+    neighbours,
+    threshold_gate,
+    throughput,
+    window_gate,
+)
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
@@ -268,6 +278,18 @@ def test_policies_side_by_side_earn_what_each_earns_alone() -> None:
     for i in (0, len(settings) - 1):
         alone = play(task, ActionsAgent(settings[i : i + 1], 3), [1, 2, 3]).scores().mean()
         assert values[i] == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_race_gives_its_finalists_the_value_of_a_full_game_and_drops_the_others() -> None:
+    task = get_task(3)
+    solver = Solver(task, get_calibration(3), budget=replace(TINY, quick_seeds=[1], seeds=[1, 2]))
+    actions = np.array([[0.9, 0, batch, 0, 1] for batch in (1.0, 32.0, 128.0, 512.0)])
+    params = constant_policies(actions)
+    values = solver.race(params, 2)
+    left = np.flatnonzero(np.isfinite(values))
+    first = solver.values_of_policies(params, [1])
+    assert sorted(left) == sorted(np.argsort(-first)[:2])
+    assert_allclose(values[left], solver.values_of_policies(params, [1, 2])[left], rtol=1e-12)
 
 
 def test_the_static_sweep_beats_every_action_of_its_grid() -> None:

@@ -261,7 +261,7 @@ def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
         for spec in range(5):
             reference = RegularGridInterpolator(grid, tables.iteration_ms[tier, spec])
             points = np.column_stack([rng.uniform(1, 512, 40), rng.uniform(64, 8192, 40)])
-            ours = [kernel._decode_ms(tier, spec, float(n), float(c)) for n, c in points]
+            ours = [kernel._decode_ms(0, tier, spec, float(n), float(c)) for n, c in points]
             assert np.allclose(ours, reference(points), rtol=1e-9)
 
 
@@ -275,6 +275,28 @@ def interpreted_kernel() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_quantile_of_ttft_is_where_the_weight_below_reaches_its_share(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 9))
+    lo = rng.uniform(-500.0, 2000.0, n)
+    width = np.where(rng.random(n) < 0.3, 0.0, rng.exponential(400.0, n))
+    weight, base = rng.exponential(1.0, n), rng.choice([30.0, 200.0, 900.0], n)
+    segments = np.zeros((1, 48, 5))
+    segments[0, :n] = np.column_stack([weight, lo, lo + width, base, base + 50.0])
+    kernel = interpreted_kernel().ServingKernel({}, {"segments": segments, "n_segments": np.array([n])})
+
+    def weight_below(x: float) -> float:
+        wait = x - base
+        inside = np.where(width > 0.0, (wait - lo) / np.where(width > 0.0, width, 1.0), wait >= lo)
+        return float((weight * np.where(wait >= 0.0, np.clip(inside, 0.0, 1.0), 0.0)).sum())
+
+    for q in (0.01, 0.5, 0.99):
+        found = kernel._quantile(0, q, 0)
+        assert weight_below(found * (1.0 + 1e-9)) >= q * weight.sum() * (1.0 - 1e-9)
+        assert weight_below(found * (1.0 - 1e-9)) <= q * weight.sum() * (1.0 + 1e-6)
 
 
 def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_numbers() -> None:
