@@ -45,6 +45,27 @@ COARSE: Final[dict[str, tuple[float, ...]]] = {
 ROWS_AT_ONCE: Final = 1536
 """Rows of a batch: enough to amortise numpy's cost per step, few enough to stay in the caches."""
 
+STAGES: Final[tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]] = (
+    {
+        "kv_budget": (0.2, 0.5, 0.9),
+        "spec_length": (0, 2),
+        "batch_size": (16, 32, 448),
+        "prefill_disagg": (0, 1),
+        "quant_tier": (0, 1, 2),
+    },
+    {
+        "kv_budget": (0.95,),
+        "spec_length": (0,),
+        "batch_size": (448,),
+        "prefill_disagg": (0, 1),
+        "quant_tier": (0, 1, 2),
+    },
+)
+"""Settings of the calm and of the flood that are tried together, where floods are announced."""
+
+STAGE_RAMP: Final = 0.1
+"""Share of the way to the other setting that a step goes in these."""
+
 RESTARTING: Final = [list(ACTION_FIELDS).index(name) for name in ("prefill_disagg", "quant_tier")]
 """Columns of the knobs whose change restarts replicas."""
 
@@ -228,6 +249,10 @@ class Solver:
         for i, other in enumerate(self._regated(best, 2)):
             self._progress("adaptive: other gates", 0.82 + 0.08 * i)
             candidates += self._cross_entropy(other)
+        self._progress("adaptive: calm and flood together", 0.9)
+        for staged in self._staged():
+            candidates += self._cross_entropy(staged)
+        candidates += self._cross_entropy(max(candidates, key=self._training_value))
         self._progress("adaptive: validation", 0.98)
         chosen = self._validated(candidates)
         self._progress("done", 1.0)
@@ -244,6 +269,9 @@ class Solver:
         start = start.with_settings(settings)
         settled = max((self._settle(start), *self._regated(start, 1)), key=self._training_value)
         candidates = [start, settled, *self._cross_entropy(settled)]
+        for staged in self._staged():
+            candidates += self._cross_entropy(staged)
+        candidates += self._cross_entropy(max(candidates, key=self._training_value))
         return self._validated(candidates)
 
     def _validated(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
@@ -313,6 +341,27 @@ class Solver:
         if self.task.burst is not None:
             chosen = [self._drain_mode(p) for p in chosen]
         return [self.polish(p, self._training_value(p))[0] for p in chosen]
+
+    def _staged(self) -> list[ModeParams]:
+        """Starts with calm, flood and gate chosen together, one for each way to hold requests back in calm.
+
+        What a small batch in calm is worth shows only with another setting in the flood, and a search that moves one
+        setting at a time from the best constant action does not find it. None for tasks without announced floods.
+        """
+        burst = self.task.burst
+        if burst is None:
+            return []
+        calm, flood = (self.grid(points) for points in STAGES)
+        windows = itertools.product((0.0, 3.0, 8.0), (15.0, 30.0))
+        gates = [window_gate(-a, burst.duration_steps + b, burst.interval_steps) for a, b in windows]
+        tried = crossed(np.repeat(calm, len(flood), axis=0), np.tile(flood, (len(calm), 1)), gates)
+        tried = replace(tried, ramp=np.full(len(tried), STAGE_RAMP))
+        starts = []
+        for batch_size in np.unique(calm[:, 2]):
+            entrants = tried.select(np.flatnonzero(tried.settings[:, 0, 2] == batch_size))
+            best = self._drain_mode(entrants.pick(int(self.race(entrants, 48).argmax())))
+            starts.append(self.polish(best, self._training_value(best))[0])
+        return starts
 
     def _drain_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode around a policy's floods, mainly after them: the flood's batch and pool on the calm's replicas."""
