@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Float32Array = NDArray[np.float32]
 
+_BOX_STEP: Final = 2.0**-24
+
 _BATCH_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 LEVELS: Final[dict[str, FloatArray]] = {
@@ -91,7 +93,9 @@ class BoxCodec:
         unit[:, 2] = np.log(knobs[:, 2]) / math.log(ACTION_HIGH[2])
         unit[:, 3] = _middle(LEVELS["prefill_disagg"], knobs[:, 3])
         unit[:, 4] = _middle(LEVELS["quant_tier"], knobs[:, 4])
-        return (2.0 * unit - 1.0).astype(np.float32)
+        # To what float32 can say near 1, everywhere: else the rounding of a knob in the middle, where float32 is finer,
+        # would come back as another knob.
+        return (np.rint((2.0 * unit - 1.0) / _BOX_STEP) * _BOX_STEP).astype(np.float32)
 
 
 class NaturalCodec:

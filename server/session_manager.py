@@ -26,12 +26,18 @@ import orjson
 
 from env.episode import EpisodeEnv
 from inferencegym import __version__
-from inferencegym.errors import EpisodeDoneError, StepConflictError, StoreError, UnknownSessionError
+from inferencegym.errors import (
+    EpisodeDoneError,
+    InvalidActionError,
+    StepConflictError,
+    StoreError,
+    UnknownSessionError,
+)
 from inferencegym.tasks import TaskId
 from server.quota import UnfinishedQuota
 from server.request_errors import InvalidRequestError, RateLimitedError
 from server.settings import Settings
-from server.stores import Action, EpisodeStart, SessionStore, StoredEpisode
+from server.stores import RECORD_VERSION, Action, EpisodeStart, SessionStore, StoredEpisode
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,8 +65,21 @@ class ServedFamily:
     fields: tuple[str, ...]
 
     def recorded(self, action: Action) -> dict[str, Any]:
-        """An action of a record in its JSON form."""
-        return dict(zip(self.fields, orjson.loads(action), strict=True))
+        """An action of a record in its JSON form. Raises StoreError where the record holds none of this family."""
+        try:
+            values = orjson.loads(action)
+        except orjson.JSONDecodeError:
+            values = None
+        if not isinstance(values, list) or len(values) != len(self.fields):
+            raise _unreadable(action, f"not a JSON array of {', '.join(self.fields)}")
+        return dict(zip(self.fields, values, strict=True))
+
+    def play(self, env: EpisodeEnv, action: Action) -> tuple[Any, float, bool]:
+        """Play a step of a record: observation, reward and done. Raises StoreError where it cannot be played."""
+        try:
+            return env.play(self.recorded(action))
+        except InvalidActionError as error:  # the caller's own action is not to blame
+            raise _unreadable(action, str(error)) from error
 
 
 @dataclass(slots=True)
@@ -321,7 +340,9 @@ class SessionManager:
         return self._apply(live, parsed, wanted)
 
     def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
-        observation, reward, done = live.env.play(parsed)
+        return self._took(live, wanted, *live.env.play(parsed))
+
+    def _took(self, live: Live, wanted: Action, observation: Any, reward: float, done: bool) -> Outcome:
         live.actions.append(wanted)
         self._steps_held += 1
         live.last = Outcome(len(live.actions), observation, reward, done, live.env)
@@ -412,7 +433,7 @@ class SessionManager:
     async def _catch_up(self, live: Live, missed: Sequence[Action]) -> None:
         def apply() -> None:
             for action in missed:
-                self._apply(live, live.family.recorded(action), action)
+                self._took(live, action, *live.family.play(live.env, action))
 
         self.counters.replayed_steps += len(missed)
         if len(missed) > THREAD_FROM_ACTIONS:
@@ -438,6 +459,10 @@ class SessionManager:
         return replay(family, start, session_id, actions)
 
     def _family_of(self, start: EpisodeStart) -> ServedFamily:
+        if start.version != RECORD_VERSION:
+            raise UnknownSessionError(
+                f"the session was stored in another form ({start.version}, this server's is {RECORD_VERSION}): reset it"
+            )
         if start.release != __version__ or start.family not in self.families:
             raise UnknownSessionError(
                 f"the session was started on release {start.release} and this server is {__version__}: "
@@ -487,6 +512,10 @@ class SessionManager:
             self._drop(live)
 
 
+def _unreadable(action: Action, why: str) -> StoreError:
+    return StoreError(f"the session store holds a step that cannot be read: {action[:200]!r} is {why}")
+
+
 def _read_action(family: ServedFamily, action: Any) -> tuple[Any, Action]:
     parsed, values = family.parse_action(action)
     # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
@@ -509,5 +538,5 @@ def replay(
     env.reset(seed=start.seed, task_id=start.task_id, config=start.config, session_id=session_id)
     last: Outcome | None = None
     for number, action in enumerate(actions, 1):
-        last = Outcome(number, *env.play(family.recorded(action)), env)
+        last = Outcome(number, *family.play(env, action), env)
     return env, last

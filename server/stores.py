@@ -15,10 +15,12 @@ from typing import Any, Final, Protocol
 import orjson
 
 from inferencegym import __version__
+from inferencegym.errors import StoreError
 from inferencegym.tasks import TaskId
 from server.settings import Settings
 
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
+"""Form of what is stored. 1 kept the names of an action's fields."""
 
 ROOM_CHUNK: Final = 20
 """Sessions that make room at once, so that a client at its limit is not counted at every reset."""
@@ -45,7 +47,11 @@ class EpisodeStart:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> EpisodeStart:
-        return cls(**orjson.loads(text))
+        """Raises StoreError where another form was written."""
+        try:
+            return cls(**orjson.loads(text))
+        except (TypeError, orjson.JSONDecodeError) as error:
+            raise StoreError(f"the session store holds an episode whose start cannot be read: {error}") from error
 
 
 @dataclass(slots=True)

@@ -3,8 +3,7 @@ cimport cython
 from libc.math cimport erfc, exp, log, sqrt
 
 cdef int SWEEPS
-cdef double DUST
-cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT
+cdef double SLOT_DEVIATION, TRANSIENT, CHURNED_OUTPUT, DUST
 
 @cython.final
 cdef class ServingKernel:

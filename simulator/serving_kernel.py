@@ -29,7 +29,7 @@ TRANSIENT = 0.45
 CHURNED_OUTPUT = 100.0
 """Output tokens that a request preempted for lack of KV cache has written by then."""
 DUST = 1e-9
-"""Requests below which a second's arrivals have all left the queue: what remains is rounding, and must not be waited for."""
+"""Requests that are none: what rounding leaves of a second's arrivals, or of room for them. Nobody waits for it."""
 
 
 class ServingKernel:
@@ -312,6 +312,8 @@ class ServingKernel:
             if running + self.queue[b, c] <= 1.0 and self.up[b] > 1e-6:
                 room = max(room, 1.0)  # an empty replica always takes one request, however long
             admit = min(self.queue[b, c], room)
+            if admit <= DUST:  # what rounding leaves of a budget, or of a fleet that is down, lets nobody in
+                admit = 0.0
             self.room[b, c] = max(room, admit)
             self.admit[b, c] = admit
             running += admit * stay
@@ -599,7 +601,7 @@ class ServingKernel:
             brief = max(0.0, 1.0 - fill)
             alone = self.head_work_ms[b, c] * self.alone_ratio[c, tier]
             upto = min(before + self.class_load[b, c] * (1.0 + here * busy * iteration * fill / each), 0.95)
-            if self.admit[b, c] <= 0.0 and most_admitted > 1e-9:
+            if self.admit[b, c] <= 0.0 and most_admitted > 0.0:
                 before = upto
                 continue  # nobody asks: only a step in which nothing is admitted tells what the others would get
             # A prompt under way is finished first. Beyond that, replicas share what waits.
@@ -629,10 +631,10 @@ class ServingKernel:
     def _segments(self, b: int, t: int, w: int, c: int) -> float:
         """Walk the FIFO queue over what was admitted; keep the waits as uniform pieces; return how many were late."""
         admit = self.admit[b, c]
-        if admit <= 1e-9:
+        if admit <= 0.0:
             return 0.0
         room = self.room[b, c]
-        if admit < self.queue[b, c] + admit - 1e-9:
+        if self.queue[b, c] > 0.0:
             room = admit  # something was left behind: admissions were spread over the whole step
         room = max(room, admit)
         left = admit
@@ -663,7 +665,7 @@ class ServingKernel:
                 self.waiting[b, c, j] = have - x
                 taken += x
                 left -= x
-            if left > 1e-12 or self.waiting[b, c, j] <= 1e-12:
+            if left > 1e-12 or self.waiting[b, c, j] <= DUST:
                 j += 1
         self.wait_head[b, c] = min(j, t + 1)
         return late
@@ -807,7 +809,7 @@ class ServingKernel:
         over = total - self.queue_limit
         self.rejected[b] = max(over, 0.0)
         c = self.n_classes - 1
-        while over > 1e-9 and c >= 0:
+        while over > DUST and c >= 0:
             drop = min(over, self.queue[b, c])
             self.queue[b, c] -= drop
             over -= drop

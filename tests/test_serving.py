@@ -74,6 +74,42 @@ def test_waiting_cohorts_add_up_to_the_queue(task_id: Any) -> None:
 
 
 @pytest.mark.parametrize("task_id", TASKS)
+def test_where_nobody_is_admitted_ttft_is_the_wait_of_the_oldest_request(task_id: Any) -> None:
+    """Of a second whose arrivals have all left the queue, rounding may leave 1e-13 of a request: that one is nobody."""
+    batch = batch_of(task_id, 64)
+    batch.reset(range(64))
+    fleet, state = batch.fleet, batch.fleet.state.rows
+    rng = np.random.default_rng(0)
+    held_up = 0
+    for t in range(180):
+        before = state["waiting"][:, :, : t + 1].copy()
+        batch.step(random_actions(rng, 64))
+        before[:, :, t] = fleet.arrivals[:, t]
+        waits = before > 1e-6
+        for row in np.flatnonzero((batch.metric["admitted"] == 0.0) & waits.any(axis=(1, 2))):
+            age_ms = 1000.0 * (t + 1 - waits[row].any(axis=0).argmax())
+            # Once admitted, it takes what a request of the first class takes.
+            expected_ms = age_ms + fleet.scratch["base_ms"][row, 0]
+            assert batch.metric["ttft_p50_ms"][row] == pytest.approx(fleet.noise[row, t, 0] * expected_ms, rel=1e-9)
+            held_up += 1
+    assert held_up > 20
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_a_request_that_leaves_the_queue_leaves_its_second(task_id: Any) -> None:
+    """Even next to nothing, as a fleet whose replicas all restart at once admits: else it would add up."""
+    batch = batch_of(task_id, 128)
+    batch.reset(range(128))
+    rng = np.random.default_rng(0)
+    for t in range(180):
+        if t % 6 == 0:
+            actions = random_actions(rng, 128)
+        batch.step(actions)
+        state = batch.fleet.state.rows
+        assert np.allclose(state["waiting"].sum(axis=2), state["queue"], rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
 def test_a_row_of_a_batch_equals_the_same_episode_alone(task_id: Any) -> None:
     rng = np.random.default_rng(2)
     actions = [random_actions(rng, 5) for _ in range(60)]

@@ -465,6 +465,56 @@ def test_an_episode_of_another_release_is_not_continued(store_url: str) -> None:
     asyncio.run(scenario())
 
 
+def test_an_episode_stored_in_another_form_is_not_continued(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, seed=1)
+            old = EpisodeStart(SERVING, 1, 1, live.start.config, version=1)
+            await manager.store.put("older", old, "", [b'{"kv_budget":0.5}'])
+            with pytest.raises(UnknownSessionError, match="stored in another form"):
+                await manager.step("older", {})
+
+    asyncio.run(scenario())
+
+
+UNREADABLE = [
+    b'{"kv_budget":0.5,"spec_length":0,"batch_size":8,"prefill_disagg":0,"quant_tier":"FP16"}',
+    b"[0.5,0,8]",
+    b'[0.5,3,8,0,"FP16"]',
+    b'["much",0,8,0,"FP16"]',
+    b"null",
+    b"[0.5,0",
+]
+
+
+@pytest.mark.parametrize("action", UNREADABLE)
+def test_a_stored_step_that_cannot_be_read_is_the_stores_error(store_url: str, action: bytes) -> None:
+    """Not the caller's, and no reason to forget or to change what is stored."""
+
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, seed=1)
+            token = await manager.store.put("odd", live.start, "", [action])
+            for _ in range(2):
+                with pytest.raises(StoreError, match="holds a step that cannot be read"):
+                    await manager.step("odd", {})
+            assert await manager.store.position("odd") == (token, 1)
+            # Written by another process into an episode that is alive here.
+            await step(manager, live.session_id, {})
+            assert await manager.store.append(live.session_id, live.token, 1, action)
+            with pytest.raises(StoreError, match="holds a step that cannot be read"):
+                await manager.step(live.session_id, {})
+            assert len(live.actions) == live.env.state()["step_count"] == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", [b'{"family":"serving"}', b'{"later":1}', b"[]", b"{"])
+def test_the_start_of_an_episode_that_cannot_be_read_is_the_stores_error(text: bytes) -> None:
+    with pytest.raises(StoreError, match="start cannot be read"):
+        EpisodeStart.from_json(text)
+
+
 def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url: str) -> None:
     async def scenario() -> None:
         actions = actions_of(SERVING, 6)
