@@ -29,29 +29,37 @@ def ablate(
     """Freeze each live knob in turn, search again, and report what that costs on the seeds.
 
     A knob is frozen at every value that it takes in the best constant action or in a mode of the adaptive policy; each
-    is searched anew and the one that is best on the validation seeds counts. ``cost`` is the paired difference of the
-    free policy to the frozen one, ``cost_of_default`` that to the policy with the knob left at the engine's default.
+    is searched anew and the one that is best on the validation seeds counts. A policy that may not move a knob is also
+    one that does not: where such a search validates best of all, its policy is the free one. ``cost`` is the paired
+    difference of the free policy to the frozen one, ``cost_of_default`` that to the policy with the knob left at the
+    engine's default.
     """
-    free = evaluate(ModeAgent(adaptive, task), task, seeds)
+    searched: dict[str, dict[float, tuple[ModeParams, float]]] = {}
+    for i, knob in enumerate(KNOBS):
+        if knob in task.active_actions:
+            values = {*candidate_values(adaptive, to_row(static), i), float(FORCED[i])}
+            searched[knob] = {value: _search(task, adaptive, knob, value, budget) for value in sorted(values)}
+    known = Solver(task, get_calibration(task.task_id), budget=budget)
+    found = [each for by_value in searched.values() for each in by_value.values()]
+    free, _ = max(((adaptive, known.validated(adaptive)), *found), key=lambda each: each[1])
+
+    scores = evaluate(ModeAgent(free, task), task, seeds).scores
     results = []
     for i, knob in enumerate(KNOBS):
-        if knob not in task.active_actions:
+        if knob not in searched:
             continue
         default = float(FORCED[i])
-        values = candidate_values(adaptive, to_row(static), i)
-        frozen = {v: _search(task, adaptive, knob, v, budget) for v in {*values, default}}
-        value, policy, _ = max((frozen[v] for v in values), key=lambda found: found[2])
-        played = evaluate(ModeAgent(policy, task), task, seeds)
-        _, left_alone, _ = frozen[default]
-        unused = evaluate(ModeAgent(left_alone, task), task, seeds)
+        values_used = candidate_values(adaptive, to_row(static), i)
+        value = max(values_used, key=lambda v: searched[knob][v][1])
+        played, unused = (evaluate(ModeAgent(searched[knob][v][0], task), task, seeds).scores for v in (value, default))
         results.append(
             {
                 "knob": knob,
                 "frozen_at": value,
-                "score": float(played.scores.mean()),
-                "cost": paired(free.scores, played.scores).to_dict(),
+                "score": float(played.mean()),
+                "cost": paired(scores, played).to_dict(),
                 "default": default,
-                "cost_of_default": paired(free.scores, unused.scores).to_dict(),
+                "cost_of_default": paired(scores, unused).to_dict(),
             }
         )
     return results
@@ -59,10 +67,8 @@ def ablate(
 
 def _search(
     task: TaskSpec, start: ModeParams, knob: str, value: float, budget: Budget | None
-) -> tuple[float, ModeParams, float]:
-    solver = Solver(task, get_calibration(task.task_id), budget=budget, frozen={knob: value})
-    policy, worth = solver.refine(start)
-    return value, policy, worth
+) -> tuple[ModeParams, float]:
+    return Solver(task, get_calibration(task.task_id), budget=budget, frozen={knob: value}).refine(start)
 
 
 def candidate_values(adaptive: ModeParams, static: FloatArray, knob: int) -> list[float]:

@@ -108,6 +108,7 @@ class Budget:
 
     grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRID))
     coarse: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(COARSE))
+    stages: tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]] = STAGES
     seeds: Sequence[int] = TRAINING_SEEDS[:12]
     quick_seeds: Sequence[int] = TRAINING_SEEDS[:3]
     validation: Sequence[int] = VALIDATION_SEEDS
@@ -269,10 +270,14 @@ class Solver:
         start = start.with_settings(settings)
         settled = max((self._settle(start), *self._regated(start, 1)), key=self._training_value)
         candidates = [start, settled, *self._cross_entropy(settled)]
-        for staged in self._staged():
-            candidates += self._cross_entropy(staged)
-        candidates += self._cross_entropy(max(candidates, key=self._training_value))
+        staged = self._staged()
+        if staged:
+            candidates += self._cross_entropy(max(staged, key=self._training_value))
         return self._validated(candidates)
+
+    def validated(self, params: ModeParams) -> float:
+        """What a policy is worth on the validation seeds."""
+        return self._value(params, self.budget.validation)
 
     def _validated(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
         """The best candidate over training and validation seeds, polished if that is better still; its validated value.
@@ -351,7 +356,7 @@ class Solver:
         burst = self.task.burst
         if burst is None:
             return []
-        calm, flood = (self.grid(points) for points in STAGES)
+        calm, flood = (self.grid(points) for points in self.budget.stages)
         windows = itertools.product((0.0, 3.0, 8.0), (15.0, 30.0))
         gates = [window_gate(-a, burst.duration_steps + b, burst.interval_steps) for a, b in windows]
         tried = crossed(np.repeat(calm, len(flood), axis=0), np.tile(flood, (len(calm), 1)), gates)

@@ -169,7 +169,7 @@ def confirmation_table(result: dict[str, Any]) -> str:
 def ablation_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at the engine's default;",
-        "the policy is searched anew each time.",
+        "the policy is searched anew each time, and the best of all that were found is the free one.",
         "",
         "| knob | best constant value | cost of freezing it there [95 % CI] | default | cost of leaving it there |",
         "|---|---|---|---|---|",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from agents.ablation import ablate
 from agents.baseline import BASELINE_ACTION, NaiveAgent, run_all_baselines, run_baseline
 from agents.calibration import calibrate, measure_price, policy_path, write_calibration
 from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
@@ -35,7 +36,7 @@ from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from inferencegym.cli import main
 from inferencegym.errors import InvalidActionError, InvalidConfigError
-from inferencegym.models import OBSERVATION_FIELDS
+from inferencegym.models import OBSERVATION_FIELDS, QuantTier, ServeAction
 from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tasks
 
 TINY = Budget(
@@ -47,6 +48,10 @@ TINY = Budget(
         "prefill_disagg": (0, 1),
         "quant_tier": (0, 1),
     },
+    stages=(
+        {"kv_budget": (0.5,), "spec_length": (0,), "batch_size": (16, 448), "prefill_disagg": (0,), "quant_tier": (1,)},
+        {"kv_budget": (0.9,), "spec_length": (0,), "batch_size": (448,), "prefill_disagg": (0, 1), "quant_tier": (1,)},
+    ),
     seeds=TRAINING_SEEDS[:2],
     quick_seeds=TRAINING_SEEDS[:1],
     validation=VALIDATION_SEEDS[:2],
@@ -317,6 +322,30 @@ def test_a_frozen_knob_stays_frozen_in_every_mode() -> None:
     policy, _ = solver.refine(two_modes(threshold_gate("arrival_rate", level)))
     assert set(policy.settings[0, :, 2]) == {100.0}
     assert set(policy.settings[0, :, 4]) == {1.0}
+
+
+def test_starts_hold_requests_back_in_calm_in_different_ways_and_move_only_what_may_move() -> None:
+    task = get_task(3)
+    starts = Solver(task, get_calibration(3), budget=TINY, frozen={"quant_tier": 1.0})._staged()
+    assert len(starts) == 2
+    few, many = sorted(float(start.settings[0, 0, 2]) for start in starts)
+    assert few < 64 < many
+    assert all(set(start.settings[0, :, 4]) == {1.0} for start in starts)
+    assert Solver(get_task(1), get_calibration(1), budget=TINY)._staged() == []
+
+
+def test_no_policy_that_may_not_move_a_knob_beats_the_free_one_on_the_seeds_it_was_chosen_on() -> None:
+    task = get_task(1)
+    # A poor free policy: the searches that may not move a knob find better ones, which are free policies as well.
+    poor = constant_policy(np.array([0.5, 0, 8, 0, 0]))
+    rows = ablate(task, poor, ServeAction(0.9, 0, 64, False, QuantTier.FP16), TINY, seeds=TINY.validation)
+    assert [row["knob"] for row in rows] == ["kv_budget", "batch_size"]
+    for row in rows:
+        assert row["cost"]["mean"] >= 0.0
+        assert row["cost_of_default"]["mean"] >= row["cost"]["mean"]
+        free = row["score"] + row["cost"]["mean"]
+        assert free == pytest.approx(rows[0]["score"] + rows[0]["cost"]["mean"])
+    assert rows[0]["frozen_at"] in (0.5, 0.9)
 
 
 def test_knobs_that_a_task_does_not_offer_are_not_searched() -> None:
