@@ -34,32 +34,34 @@ def ablate(
     difference of the free policy to the frozen one, ``cost_of_default`` that to the policy with the knob left at the
     engine's default.
     """
+    solver = Solver(task, get_calibration(task.task_id), budget=budget)
+    found = [(adaptive, solver.validated(adaptive))]
     searched: dict[str, dict[float, tuple[ModeParams, float]]] = {}
     for i, knob in enumerate(KNOBS):
         if knob in task.active_actions:
             values = {*candidate_values(adaptive, to_row(static), i), float(FORCED[i])}
             searched[knob] = {value: _search(task, adaptive, knob, value, budget) for value in sorted(values)}
-    known = Solver(task, get_calibration(task.task_id), budget=budget)
-    found = [each for by_value in searched.values() for each in by_value.values()]
-    free, _ = max(((adaptive, known.validated(adaptive)), *found), key=lambda each: each[1])
+            found += searched[knob].values()
+    free, _ = max(found, key=lambda each: each[1])
 
-    scores = evaluate(ModeAgent(free, task), task, seeds).scores
+    def played(policy: ModeParams) -> FloatArray:
+        return evaluate(ModeAgent(policy, task), task, seeds).scores
+
+    scores = played(free)
     results = []
-    for i, knob in enumerate(KNOBS):
-        if knob not in searched:
-            continue
+    for knob, by_value in searched.items():
+        i = KNOBS.index(knob)
         default = float(FORCED[i])
-        values_used = candidate_values(adaptive, to_row(static), i)
-        value = max(values_used, key=lambda v: searched[knob][v][1])
-        played, unused = (evaluate(ModeAgent(searched[knob][v][0], task), task, seeds).scores for v in (value, default))
+        best = max(candidate_values(adaptive, to_row(static), i), key=lambda value: by_value[value][1])
+        frozen = played(by_value[best][0])
         results.append(
             {
                 "knob": knob,
-                "frozen_at": value,
-                "score": float(played.mean()),
-                "cost": paired(scores, played).to_dict(),
+                "frozen_at": best,
+                "score": float(frozen.mean()),
+                "cost": paired(scores, frozen).to_dict(),
                 "default": default,
-                "cost_of_default": paired(scores, unused).to_dict(),
+                "cost_of_default": paired(scores, played(by_value[default][0])).to_dict(),
             }
         )
     return results

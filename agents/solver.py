@@ -69,6 +69,9 @@ STAGE_RAMP: Final = 0.1
 RESTARTING: Final = [list(ACTION_FIELDS).index(name) for name in ("prefill_disagg", "quant_tier")]
 """Columns of the knobs whose change restarts replicas."""
 
+BATCH_SIZE: Final = list(ACTION_FIELDS).index("batch_size")
+"""Column of ``batch_size``."""
+
 SMALL_FIELD: Final = 200
 """Policies that a race does not thin out after the first seed."""
 
@@ -255,7 +258,7 @@ class Solver:
             candidates += self._cross_entropy(staged)
         candidates += self._cross_entropy(max(candidates, key=self._training_value))
         self._progress("adaptive: validation", 0.98)
-        chosen = self._validated(candidates)
+        chosen = self._chosen(candidates)
         self._progress("done", 1.0)
         return chosen
 
@@ -273,23 +276,23 @@ class Solver:
         staged = self._staged()
         if staged:
             candidates += self._cross_entropy(max(staged, key=self._training_value))
-        return self._validated(candidates)
+        return self._chosen(candidates)
 
     def validated(self, params: ModeParams) -> float:
         """What a policy is worth on the validation seeds."""
         return self._value(params, self.budget.validation)
 
-    def _validated(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
+    def _chosen(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
         """The best candidate over training and validation seeds, polished if that is better still; its validated value.
 
         None that is worse on the validation seeds than the first candidate. Of policies that are alike there the
         training seeds tell the better one, and those that only fit the training seeds show on the others.
         """
-        seeds, others = self.budget.seeds, self.budget.validation
+        n_training, n_validation = len(self.budget.seeds), len(self.budget.validation)
 
         def judged(params: ModeParams) -> tuple[float, float]:
-            value = self._value(params, others)
-            return len(seeds) * self._value(params, seeds) + len(others) * value, value
+            value = self.validated(params)
+            return n_training * self._training_value(params) + n_validation * value, value
 
         found = [(*judged(params), params) for params in candidates]
         least = found[0][1]
@@ -330,19 +333,14 @@ class Solver:
         calm, flood = params.settings[0, 0], params.settings[0, min(1, params.n_modes - 1)]
         points = {name: tuple(map(float, field.choices or ())) for name, field in ACTION_FIELDS.items()}
         points["kv_budget"] = (float(calm[0]), *self.budget.coarse["kv_budget"])
-        points["batch_size"] = (float(calm[2]),)
+        points["batch_size"] = (float(calm[BATCH_SIZE]),)
         settings = self.grid(points)
         tried = crossed(settings, np.broadcast_to(flood, settings.shape), gate_library(self.task))
         tried = replace(tried, stay=np.full(len(tried), params.stay[0]), ramp=np.full(len(tried), params.ramp[0]))
         # Each way to place and to quantise the calm is a race of its own: what it is worth shows after polishing.
-        restarting = tried.settings[:, 0, RESTARTING]
-        best: list[tuple[float, ModeParams]] = []
-        for way in np.unique(restarting, axis=0):
-            entrants = tried.select(np.flatnonzero((restarting == way).all(axis=1)))
-            values = self.race(entrants, 64, self.budget.quick_seeds)
-            best.append((float(values.max()), entrants.pick(int(values.argmax()))))
-        best.sort(key=lambda pair: -pair[0])
-        chosen = [params for _, params in best[:kept]]
+        winners = self._winners(tried, tried.settings[:, 0, RESTARTING], 64, self.budget.quick_seeds)
+        winners.sort(key=lambda pair: -pair[0])
+        chosen = [params for _, params in winners[:kept]]
         if self.task.burst is not None:
             chosen = [self._drain_mode(p) for p in chosen]
         return [self.polish(p, self._training_value(p))[0] for p in chosen]
@@ -361,12 +359,20 @@ class Solver:
         gates = [window_gate(-a, burst.duration_steps + b, burst.interval_steps) for a, b in windows]
         tried = crossed(np.repeat(calm, len(flood), axis=0), np.tile(flood, (len(calm), 1)), gates)
         tried = replace(tried, ramp=np.full(len(tried), STAGE_RAMP))
-        starts = []
-        for batch_size in np.unique(calm[:, 2]):
-            entrants = tried.select(np.flatnonzero(tried.settings[:, 0, 2] == batch_size))
-            best = self._drain_mode(entrants.pick(int(self.race(entrants, 48).argmax())))
-            starts.append(self.polish(best, self._training_value(best))[0])
-        return starts
+        winners = self._winners(tried, tried.settings[:, 0, [BATCH_SIZE]], 48)
+        starts = [self._drain_mode(params) for _, params in winners]
+        return [self.polish(start, self._training_value(start))[0] for start in starts]
+
+    def _winners(
+        self, params: ModeParams, ways: FloatArray, finalists: int, seeds: Sequence[int] | None = None
+    ) -> list[tuple[float, ModeParams]]:
+        """Of the policies (P) that go the same way (P, W) about something: the winner of their race, with its value."""
+        found = []
+        for way in np.unique(ways, axis=0):
+            entrants = params.select(np.flatnonzero((ways == way).all(axis=1)))
+            values = self.race(entrants, finalists, seeds)
+            found.append((float(values.max()), entrants.pick(int(values.argmax()))))
+        return found
 
     def _drain_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode around a policy's floods, mainly after them: the flood's batch and pool on the calm's replicas."""
