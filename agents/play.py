@@ -12,7 +12,7 @@ from agents.protocol import Agent, FloatArray
 from env.action import snap, write_actions
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
-from grader.grader import SCORES
+from grader.grader import SCORES, unit
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.tables import ServingTables
 
@@ -37,7 +37,7 @@ class Played:
     def scores(self, calibration: Calibration | None = None) -> FloatArray:
         """The grade of every row, (B,)."""
         score, _ = self._scored(calibration)
-        return np.clip(np.nan_to_num(score), 0.0, 1.0)
+        return unit(score)
 
     def breakdown(self, calibration: Calibration | None = None) -> dict[str, FloatArray]:
         """Each component of the grade, (B,)."""

@@ -123,7 +123,7 @@ class InferenceEnv:
         self.actions.append(applied_json)
         reward = batch.reward.item(0)
         self._cumulative_reward += reward
-        metrics = vars(batch.fleet.snapshot())
+        metrics = metrics_dict(batch.fleet.snapshot())
         self._episode_log.append(
             {"timestep": len(self.actions), "action": applied_json, "reward": reward, "metrics": metrics}
         )
@@ -204,8 +204,8 @@ class InferenceEnv:
 
 
 def metrics_dict(m: MetricsSnapshot) -> dict[str, Any]:
-    """JSON form of a snapshot (``dataclasses.asdict`` without its deep copies)."""
-    return dict(vars(m))
+    """JSON form of a snapshot: its own fields, not copies of them."""
+    return vars(m)
 
 
 def observation_dict(o: ServeObservation) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from grader.episode import Episode, Scored, read_log
+import numpy as np
+
+from grader.episode import Episode, FloatArray, Scored, read_log
 from grader.task1_grader import grade_throughput, score_throughput
 from grader.task2_grader import grade_latency_memory, score_latency_memory
 from grader.task3_grader import grade_four_term, score_four_term
@@ -52,10 +53,10 @@ class GraderModule:
         if episode is None:
             return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
         grade = GRADES[kind](task, calibration or get_calibration(task.task_id), episode)
-        grade["score"] = unit(grade["score"])
+        grade["score"] = float(unit(grade["score"]))
         return grade
 
 
-def unit(x: float) -> float:
-    """``x`` cut to [0, 1]."""
-    return 0.0 if math.isnan(x) else min(1.0, max(0.0, float(x)))
+def unit(x: float | FloatArray) -> FloatArray:
+    """``x`` cut to [0, 1]; what is no number is 0."""
+    return np.clip(np.nan_to_num(x), 0.0, 1.0)
