@@ -98,22 +98,28 @@ def texts(written: list[bytes]) -> list[str]:
 
 def test_a_frame_that_can_be_answered_at_once_waits_for_no_turn_of_the_event_loop() -> None:
     async def scenario() -> None:
-        protocol, wire = await connected()
-        for _ in range(3):
-            protocol.data_received(sent("!now"))
-            assert texts(wire.written) == ["at once !now"]
-            wire.written.clear()
-        protocol.data_received(sent("later"))
-        assert wire.written == []
-        protocol.data_received(sent("!and now"))
-        assert wire.written == [], "an answer does not overtake the one before it"
-        await settled()
-        assert texts(wire.written) == ["in turn later", "in turn !and now"]
-        wire.written.clear()
-        protocol.data_received(sent("!again"))
-        assert texts(wire.written) == ["at once !again"]
+        await answers_at_once_and_in_order(*await connected(), sent, texts)
 
     asyncio.run(scenario())
+
+
+async def answers_at_once_and_in_order(
+    protocol: asyncio.Protocol, wire: Wire, sent: Callable[[str], bytes], answers: Callable[[list[bytes]], list[str]]
+) -> None:
+    """What begins with ! is answered before ``data_received`` returns, unless something before it still waits."""
+    for _ in range(3):
+        protocol.data_received(sent("!now"))
+        assert answers(wire.written) == ["at once !now"]
+        wire.written.clear()
+    protocol.data_received(sent("later"))
+    assert wire.written == []
+    protocol.data_received(sent("!and now"))
+    assert wire.written == [], "an answer does not overtake the one before it"
+    await settled()
+    assert answers(wire.written) == ["in turn later", "in turn !and now"]
+    wire.written.clear()
+    protocol.data_received(sent("!again"))
+    assert answers(wire.written) == ["at once !again"]
 
 
 def test_a_frame_is_not_answered_while_the_client_does_not_take_what_was_sent() -> None:
@@ -271,20 +277,7 @@ def bodies(written: list[bytes]) -> list[str]:
 
 def test_a_request_that_can_be_answered_at_once_waits_for_no_turn_of_the_event_loop() -> None:
     async def scenario() -> None:
-        protocol, wire = await http_connected(step=at_once)
-        for _ in range(3):
-            protocol.data_received(request("!now"))
-            assert bodies(wire.written) == ["at once !now"]
-            wire.written.clear()
-        protocol.data_received(request("later"))
-        assert wire.written == []
-        protocol.data_received(request("!and now"))
-        assert wire.written == [], "an answer does not overtake the one before it"
-        await settled()
-        assert bodies(wire.written) == ["in turn later", "in turn !and now"]
-        wire.written.clear()
-        protocol.data_received(request("!again"))
-        assert bodies(wire.written) == ["at once !again"]
+        await answers_at_once_and_in_order(*await http_connected(step=at_once), request, bodies)
 
     asyncio.run(scenario())
 
