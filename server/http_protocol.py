@@ -29,7 +29,7 @@ ANSWER_AT_ONCE: Final = "inferencegym.answer_at_once"
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 """Status, headers (one of them ``content-length``) and body."""
 AnswerAtOnce = Callable[[Mapping[str, Any], bytes], Answer | None]
-"""From the scope of a POST request and its body to the answer, or to None, with nothing changed."""
+"""From the scope of a POST request and its body to the answer, or to None or an exception, with nothing changed."""
 
 BODY_FOLLOWS_S: Final = 0.005
 """Many clients send head and body one after the other. A body that takes longer is waited for in the usual way."""

@@ -27,7 +27,7 @@ from inferencegym.errors import InferenceGymError
 from server.http_protocol import Answer
 from server.logs import LineLog
 from server.metrics import Metrics
-from server.problems import problem_reply
+from server.problems import failure_reply, problem_reply
 from server.request_errors import BodyTooLargeError, RateLimitedError, UnauthorizedError
 from server.settings import Settings
 from server.wire import REQUEST_ID_KEY, JsonReply, RawHeaders
@@ -247,7 +247,8 @@ class AtOnce:
     """A route's short way: answers requests that have nothing to wait for, before the application is asked.
 
     What is refused gets no answer here, and nothing is changed: errors are the application's to report, and so are
-    requests from pages, whose answers may need other headers.
+    requests from pages, whose answers may need other headers. A failure of the server's own is reported here. Its step
+    may be stored already, and the application, asked again, would take the next one.
     """
 
     def __init__(self, requests: Requests, limits: Limits, route: RouteAtOnce) -> None:
@@ -260,15 +261,18 @@ class AtOnce:
         if any(name == b"origin" for name, _ in scope["headers"]):
             return None
         started = time.perf_counter()
+        failure = None
         try:
             self._limits.check(scope)
             answer = self._route(scope, body)
         except InferenceGymError:
             return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported and logged below
+            answer, failure = failure_reply(), error
         if answer is None:
             return None
         request_id = self._requests.request_id(scope)
-        self._requests.answered(scope, request_id, answer.status_code, time.perf_counter() - started)
+        self._requests.answered(scope, request_id, answer.status_code, time.perf_counter() - started, failure)
         return answer.status_code, self._requests.headers(answer.raw_headers, request_id), answer.body
 
 

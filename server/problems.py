@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from inferencegym.errors import ForgedLogError, InferenceGymError
 from server.request_errors import InvalidRequestError
-from server.wire import REQUEST_ID_KEY, JsonReply
+from server.wire import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 NEXT: Final[dict[str, str]] = {
     "invalid_action": "correct the action and send the step again; nothing was changed",
@@ -97,11 +97,16 @@ async def _on_validation(_request: Request, error: Exception) -> JsonReply:
 
 
 async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
+    # This answer does not pass the middleware that adds the header to all others.
+    headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
+    return failure_reply(headers)
+
+
+def failure_reply(headers: RawHeaders = ()) -> JsonReply:
+    """What is said of a failure that is the server's own."""
     detail = {
         "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
         "code": "internal",
         "next": "report the request id; if it was a step, send it again with its number",
     }
-    # This answer does not pass the middleware that adds the header to all others.
-    headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
     return JsonReply(orjson.dumps({"detail": detail}), 500, headers)

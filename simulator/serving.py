@@ -290,6 +290,7 @@ _CLASS_FLOAT: Final = (
     "in_flight",
     "prompt_in_flight",
     "position_in_flight",
+    "written_tokens",
     "class_window",
     "work_ratio",
     "class_load",
@@ -337,7 +338,8 @@ class ServingState:
     - ``time`` steps taken; ``tier_to/from``, ``disagg_to/from`` and ``converted`` (share of replicas restarted so far)
       describe a rollout; ``age_head``, ``wait_head`` (B, C) are the oldest cohorts still running or waiting.
     - ``queue``, ``in_flight`` (B, C) requests; ``prompt_in_flight``, ``position_in_flight`` (B, C) their prompt and
-      output tokens so far; ``waiting`` (B, C, T) requests still waiting by second of arrival.
+      output tokens so far; ``written_tokens`` (B, C) what the cohorts from ``age_head`` on have written, their ended
+      requests included; ``waiting`` (B, C, T) requests still waiting by second of arrival.
     - ``progress`` (B, T + 1) tokens that a request gained since the start; ``density`` (B, C, T) requests admitted per
       token of progress.
     - ``last_gain`` tokens per request in the last step, ``recompute_ms`` prefill owed to restarted replicas,

@@ -454,6 +454,7 @@ class ServingKernel:
         total = 0.0
         done = 0.0
         held = 0.0
+        wrote = 0.0
         kv = 0.0
         lost = 0.0
         lost_tokens = 0.0
@@ -478,20 +479,24 @@ class ServingKernel:
             if self.after[b, c] > 1e-9:
                 scale = (self.after_prompt[b, c] + self.after_pos[b, c]) / (self.after[b, c] * self.head_prompt[b, c])
             lost += self.after[b, c] * self.head_work_ms[b, c] * scale
+            wrote += self._wrote(b, t, c, x)
             s = self.age_head[b, c]
             while s < t and x - self.progress[b, s + 1] > self.longest_output[c]:
+                # All of this cohort have ended: each wrote a mean output.
+                ended = self.density[b, c, s] * (self.progress[b, s + 1] - self.progress[b, s])
+                self.written_tokens[b, c] -= ended * output
                 s += 1
             self.age_head[b, c] = s
         self.recompute_ms[b] = self.restarted[b] * lost
         self.admitted[b] = total
         self.completed[b] = done
         self.running_requests[b] = held
-        self.tokens_per_sec[b] = held * gain / self.dt_s
+        self.tokens_per_sec[b] = wrote / self.dt_s
         pool = max(self.up[b], 1e-9) * self.kv_pool_tokens[b]
         self.kv_occupancy[b] = min(1.0, kv / max(pool, 1.0))
         if self.reuse_points > 0:
             # Freed blocks keep their content until others need them; a replica that restarts forgets it.
-            written = self.cached_tokens[b] * (1.0 - self.restarted[b]) + held * gain
+            written = self.cached_tokens[b] * (1.0 - self.restarted[b]) + wrote
             for c in range(self.n_classes):
                 written += self.admit[b, c] * self.head_prompt[b, c]
             self.cached_tokens[b] = min(written, pool)
@@ -499,6 +504,36 @@ class ServingKernel:
         churned = self.churn_factor * self.kv_pressure[b] * lost_tokens
         self.eviction_events[b] = self.overcommit[b] * held * self.eviction_rate + churned
         self.kv_pressure[b] += 0.5 * (self.kv_bound[b] - self.kv_pressure[b])
+
+    def _wrote(self, b: int, t: int, c: int, x: float) -> float:
+        """Tokens that a class's requests wrote in this step, at progress ``x`` at its end: never more than they have.
+
+        A request that could have gained y tokens has written the integral of S up to y, on average, because it may have
+        ended before. Over the positions of a cohort, that sums to y times this integral less the one of y*S. (Requests
+        in flight at both ends of a step would tell wrongly: many may come and go within it.)
+        """
+        total = 0.0
+        s = self.age_head[b, c]
+        older = self._written_until(b, c, s, x)
+        while s < t:
+            younger = self._written_until(b, c, s + 1, x)
+            total += self.density[b, c, s] * (older - younger)
+            older = younger
+            s += 1
+        total += self.density[b, c, t] * older
+        wrote = total - self.written_tokens[b, c]
+        self.written_tokens[b, c] = total
+        return max(wrote, 0.0)
+
+    def _written_until(self, b: int, c: int, s: int, x: float) -> float:
+        """Tokens that requests at all positions up to the edge of cohort ``s`` have written, one at each."""
+        at = self.edge_at[b, s]
+        u = self.edge_part[b, s]
+        part = self.length_int[c, at + 2]
+        # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
+        bend = 0.5 * u * (1.0 - u) * part / self.grid_inv
+        reached = self.length_int[c, at] + u * part
+        return (x - self.progress[b, s]) * reached - (self.length_int[c, at + 1] + u * self.length_int[c, at + 3]) + bend
 
     def _measure_latency(self, b: int, t: int, w: int) -> None:
         """TTFT of what was admitted: waits from the arrival and admission curves, then what happens after admission.

@@ -338,6 +338,35 @@ def test_a_failure_of_ours_is_logged_with_its_cause_under_the_id_that_the_client
     assert "ZeroDivisionError: hidden" in line["traceback"]
 
 
+def test_a_step_that_fails_where_it_arrived_is_reported_there_and_taken_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is stored before it is played: sent on the usual way, which takes what is next, it would be played twice."""
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("hidden")
+
+    app = create_app(Settings(store_url="memory://"))
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", b"find-me")]
+    with TestClient(app) as client:
+        session_id = client.post("/reset", json={"task_id": 1, "seed": 1}).json()["session_id"]
+        body = {"session_id": session_id, "action": {"batch_size": 64}}
+        with monkeypatch.context() as patched:
+            patched.setattr(type(app.state.context.sessions.peek(session_id).env), "play", broken)
+            scope = {"type": "http", "method": "POST", "path": "/step", "headers": headers, "client": None}
+            status, answered, said = app.state.answer_at_once["/step"](scope, json.dumps(body).encode())
+        assert (status, json.loads(said)["detail"]["code"]) == (500, "internal")
+        assert (b"x-request-id", b"find-me") in answered
+        assert b"hidden" not in said
+        again = client.post("/step", json={**body, "step": 1})
+        assert again.status_code == 200
+        assert client.get("/state", params={"session_id": session_id}).json()["step_count"] == 1
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    [line] = [line for line in lines if line.get("request_id") == "find-me"]
+    assert (line["level"], line["status"]) == ("error", 500)
+    assert "ZeroDivisionError: hidden" in line["traceback"]
+
+
 def test_websockets_that_break_off_in_the_middle_of_an_episode_leave_no_error_in_the_log(tmp_path: Path) -> None:
     reset = json.dumps({"type": "reset", "data": {"task_id": 3, "seed": 1}})
     step = json.dumps({"type": "step", "data": {"batch_size": 64}})

@@ -63,6 +63,41 @@ def test_requests_are_conserved(task_id: Any) -> None:
 
 
 @pytest.mark.parametrize("task_id", TASKS)
+def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> None:
+    """Nobody writes more than an output, however short it is compared with what a request could gain in a second."""
+    batch = batch_of(task_id, 8)
+    batch.reset(range(8))
+    fleet, rng = batch.fleet, np.random.default_rng(4)
+    lengths = fleet.params.stats.output_cdf_tokens
+
+    def written(row: int, cls: int) -> float:
+        """Mean of min(position, output) over the positions of each second's admissions and over all outputs."""
+        total = 0.0
+        for step, admitted in enumerate(admissions[:, row, cls]):
+            low, high = progress[-1][row] - progress[step + 1][row], progress[-1][row] - progress[step][row]
+            if admitted > 0.0:
+                until = [
+                    np.where(y < lengths[cls], 0.5 * y * y, lengths[cls] * (y - 0.5 * lengths[cls]))
+                    for y in (low, high)
+                ]
+                total += admitted * float((until[1] - until[0]).mean()) / (high - low)
+        return total
+
+    seen, progress, tokens = [], [np.zeros(8)], np.zeros(8)
+    for t in range(160):
+        if t % 4 == 0:
+            actions = random_actions(rng, 8)
+        batch.step(actions)
+        seen.append(fleet.scratch["admit"].copy())
+        progress.append(progress[-1] + fleet.state.rows["last_gain"])
+        assert (batch.metric["tokens_per_sec"] >= 0.0).all()
+        tokens += batch.metric["tokens_per_sec"]
+    admissions = np.array(seen)
+    expected = [sum(written(row, cls) for cls in range(fleet.params.n_classes)) for row in range(8)]
+    assert tokens == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
 def test_waiting_cohorts_add_up_to_the_queue(task_id: Any) -> None:
     batch = batch_of(task_id, 8)
     batch.reset(range(8))
