@@ -137,6 +137,10 @@ be random |
 validated too: under half of the episodes for the same score on task 3 |
 | races with fewer gates in the first round, or cross-entropy searches that compete for the generations | rejected: a \
 quarter of the episodes, but 0.006 to 0.012 of the score lost, together |
+| the candidates of a search spread over threads, or over processes | rejected: 0.9x and 0.8x to 1.2x on two cores, \
+whose threads share a step's rows already |
+| tokens counted as requests write them, in a pass of its own over a step's cohorts | kept: 5 to 15 % of the kernel, \
+and no tokens that nobody wrote |
 """
 
 

@@ -84,10 +84,8 @@ cdef class ServingKernel:
     cdef double _work_ratio(self, Py_ssize_t b, Py_ssize_t c, Py_ssize_t tier, double n, double load) noexcept nogil
     @cython.locals(c=Py_ssize_t, s=Py_ssize_t, load=double, output=double, lost_tokens=double, churned=double, done=double, ended=double, held=double, kv=double, lost=double, pool=double, scale=double, total=double, written=double, wrote=double, x=double)
     cdef void _commit(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
-    @cython.locals(s=Py_ssize_t, older=double, total=double, wrote=double, younger=double)
+    @cython.locals(at=Py_ssize_t, s=Py_ssize_t, before=double, bend=double, d=double, half_cell=double, part=double, total=double, u=double, wrote=double)
     cdef double _wrote(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c, double x) noexcept nogil
-    @cython.locals(at=Py_ssize_t, bend=double, part=double, reached=double, u=double)
-    cdef double _written_until(self, Py_ssize_t b, Py_ssize_t c, Py_ssize_t s, double x) noexcept nogil
     @cython.locals(c=Py_ssize_t, judged=double, late=double, prefilling=double, stale=double)
     cdef void _measure_latency(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, admitted=double, ahead=double, away=double, deviation=double, excess=double, full=double, margin=double, most=double, most_admitted=double, pooled=double, replicas=double, brief_work=double, running=double, slot_wait=double, backlog=double, before=double, busy=double, cap=double, chunks=double, crowd=double, cycle=double, decodes=double, each=double, fill=double, here=double, iteration=double, load=double, lengthy=double, mean=double, own=double, packed=double, prompt=double, queueing=double, residual=double, seen=double, share=double, shift=double, brief=double, spread2=double, transient=double, up=double, upto=double, variance=double, whole=double, work=double)

@@ -512,28 +512,23 @@ class ServingKernel:
         ended before. Over the positions of a cohort, that sums to y times this integral less the one of y*S. (Requests
         in flight at both ends of a step would tell wrongly: many may come and go within it.)
         """
+        half_cell = 0.5 / self.grid_inv
         total = 0.0
-        s = self.age_head[b, c]
-        older = self._written_until(b, c, s, x)
-        while s < t:
-            younger = self._written_until(b, c, s + 1, x)
-            total += self.density[b, c, s] * (older - younger)
-            older = younger
-            s += 1
-        total += self.density[b, c, t] * older
+        before = 0.0
+        for s in range(self.age_head[b, c], t + 1):
+            at = self.edge_at[b, s]
+            u = self.edge_part[b, s]
+            part = self.length_int[c, at + 2]
+            # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
+            bend = half_cell * u * (1.0 - u) * part
+            d = self.density[b, c, s]
+            # Up to this edge one cohort counts, beyond it the one before.
+            total += (d - before) * ((x - self.progress[b, s]) * (self.length_int[c, at] + u * part) + bend)
+            before = d
+        total -= self.after_pos[b, c]  # the integrals of y*S, summed in the same way
         wrote = total - self.written_tokens[b, c]
         self.written_tokens[b, c] = total
         return max(wrote, 0.0)
-
-    def _written_until(self, b: int, c: int, s: int, x: float) -> float:
-        """Tokens that requests at all positions up to the edge of cohort ``s`` have written, one at each."""
-        at = self.edge_at[b, s]
-        u = self.edge_part[b, s]
-        part = self.length_int[c, at + 2]
-        # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
-        bend = 0.5 * u * (1.0 - u) * part / self.grid_inv
-        reached = self.length_int[c, at] + u * part
-        return (x - self.progress[b, s]) * reached - (self.length_int[c, at + 1] + u * self.length_int[c, at + 3]) + bend
 
     def _measure_latency(self, b: int, t: int, w: int) -> None:
         """TTFT of what was admitted: waits from the arrival and admission curves, then what happens after admission.
