@@ -30,11 +30,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineLog:
-    """Writes lines in groups: a write per request would cost more than the request's own work."""
+    """Writes lines in groups: a write per request would cost more than the request's own work.
+
+    Where they cannot be written (a full disk, a reader that went away), requests go on. The lines are lost, and the
+    next group that can be written says how many were.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._lines: list[bytes] = []
+        self._lost = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def write(self, entry: dict[str, Any]) -> None:
@@ -53,9 +58,16 @@ class LineLog:
         if not self._lines:
             return
         lines, self._lines = self._lines, []
+        lost = {"time": now(), "level": "error", "event": "log_lines_lost", "lines": self._lost}
+        said = [orjson.dumps(lost), *lines] if self._lost else lines
         stream = self._stream or sys.stderr
-        stream.write(b"\n".join(lines).decode() + "\n")
-        stream.flush()
+        try:
+            stream.write(b"\n".join(said).decode() + "\n")
+            stream.flush()
+        except OSError:
+            self._lost += len(lines)
+        else:
+            self._lost = 0
 
 
 def logging_config(level: str = "INFO") -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import hmac
 import http.client
+import io
 import json
 import os
 import secrets
@@ -24,6 +27,7 @@ import websockets.sync.client
 from starlette.testclient import TestClient
 
 from server.app import create_app
+from server.logs import LineLog
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -365,6 +369,35 @@ def test_a_step_that_fails_where_it_arrived_is_reported_there_and_taken_once(
     [line] = [line for line in lines if line.get("request_id") == "find-me"]
     assert (line["level"], line["status"]) == ("error", 500)
     assert "ZeroDivisionError: hidden" in line["traceback"]
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while it is full."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return super().write(text)
+
+
+def test_a_log_that_cannot_be_written_loses_its_lines_and_says_so_and_no_request_fails() -> None:
+    """A step that was taken and could not be logged must not look as if it had failed."""
+    stream = FullDisk()
+    lines = LineLog(stream)
+
+    async def written(*names: str) -> None:
+        for name in names:
+            lines.write({"event": name})
+            lines.flush()
+
+    asyncio.run(written("a", "b"))
+    stream.full = False
+    asyncio.run(written("c", "d"))
+    lost, *rest = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (lost["event"], lost["lines"]) == ("log_lines_lost", 2)
+    assert [line["event"] for line in rest] == ["c", "d"]
 
 
 def test_websockets_that_break_off_in_the_middle_of_an_episode_leave_no_error_in_the_log(tmp_path: Path) -> None:
