@@ -189,6 +189,7 @@ class PatientProtocol(HttpToolsProtocol):
         try:
             return function(cycle.scope, bytes(cycle.body))
         except Exception:
+            # It has changed nothing, so the application may be asked; that reports what it meets.
             log.exception("a request could not be answered at once; it goes the usual way, which reports what it meets")
             return None
 
