@@ -2,7 +2,8 @@
 
 A request adds to a few plain integers (under a microsecond). prometheus_client, which the answer is written with, is
 loaded when somebody first asks. Several workers leave their numbers in files of one directory, and whichever worker is
-asked adds all of them up, so counters do not jump with the worker that happens to answer.
+asked adds all of them up, so counters do not jump with the worker that happens to answer. It leaves its own numbers
+there before it answers: what was reported once stays reported when that worker is killed.
 """
 
 from __future__ import annotations
@@ -117,38 +118,37 @@ class Metrics:
         if self._directory is None:
             yield
             return
-        task = asyncio.create_task(self._keep_sharing())
+        task = asyncio.create_task(self._keep_sharing(self._directory))
         try:
             yield
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            self._share()
+            self._share(self._directory)
 
-    async def _keep_sharing(self) -> None:
+    async def _keep_sharing(self, directory: Path) -> None:
         while True:
-            self._share()
+            self._share(directory)
             await asyncio.sleep(SHARE_EVERY_S)
 
-    def _share(self) -> None:
-        assert self._directory is not None
-        place = self._directory / f"{os.getpid()}.json"
+    def _share(self, directory: Path) -> Snapshot:
+        snapshot = self.snapshot()
+        place = directory / f"{os.getpid()}.json"
         # Written aside and renamed: a reader sees the old numbers or the new ones, never half of them.
         aside = place.with_suffix(".new")
         # A full disk must not stop the server; the other workers then see older numbers.
         with contextlib.suppress(OSError):
-            aside.write_bytes(orjson.dumps(self.snapshot()))
+            aside.write_bytes(orjson.dumps(snapshot))
             aside.replace(place)
+        return snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """This process's numbers as they are now, and those that other workers left, ended ones included."""
-        found = [self.snapshot()]
-        if self._directory is not None:
-            for place in sorted(self._directory.glob("*.json")):
-                if place.stem != str(os.getpid()):
-                    found.append(orjson.loads(place.read_bytes()))
-        return found
+        if self._directory is None:
+            return [self.snapshot()]
+        others = [place for place in sorted(self._directory.glob("*.json")) if place.stem != str(os.getpid())]
+        return [self._share(self._directory), *(orjson.loads(place.read_bytes()) for place in others)]
 
     # ------------------------------------------------------------ as Prometheus reads it
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -132,22 +133,37 @@ def test_workers_add_up_their_metrics_and_a_killed_ones_counts_stay(tmp_path: Pa
         for _ in range(20):
             # A connection each, so that the kernel spreads them over both workers.
             assert httpx.post(f"{server.url}/reset").status_code == 200
-        text = until(server.url, "resets_total", 20)
+        text = until(server.url, n_resets=20)
         pids = {dict(labels)["pid"] for name, labels in samples(text) if name == "inferencegym_resident_memory_bytes"}
         assert len(pids) == 2
         os.kill(int(pids.pop()), 9)
-        text = until(server.url, "resets_total", 20)
-        assert value(text, "http_requests_total", path="/reset", status="200") == 20
+        until(server.url, n_resets=20)
         server.kill()
 
 
-def until(url: str, name: str, wanted: float) -> str:
-    """The metrics once a counter has arrived from all workers: each reports once a second."""
+def test_what_a_worker_reported_stays_reported_when_it_is_killed(tmp_path: Path) -> None:
+    sessions: Any = type("Sessions", (), {"counters": Counters(), "steps_held": 0, "__len__": lambda self: 0})()
+    metrics = Metrics(sessions, tmp_path)
+    # Counted since the numbers were last shared, which happens once a second.
+    sessions.counters.resets = 3
+    metrics.count("/reset", 200, 0.001)
+    [reported] = metrics.snapshots()
+    left = orjson.loads((tmp_path / f"{os.getpid()}.json").read_bytes())
+    assert left == orjson.loads(orjson.dumps(reported))
+    assert left["counters"]["resets"] == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / f"{os.getpid()}.json"]
+
+
+def until(url: str, *, n_resets: int) -> str:
+    """The metrics once both workers run and all resets have been counted: each reports once a second."""
     deadline = time.monotonic() + 60  # a worker that is started again takes that long on a busy machine
     while True:
         text = httpx.get(f"{url}/metrics", timeout=30).text
-        n_workers = sum(name == "inferencegym_resident_memory_bytes" for name, _ in samples(text))
-        if value(text, name) == wanted and n_workers == 2:
+        found = samples(text)
+        n_workers = sum(name == "inferencegym_resident_memory_bytes" for name, _ in found)
+        # A reset is counted when it is stored, its request when it has been answered.
+        n_answers = found.get(("inferencegym_http_requests_total", (("path", "/reset"), ("status", "200"))), 0)
+        if found["inferencegym_resets_total", ()] == n_answers == n_resets and n_workers == 2:
             return text
         assert time.monotonic() < deadline, text
         time.sleep(0.2)
