@@ -10,7 +10,7 @@ from pathlib import Path
 import redis
 
 from tests.programs import program
-from tests.servers import free_port
+from tests.servers import START_TIMEOUT_S, free_port
 
 
 class RedisServer:
@@ -26,7 +26,7 @@ class RedisServer:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""]
         durable = ["--appendonly", "yes", "--appendfsync", "everysec"]
         self.process = subprocess.Popen([program("redis-server"), *options, *durable], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError), self.client() as client:
                 client.ping()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,10 +22,23 @@ ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
 
 
+N_TEST_PROCESSES = 16
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that stays free until it is used, and while a server that was killed is down.
+
+    It is not one of those (above 32,767) that the kernel lends to whoever connects somewhere, nor one that another of
+    pytest-xdist's processes would choose.
+    """
+    here = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % N_TEST_PROCESSES
+    ports = range(15_000 + here, 32_000, N_TEST_PROCESSES)
+    # Not the random numbers of the test, which may be seeded.
+    for port in random.SystemRandom().sample(ports, 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("50 ports were tried, and all of them are in use")
 
 
 @dataclass

@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -287,14 +286,18 @@ def test_dear_paths_are_limited_under_every_prefix() -> None:
 
 
 def test_a_long_request_is_finished_after_sigterm(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+    with running_server(tmp_path) as server:
         assert server.process is not None
-        asked = pool.submit(httpx.get, f"{server.url}/baseline", timeout=60)
-        time.sleep(0.15)  # it is being computed now
-        os.kill(server.process.pid, signal.SIGTERM)
-        answer = asked.result(timeout=60)
-        assert answer.status_code == 200
-        assert set(answer.json()["scores"]) == {"task1", "task2", "task3"}
+        with connect(server) as connection:
+            connection.settimeout(60)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert one_answer(connection)[0] == 200
+            connection.sendall(b"GET /baseline HTTP/1.1\r\nHost: x\r\n\r\n")
+            server.get("/health")  # so the request before it has been read
+            os.kill(server.process.pid, signal.SIGTERM)
+            status, answer = one_answer(connection)
+        assert status == 200
+        assert set(json.loads(answer)["scores"]) == {"task1", "task2", "task3"}
         assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
         assert "Application shutdown complete" in server.log.read_text()
         with pytest.raises(httpx.ConnectError):

@@ -231,7 +231,7 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
             begun.sendall(head.encode() + body[:4])
             assert server.get("/health")["status"] == "healthy"  # so the first bytes have been read
             stopping = pool.submit(server.stop)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while "Shutting down" not in server.log.read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

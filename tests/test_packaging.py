@@ -9,7 +9,6 @@ import importlib.util
 import re
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from packaging.utils import canonicalize_name
 
 import inferencegym
 from server.settings import Settings
+from tests.servers import START_TIMEOUT_S, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agents", "env", "grader", "inferencegym", "server", "simulator")
@@ -425,14 +425,7 @@ class Image:
         return self.path(only(dockerfile_stages()[-1], "WORKDIR"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float = 20.0) -> None:
+def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float = START_TIMEOUT_S) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server ended before it answered"
@@ -469,7 +462,7 @@ def container(image: Image, tmp_path: Path) -> Iterator[tuple[dict[str, str], st
         yield environment, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{also}"
     finally:
         process.terminate()
-        assert process.wait(timeout=10) is not None
+        assert process.wait(timeout=30) is not None
 
 
 @pytest.mark.slow
