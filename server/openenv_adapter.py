@@ -47,7 +47,6 @@ from server.request_errors import InvalidJsonError, InvalidRequestError
 from server.routes import Context, documented_errors
 from server.schemas import task_description
 from server.session_manager import Live, Outcome
-from server.stores import EpisodeStart
 from server.websocket_protocol import ANSWER_AT_ONCE
 from server.wire import parse_object
 
@@ -202,7 +201,7 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
         self._sessions = context.sessions
         self._resets = resets
         self._live: Live | None = None
-        self._start: EpisodeStart | None = None
+        self._reset_id = ""
         self._taken = 0
         self._with_info = False
 
@@ -241,31 +240,39 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
     async def step_async(self, action: Any, timeout_s: float | None = None, **_: Any) -> ServedObservation:
         """Play one step of this connection's episode."""
         with _Explained():
-            live = self._current()
             number = self._taken + 1
             if action.metadata:
                 number = _step_number(action.metadata, number)
             knobs = {name: value for name, value in action.__dict__.items() if name != "metadata"}
-            outcome = await self._sessions.step(live.session_id, knobs, number)
+            outcome = await self._sessions.step(self._session_id(), knobs, number, reset_id=self._reset_id)
             self._taken = max(self._taken, outcome.number)
             return self._served(outcome)
 
     async def step_json(self, knobs: dict[str, Any]) -> bytes:
         """The frame that answers a step with these knobs."""
-        return self._frame(await self._sessions.step(self._current().session_id, knobs, self._taken + 1))
+        session_id, number = self._session_id(), self._taken + 1
+        return self._frame(await self._sessions.step(session_id, knobs, number, reset_id=self._reset_id))
 
     def step_json_at_once(self, knobs: dict[str, Any]) -> bytes | None:
         """As :meth:`step_json` where nothing has to be waited for; else None, and nothing changed."""
-        outcome = self._sessions.step_at_once(self._current().session_id, knobs, self._taken + 1)
+        session_id, number = self._session_id(), self._taken + 1
+        outcome = self._sessions.step_at_once(session_id, knobs, number, reset_id=self._reset_id)
         return None if outcome is None else self._frame(outcome)
+
+    async def refresh(self) -> None:
+        """Bring this connection's episode to where it is: another process may have played on. Changes nothing else."""
+        if self._live is not None:
+            self._live = await self._sessions.get(self._live.session_id)
 
     @property
     def state(self) -> Any:
-        """Where this connection's episode stands."""
+        """Where this connection's episode stands, as it was last seen: :meth:`refresh` comes first."""
         if self._live is None:
             return self._family.state_cls()
         with _Explained():
-            known = self._current().env.state()
+            if self._live.start.reset_id != self._reset_id:
+                raise StepConflictError(f"episode {self._live.session_id!r} was reset by another request")
+            known = self._live.env.state()
             known["episode_id"] = known.pop("session_id")
             return self._family.state_cls(**known)
 
@@ -282,9 +289,7 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
 
     async def _resume(self, wanted: ResetArguments) -> ServedObservation:
         assert wanted.episode_id is not None
-        live = await self._sessions.get(wanted.episode_id)
-        if live.family.name != self._family.name:
-            raise InvalidRequestError("episode_id", wanted.episode_id, f"an episode of {self._family.env_name}")
+        live = await self._sessions.get(wanted.episode_id, self._family.name)
         taken = len(live.actions)
         self._attach(live, wanted, taken)
         if live.last is None:
@@ -292,18 +297,13 @@ class SessionEnvironment(Environment):  # type: ignore[misc]
         return self._served(live.last)
 
     def _attach(self, live: Live, wanted: ResetArguments, taken: int) -> None:
-        self._live, self._start, self._taken = live, live.start, taken
+        self._live, self._reset_id, self._taken = live, live.start.reset_id, taken
         self._with_info = wanted.info
 
-    def _current(self) -> Live:
-        """The session as it is in memory now; it may have been evicted and loaded again since the last frame."""
+    def _session_id(self) -> str:
         if self._live is None:
             raise NotResetError("this connection plays no episode")
-        live = self._sessions.peek(self._live.session_id) or self._live
-        if live.start is not self._start and live.start != self._start:
-            raise StepConflictError(f"episode {live.session_id!r} was reset by another connection")
-        self._live = live
-        return live
+        return self._live.session_id
 
     def _seen(self, outcome: Outcome) -> dict[str, Any]:
         seen = self._family.observation_json(outcome.observation)
@@ -430,6 +430,10 @@ class RefusedError(Exception):
     """An error of ours in the text that OpenEnv puts into its error frame."""
 
 
+def _explained(error: InferenceGymError) -> str:
+    return write_error(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE))
+
+
 class _Explained:
     """Turns our errors into OpenEnv's text, and writes to the log what is no error of ours: OpenEnv does not."""
 
@@ -442,8 +446,7 @@ class _Explained:
         if error is None:
             return
         if isinstance(error, InferenceGymError):
-            text = write_error(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE))
-            raise RefusedError(text) from error
+            raise RefusedError(_explained(error)) from error
         if isinstance(error, Exception):
             log.error("a WebSocket frame could not be answered", exc_info=error)
 
@@ -477,11 +480,20 @@ class _Connection:
         if step is None:
             # The handler notes when it last heard of a connection, and gives the slots of silent ones to others.
             self.reported = time.monotonic()
-            return None
+            return await self._before_state() if frame.get("type") == "state" else None
         try:
             return await step[0].step_json(step[1])
         except InferenceGymError:
             return None
+
+    async def _before_state(self) -> bytes | None:
+        """Look the episode up, which the handler cannot do: its environments answer at once. What is refused, if so."""
+        if self.environment is not None:
+            try:
+                await self.environment.refresh()
+            except InferenceGymError as error:
+                return _error_frame(_explained(error), WSErrorCode.EXECUTION_ERROR)
+        return None
 
     def _step(self, frame: dict[str, Any]) -> tuple[SessionEnvironment, dict[str, Any]] | None:
         """Who plays the step that ``frame`` asks for, and its knobs; None if it is to be looked at more closely."""
@@ -553,4 +565,8 @@ def _parsed(message: Message) -> dict[str, Any]:
 def _malformed(error: InvalidJsonError) -> bytes:
     """The error frame for what is no JSON object."""
     said = write_error(str(error).replace("the body", "the frame", 1), error.code, "send one JSON object as text")
-    return orjson.dumps({"type": "error", "data": {"message": said, "code": WSErrorCode.INVALID_JSON}})
+    return _error_frame(said, WSErrorCode.INVALID_JSON)
+
+
+def _error_frame(said: str, code: WSErrorCode) -> bytes:
+    return orjson.dumps({"type": "error", "data": {"message": said, "code": code}})

@@ -182,10 +182,10 @@ class RootRoutes:
         )
 
     async def state(self, request: Request) -> Response:
-        named = request.query_params.get("session_id")
+        named = request.query_params.get("session_id") or None
         session_id = named or await self._sessions.latest(self._context.callers.caller(request.scope))
         request.scope[SESSION_KEY] = session_id
-        env = (await self._sessions.get(session_id)).env
+        env = (await self._sessions.get(session_id, SERVING)).env
         state = {**env.state(), "observation": env.observation_dict()}
         if named is None:
             # Clients behind one address share "the most recent session": its id, which lets its holder play, is not

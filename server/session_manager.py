@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 THREAD_FROM_ACTIONS: Final = 300
 """Replays longer than this (a few milliseconds) run on a thread."""
+WITHOUT_ACTIONS: Final = 2**31 - 1
+"""First action to be read of a record whose start is enough."""
 MAX_ATTEMPTS: Final = 50
 MAINTENANCE_EVERY_S: Final = 10.0
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
@@ -114,6 +116,11 @@ class Live:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
     touched: float = 0.0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a request has it or waits for it: it is not to be dropped then."""
+        return self.waiting > 0 or self.lock.locked()
 
 
 @dataclass(slots=True)
@@ -191,12 +198,11 @@ class SessionManager:
     ) -> tuple[Live, Any]:
         """Start an episode and return its session and first observation.
 
-        A ``session_id`` restarts that session; an unknown one is an UnknownSessionError unless ``create`` is set.
+        A ``session_id`` restarts that session; an unknown one is an UnknownSessionError unless ``create`` is set, and
+        so is one of another family in any case.
         Whatever is wrong with the other arguments is raised by the environment; an earlier episode then goes on.
         """
-        if session_id is not None:
-            await self._may_use(session_id, create)
-        if session_id is None or (create and not await self._exists(session_id)):
+        if session_id is None or not await self._may_restart(session_id, family, create):
             await self._quota.take(caller)
         chosen = self.families[family]
         env = chosen.make()
@@ -210,6 +216,7 @@ class SessionManager:
             self._keep(live)
         else:
             live = known
+            self._live.move_to_end(session_id)
             async with live.lock:
                 live.token = await self.store.put(session_id, start, caller)
                 self._replace(live, chosen, start, env, [])
@@ -217,12 +224,20 @@ class SessionManager:
         self.counters.resets += 1
         return live, first
 
-    async def step(self, session_id: str, action: Any, number: int | None = None, family: str | None = None) -> Outcome:
+    async def step(
+        self,
+        session_id: str,
+        action: Any,
+        number: int | None = None,
+        family: str | None = None,
+        reset_id: str | None = None,
+    ) -> Outcome:
         """Take step ``number`` (counting from 1; None: the next one) and return what it gave.
 
         A step that was taken already with the same action gives the same outcome again; with another action it is a
         StepConflictError, and so is a number ahead of the episode. Where ``family`` is given, a session of another
-        family is an UnknownSessionError.
+        family is an UnknownSessionError. Where ``reset_id`` is given, a session that was reset since that reset is a
+        StepConflictError.
         """
         live = self._live.get(session_id)
         if live is None:
@@ -230,8 +245,8 @@ class SessionManager:
         else:
             self._live.move_to_end(session_id)
         if family is not None:
-            must_be(live, family)
-        outcome = self._step_at_once(live, action, number)
+            must_be(live.family.name, family, session_id)
+        outcome = self._step_at_once(live, action, number, reset_id)
         if outcome is not None:
             if self._touch_is_due(live):
                 # Nobody else's step may come before this one's info is asked for.
@@ -243,7 +258,7 @@ class SessionManager:
         live.waiting += 1
         try:
             async with live.lock:
-                return await self._step(live, action, number)
+                return await self._step(live, action, number, reset_id)
         except StoreError:
             self.counters.store_errors += 1
             raise
@@ -251,7 +266,12 @@ class SessionManager:
             live.waiting -= 1
 
     def step_at_once(
-        self, session_id: str, action: Any, number: int | None, family: str | None = None
+        self,
+        session_id: str,
+        action: Any,
+        number: int | None,
+        family: str | None = None,
+        reset_id: str | None = None,
     ) -> Outcome | None:
         """As :meth:`step` where nothing has to be waited for (almost always); else None, and nothing changed."""
         live = self._live.get(session_id)
@@ -259,8 +279,8 @@ class SessionManager:
             return None
         self._live.move_to_end(session_id)
         if family is not None:
-            must_be(live, family)
-        outcome = self._step_at_once(live, action, number)
+            must_be(live.family.name, family, session_id)
+        outcome = self._step_at_once(live, action, number, reset_id)
         if outcome is not None and self._touch_is_due(live):
             self._soon(self._touch_if_due(live))
         return outcome
@@ -280,12 +300,8 @@ class SessionManager:
                 if await self.store.position(session_id) != (live.token, len(live.actions)):
                     await self._refresh(live)
         if family is not None:
-            must_be(live, family)
+            must_be(live.family.name, family, session_id)
         return live
-
-    def peek(self, session_id: str) -> Live | None:
-        """The session as this process has it in memory; another process may be ahead of it."""
-        return self._live.get(session_id)
 
     @_counting_store_errors
     async def latest(self, caller: str) -> str:
@@ -308,21 +324,25 @@ class SessionManager:
 
     # ------------------------------------------------------------ one step
 
-    def _step_at_once(self, live: Live, action: Any, number: int | None) -> Outcome | None:
+    def _step_at_once(self, live: Live, action: Any, number: int | None, reset_id: str | None) -> Outcome | None:
         taken = len(live.actions)
-        if live.waiting or live.lock.locked() or live.env.done or (number is not None and number != taken + 1):
+        if live.in_use or live.env.done or (number is not None and number != taken + 1):
+            return None
+        if reset_id is not None and reset_id != live.start.reset_id:
             return None
         parsed, wanted = _read_action(live.family, action)
         if not self.store.append_at_once(live.session_id, live.token, taken, wanted):
             return None
         return self._taken(live, parsed, wanted)
 
-    async def _step(self, live: Live, action: Any, number: int | None) -> Outcome:
+    async def _step(self, live: Live, action: Any, number: int | None, reset_id: str | None) -> Outcome:
         parsed, wanted = _read_action(live.family, action)
         for _ in range(MAX_ATTEMPTS):
+            self._must_be_of(live, reset_id)
             if live.env.done or (number is not None and number != len(live.actions) + 1):
                 # Before this is refused or answered from memory: has another process moved or restarted the session?
                 await self._refresh(live)
+                self._must_be_of(live, reset_id)
                 if number is not None and number != len(live.actions) + 1:
                     return await self._answer_again(live, wanted, number)
                 if live.env.done:
@@ -335,18 +355,19 @@ class SessionManager:
         self.counters.conflicts += 1
         raise StepConflictError("other requests keep stepping this session; give the step its number")
 
+    def _must_be_of(self, live: Live, reset_id: str | None) -> None:
+        if reset_id is not None and reset_id != live.start.reset_id:
+            self.counters.conflicts += 1
+            raise StepConflictError(f"session {live.session_id!r} was reset by another request")
+
     def _taken(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
         self.counters.steps += 1
         return self._apply(live, parsed, wanted)
 
     def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
-        return self._took(live, wanted, *live.env.play(parsed))
-
-    def _took(self, live: Live, wanted: Action, observation: Any, reward: float, done: bool) -> Outcome:
-        live.actions.append(wanted)
-        self._steps_held += 1
-        live.last = Outcome(len(live.actions), observation, reward, done, live.env)
-        return live.last
+        outcome = _took(live, wanted, *live.env.play(parsed))
+        self._count_held(live, 1)
+        return outcome
 
     async def _answer_again(self, live: Live, wanted: Action, number: int) -> Outcome:
         taken = len(live.actions)
@@ -433,13 +454,17 @@ class SessionManager:
     async def _catch_up(self, live: Live, missed: Sequence[Action]) -> None:
         def apply() -> None:
             for action in missed:
-                self._took(live, action, *live.family.play(live.env, action))
+                _took(live, action, *live.family.play(live.env, action))
 
-        self.counters.replayed_steps += len(missed)
-        if len(missed) > THREAD_FROM_ACTIONS:
-            await asyncio.to_thread(apply)
-        else:
-            apply()
+        before = len(live.actions)
+        try:
+            if len(missed) > THREAD_FROM_ACTIONS:
+                await asyncio.to_thread(apply)
+            else:
+                apply()
+        finally:
+            self.counters.replayed_steps += len(live.actions) - before
+            self._count_held(live, len(live.actions) - before)
 
     async def _write_back(self, live: Live) -> None:
         """Store again what a store has lost of an episode (a Redis replica that took over may lack the last steps)."""
@@ -470,16 +495,22 @@ class SessionManager:
             )
         return self.families[start.family]
 
-    async def _may_use(self, session_id: str, create: bool) -> None:
+    async def _may_restart(self, session_id: str, family: str, create: bool) -> bool:
+        """Whether this session is there to be restarted; raises where it neither is nor may be made."""
         if not _SESSION_ID.match(session_id):
             raise InvalidRequestError("session_id", session_id, "1 to 128 letters, digits, dots, colons, - or _")
-        if not create and not await self._exists(session_id):
+        live = self._live.get(session_id)
+        if live is not None:
+            must_be(live.family.name, family, session_id)
+            return True
+        stored = await self.store.get(session_id, first=WITHOUT_ACTIONS)
+        if stored is not None:
+            must_be(stored.start.family, family, session_id)
+        elif not create:
             raise UnknownSessionError(
                 f"there is no session {session_id!r} to restart: leave session_id out to start a new one"
             )
-
-    async def _exists(self, session_id: str) -> bool:
-        return session_id in self._live or await self.store.position(session_id) is not None
+        return stored is not None
 
     # ------------------------------------------------------------ what is in memory
 
@@ -490,7 +521,7 @@ class SessionManager:
         self._live[live.session_id] = live
         self._steps_held += len(live.actions)
         while len(self._live) > self._max_live or (self._steps_held > self._max_steps_held and len(self._live) > 1):
-            victim = next((one for one in self._live.values() if not one.waiting and one is not live), None)
+            victim = next((one for one in self._live.values() if not one.in_use and one is not live), None)
             if victim is None:
                 return
             self._drop(victim)
@@ -499,8 +530,13 @@ class SessionManager:
     def _replace(
         self, live: Live, family: ServedFamily, start: EpisodeStart, env: EpisodeEnv, actions: list[Action]
     ) -> None:
-        self._steps_held += len(actions) - len(live.actions)
+        self._count_held(live, len(actions) - len(live.actions))
         live.family, live.start, live.env, live.actions, live.last = family, start, env, actions, None
+
+    def _count_held(self, live: Live, steps: int) -> None:
+        # One that was dropped meanwhile took its steps with it.
+        if self._live.get(live.session_id) is live:
+            self._steps_held += steps
 
     def _drop(self, live: Live) -> None:
         del self._live[live.session_id]
@@ -508,8 +544,14 @@ class SessionManager:
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
-        for live in [one for one in self._live.values() if one.touched < oldest and not one.waiting]:
+        for live in [one for one in self._live.values() if one.touched < oldest and not one.in_use]:
             self._drop(live)
+
+
+def _took(live: Live, wanted: Action, observation: Any, reward: float, done: bool) -> Outcome:
+    live.actions.append(wanted)
+    live.last = Outcome(len(live.actions), observation, reward, done, live.env)
+    return live.last
 
 
 def _unreadable(action: Action, why: str) -> StoreError:
@@ -522,12 +564,10 @@ def _read_action(family: ServedFamily, action: Any) -> tuple[Any, Action]:
     return parsed, bytes(memoryview(orjson.dumps(values)))
 
 
-def must_be(live: Live, family: str) -> None:
-    """Raise UnknownSessionError unless the session plays this family: each environment knows its own sessions only."""
-    if live.family.name != family:
-        raise UnknownSessionError(
-            f"session {live.session_id!r} is one of the {live.family.name} environment, not of the {family} one"
-        )
+def must_be(known: str, family: str, session_id: str) -> None:
+    """Raise UnknownSessionError unless a session's family is this one: each environment knows its own sessions only."""
+    if known != family:
+        raise UnknownSessionError(f"session {session_id!r} is one of the {known} environment, not of the {family} one")
 
 
 def replay(

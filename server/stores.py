@@ -8,6 +8,7 @@ machines.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -19,8 +20,8 @@ from inferencegym.errors import StoreError
 from inferencegym.tasks import TaskId
 from server.settings import Settings
 
-RECORD_VERSION: Final = 2
-"""Form of what is stored. 1 kept the names of an action's fields."""
+RECORD_VERSION: Final = 3
+"""Form of what is stored. 1 kept the names of an action's fields, 2 no id of the reset."""
 
 ROOM_CHUNK: Final = 20
 """Sessions that make room at once, so that a client at its limit is not counted at every reset."""
@@ -41,6 +42,8 @@ class EpisodeStart:
     release: str = __version__
     """Version of the package that plays it: another one may simulate differently."""
     version: int = RECORD_VERSION
+    reset_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells two episodes apart that begin with the same; it stays the same when the record is written again."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(self)

@@ -106,7 +106,7 @@ class TrafficRoutes:
         return reply(answer, headers=[(b"set-cookie", cookie.encode())])
 
     async def state(self, request: Request) -> Response:
-        named = request.query_params.get("session_id")
+        named = request.query_params.get("session_id") or None
         live = await self._live(request, named or await self._session_of(request))
         state = live.env.state()
         if named is None:

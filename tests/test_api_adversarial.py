@@ -359,7 +359,7 @@ def test_a_step_that_fails_where_it_arrived_is_reported_there_and_taken_once(
         session_id = client.post("/reset", json={"task_id": 1, "seed": 1}).json()["session_id"]
         body = {"session_id": session_id, "action": {"batch_size": 64}}
         with monkeypatch.context() as patched:
-            patched.setattr(type(app.state.context.sessions.peek(session_id).env), "play", broken)
+            patched.setattr(type(app.state.context.sessions._live[session_id].env), "play", broken)
             scope = {"type": "http", "method": "POST", "path": "/step", "headers": headers, "client": None}
             status, answered, said = app.state.answer_at_once["/step"](scope, json.dumps(body).encode())
         assert (status, json.loads(said)["detail"]["code"]) == (500, "internal")

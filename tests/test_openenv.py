@@ -283,20 +283,49 @@ def test_the_quick_and_the_thorough_way_to_answer_a_step_give_the_same(server: R
         assert ("info" in quick[0]["data"]["observation"]) == info
 
 
-def test_two_connections_with_one_episode_id_do_not_mix_their_episodes(server: RunningServer) -> None:
+@pytest.mark.parametrize("later", [{"task_id": 2, "seed": 2}, {"task_id": 1, "seed": 1}], ids=["other", "equal"])
+def test_two_connections_with_one_episode_id_do_not_mix_their_episodes(
+    server: RunningServer, later: dict[str, Any]
+) -> None:
     async def conversation(ask: Ask, _: ClientConnection) -> None:
         await ask(reset(task_id=1, seed=1, episode_id="shared"))
         await ask(step(batch_size=64))
         async with GenericEnvClient(base_url=server.url) as other:
-            await other.reset(task_id=2, seed=2, episode_id="shared")
-            answer = await ask(step(batch_size=64))
-            assert refused_with(answer, "step_conflict")
-            assert "another connection" in answer["data"]["message"]
-            assert (await other.step({"batch_size": 64})).observation["timestep"] == 1
+            await other.reset(**later, episode_id="shared")
+            for number in (1, 2):
+                # With its own number, the earlier connection's step would fit after the other's first.
+                for refused in (step(batch_size=500), step(batch_size=500, metadata={"step": number})):
+                    answer = await ask(refused)
+                    assert refused_with(answer, "step_conflict")
+                    assert "was reset by another request" in answer["data"]["message"]
+                assert refused_with(await ask({"type": "state"}), "step_conflict")
+                assert (await other.step({"batch_size": 64})).observation["timestep"] == number
         assert (await ask(reset(task_id=1, seed=1)))["type"] == "observation"
         assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 1
 
     talk(server, conversation)
+
+
+def test_a_connection_sees_what_another_process_did_to_its_episode(tmp_path: Path) -> None:
+    log = tmp_path / "other"
+    log.mkdir()
+    store = f"sqlite://{tmp_path}/shared.db"
+    with running_server(tmp_path, store_url=store) as one, running_server(log, store_url=store) as two:
+
+        async def conversation(ask: Ask, _: ClientConnection) -> None:
+            await ask(reset(task_id=1, seed=5, episode_id="e"))
+            for _ in range(3):
+                two.post("/step", {"session_id": "e"})
+            assert (await ask({"type": "state"}))["data"]["step_count"] == 3
+            two.post("/reset", {"session_id": "e", "task_id": 3, "seed": 9})
+            assert refused_with(await ask(step(batch_size=500)), "step_conflict")
+            assert refused_with(await ask({"type": "state"}), "step_conflict")
+            assert two.get("/state", session_id="e")["step_count"] == 0
+            assert (await ask(reset(episode_id="e", resume=True)))["type"] == "observation"
+            assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 1
+            assert two.get("/state", session_id="e")["step_count"] == 1
+
+        talk(one, conversation)
 
 
 # ---------------------------------------------------------------- lost connections

@@ -453,6 +453,100 @@ def test_too_many_requests_waiting_for_one_session_are_refused(shared_url: str) 
     asyncio.run(scenario())
 
 
+def test_a_step_for_an_earlier_reset_is_refused_by_every_process(shared_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(shared_url) as one, manager_on(shared_url) as two:
+            live, _ = await one.reset(SERVING, task_id=1, seed=5)
+            session_id, earlier = live.session_id, live.start.reset_id
+            assert (await one.step(session_id, {}, 1, reset_id=earlier)).number == 1
+            assert (await two.step(session_id, {}, 2, reset_id=earlier)).number == 2
+            # The same arguments, in the other process: the first one's memory still holds the earlier episode.
+            later = (await two.reset(SERVING, task_id=1, seed=5, session_id=session_id))[0].start.reset_id
+            for number in (3, 1):
+                for manager in (one, two):
+                    assert manager.step_at_once(session_id, {}, number, reset_id=earlier) is None
+                    with pytest.raises(StepConflictError, match="was reset by another request"):
+                        await manager.step(session_id, {}, number, reset_id=earlier)
+            assert (await one.step(session_id, {}, 1, reset_id=later)).number == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_stays_the_same_when_its_record_is_written_again(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, seed=1)
+            # As another process does that finds the record of an episode that it holds gone: the token is a new one.
+            await manager.store.put(live.session_id, live.start, "")
+            assert (await manager.step(live.session_id, {}, 1, reset_id=live.start.reset_id)).number == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_session_is_not_restarted_by_the_other_environment(store_url: str) -> None:
+    async def scenario() -> None:
+        async with manager_on(store_url, live_sessions=1) as manager:
+            live, _ = await manager.reset(TRAFFIC, task_id="task_easy", seed=1)
+            await manager.step(live.session_id, {"action": "allow_all"})
+            for in_memory in (True, False):
+                assert (live.session_id in manager._live) == in_memory
+                for create in (True, False):
+                    with pytest.raises(UnknownSessionError, match="not of the serving one"):
+                        await manager.reset(SERVING, seed=1, session_id=live.session_id, create=create)
+                await manager.reset(SERVING, seed=1)
+            assert len((await manager.get(live.session_id, TRAFFIC)).actions) == 1
+
+    asyncio.run(scenario())
+
+
+def test_steps_in_memory_are_counted_right_when_sessions_leave_it_while_they_are_waited_for() -> None:
+    async def scenario() -> None:
+        async with manager_on("memory://", live_sessions=2) as manager:
+            real = manager.store
+            here = asyncio.Event()
+            go_on = asyncio.Event()
+
+            class Slow:
+                """A store whose answers take a while, as those of a store on another machine do."""
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(real, name)
+
+                async def put(self, *args: Any) -> str:
+                    here.set()
+                    await go_on.wait()
+                    return await real.put(*args)
+
+                async def position(self, session_id: str) -> tuple[str, int] | None:
+                    here.set()
+                    await go_on.wait()
+                    return await real.position(session_id)
+
+            for method in ("reset", "get"):
+                live, _ = await manager.reset(SERVING, seed=1)
+                session_id = live.session_id
+                for number in range(1, 21):
+                    await manager.step(session_id, {}, number)
+                if method == "get":  # another process went on
+                    await real.append(session_id, live.token, 20, live.actions[0])
+                here.clear()
+                go_on.clear()
+                manager.store = Slow()  # type: ignore[assignment]
+                if method == "get":
+                    waiting = asyncio.create_task(manager.get(session_id))
+                else:
+                    waiting = asyncio.create_task(manager.reset(SERVING, session_id=session_id))  # type: ignore[arg-type]
+                await here.wait()
+                manager.store = real
+                for _ in range(3):
+                    await manager.reset(SERVING)
+                go_on.set()
+                await waiting
+                assert manager.steps_held == sum(len(one.actions) for one in manager._live.values())
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_of_another_release_is_not_continued(store_url: str) -> None:
     async def scenario() -> None:
         async with manager_on(store_url) as manager:
