@@ -17,6 +17,8 @@ from simulator.tables import ServingTables, load_tables
 
 SERVING: Final = "serving"
 TRAFFIC: Final = "traffic"
+PREFIXES: Final = ("", "/traffic", "/serving")
+"""Where environments may be served."""
 
 
 @lru_cache(maxsize=1)

@@ -24,11 +24,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
+from server.families import PREFIXES
 from server.http_protocol import Answer
 from server.logs import LineLog
 from server.metrics import Metrics
 from server.problems import failure_reply, problem_reply
-from server.request_errors import BodyTooLargeError, RateLimitedError, UnauthorizedError
+from server.request_errors import BodyTooLargeError, ForeignOriginError, RateLimitedError, UnauthorizedError
 from server.settings import Settings
 from server.wire import REQUEST_ID_KEY, JsonReply, RawHeaders
 
@@ -36,8 +37,6 @@ CLIENT_WENT_AWAY: Final = 499
 """Status under which a request is logged and counted that nobody waited for; no answer carries it."""
 SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope under which a route leaves the session id for the log."""
-PREFIXES: Final = ("", "/traffic", "/serving")
-"""Where environments are served."""
 OPEN_PATHS: Final = frozenset({"/health"})
 LOGGED_ID_CHARS: Final = 8
 """A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
@@ -155,6 +154,7 @@ class Limits:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = Callers(settings)
+        self._all_origins = settings.cors == "all"
         self._largest = max(
             settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes, settings.max_batch_bytes
         )
@@ -174,10 +174,12 @@ class Limits:
         }
 
     def check(self, scope: Scope) -> None:
-        """Refuse a request without the API key, above a rate limit, or longer than any path takes."""
+        """Refuse what has no API key, comes from a foreign page, is too much at once, or is longer than any path takes."""
         path = scope["path"]
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(scope, self._key)
+        if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
+            raise ForeignOriginError("pages of other origins may not play here")
         limit = self._limits.get(path)
         if limit is not None:
             limit.take(self._callers.address(scope))
@@ -199,6 +201,25 @@ class Limits:
         raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
 
 
+def _only_reads(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS")
+
+
+def _is_foreign(headers: RawHeaders) -> bool:
+    """Whether a page of another origin sent this. CORS alone would not stop it: browsers do not always ask before.
+
+    A browser lets no page set these headers. Programs send none of them.
+    """
+    found = dict(headers)
+    if b"sec-fetch-site" in found:
+        return found[b"sec-fetch-site"] not in (b"same-origin", b"none")
+    if b"origin" not in found:
+        return False
+    # A proxy before us may have put its own name for us in the place of the one that the browser used.
+    ours = [found[name].lower() for name in (b"host", b"x-forwarded-host") if name in found]
+    return found[b"origin"].partition(b"://")[2].lower() not in ours
+
+
 class Guard:
     """Refuses requests beyond the :class:`Limits`."""
 
@@ -214,7 +235,7 @@ class Guard:
             self._limits.check(scope)
         except InferenceGymError as error:
             if scope["type"] == "http":
-                await problem_reply(error)(scope, receive, send)
+                await problem_reply(error, scope["path"])(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
             return
@@ -240,7 +261,7 @@ class Shortcut:
         try:
             await route(scope, receive, send)
         except InferenceGymError as error:
-            await problem_reply(error)(scope, receive, send)
+            await problem_reply(error, scope["path"])(scope, receive, send)
 
 
 class AtOnce:

@@ -51,6 +51,7 @@ from server.websocket_protocol import ANSWER_AT_ONCE
 from server.wire import parse_object
 
 with without_gradio():
+    from openenv.core.env_server.exceptions import EnvironmentFactoryError
     from openenv.core.env_server.http_server import HTTPEnvServer
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import ConcurrencyConfig, EnvironmentMetadata, ServerMode, WSErrorCode
@@ -172,7 +173,7 @@ def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> Fas
     """An application with all of OpenEnv's routes for one family, below ``prefix``."""
     resets = RateLimit(context.settings.resets_per_minute) if context.settings.resets_per_minute else None
     limit = ConcurrencyConfig(max_concurrent_envs=context.settings.max_concurrent_envs, session_timeout=IDLE_SLOT_S)
-    server = HTTPEnvServer(
+    server = SocketServer(
         partial(SessionEnvironment, family, context, resets),
         family.action_cls,
         family.observation_cls,
@@ -188,6 +189,17 @@ def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> Fas
         if getattr(route, "path", None) == f"{prefix}/ws":
             route.app = Frames(route.app, context.callers)  # type: ignore[attr-defined]
     return scratch
+
+
+class SocketServer(HTTPEnvServer):  # type: ignore[misc]
+    """OpenEnv's server class, whose places are for WebSockets that play."""
+
+    async def _create_session(self) -> tuple[str, Environment]:
+        # /mcp would take one, too, for nothing: a few requests without a connection could keep all players out.
+        if _connection.get(None) is None:
+            why = "this environment has no MCP tools: play over /ws, or with POST /reset and POST /step"
+            raise EnvironmentFactoryError("mcp", why)
+        return await super()._create_session()  # type: ignore[no-any-return]
 
 
 class SessionEnvironment(Environment):  # type: ignore[misc]

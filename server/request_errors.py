@@ -65,6 +65,13 @@ class UnauthorizedError(InferenceGymError, PermissionError):
     http_status = 401
 
 
+class ForeignOriginError(InferenceGymError, PermissionError):
+    """A page of another origin wants to do more than read. (HTTP 403)"""
+
+    code = "foreign_origin"
+    http_status = 403
+
+
 class RateLimitedError(InferenceGymError, RuntimeError):
     """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
 

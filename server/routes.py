@@ -330,6 +330,7 @@ def _calibration(task_id: TaskId) -> dict[str, float] | None:
 _STATUS_TEXTS: Final = {
     400: "The request cannot be answered as things stand (the episode is over, for one)",
     401: "The API key is missing or wrong",
+    403: "A page of another origin wants to do more than read",
     404: "There is no such session, or no such environment",
     408: "The body did not arrive in time",
     409: "Another action was already accepted for this step, or the session plays another task",
@@ -344,7 +345,7 @@ _STATUS_TEXTS: Final = {
 def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
     """The answer 200, the errors of these statuses, and those that any path with a body may give."""
     ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
-    return {200: ok, **documented_errors(401, 408, 413, 415, 422, *statuses)}
+    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, *statuses)}
 
 
 def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

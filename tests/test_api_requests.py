@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from inferencegym.models import ACTION_FIELDS
 from server.app import create_app
@@ -304,15 +305,111 @@ def test_a_failure_of_the_server_itself_is_a_500_with_the_request_id(monkeypatch
     assert "NoneType" not in answer.text, "the cause is for the log, not for strangers"
 
 
-def test_other_origins_may_read_but_not_play(client: TestClient) -> None:
-    origin = {"Origin": "https://example.com"}
-    read = client.get("/tasks", headers=origin)
-    assert read.headers["access-control-allow-origin"] == "*"
-    assert "access-control-allow-credentials" not in read.headers
+FOREIGN = [
+    {"Origin": "https://example.com"},
+    {"Origin": "null"},
+    {"Origin": "http://testserver:8080"},
+    {"Origin": "http://testserver", "Sec-Fetch-Site": "cross-site"},
+    {"Origin": "http://testserver:8080", "Sec-Fetch-Site": "same-site"},
+]
+OWN = [
+    {"Origin": "http://testserver"},
+    {"Origin": "https://our.name", "X-Forwarded-Host": "our.name"},
+    {"Origin": "https://our.name", "Sec-Fetch-Site": "same-origin"},
+    {"Sec-Fetch-Site": "none"},
+    {},
+]
+
+
+@pytest.mark.parametrize("cors", ["read", "off"])
+@pytest.mark.parametrize("origin", FOREIGN)
+def test_pages_of_other_origins_may_not_play(cors: str, origin: dict[str, str]) -> None:
+    with client_of(cors=cors) as client:
+        session_id = client.post("/reset").json()["session_id"]
+        read = client.get("/tasks", headers=origin)
+        assert read.headers.get("access-control-allow-origin") == ("*" if cors == "read" else None)
+        assert "access-control-allow-credentials" not in read.headers
+        # As a page can send it without asking before: without a content type.
+        for path in ("/reset", "/step", "/traffic/reset", "/reset/batch", "/mcp"):
+            answer = client.post(path, content=json.dumps({"session_id": session_id}), headers=origin)
+            assert detail_of(answer, 403)["code"] == "foreign_origin"
+            assert "INFERENCEGYM_CORS=all" in detail_of(answer, 403)["next"]
+        for path in ("/ws", "/traffic/ws"):
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path, headers=origin):
+                pass
+        assert client.get(f"/state?session_id={session_id}").json()["step_count"] == 0
+
+
+@pytest.mark.parametrize("origin", OWN)
+def test_its_own_page_and_programs_may_play(client: TestClient, origin: dict[str, str]) -> None:
+    session_id = client.post("/reset", headers=origin).json()["session_id"]
+    assert client.post("/step", json={"session_id": session_id}, headers=origin).status_code == 200
+    with client.websocket_connect("/ws", headers=origin) as socket:
+        socket.send_json({"type": "reset", "data": {}})
+        assert socket.receive_json()["type"] == "observation"
+
+
+def test_pages_of_all_origins_play_where_the_operator_says_so(client: TestClient) -> None:
+    origin = FOREIGN[0]
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     assert client.options("/step", headers=preflight).status_code == 400
     with client_of(cors="all") as open_client:
         assert open_client.options("/step", headers=preflight).status_code == 200
+        assert open_client.post("/reset", headers=origin).headers["access-control-allow-origin"] == "*"
+        with open_client.websocket_connect("/ws", headers=origin) as socket:
+            socket.send_json({"type": "reset", "data": {}})
+            assert socket.receive_json()["type"] == "observation"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "next_path"),
+    [
+        ("/step", {"session_id": "x"}, 404, "POST /reset "),
+        ("/traffic/step", {"session_id": "x", "action": "allow_all"}, 404, "POST /traffic/reset "),
+        ("/traffic/reset", {"task_id": "x"}, 400, "GET /traffic/tasks "),
+        ("/traffic/grader", {"task_id": "task_easy", "episode_log": [1]}, 422, "GET /openapi.json "),
+        ("/step/batch", {"session_id": "x", "actions": [[[1, 0, 8, 0, 0]]]}, 404, "POST /reset/batch "),
+        ("/reset/batch", {"task_id": "x"}, 422, "GET /tasks "),
+    ],
+)
+def test_what_to_do_next_names_paths_of_the_environment_that_was_asked(
+    client: TestClient, path: str, body: dict[str, Any], status: int, next_path: str
+) -> None:
+    detail = detail_of(client.post(path, json=body), status)
+    assert next_path in detail["next"]
+    method, named = next_path.split()
+    assert client.request(method, named).status_code != 404
+
+
+def test_the_task_api_says_what_is_wrong_in_a_sentence(client: TestClient) -> None:
+    for body, wanted in (
+        ({"split": "train", "index": -1}, "index must be left out: nothing of this name is taken here"),
+        ({}, "split must be given"),
+        ({"split": 5}, "split must be a valid string"),
+    ):
+        assert wanted in detail_of(client.post("/inference_gym/tasks", json=body), 422)["message"]
+
+
+def test_an_empty_session_id_tells_no_more_than_none(client: TestClient) -> None:
+    for prefix in ("", "/traffic"):
+        session_id = client.post(f"{prefix}/reset").json()["session_id"]
+        client.cookies.clear()
+        for query in ("", "?session_id="):
+            answer = client.get(f"{prefix}/state{query}")
+            assert answer.status_code == 200
+            assert session_id not in answer.text
+        assert session_id in client.get(f"{prefix}/state?session_id={session_id}").text
+
+
+def test_each_environment_knows_its_own_sessions_only(client: TestClient) -> None:
+    serving = client.post("/reset").json()["session_id"]
+    traffic = client.post("/traffic/reset").json()["session_id"]
+    for prefix, other in (("", traffic), ("/traffic", serving)):
+        assert detail_of(client.get(f"{prefix}/state?session_id={other}"), 404)["code"] == "unknown_session"
+        answer = client.post(f"{prefix}/reset", json={"session_id": other})
+        assert detail_of(answer, 404)["code"] == "unknown_session"
+    for prefix, own in (("", serving), ("/traffic", traffic)):
+        assert client.get(f"{prefix}/state?session_id={own}").status_code == 200
 
 
 def test_the_word_in_health_can_be_set() -> None:

@@ -385,7 +385,8 @@ def test_an_episode_goes_on_in_whichever_worker_a_new_socket_reaches(tmp_path: P
         async def run() -> None:
             local = InferenceEnv(task_id=2, seed=4)
             local.reset()
-            async with InferenceGymEnv(base_url=server.url) as env:
+            # Each worker imports OpenEnv while its first socket waits, which takes long on a busy machine.
+            async with InferenceGymEnv(base_url=server.url, connect_timeout_s=60) as env:
                 await env.reset(seed=4, task_id=2)
                 for number in range(1, 9):
                     _, reward, _, _ = local.step({"batch_size": 10 * number})
@@ -478,25 +479,39 @@ def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path:
         asyncio.run(run())
 
 
-def test_slots_of_silent_and_forgotten_sessions_come_back_and_a_silent_socket_may_speak_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_of_silent_sockets_come_back_and_a_silent_socket_may_speak_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openenv_adapter, "IDLE_SLOT_S", 0.2)
-    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=2))
-    create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=1))
     with TestClient(app) as client, client.websocket_connect("/ws") as silent:
         silent.send_json(reset(episode_id="silent"))
         assert silent.receive_json()["type"] == "observation"
-        assert "result" in client.post("/mcp", json=create).json()
-        assert client.post("/mcp", json=create).json()["error"]["data"]["max_sessions"] == 2
         deadline = time.monotonic() + 30
-        while "error" in client.post("/mcp", json=create).json():
+        while True:
+            with client.websocket_connect("/ws") as other:
+                other.send_json(reset())
+                answer = other.receive_json()
+            if answer["type"] == "observation":
+                break
+            assert answer["data"]["code"] == "CAPACITY_REACHED"
             assert time.monotonic() < deadline
             time.sleep(0.2)
         silent.send_json(step(batch_size=64))
         assert silent.receive_json()["data"]["observation"]["timestep"] == 1
         silent.send_json({"type": "state"})
         assert silent.receive_json()["data"]["episode_id"] == "silent"
+
+
+def test_mcp_takes_no_places_of_players() -> None:
+    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=1))
+    create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+    with TestClient(app) as client:
+        for prefix in ("", "/traffic"):
+            assert "play over /ws" in client.post(f"{prefix}/mcp", json=create).json()["error"]["message"]
+            with client.websocket_connect(f"{prefix}/mcp") as tools:
+                assert "play over /ws" in tools.receive_json()["error"]["message"]
+                with client.websocket_connect(f"{prefix}/ws") as player:
+                    player.send_json(reset())
+                    assert player.receive_json()["type"] == "observation"
 
 
 def test_a_bucket_of_resets_runs_out_for_one_client(tmp_path: Path) -> None:
