@@ -1,5 +1,5 @@
-# InferenceGym's server: CPU only, no compiler and no pip in the final image, runs as an unprivileged user on a
-# read-only file system.
+# InferenceGym's server: CPU only, no compiler in the final image and no pip in its environment, runs as an unprivileged
+# user on a read-only file system.
 #
 #   docker build -t inferencegym . && docker run -p 7860:7860 inferencegym
 

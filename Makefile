@@ -1,7 +1,7 @@
 # One command to play, one to test:
 #
 #   make serve   install what the server needs, build it, serve on http://localhost:7860   (PORT=, WORKERS=)
-#   make test    install what the tests need and run all of them
+#   make test    install what the tests need and run them (`make soak`: those of minutes under load)
 #
 # Everything is installed into .venv from the pinned requirement files. A stamp file per step remembers what is done.
 

@@ -42,7 +42,8 @@ class GraderModule:
         """Grade an episode log: ``{"score", "breakdown", "detail", "feedback"}``.
 
         ``score`` is a float in [0, 1], ``breakdown`` one float per component, ``detail`` the measured quantities behind
-        them, ``feedback`` a sentence. An empty log scores 0. Raises :class:`UnknownTaskError`, and
+        them, ``feedback`` a sentence. A log of some steps is graded on those, and ``feedback`` says that they are not
+        all. An empty log scores 0. Raises :class:`UnknownTaskError`, and
         :class:`MalformedLogError` naming the step and field at fault.
         """
         task = get_task(task_id)
@@ -54,6 +55,10 @@ class GraderModule:
             return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
         grade = GRADES[kind](task, calibration or get_calibration(task.task_id), episode)
         grade["score"] = float(unit(grade["score"]))
+        if len(episode_log) < task.episode_length:
+            grade["feedback"] += (
+                f" These are {len(episode_log)} of the task's {task.episode_length} steps: compare whole episodes only."
+            )
         return grade
 
 

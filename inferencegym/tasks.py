@@ -474,7 +474,8 @@ class Calibration:
     """Measured constants of one task: what ``inferencegym calibrate`` found, nothing typed by hand.
 
     ``floor_tps`` is the throughput with no batching (batch_size 1), ``optimal_tps`` the best that the solver reached,
-    ``max_throughput_tps`` normalises the reward and ``price`` turns GPU seconds into the task's cost units.
+    ``max_throughput_tps`` normalises the reward and ``price`` is the cost of a thousand tokens on one GPU that writes a
+    thousand per second.
     """
 
     floor_tps: float

@@ -1,4 +1,4 @@
-"""Film a race on the page, and take the two pictures that the README shows.
+"""Film a race on the page, and take a picture of it on a desktop (the README's) and one on a phone.
 
     python scripts/record_demo.py [--url http://localhost:7860] [--out benchmarks/figures]
 

@@ -99,7 +99,7 @@ class Settings(BaseSettings):
         64,
         ge=1,
         le=10_000,
-        description="WebSocket sessions at once, per process.",
+        description="WebSocket sessions at once, per process and environment.",
         validation_alias=AliasChoices(PREFIX + "MAX_CONCURRENT_ENVS", "MAX_CONCURRENT_ENVS"),
     )
 
@@ -111,7 +111,9 @@ class Settings(BaseSettings):
         description="Comma-separated addresses or networks whose X-Forwarded-For is believed; * believes every peer.",
     )
     cors: Literal["read", "all", "off"] = Field(
-        "read", description="What pages of other origins may do: read (GET), all (GET and POST) or nothing."
+        "read",
+        description="What pages of other origins may do: read (GET), all (GET, POST and WebSockets) or nothing. What they "
+        "may not do is refused with 403.",
     )
     frame_ancestors: str = Field(
         "'self' https://huggingface.co https://*.hf.space",

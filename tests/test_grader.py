@@ -141,3 +141,9 @@ def test_any_log_scores_between_zero_and_one_and_always_the_same(task_id: int, r
     assert all(0.0 <= v <= 1.0 for v in grade["breakdown"].values())
     assert isinstance(grade["feedback"], str)
     assert GraderModule().score(task_id, log) == grade
+
+
+def test_a_log_of_some_steps_says_that_it_is_not_whole() -> None:
+    for task_id in TASKS:
+        assert "These are 30 of the task's 200 steps" in score(task_id, [step()] * 30)["feedback"]
+        assert "compare whole episodes" not in score(task_id, [step()] * 200)["feedback"]
