@@ -11,7 +11,6 @@ from grader.episode import Episode, FloatArray, Scored, read_log
 from grader.task1_grader import grade_throughput, score_throughput
 from grader.task2_grader import grade_latency_memory, score_latency_memory
 from grader.task3_grader import grade_four_term, score_four_term
-from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import Calibration, TaskId, TaskSpec, get_calibration, get_task
 
 Grade = dict[str, Any]
@@ -47,13 +46,10 @@ class GraderModule:
         :class:`MalformedLogError` naming the step and field at fault.
         """
         task = get_task(task_id)
-        kind = str(task.grade.get("kind"))
-        if kind not in GRADES:
-            raise InvalidConfigError(f"grade.kind={kind!r} is not a rule: one of {', '.join(GRADES)}")
         episode = read_log(episode_log)
         if episode is None:
             return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
-        grade = GRADES[kind](task, calibration or get_calibration(task.task_id), episode)
+        grade = GRADES[task.grade["kind"]](task, calibration or get_calibration(task.task_id), episode)
         grade["score"] = float(unit(grade["score"]))
         if len(episode_log) < task.episode_length:
             grade["feedback"] += (

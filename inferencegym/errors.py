@@ -22,6 +22,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def shortened(value: object, limit: int = 80) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class InferenceGymError(Exception):
     """Base of everything this package raises on purpose."""
 

@@ -9,14 +9,32 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError
 from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES
+from inferencegym.task_files import (
+    Flag,
+    Key,
+    Kinds,
+    ListOf,
+    Number,
+    NumberPer,
+    Object,
+    OneOf,
+    Shares,
+    Text,
+    check_order,
+    gym_id_of,
+    read_task_file,
+    refusal,
+    task_registry,
+)
 
 TaskId = int | str
 
@@ -153,23 +171,27 @@ def episode_config(task: TaskSpec, overrides: Mapping[str, Any] | None) -> Episo
     for key, value in (overrides or {}).items():
         if key not in values:
             raise InvalidConfigError(f"config.{key} is not a setting: allowed are {', '.join(values)}")
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InvalidConfigError(f"config.{key}={value!r} is not allowed: it must be a finite number")
-        values[key] = value
+        if value is not None:
+            values[key] = _CONFIG_RULES[key].read(f"config.{key}", value)
     length = values.pop("episode_length")
-    if length != int(length) or not 1 <= length <= MAX_EPISODE_LENGTH:
+    return EpisodeConfig(_weights("config", values), length)
+
+
+def _weights(where: str, values: Mapping[str, float]) -> RewardWeights:
+    weights = RewardWeights(**values)
+    taken_off = weights.beta + weights.gamma + weights.delta
+    if taken_off > 1.0 + 1e-12:
         raise InvalidConfigError(
-            f"config.episode_length={length!r} is not allowed: it must be an integer from 1 to {MAX_EPISODE_LENGTH}"
+            f"{where}: beta + gamma + delta must not exceed 1, so that rewards stay in [-1, 1]; "
+            f"they sum to {taken_off:g}"
         )
-    for key, value in values.items():
-        if not 0.0 <= value <= 1.0:
-            raise InvalidConfigError(f"config.{key}={value!r} is not allowed: it must be a number from 0 to 1")
-    weights = RewardWeights(**{k: float(v) for k, v in values.items()})
-    if weights.beta + weights.gamma + weights.delta > 1.0 + 1e-12:
-        raise InvalidConfigError("config: beta + gamma + delta must not exceed 1, so that rewards stay in [-1, 1]")
-    return EpisodeConfig(weights, int(length))
+    return weights
+
+
+_EPISODE_LENGTH: Final = Number(1, MAX_EPISODE_LENGTH, whole=True)
+_WEIGHT: Final = Number(0, 1)
+_WEIGHT_KEYS: Final = {name: Key(_WEIGHT, default) for name, default in asdict(RewardWeights()).items()}
+_CONFIG_RULES: Final[dict[str, Number]] = {**dict.fromkeys(_WEIGHT_KEYS, _WEIGHT), "episode_length": _EPISODE_LENGTH}
 
 
 # ---------------------------------------------------------------- registry
@@ -203,20 +225,11 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
     """
     path = Path(path)
     constants = CALIBRATION_FILE if path.parent == DATA_DIR else path.with_suffix(".calibration.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        entries = raw["tasks"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidConfigError(
-            f"{path}: not a task file ({error}); it must hold an object with the key 'tasks'"
-        ) from error
-    tasks = []
-    for key, entry in entries:
-        try:
-            tasks.append(replace(parse_task(key, entry, base=path.parent), calibration_file=str(constants)))
-        except InvalidConfigError as error:
-            raise InvalidConfigError(f"{path}: task {key!r}: {error}") from error
-    return tasks
+
+    def parse(task_id: str, entry: object) -> TaskSpec:
+        return replace(parse_task(task_id, entry, base=path.parent), calibration_file=str(constants))
+
+    return read_task_file(path, parse)
 
 
 def _ids(registry: Mapping[str, TaskSpec]) -> list[TaskId]:
@@ -234,230 +247,236 @@ def _registry(user_files: str) -> dict[str, TaskSpec]:
     if recorded.exists():
         paths.append(recorded)
     paths += [Path(p) for p in user_files.split(os.pathsep) if p]
-    registry: dict[str, TaskSpec] = {}
-    for path in paths:
-        for task in load_task_file(path):
-            if _key(task.task_id) in registry:
-                raise InvalidConfigError(f"{path}: task id {task.task_id!r} is already taken; choose another")
-            registry[_key(task.task_id)] = task
-    return registry
+    return task_registry(paths, load_task_file)
 
 
 # ---------------------------------------------------------------- parsing
 
-_REQUIRED = object()
+_TOKENS: Final = Number(1, 1e5)
+_OBJECTIVE_MS: Final = Number(1, 1e6)
+_STEPS: Final = Number(1, 1e6, whole=True)
+_CLASSES: Final = len(PRIORITY_CLASSES)
 
-_KEYS: Final[dict[str, Any]] = {
-    "name": _REQUIRED,
-    "gym_id": None,
-    "difficulty": "custom",
-    "description": "",
-    "arrival_rate_rps": _REQUIRED,
-    "arrival_dist": "poisson",
-    "arrival_rate_burst": None,
-    "burst_enabled": None,
-    "burst_period_steps": None,
-    "burst_multiplier": None,
-    "burst_interval_steps": None,
-    "burst_duration_steps": None,
-    "burst_offset_steps": None,
-    "prompt_len_dist": _REQUIRED,
-    "prompt_len_min": 1,
-    "prompt_len_max": 8192,
-    "prompt_len_mu": None,
-    "prompt_len_sigma": None,
-    "prompt_len_clamp_min": 1,
-    "prompt_len_clamp_max": 8192,
-    "short_request_frac": None,
-    "short_prompt_min": 32,
-    "short_prompt_max": 128,
-    "long_prompt_min": 4096,
-    "long_prompt_max": 8192,
-    "class_prompt": None,
-    "priority_mix": (1.0, 0.0, 0.0),
-    "burst_priority_mix": None,
-    "priority_routing": None,
-    "complexity_penalty": (0.0, 0.0, 0.0),
-    "slo_target_ms": _REQUIRED,
-    "slo_interactive_ms": None,
-    "slo_batch_ms": None,
-    "slo_best_effort_ms": None,
-    "cost_budget_episode": 5.0,
-    "memory_hard_limit_gb": None,
-    "active_actions": tuple(ACTION_FIELDS),
-    "output_mean_tokens": _REQUIRED,
-    "output_cv": 0.6,
-    "output_max_tokens": 2048,
-    "base_accept_rate": 0.65,
-    "n_replicas": 1,
-    "queue_limit": 512,
-    "restart_s": 2.0,
-    "load_gb_per_s": 4.0,
-    "reward": {},
-    "grade": {"kind": "four_term", "weights": [0.4, 0.3, 0.2, 0.1]},
-    "episode_length": EPISODE_LENGTH,
-    "expected_baseline": None,
-    "trace": None,
-    "recorded": False,
-    "calibration": None,
-}
-
-_TRACE_DEFAULTS: Final[dict[str, Any]] = {
-    "arrival_rate_rps": 1.0,
-    "arrival_dist": "trace",
-    "prompt_len_dist": "trace",
-    "output_mean_tokens": [1.0],
-    "difficulty": "recorded",
-    "recorded": True,
-}
-"""What a recorded trace decides by itself."""
-
-
-def parse_task(key: str, entry: Mapping[str, Any], base: Path = DATA_DIR) -> TaskSpec:
-    """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
-    if not isinstance(entry, Mapping):
-        raise InvalidConfigError("must be an object")
-    unknown = sorted(set(entry) - set(_KEYS))
-    if unknown:
-        raise InvalidConfigError(f"unknown key {unknown[0]!r}; allowed are {', '.join(_KEYS)}")
-    c = {**_KEYS, **(_TRACE_DEFAULTS if entry.get("trace") is not None else {}), **entry}
-    missing = [k for k, v in c.items() if v is _REQUIRED]
-    if missing:
-        raise InvalidConfigError(f"missing key {missing[0]!r}")
-    for name in c["active_actions"]:
-        if name not in ACTION_FIELDS:
-            raise InvalidConfigError(f"active_actions: {name!r} is not a knob; allowed are {', '.join(ACTION_FIELDS)}")
-    task_id: TaskId = int(key) if key.isdigit() else key
-    return TaskSpec(
-        task_id=task_id,
-        name=str(c["name"]),
-        gym_id=str(c["gym_id"] or "".join(w.capitalize() for w in key.replace("_", "-").split("-"))),
-        difficulty=str(c["difficulty"]),
-        description=str(c["description"]),
-        active_actions=tuple(c["active_actions"]),
-        classes=_parse_classes(c),
-        arrival_rate_rps=_number(c, "arrival_rate_rps", 0.01, 2000),
-        burst=_parse_burst(c),
-        slo_target_ms=_number(c, "slo_target_ms", 1, 1e6),
-        fleet=Fleet(
-            n_replicas=int(_number(c, "n_replicas", 1, 4096)),
-            queue_limit=int(_number(c, "queue_limit", 1, 1e6)),
-            base_accept_rate=_number(c, "base_accept_rate", 0, 1),
-            restart_s=_number(c, "restart_s", 0, 3600),
-            load_gb_per_s=_number(c, "load_gb_per_s", 0.01, 1000),
+GRADE_KINDS: Final = Kinds(
+    {
+        "throughput": Object({}),
+        "latency_memory": Object(
+            {
+                "ttft_target_ms": Key(_OBJECTIVE_MS),
+                "memory_limit_gb": Key(Number(1, 1000)),
+                "memory_slope_gb": Key(Number(0.01, 1000)),
+            }
         ),
-        reward=_parse_reward(c["reward"]),
-        grade=dict(c["grade"]),
-        memory_hard_limit_gb=None if c["memory_hard_limit_gb"] is None else _number(c, "memory_hard_limit_gb", 1, 1000),
-        cost_budget=_number(c, "cost_budget_episode", 1e-9, 1e9),
-        episode_length=int(_number(c, "episode_length", 1, MAX_EPISODE_LENGTH)),
-        expected_baseline=None
-        if c["expected_baseline"] is None
-        else (c["expected_baseline"][0], c["expected_baseline"][1]),
-        trace=None if c["trace"] is None else str((base / str(c["trace"])).resolve()),
-        recorded=bool(c["recorded"]),
-        calibration=None if c["calibration"] is None else _parse_calibration(c["calibration"]),
+        "four_term": Object({"weights": Key(Shares(4))}),
+    }
+)
+"""The grading rules of :mod:`grader` and their numbers, all of them required."""
+
+_CALIBRATION: Final = Object(
+    {
+        "floor_tps": Key(Number(0, 1e12)),
+        "optimal_tps": Key(Number(1e-12, 1e12)),
+        "max_throughput_tps": Key(Number(1e-12, 1e12)),
+        "price": Key(Number(1e-12, 1e12)),
+    },
+    others=True,  # They tell how the constants were measured.
+)
+
+_TASK: Final = Object(
+    {
+        "name": Key(Text()),
+        "gym_id": Key(Text(), None),
+        "difficulty": Key(Text(), "custom"),
+        "description": Key(Text(), ""),
+        "arrival_rate_rps": Key(Number(0.01, 2000)),
+        "arrival_dist": Key(OneOf(("poisson", "poisson_bursty", "trace")), "poisson"),
+        "arrival_rate_burst": Key(Number(0, 1e4), None),
+        "burst_enabled": Key(Flag(), None),
+        "burst_period_steps": Key(_STEPS, None),
+        "burst_multiplier": Key(Number(0, 1000), None),
+        "burst_interval_steps": Key(_STEPS, None),
+        "burst_duration_steps": Key(_STEPS, None),
+        "burst_offset_steps": Key(Number(0, 1e6, whole=True), None),
+        "prompt_len_dist": Key(OneOf(("uniform", "lognormal", "bimodal", "trace"))),
+        "prompt_len_min": Key(_TOKENS, 1),
+        "prompt_len_max": Key(_TOKENS, 8192),
+        "prompt_len_mu": Key(Number(0, 12), None),
+        "prompt_len_sigma": Key(Number(0, 4), None),
+        "prompt_len_clamp_min": Key(_TOKENS, 1),
+        "prompt_len_clamp_max": Key(_TOKENS, 8192),
+        "short_request_frac": Key(Number(0, 1), None),
+        "short_prompt_min": Key(_TOKENS, 32),
+        "short_prompt_max": Key(_TOKENS, 128),
+        "long_prompt_min": Key(_TOKENS, 4096),
+        "long_prompt_max": Key(_TOKENS, 8192),
+        "class_prompt": Key(ListOf(OneOf(("short", "long")), _CLASSES, _CLASSES), ("short", "short", "long")),
+        "priority_mix": Key(Shares(_CLASSES), (1, 0, 0)),
+        "burst_priority_mix": Key(Shares(_CLASSES), None),
+        "priority_routing": Key(Flag(), None),
+        "complexity_penalty": Key(ListOf(Number(0, 1), _CLASSES, _CLASSES), (0, 0, 0)),
+        "slo_target_ms": Key(_OBJECTIVE_MS),
+        "slo_interactive_ms": Key(_OBJECTIVE_MS, None),
+        "slo_batch_ms": Key(_OBJECTIVE_MS, None),
+        "slo_best_effort_ms": Key(_OBJECTIVE_MS, None),
+        "cost_budget_episode": Key(Number(1e-9, 1e9), 5),
+        "memory_hard_limit_gb": Key(Number(1, 1000), None),
+        "active_actions": Key(
+            ListOf(OneOf(tuple(ACTION_FIELDS)), 1, len(ACTION_FIELDS), distinct=True), tuple(ACTION_FIELDS)
+        ),
+        "output_mean_tokens": Key(NumberPer(_TOKENS, _CLASSES)),
+        "output_cv": Key(Number(0.01, 5), 0.6),
+        "output_max_tokens": Key(_TOKENS, 2048),
+        "base_accept_rate": Key(Number(0, 1), 0.65),
+        "n_replicas": Key(Number(1, 4096, whole=True), 1),
+        "queue_limit": Key(Number(1, 1e6, whole=True), 512),
+        "restart_s": Key(Number(0, 3600), 2),
+        "load_gb_per_s": Key(Number(0.01, 1000), 4),
+        "reward": Key(Object(_WEIGHT_KEYS), {}),
+        "grade": Key(GRADE_KINDS, {"kind": "four_term", "weights": (0.4, 0.3, 0.2, 0.1)}),
+        "episode_length": Key(_EPISODE_LENGTH, EPISODE_LENGTH),
+        "expected_baseline": Key(ListOf(Number(0, 1), 2, 2), None),
+        "trace": Key(Text(), None),
+        "recorded": Key(Flag(), False),
+        "calibration": Key(_CALIBRATION, None),
+    }
+)
+
+_TRACE_TASK: Final = _TASK.with_defaults(
+    {
+        "arrival_rate_rps": 1.0,
+        "arrival_dist": "trace",
+        "prompt_len_dist": "trace",
+        "output_mean_tokens": 1.0,
+        "difficulty": "recorded",
+        "recorded": True,
+    }
+)
+"""A task whose recorded trace decides these by itself."""
+
+_PROMPT_RANGES: Final = tuple(
+    (f"{kind}_min", f"{kind}_max") for kind in ("prompt_len", "prompt_len_clamp", "short_prompt", "long_prompt")
+)
+
+
+def parse_task(key: str, entry: object, base: Path = DATA_DIR) -> TaskSpec:
+    """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
+    recorded = isinstance(entry, Mapping) and entry.get("trace") is not None
+    c = (_TRACE_TASK if recorded else _TASK).read("", entry)
+    for low, high in _PROMPT_RANGES:
+        check_order(c, low, high)
+    return TaskSpec(
+        task_id=int(key) if key.isdecimal() else key,
+        name=c["name"],
+        gym_id=gym_id_of(key, c["gym_id"]),
+        difficulty=c["difficulty"],
+        description=c["description"],
+        active_actions=tuple(c["active_actions"]),
+        classes=_classes(c),
+        arrival_rate_rps=c["arrival_rate_rps"],
+        burst=_burst(c),
+        slo_target_ms=c["slo_target_ms"],
+        fleet=Fleet(
+            n_replicas=c["n_replicas"],
+            queue_limit=c["queue_limit"],
+            base_accept_rate=c["base_accept_rate"],
+            restart_s=c["restart_s"],
+            load_gb_per_s=c["load_gb_per_s"],
+        ),
+        reward=_weights("reward", c["reward"]),
+        grade=c["grade"],
+        memory_hard_limit_gb=c["memory_hard_limit_gb"],
+        cost_budget=c["cost_budget_episode"],
+        episode_length=c["episode_length"],
+        expected_baseline=_baseline(c["expected_baseline"]),
+        trace=_trace(c["trace"], base),
+        recorded=c["recorded"],
+        calibration=None if c["calibration"] is None else Calibration(**c["calibration"]),
     )
 
 
-def _number(c: Mapping[str, Any], key: str, low: float, high: float) -> float:
-    value = c[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise InvalidConfigError(f"{key}={value!r} is not allowed: it must be a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def _parse_reward(raw: Mapping[str, Any]) -> RewardWeights:
-    unknown = set(raw) - {f.name for f in fields(RewardWeights)}
-    if unknown:
-        raise InvalidConfigError(f"reward: unknown key {sorted(unknown)[0]!r}")
-    return replace(RewardWeights(), **{k: _number(raw, k, 0, 1) for k in raw})
-
-
-def _parse_calibration(raw: object) -> Calibration:
-    """Measured constants; keys beside them tell how they were measured and are not read."""
-    if not isinstance(raw, Mapping):
-        raise InvalidConfigError("calibration must be an object; `inferencegym import-trace` writes it")
-    names = [f.name for f in fields(Calibration)]
-    missing = [name for name in names if name not in raw]
-    if missing:
-        raise InvalidConfigError(f"calibration: missing key {missing[0]!r}")
-    return Calibration(**{name: _number(raw, name, 0 if name == "floor_tps" else 1e-12, 1e12) for name in names})
-
-
-def _parse_burst(c: Mapping[str, Any]) -> Burst | None:
+def _burst(c: Mapping[str, Any]) -> Burst | None:
+    alternating = ("burst_period_steps", "arrival_rate_burst")
+    occasional = ("burst_interval_steps", "burst_duration_steps", "burst_multiplier")
+    given = [key for key in (*alternating, *occasional) if c[key] is not None]
     if c["burst_enabled"] is False:
         return None
-    if c["burst_period_steps"] is not None:  # two rates in turn, each for one period
-        period = int(_number(c, "burst_period_steps", 1, 1e6))
-        offset = c["burst_offset_steps"]
-        start = period if offset is None else int(_number(c, "burst_offset_steps", 0, 1e6))
-        return Burst(_number(c, "arrival_rate_burst", 0, 1e4), 2 * period, period, start)
-    if c["burst_interval_steps"] is not None:  # a multiple of the rate, now and then
-        interval = int(_number(c, "burst_interval_steps", 1, 1e6))
-        duration = int(_number(c, "burst_duration_steps", 1, interval))
-        offset = c["burst_offset_steps"]
-        start = interval - duration if offset is None else int(_number(c, "burst_offset_steps", 0, 1e6))
-        rate = _number(c, "arrival_rate_rps", 0, 2000) * _number(c, "burst_multiplier", 0, 1000)
-        return Burst(rate, interval, duration, start)
+    if set(given) == set(alternating):  # two rates in turn, each for one period
+        period, rate_rps = c["burst_period_steps"], c["arrival_rate_burst"]
+        return Burst(rate_rps, 2 * period, period, _first(c, period))
+    if set(given) == set(occasional):  # a multiple of the rate, now and then
+        check_order(c, "burst_duration_steps", "burst_interval_steps")
+        interval, duration = c["burst_interval_steps"], c["burst_duration_steps"]
+        return Burst(c["arrival_rate_rps"] * c["burst_multiplier"], interval, duration, _first(c, interval - duration))
+    if given or c["burst_enabled"] or c["burst_offset_steps"] is not None:
+        raise InvalidConfigError(
+            f"floods need either {' and '.join(alternating)} or {', '.join(occasional)}: "
+            f"this task has {', '.join(given) or 'none of them'}"
+        )
     return None
 
 
-def _parse_classes(c: Mapping[str, Any]) -> tuple[RequestClass, ...]:
-    mix = _shares(c, "priority_mix")
-    burst_mix = mix if c["burst_priority_mix"] is None else _shares(c, "burst_priority_mix")
-    outputs = list(c["output_mean_tokens"])
-    if len(outputs) not in (1, len(PRIORITY_CLASSES)):
-        raise InvalidConfigError("output_mean_tokens must hold one number, or one for each of the three classes")
-    slos = [c["slo_interactive_ms"], c["slo_batch_ms"], c["slo_best_effort_ms"]]
-    if all(s is None for s in slos):
-        slos = [c["slo_target_ms"]] * len(PRIORITY_CLASSES)
-    classes = []
-    for i, name in enumerate(PRIORITY_CLASSES):
-        mean = float(outputs[i if len(outputs) > 1 else 0])
-        classes.append(
-            RequestClass(
-                name=name,
-                share=mix[i],
-                burst_share=burst_mix[i],
-                slo_ms=math.inf if slos[i] is None else float(slos[i]),
-                prompt=_parse_prompt(c, i),
-                output=_output_dist(mean, _number(c, "output_cv", 0.01, 5), _number(c, "output_max_tokens", 1, 1e5)),
-                complexity_penalty=float(c["complexity_penalty"][i]),
-            )
+def _first(c: Mapping[str, Any], default: int) -> int:
+    """The step at which the first flood starts."""
+    offset: int | None = c["burst_offset_steps"]
+    return default if offset is None else offset
+
+
+def _classes(c: Mapping[str, Any]) -> tuple[RequestClass, ...]:
+    objectives_ms = [c[f"slo_{name}_ms"] for name in PRIORITY_CLASSES]
+    if objectives_ms == [None] * _CLASSES:
+        objectives_ms = [c["slo_target_ms"]] * _CLASSES
+    longest = {**c, "output_mean_tokens": max(c["output_mean_tokens"])}
+    check_order(longest, "output_mean_tokens", "output_max_tokens")
+    return tuple(
+        RequestClass(
+            name=name,
+            share=c["priority_mix"][i],
+            burst_share=(c["burst_priority_mix"] or c["priority_mix"])[i],
+            slo_ms=math.inf if objectives_ms[i] is None else objectives_ms[i],
+            prompt=_prompt(c, i),
+            output=_output_dist(c["output_mean_tokens"][i], c["output_cv"], c["output_max_tokens"]),
+            complexity_penalty=c["complexity_penalty"][i],
         )
-    return tuple(classes)
+        for i, name in enumerate(PRIORITY_CLASSES)
+    )
 
 
-def _shares(c: Mapping[str, Any], key: str) -> list[float]:
-    shares = [float(s) for s in c[key]]
-    if len(shares) != len(PRIORITY_CLASSES) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
-        raise InvalidConfigError(f"{key}={c[key]!r} is not allowed: three shares >= 0 that sum to 1")
-    return shares
-
-
-def _parse_prompt(c: Mapping[str, Any], class_index: int) -> LengthDist:
+def _prompt(c: Mapping[str, Any], class_index: int) -> LengthDist:
     kind = c["prompt_len_dist"]
     if kind == "trace":
+        if c["trace"] is None:
+            raise InvalidConfigError("missing key 'trace': prompt_len_dist='trace' takes the prompts from it")
         return LengthDist("trace")
-    if kind == "uniform":
-        return LengthDist("uniform", _number(c, "prompt_len_min", 1, 1e5), _number(c, "prompt_len_max", 1, 1e5))
     if kind == "lognormal":
-        low, high = _number(c, "prompt_len_clamp_min", 1, 1e5), _number(c, "prompt_len_clamp_max", 1, 1e5)
-        return LengthDist(
-            "lognormal", low, high, _number(c, "prompt_len_mu", 0, 12), _number(c, "prompt_len_sigma", 0, 4)
-        )
-    if kind == "bimodal":
-        names = c["class_prompt"] or ("short", "short", "long")
-        which = names[class_index]
-        if which not in ("short", "long"):
-            raise InvalidConfigError(f"class_prompt={names!r} is not allowed: each entry is 'short' or 'long'")
-        return LengthDist(
-            "uniform", _number(c, f"{which}_prompt_min", 1, 1e5), _number(c, f"{which}_prompt_max", 1, 1e5)
-        )
-    raise InvalidConfigError(
-        f"prompt_len_dist={kind!r} is not allowed: one of 'uniform', 'lognormal', 'bimodal', 'trace'"
-    )
+        for key in ("prompt_len_mu", "prompt_len_sigma"):
+            if c[key] is None:
+                raise InvalidConfigError(f"missing key {key!r}: prompt_len_dist='lognormal' needs it")
+        low, high = c["prompt_len_clamp_min"], c["prompt_len_clamp_max"]
+        return LengthDist("lognormal", low, high, c["prompt_len_mu"], c["prompt_len_sigma"])
+    prefix = "prompt_len" if kind == "uniform" else f"{c['class_prompt'][class_index]}_prompt"
+    return LengthDist("uniform", c[f"{prefix}_min"], c[f"{prefix}_max"])
+
+
+def _baseline(bounds: list[float] | None) -> tuple[float, float] | None:
+    if bounds is None:
+        return None
+    low, high = bounds
+    if low > high:
+        raise refusal("expected_baseline", bounds, "the lowest and the highest score, in this order")
+    return low, high
+
+
+def _trace(name: str | None, base: Path) -> str | None:
+    if name is None:
+        return None
+    allowed = "a packed trace, as `inferencegym import-trace` makes one"
+    try:
+        path = (base / name).resolve()
+        if zipfile.is_zipfile(path):
+            return str(path)
+    except ValueError as error:  # no name that a file can have
+        raise refusal("trace", name, allowed) from error
+    raise refusal("trace", name, f"{allowed}; there is none at {path}")
 
 
 def _output_dist(mean: float, cv: float, high: float) -> LengthDist:
@@ -509,7 +528,7 @@ def _calibrations(path: str, version: int) -> dict[str, Calibration]:
     """The constants of one state of a file."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {key: _parse_calibration(entry) for key, entry in raw["tasks"].items()}
+        return {key: Calibration(**_CALIBRATION.read(key, entry)) for key, entry in raw["tasks"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidConfigError(
             f"{path}: not a calibration file ({error}); measure again with `inferencegym calibrate`"

@@ -8,7 +8,6 @@ and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -21,6 +20,18 @@ from typing import Any, ClassVar, Final
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, UnknownTaskError
 from inferencegym.models import Field
+from inferencegym.task_files import (
+    Key,
+    Kinds,
+    ListOf,
+    Number,
+    Object,
+    Text,
+    check_order,
+    gym_id_of,
+    read_task_file,
+    task_registry,
+)
 
 DATA_FILE: Final = Path(__file__).resolve().parent.parent / "simulator" / "data" / "traffic_tasks.json"
 TASKS_ENV: Final = "INFERENCEGYM_TRAFFIC_TASKS"
@@ -162,20 +173,14 @@ def traffic_config(overrides: Mapping[str, Any] | None, base: TrafficConfig | No
         if key not in CONFIG_FIELDS:
             raise InvalidConfigError(f"config.{key} is not a setting: allowed are {', '.join(CONFIG_FIELDS)}")
         if value is not None:
-            values[key] = _config_number(key, value)
+            values[key] = _CONFIG_RULES[key].read(f"config.{key}", value)
     return TrafficConfig(**values)
 
 
-def _config_number(key: str, value: object) -> float | int:
-    field = CONFIG_FIELDS[key]
-    if not _is_number(value) or not field.low <= value <= field.high:  # type: ignore[operator]
-        raise InvalidConfigError(f"config.{key}={value!r} is not allowed: it must be {field.allowed()} ({field.unit})")
-    number = float(value)  # type: ignore[arg-type]
-    if key != "max_queue":
-        return number
-    if number != int(number):
-        raise InvalidConfigError(f"config.{key}={value!r} is not allowed: it must be {field.allowed()}")
-    return int(number)
+_CONFIG_RULES: Final = {
+    name: Number(field.low, field.high, whole=name == "max_queue", unit=field.unit)
+    for name, field in CONFIG_FIELDS.items()
+}
 
 
 # ---------------------------------------------------------------- tasks
@@ -287,140 +292,83 @@ def list_traffic_tasks() -> list[TrafficTask]:
 
 @lru_cache(maxsize=8)
 def _registry(user_files: str) -> dict[str, TrafficTask]:
-    registry: dict[str, TrafficTask] = {}
-    for path in [DATA_FILE, *(Path(p) for p in user_files.split(os.pathsep) if p)]:
-        for task in load_traffic_tasks(path):
-            if task.task_id in registry:
-                raise InvalidConfigError(f"{path}: task id {task.task_id!r} is already taken; choose another")
-            registry[task.task_id] = task
-    return registry
+    return task_registry([DATA_FILE, *(Path(p) for p in user_files.split(os.pathsep) if p)], load_traffic_tasks)
 
 
 # ---------------------------------------------------------------- reading task files
 
-_REQUIRED: Final = object()
+_RPS: Final = Number(MIN_RPS, MAX_RPS)
+_EPISODE_LENGTH: Final = Number(1, MAX_EPISODE_LENGTH, whole=True)
 
-_TASK_KEYS: Final[dict[str, Any]] = {
-    "name": _REQUIRED,
-    "gym_id": None,
-    "difficulty": "custom",
-    "description": "",
-    "episode_length": _REQUIRED,
-    "pattern": _REQUIRED,
-    "grade": _REQUIRED,
-    "config": None,
-}
-_PATTERN_KEYS: Final[dict[str, Any]] = {"base_rps": _REQUIRED, "segments": ()}
-_SEGMENT_KEYS: Final[dict[str, Any]] = {
-    "start_step": _REQUIRED,
-    "end_step": _REQUIRED,
-    "rps": _REQUIRED,
-    "end_rps": None,
-}
+_SEGMENT: Final = Object(
+    {
+        "start_step": Key(Number(0, MAX_EPISODE_LENGTH - 1, whole=True)),
+        "end_step": Key(_EPISODE_LENGTH),
+        "rps": Key(_RPS),
+        "end_rps": Key(_RPS, None),
+    }
+)
+_TASK: Final = Object(
+    {
+        "name": Key(Text()),
+        "gym_id": Key(Text(), None),
+        "difficulty": Key(Text(), "custom"),
+        "description": Key(Text(), ""),
+        "episode_length": Key(_EPISODE_LENGTH),
+        "pattern": Key(Object({"base_rps": Key(_RPS), "segments": Key(ListOf(_SEGMENT), ())})),
+        "grade": Key(
+            Kinds(
+                {
+                    kind: Object({name: Key(Number(f.low, f.high)) for name, f in params.items()})
+                    for kind, params in GRADE_PARAMS.items()
+                }
+            )
+        ),
+        "config": Key(Object({name: Key(rule, None) for name, rule in _CONFIG_RULES.items()}), None),
+    }
+)
 
 
 def load_traffic_tasks(path: str | Path) -> list[TrafficTask]:
     """Read a task file; raises :class:`InvalidConfigError` naming file, task and key."""
-    path = Path(path)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["tasks"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidConfigError(
-            f"{path}: not a task file ({error!r}); it holds an object with the key 'tasks'"
-        ) from error
-    tasks = []
-    for task_id, entry in entries:
-        try:
-            tasks.append(parse_traffic_task(task_id, entry))
-        except InvalidConfigError as error:
-            raise InvalidConfigError(f"{path}: task {task_id!r}: {error}") from error
-    return tasks
+    return read_task_file(Path(path), parse_traffic_task)
 
 
-def parse_traffic_task(task_id: str, entry: Mapping[str, Any]) -> TrafficTask:
+def parse_traffic_task(task_id: str, entry: object) -> TrafficTask:
     """Build a task from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
-    values = _with_defaults("task", entry, _TASK_KEYS)
-    for key in ("name", "difficulty", "description"):
-        if not isinstance(values[key], str):
-            raise InvalidConfigError(f"{key}={values[key]!r} is not allowed: it must be text")
+    values = _TASK.read("", entry)
     return TrafficTask(
         task_id=task_id,
         name=values["name"],
-        gym_id=str(values["gym_id"] or "".join(word.capitalize() for word in task_id.replace("_", "-").split("-"))),
+        gym_id=gym_id_of(task_id, values["gym_id"]),
         difficulty=values["difficulty"],
         description=values["description"],
-        episode_length=_integer(values, "episode_length", 1, MAX_EPISODE_LENGTH),
-        pattern=_parse_pattern(values["pattern"]),
-        grade=_parse_grade(values["grade"]),
+        episode_length=values["episode_length"],
+        pattern=TrafficPattern(values["pattern"]["base_rps"], _segments(values["pattern"]["segments"])),
+        grade=_grade(values["grade"]),
         config=traffic_config(values["config"]),
     )
 
 
-def _parse_pattern(raw: object) -> TrafficPattern:
-    values = _with_defaults("pattern", raw, _PATTERN_KEYS)
-    if not isinstance(values["segments"], (list, tuple)):
-        raise InvalidConfigError(f"segments={values['segments']!r} is not allowed: it must be a list")
-    segments = sorted((_parse_segment(s) for s in values["segments"]), key=lambda s: s.start_step)
-    for earlier, later in pairwise(segments):
+def _segments(raw: list[dict[str, Any]]) -> tuple[RateSegment, ...]:
+    for i, segment in enumerate(raw):
+        check_order(segment, "start_step", "end_step", where=f"pattern.segments[{i}].", strict=True)
+    found = [RateSegment(**{**s, "end_rps": s["rps"] if s["end_rps"] is None else s["end_rps"]}) for s in raw]
+    found.sort(key=lambda s: s.start_step)
+    for earlier, later in pairwise(found):
         if later.start_step < earlier.end_step:
             raise InvalidConfigError(
-                f"segments: the one from step {later.start_step} starts before the one from step {earlier.start_step} "
-                f"ends at {earlier.end_step}; give each step one rate"
+                f"pattern.segments: the one from step {later.start_step} starts before the one from step "
+                f"{earlier.start_step} ends at {earlier.end_step}; give each step one rate"
             )
-    return TrafficPattern(_number(values, "base_rps", MIN_RPS, MAX_RPS), tuple(segments))
+    return tuple(found)
 
 
-def _parse_segment(raw: object) -> RateSegment:
-    values = _with_defaults("segment", raw, _SEGMENT_KEYS)
-    start = _integer(values, "start_step", 0, MAX_EPISODE_LENGTH - 1)
-    end = _integer(values, "end_step", start + 1, MAX_EPISODE_LENGTH)
-    rps = _number(values, "rps", MIN_RPS, MAX_RPS)
-    return RateSegment(
-        start, end, rps, rps if values["end_rps"] is None else _number(values, "end_rps", MIN_RPS, MAX_RPS)
-    )
-
-
-def _parse_grade(raw: object) -> GradeSpec:
-    if not isinstance(raw, Mapping) or raw.get("kind") not in GRADE_PARAMS:
-        raise InvalidConfigError(f"grade={raw!r} is not allowed: its kind must be {_one_of(tuple(GRADE_PARAMS))}")
-    fields = GRADE_PARAMS[raw["kind"]]
-    values = _with_defaults("grade", {k: v for k, v in raw.items() if k != "kind"}, dict.fromkeys(fields, _REQUIRED))
-    params = {name: _number(values, name, field.low, field.high) for name, field in fields.items()}
-    if "floor_ms" in params and params["floor_ms"] <= params["full_score_ms"]:
-        raise InvalidConfigError("floor_ms must be greater than full_score_ms")
-    return GradeSpec(raw["kind"], params)
-
-
-def _with_defaults(what: str, raw: object, keys: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise InvalidConfigError(f"{what}={raw!r} is not allowed: it must be an object with the keys {', '.join(keys)}")
-    for key in raw:
-        if key not in keys:
-            raise InvalidConfigError(f"{what}: unknown key {key!r}; allowed are {', '.join(keys)}")
-    values = {**keys, **raw}
-    for key, value in values.items():
-        if value is _REQUIRED:
-            raise InvalidConfigError(f"{what}: missing key {key!r}")
-    return values
-
-
-def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    number = _number(values, key, low, high)
-    if number != int(number):
-        raise InvalidConfigError(f"{key}={values[key]!r} is not allowed: it must be an integer from {low} to {high}")
-    return int(number)
-
-
-def _number(values: Mapping[str, Any], key: str, low: float, high: float) -> float:
-    value = values[key]
-    if not _is_number(value) or not low <= value <= high:
-        raise InvalidConfigError(f"{key}={value!r} is not allowed: it must be a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def _is_number(value: object) -> bool:
-    """A real number; comparing with bounds then refuses NaN and infinity."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _grade(values: dict[str, Any]) -> GradeSpec:
+    kind, params = values["kind"], {name: value for name, value in values.items() if name != "kind"}
+    if kind == "survival_latency":
+        check_order(params, "full_score_ms", "floor_ms", where="grade.", strict=True)
+    return GradeSpec(kind, params)
 
 
 def _one_of(names: tuple[str, ...]) -> str:

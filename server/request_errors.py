@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferencegym.errors import InferenceGymError, InvalidConfigError
+from inferencegym.errors import InferenceGymError, InvalidConfigError, shortened
 
 
 class InvalidRequestError(InvalidConfigError):
@@ -13,7 +13,7 @@ class InvalidRequestError(InvalidConfigError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
         self.allowed = allowed
-        super().__init__(f"{field}={_shorten(value)} is not allowed: {field} must be {allowed}")
+        super().__init__(f"{field}={shortened(value)} is not allowed: {field} must be {allowed}")
 
 
 class SessionConflictError(InferenceGymError, RuntimeError):
@@ -81,8 +81,3 @@ class RateLimitedError(InferenceGymError, RuntimeError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
-
-
-def _shorten(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

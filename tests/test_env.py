@@ -170,7 +170,7 @@ def test_missing_fields_take_the_naive_defaults() -> None:
         ({"episode_length": 0}, "episode_length=0"),
         ({"episode_length": 10.5}, "episode_length=10.5"),
         ({"omega": 1}, "omega is not a setting: allowed are alpha"),
-        ({"beta": float("inf")}, "finite"),
+        ({"beta": float("inf")}, "beta=inf .* from 0 to 1"),
         ({"beta": 0.5, "gamma": 0.5, "delta": 0.5}, "must not exceed 1"),
     ],
 )

@@ -1,0 +1,262 @@
+"""Files of serving tasks: what may stand in them, and that every mistake is refused by file, task and key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grader.grader import GRADES, SCORES
+from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import DATA_DIR, GRADE_KINDS, TASKS_ENV, TaskSpec, list_tasks, load_task_file
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LOGNORMAL = {"prompt_len_dist": "lognormal", "prompt_len_mu": 5, "prompt_len_sigma": 1}
+OFTEN = {"burst_interval_steps": 40, "burst_duration_steps": 10, "burst_multiplier": 4}
+IN_TURN = {"burst_period_steps": 30, "arrival_rate_burst": 20}
+CONSTANTS = {"floor_tps": 1, "optimal_tps": 2, "max_throughput_tps": 3, "price": 0.1}
+
+ODD_VALUES: list[Any] = [
+    None, True, False, 0, 1, -5, 0.5, 10**400, float("nan"), float("inf"), float("-inf"),
+    "", "a", "x\0y", "\ud800", [], {}, [None], ["a"], [[]], [1], [1, 2], [0, 0, 0], [1, 0, 0], ["short"] * 3,
+    [float("nan")] * 3, [float("nan"), 0, 1], {"kind": None}, {"kind": []}, {"kind": "throughput", "x": 1}, {"a": 1},
+]  # fmt: skip
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "Mine",
+        "arrival_rate_rps": 6,
+        "prompt_len_dist": "uniform",
+        "output_mean_tokens": 180,
+        "slo_target_ms": 400,
+        **changes,
+    }
+
+
+def four_term(*weights: Any) -> dict[str, Any]:
+    return {"grade": {"kind": "four_term", "weights": list(weights)}}
+
+
+def write(folder: Path, tasks: Any) -> Path:
+    path = folder / "mine.json"
+    path.write_text(json.dumps({"tasks": tasks}), encoding="utf-8")
+    return path
+
+
+def load(folder: Path, **changes: Any) -> TaskSpec:
+    (task,) = load_task_file(write(folder, {"mine": entry(**changes)}))
+    return task
+
+
+def refusal_of(path: Path) -> str:
+    """What is said of a file; nothing if it is taken."""
+    try:
+        load_task_file(path)
+    except InvalidConfigError as error:
+        return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------- what is accepted
+
+
+@pytest.mark.parametrize("given", [180, [180], [180, 180, 180]])
+def test_the_mean_output_is_a_number_bare_or_in_a_list_or_one_per_class(tmp_path: Path, given: Any) -> None:
+    assert load(tmp_path, output_mean_tokens=given).classes == load(tmp_path, output_mean_tokens=180.0).classes
+
+
+def test_five_keys_are_all_that_a_task_must_have(tmp_path: Path) -> None:
+    task = load(tmp_path)
+    assert (task.fleet.n_replicas, task.burst, task.gym_id) == (1, None, "Mine")
+
+
+@pytest.mark.parametrize("missing", list(entry()))
+def test_a_task_without_one_of_the_five_keys_is_refused(tmp_path: Path, missing: str) -> None:
+    raw = entry()
+    del raw[missing]
+    with pytest.raises(InvalidConfigError, match=rf"mine\.json: task 'mine': missing key '{missing}': it must be "):
+        load_task_file(write(tmp_path, {"mine": raw}))
+
+
+def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> None:
+    assert set(GRADE_KINDS.kinds) == set(GRADES) == set(SCORES)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # Keys and text
+        ({"colour": "red"}, "unknown key 'colour'; allowed are name, "),
+        ({"name": 3}, "name=3 is not allowed: it must be text"),
+        ({"gym_id": "Lunch Desk"}, "gym_id='Lunch Desk' is not allowed: it must be made of letters, digits"),
+        ({"recorded": "false"}, "recorded='false' is not allowed: it must be true or false"),
+        # Outputs
+        ({"output_mean_tokens": ["a"]}, "output_mean_tokens[0]='a' is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": [-5]}, "output_mean_tokens[0]=-5 is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": 0}, "output_mean_tokens=0 is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": True}, "output_mean_tokens=True is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": None}, "output_mean_tokens=None is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": [1, 2]}, "output_mean_tokens=[1, 2] is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": 3000}, "output_mean_tokens=3000 is not allowed: it must be at most output_max_tokens"),
+        # Numbers that are none
+        ({"arrival_rate_rps": float("nan")}, "arrival_rate_rps=nan is not allowed: it must be a number from 0.01"),
+        ({"slo_target_ms": float("inf")}, "slo_target_ms=inf is not allowed: it must be a number from 1 to"),
+        ({"output_cv": float("nan")}, "output_cv=nan is not allowed: it must be a number from 0.01 to 5"),
+        ({"complexity_penalty": [0, float("nan"), 0]}, "complexity_penalty[1]=nan is not allowed"),
+        ({"priority_mix": [float("nan"), 0, 1]}, "priority_mix[0]=nan is not allowed"),
+        # Objectives
+        ({"slo_batch_ms": "x"}, "slo_batch_ms='x' is not allowed: it must be a number from 1 to"),
+        ({"slo_interactive_ms": -200}, "slo_interactive_ms=-200 is not allowed: it must be a number from 1 to"),
+        ({"slo_best_effort_ms": float("nan")}, "slo_best_effort_ms=nan is not allowed"),
+        ({"slo_target_ms": -1}, "slo_target_ms=-1 is not allowed: it must be a number from 1 to"),
+        # Classes
+        ({"priority_mix": 1}, "priority_mix=1 is not allowed: it must be a list of 3 "),
+        ({"priority_mix": None}, "priority_mix=None is not allowed: it must be a list of 3 "),
+        ({"priority_mix": [1]}, "priority_mix=[1] is not allowed: it must be a list of 3 "),
+        ({"priority_mix": [0.5, 0.2, 0.2]}, "priority_mix=[0.5, 0.2, 0.2] is not allowed: it must be a list of 3 shar"),
+        ({"burst_priority_mix": [2, -1, 0]}, "burst_priority_mix[0]=2 is not allowed: it must be a number from 0 to 1"),
+        ({"complexity_penalty": [0.1]}, "complexity_penalty=[0.1] is not allowed: it must be a list of 3, each a numb"),
+        ({"complexity_penalty": 0.1}, "complexity_penalty=0.1 is not allowed: it must be a list of 3, each a number"),
+        ({"class_prompt": ["short"]}, "class_prompt=['short'] is not allowed: it must be a list of 3, each one of sho"),
+        ({"class_prompt": ["short", "long", "tall"]}, "class_prompt[2]='tall' is not allowed: it must be one of short"),
+        # Prompts
+        ({"prompt_len_dist": "normal"}, "prompt_len_dist='normal' is not allowed: it must be one of uniform, lognorma"),
+        ({"prompt_len_dist": ["uniform"]}, "prompt_len_dist=['uniform'] is not allowed: it must be one of uniform"),
+        ({"prompt_len_dist": "trace"}, "missing key 'trace'"),
+        ({"prompt_len_min": 900, "prompt_len_max": 90}, "prompt_len_min=900 is not allowed: it must be at most"),
+        ({**LOGNORMAL, "prompt_len_clamp_min": 9000}, "prompt_len_clamp_min=9000 is not allowed: it must be at most"),
+        ({"short_prompt_min": 200}, "short_prompt_min=200 is not allowed: it must be at most short_prompt_max"),
+        ({"long_prompt_max": 200}, "long_prompt_min=4096 is not allowed: it must be at most long_prompt_max"),
+        ({**LOGNORMAL, "prompt_len_sigma": None}, "missing key 'prompt_len_sigma'"),
+        # Floods
+        ({"burst_enabled": True}, "floods need either burst_period_steps and arrival_rate_burst or burst_interval_ste"),
+        ({"burst_multiplier": 4}, "floods need either"),
+        ({"burst_offset_steps": 4}, "floods need either"),
+        ({**OFTEN, **IN_TURN}, "floods need either"),
+        ({**OFTEN, "burst_duration_steps": 41}, "burst_duration_steps=41 is not allowed: it must be at most burst_int"),
+        ({**OFTEN, "burst_interval_steps": 9.5}, "burst_interval_steps=9.5 is not allowed: it must be an integer"),
+        ({**IN_TURN, "burst_offset_steps": -1}, "burst_offset_steps=-1 is not allowed: it must be an integer from 0"),
+        # Fleet and rules
+        ({"n_replicas": 2.5}, "n_replicas=2.5 is not allowed: it must be an integer from 1 to 4096"),
+        ({"n_replicas": "2"}, "n_replicas='2' is not allowed: it must be an integer from 1 to 4096"),
+        ({"active_actions": None}, "active_actions=None is not allowed: it must be a list of 1 to 5 different ones"),
+        ({"active_actions": []}, "active_actions=[] is not allowed: it must be a list of 1 to 5 different ones"),
+        ({"active_actions": "kv_budget"}, "active_actions='kv_budget' is not allowed: it must be a list of 1 to 5"),
+        ({"active_actions": ["voltage"]}, "active_actions[0]='voltage' is not allowed: it must be one of kv_budget"),
+        ({"active_actions": ["batch_size"] * 2}, "active_actions=['batch_size', 'batch_size'] is not allowed"),
+        ({"episode_length": 0}, "episode_length=0 is not allowed: it must be an integer from 1 to 5000"),
+        ({"expected_baseline": [0.2]}, "expected_baseline=[0.2] is not allowed: it must be a list of 2"),
+        ({"expected_baseline": [0.4, 0.2]}, "expected_baseline=[0.4, 0.2] is not allowed: it must be the lowest"),
+        # Reward
+        ({"reward": 1}, "reward=1 is not allowed: it must be an object with the keys alpha, beta, gamma, delta"),
+        ({"reward": {"omega": 1}}, "reward: unknown key 'omega'; allowed are alpha, beta, gamma, delta"),
+        ({"reward": {"alpha": 2}}, "reward.alpha=2 is not allowed: it must be a number from 0 to 1"),
+        ({"reward": {"gamma": 0.7}}, "reward: beta + gamma + delta must not exceed 1, so that rewards stay in"),
+        # Grade
+        ({"grade": None}, "grade=None is not allowed: it must be an object whose kind is one of throughput"),
+        ({"grade": {"kind": "four_terms"}}, "grade.kind='four_terms' is not allowed: it must be one of throughput"),
+        ({"grade": {"kind": ["throughput"]}}, "grade.kind=['throughput'] is not allowed: it must be one of throughput"),
+        ({"grade": {"kind": "four_term"}}, "grade: missing key 'weights': it must be a list of 4 shares"),
+        ({"grade": {"kind": "throughput", "weights": [1]}}, "grade: unknown key 'weights'; allowed are none"),
+        ({"grade": {"kind": "latency_memory"}}, "grade: missing key 'ttft_target_ms'"),
+        (four_term(0.4, 0.3, 0.3), "grade.weights=[0.4, 0.3, 0.3] is not allowed: it must be a list of 4"),
+        (four_term(0.4, 0.3, 0.2, 0.2), "grade.weights=[0.4, 0.3, 0.2, 0.2] is not allowed: it must be a list of 4 sh"),
+        (four_term(0.4, 0.3, 0.2, "0.1"), "grade.weights[3]='0.1' is not allowed: it must be a number from 0 to 1"),
+        # Trace and constants
+        ({"trace": "gone.npz"}, "trace='gone.npz' is not allowed: it must be a packed trace, as `inferencegym import-"),
+        ({"trace": "mine.json"}, "trace='mine.json' is not allowed: it must be a packed trace, as `inferencegym impor"),
+        ({"trace": 3}, "trace=3 is not allowed: it must be text"),
+        ({"calibration": 3}, "calibration=3 is not allowed: it must be an object with the keys floor_tps"),
+        ({"calibration": {**CONSTANTS, "price": 0}}, "calibration.price=0 is not allowed: it must be a number from"),
+        ({"calibration": {"floor_tps": 1}}, "calibration: missing key 'optimal_tps'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_refused_with_file_task_key_value_and_what_is_allowed(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidConfigError) as refused:
+        load(tmp_path, **changes)
+    assert str(refused.value).startswith(f"{tmp_path / 'mine.json'}: task 'mine': {said}")
+
+
+SHIPPED = json.loads((DATA_DIR / "workload_configs.json").read_text(encoding="utf-8"))["tasks"]
+
+
+@pytest.mark.parametrize("key", sorted({key for task in SHIPPED.values() for key in task} | {"trace", "calibration"}))
+def test_whatever_stands_at_a_key_is_taken_or_refused_by_name(tmp_path: Path, key: str) -> None:
+    for raw in SHIPPED.values():
+        for value in ODD_VALUES:
+            path = write(tmp_path, {"mine": {**raw, key: value}})
+            said = refusal_of(path)
+            assert not said or said.startswith(f"{path}: task 'mine': "), value
+
+
+@pytest.mark.parametrize("raw", ODD_VALUES)
+def test_an_entry_that_is_no_task_is_refused_by_name(tmp_path: Path, raw: Any) -> None:
+    with pytest.raises(InvalidConfigError, match=r"mine\.json: task '²': "):
+        load_task_file(write(tmp_path, {"²": raw}))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting"),
+        ("[]", "list indices"),
+        ("{}", "KeyError"),
+        ('{"tasks": 3}', "'int' object"),
+        ('{"tasks": {"mine": {"name": "A"}, "mine": {"name": "B"}}}', "the key 'mine' stands twice in one object"),
+    ],
+)
+def test_what_is_not_a_task_file_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidConfigError, match=rf"broken\.json: not a task file \(.*{why}.*'tasks'"):
+        load_task_file(path)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"1": entry()}, "task id 1 is already taken; choose another"),
+        ({"mine": entry(gym_id="StaticUniform")}, "gym_id='StaticUniform' is already that of task '1'"),
+        ({"lunch-desk": entry(), "lunch_desk": entry()}, "gym_id='LunchDesk' is already that of task 'lunch-desk'"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv(TASKS_ENV, str(write(tmp_path, tasks)))
+    with pytest.raises(InvalidConfigError, match=said):
+        list_tasks()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_mistake_stops_the_start_of_the_server_with_one_line(tmp_path: Path, workers: str) -> None:
+    path = write(tmp_path, {"mine": entry(output_mean_tokens=["a"])})
+    started = subprocess.run(
+        [sys.executable, "-m", "server.app"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            TASKS_ENV: str(path),
+            "INFERENCEGYM_WORKERS": workers,
+            "INFERENCEGYM_DATA_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert started.returncode == 1
+    (line,) = started.stderr.splitlines()
+    assert line.startswith(f"The server was not started. {path}: task 'mine': output_mean_tokens[0]='a' is not allowed")
