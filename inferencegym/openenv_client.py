@@ -7,7 +7,7 @@ the episode and send the step that had no answer again under its number; the ser
 from __future__ import annotations
 
 import asyncio
-import re
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -38,7 +38,6 @@ _LOST: Final = (ConnectionClosed, TimeoutError, OSError)
 """What a dropped, silent or unreachable server looks like; OpenEnv's own ConnectionError is an OSError."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-_CODE_OF_OPENENV: Final = re.compile(r"\(code: ([A-Z_]+)\)\Z")
 
 
 class EpisodeClient(EnvClient):  # type: ignore[misc]
@@ -50,7 +49,13 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     """
 
     reconnect_s: float = 60.0
-    """How long a new socket is tried for after a lost one; 0 makes the first loss an error."""
+    """How long a new socket is tried for after a lost one; 0 makes the first loss an error.
+
+    A server that has not noticed the loss still counts the lost socket, so a full server is tried again as well.
+    """
+
+    _ws: Any
+    """OpenEnv's socket; None before the first call, and once it was given up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,8 +95,10 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     async def _persistent(self, message: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Data of the reply, over as many sockets as it takes."""
         lost: Exception | None = None
-        pause_s, deadline = FIRST_PAUSE_S, time.monotonic() + self.reconnect_s
-        while lost is None or time.monotonic() < deadline:
+        # OpenEnv's client opens a new socket by itself when it finds the old one closed.
+        may_be_lost = resume or self._ws is not None
+        pause_s, deadline = FIRST_PAUSE_S, math.inf
+        while time.monotonic() < deadline:
             if lost is not None:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -101,8 +108,14 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
                     message = self._numbered(message)
                 return await self._data(message)
             except NotResetError as error:
-                # OpenEnv's client opens a new socket by itself when it finds the old one closed.
+                # A new socket that has not been told which episode it is about.
                 if self._episode_id is None or not resume or isinstance(lost, NotResetError):
+                    raise
+                lost = error
+            except CapacityError as error:
+                # Refused with the socket, which is then gone, and not by a store that is full of sessions.
+                refused = self._ws is None
+                if self._episode_id is None or not refused or (lost is None and not may_be_lost):
                     raise
                 lost = error
             except _LOST as error:
@@ -111,9 +124,11 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
                         f"{self._ws_url} cannot be reached ({error!r}): is a server there?"
                     ) from error
                 lost = error
-        raise ServerUnavailableError(
-            f"{self._ws_url} was lost and not found again ({lost!r}); the episode is kept there: "
-            f"reset(episode_id={self._episode_id!r}, resume=True) goes on with it"
+            deadline = min(deadline, time.monotonic() + self.reconnect_s)
+        kind = CapacityError if isinstance(lost, CapacityError) else ServerUnavailableError
+        raise kind(
+            f"{self._ws_url} was lost and not had again in {self.reconnect_s:g} s ({lost!r}); "
+            f"the episode is kept there: reset(episode_id={self._episode_id!r}, resume=True) goes on with it"
         ) from lost
 
     async def _resume(self) -> None:
@@ -125,6 +140,10 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
         try:
             reply = await self._send_and_receive(message)
         except RuntimeError as error:
+            if _is_full(error):
+                # The server closes it, but this may be noticed only in the middle of the next call.
+                socket, self._ws = self._ws, None
+                await socket.close()
             raise _ours(error) from error
         return dict(reply.get("data", {}))
 
@@ -143,10 +162,14 @@ def _ours(error: RuntimeError) -> Exception:
     if said is not None:
         message, code = said
         return error_of(code, message.removeprefix("Server error: "))
-    code_of_theirs = _CODE_OF_OPENENV.search(str(error))
-    if code_of_theirs is not None and code_of_theirs[1] == "CAPACITY_REACHED":
+    if _is_full(error):
         return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
     return error
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """Whether the server had no room for the socket."""
+    return str(error).endswith("(code: CAPACITY_REACHED)")
 
 
 class InferenceGymEnv(EpisodeClient):

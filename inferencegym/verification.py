@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,11 @@ def _parse(place: str, text: str) -> Any:
         raise DataFormatError(f"{place}: nested too deep") from error
     except json.JSONDecodeError as error:
         raise DataFormatError(f"{place}: not JSON: {error}") from error
+    except DataFormatError:
+        raise
+    except ValueError as error:
+        limit = sys.get_int_max_str_digits()
+        raise DataFormatError(f"{place}: an integer has more than {limit:,} digits, which no field may have") from error
 
 
 def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> EpisodeLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import tempfile
@@ -17,8 +18,15 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from inferencegym.errors import InvalidConfigError
 
 PREFIX: Final = "INFERENCEGYM_"
-READ_ELSEWHERE: Final = frozenset({"INFERENCEGYM_TABLE", "INFERENCEGYM_TASKS", "INFERENCEGYM_TRAFFIC_TASKS"})
-"""Variables of this prefix that other rooms read themselves."""
+READ_ELSEWHERE: Final = frozenset(
+    PREFIX + name
+    for name in (
+        *("TABLE", "TASKS", "TRAFFIC_TASKS"),
+        *("LLM_URL", "LLM_KEY", "LLM_MODEL"),
+        *("URL", "DEMO_STEPS", "DEMO_TASK"),
+    )
+)
+"""Variables of this prefix that others read: the simulator's rooms, the language-model agent, the notebook."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Durability = Literal["full", "process", "none"]
@@ -51,7 +59,7 @@ class Settings(BaseSettings):
     store_url: str = Field(
         "",
         description="Where episodes are kept: sqlite:///absolute/path.db, redis://host:6379/0, rediss://..., or "
-        "memory:// (lost with the process). Empty: a SQLite file in the data directory.",
+        "memory:// (lost with the process, and for one worker only). Empty: a SQLite file in the data directory.",
     )
     data_dir: Path | None = Field(
         None,
@@ -193,10 +201,16 @@ class Settings(BaseSettings):
             raise ValueError("an API key has at least 8 characters")
         return value
 
+    @field_validator("data_dir", "metrics_dir", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, value: Any) -> Any:
+        # A path would make it the current directory.
+        return None if value == "" else value
+
     @field_validator("store_url")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        if value and value.split("://", 1)[0] not in ("sqlite", "redis", "rediss", "memory"):
+        if value and not value.startswith(("sqlite://", "redis://", "rediss://", "memory://")):
             raise ValueError("must begin with sqlite:///, redis://, rediss:// or memory://")
         if value.startswith("sqlite:") and not Path(value.removeprefix("sqlite://")).is_absolute():
             raise ValueError("a SQLite file is named by its absolute path: sqlite:///directory/file.db")
@@ -208,10 +222,13 @@ class Settings(BaseSettings):
             return Path(self.store_url.removeprefix("sqlite://"))
         return self._writable_dir() / "sessions.db"
 
+    def shared_metrics_dir(self) -> Path | None:
+        """``metrics_dir``, made if it is missing: workers that cannot write there would each report their own."""
+        return None if self.metrics_dir is None else _made("metrics_dir", self.metrics_dir)
+
     def _writable_dir(self) -> Path:
         if self.data_dir is not None:
-            self.data_dir.mkdir(parents=True, exist_ok=True)
-            return self.data_dir
+            return _made("data_dir", self.data_dir)
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         shared = Path(tempfile.gettempdir())
         for directory in (Path(state).expanduser() / "inferencegym", shared / f"inferencegym-{os.getuid()}"):
@@ -231,10 +248,16 @@ def load_settings(**overrides: Any) -> Settings:
     """Read the environment. Raises :class:`InvalidConfigError` naming the variable, its value and what is allowed."""
     _refuse_unknown(os.environ)
     try:
-        return Settings(**overrides)
+        settings = Settings(**overrides)
     except ValidationError as error:
         problems = [_explain(dict(problem)) for problem in error.errors(include_url=False)]
         raise InvalidConfigError("; ".join(problems)) from error
+    if settings.workers > 1 and settings.store_url.startswith("memory:"):
+        raise InvalidConfigError(
+            f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "
+            f"would know its own sessions only: set {PREFIX}WORKERS=1, or name a SQLite file or a Redis server"
+        )
+    return settings
 
 
 def describe_settings() -> list[dict[str, str]]:
@@ -256,6 +279,20 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
             raise InvalidConfigError(f"{variable} is not a setting: allowed are {', '.join(sorted(known))}")
+
+
+def _made(name: str, directory: Path) -> Path:
+    """The directory of a setting. Raises InvalidConfigError where it cannot be made or written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InvalidConfigError(
+            f"{_variable(name)}: {str(directory)!r} is not allowed: it must be a directory that can be written, or "
+            f"made ({error.strerror}); leave it empty for the default"
+        ) from error
+    return directory
 
 
 def _variable(name: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from inferencegym.errors import InvalidConfigError
-from server.settings import Settings, describe_settings, load_settings
+from server.app import main
+from server.settings import READ_ELSEWHERE, Settings, describe_settings, load_settings
+from tests.servers import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,9 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("INFERENCEGYM_ENV", "chess", "one of serving, traffic"),
         ("INFERENCEGYM_STORE_TIMEOUT_S", "0", "a number from 0.05 to 60"),
         ("INFERENCEGYM_STORE_URL", "mysql://x", "sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite", "must begin with sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "memory", "must begin with sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite:/var/x.db", "must begin with sqlite:///"),
         ("INFERENCEGYM_STORE_URL", "sqlite://", "absolute path"),
         ("INFERENCEGYM_STORE_URL", "sqlite://sessions.db", "absolute path"),
         ("INFERENCEGYM_API_KEY", "short", "8 characters or more"),
@@ -59,6 +65,59 @@ def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("INFERENCEGYM_APIKEY", "correct horse")
     with pytest.raises(InvalidConfigError, match=r"INFERENCEGYM_APIKEY is not a setting.*INFERENCEGYM_API_KEY"):
         load_settings()
+
+
+def test_every_variable_that_the_code_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = ("agents", "benchmarks", "env", "grader", "inferencegym", "notebooks", "scripts", "server", "simulator")
+    places = [ROOT / "Dockerfile", ROOT / "Makefile", ROOT / "docker-compose.yml"]
+    places += [
+        place for room in rooms for place in (ROOT / room).rglob("*") if place.suffix in (".py", ".ipynb", ".sh")
+    ]
+    found = {
+        name for place in places for name in re.findall(r"INFERENCEGYM_[A-Z_]+", place.read_text(encoding="utf-8"))
+    }
+    assert {"INFERENCEGYM_TABLE", "INFERENCEGYM_LLM_URL", "INFERENCEGYM_URL", "INFERENCEGYM_PORT"} <= found
+    elsewhere = found - {row["variable"] for row in describe_settings()}
+    assert elsewhere == READ_ELSEWHERE
+    for name in elsewhere:
+        monkeypatch.setenv(name, "set in the shell")
+    load_settings()
+
+
+def test_a_store_in_memory_is_refused_to_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_STORE_URL", "memory://")
+    assert load_settings().workers == 1
+    monkeypatch.setenv("WORKERS", "2")
+    with pytest.raises(InvalidConfigError, match=r"'memory://' is not allowed with 2 workers.*INFERENCEGYM_WORKERS=1"):
+        load_settings()
+
+
+@pytest.mark.parametrize("name", ["INFERENCEGYM_DATA_DIR", "INFERENCEGYM_METRICS_DIR"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
+def test_a_directory_that_cannot_be_used_stops_the_start_and_names_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv(name, str(tmp_path / place))
+    with pytest.raises(
+        SystemExit, match=rf"The server was not started\. {name}: '\S*{place}' is not allowed: .*director"
+    ):
+        main()
+
+
+def test_a_directory_that_is_missing_is_made_and_an_empty_one_counts_as_unset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", str(tmp_path / "a" / "b"))
+    assert load_settings().shared_metrics_dir() == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", "")
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    settings = load_settings()
+    assert settings.shared_metrics_dir() is None
+    assert settings.sqlite_path() == tmp_path / "inferencegym" / "sessions.db"
 
 
 def test_values_come_from_the_environment_with_the_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:

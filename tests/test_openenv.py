@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed
+from websockets.asyncio.server import ServerConnection, serve
 
 from env.inference_env import InferenceEnv
 from inferencegym.client import (
@@ -44,6 +47,13 @@ from tests.servers import ROOT, RunningServer, running_server
 
 with without_gradio():
     from openenv.core import GenericEnvClient
+
+
+@pytest.fixture(scope="module")
+def one_slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("one"), max_concurrent_envs="1", store_url="memory://") as server:
+        yield server
+
 
 Ask = Callable[[Any], Awaitable[dict[str, Any]]]
 
@@ -454,6 +464,131 @@ def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningSe
 # ---------------------------------------------------------------- capacity
 
 
+class HalfOpen:
+    """A way to a server on which a client can lose its first socket without the server's notice.
+
+    The server notices when the socket numbered ``noticed_at`` is opened.
+    """
+
+    def __init__(self, server: RunningServer, noticed_at: float = math.inf) -> None:
+        self._port = server.port
+        self._noticed_at = noticed_at
+        self._ends: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self._kept: asyncio.StreamWriter | None = None
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """The address for clients."""
+        listener = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            for end in chain(*self._ends):
+                end.transport.abort()
+            listener.close()
+            await listener.wait_closed()
+
+    def lose_the_first(self) -> None:
+        client, self._kept = self._ends[0]
+        client.transport.abort()
+
+    async def _carry(self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
+        self._ends.append((to_client, to_server))
+        if len(self._ends) == self._noticed_at:
+            self._ends[0][1].transport.abort()
+        await asyncio.gather(self._copy(from_client, to_server), self._copy(from_server, to_client))
+
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await source.read(65_536):
+                target.write(piece)
+        if target is not self._kept:
+            target.close()
+
+
+@pytest.mark.parametrize("client_knows", [False, True])
+@pytest.mark.parametrize("call", ["step", "reset", "state"])
+def test_a_client_outwaits_the_slot_of_its_own_lost_socket(
+    one_slot: RunningServer, call: str, client_knows: bool
+) -> None:
+    way = HalfOpen(one_slot, noticed_at=4)
+
+    async def run() -> None:
+        async with way.listening() as url, InferenceGymEnv(base_url=url) as env:
+            await reset_when_there_is_room(env, seed=4)
+            await env.step({"batch_size": 64})
+            way.lose_the_first()
+            if client_knows:
+                await env._ws.wait_closed()
+            if call == "step":
+                assert (await env.step({"batch_size": 64})).observation.timestep == 2
+            elif call == "reset":
+                assert (await env.reset(seed=5)).observation.timestep == 0
+            else:
+                assert (await env.state()).step_count == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_stays_full_is_given_up_after_a_while_and_the_episode_named(one_slot: RunningServer) -> None:
+    way = HalfOpen(one_slot)
+
+    async def run() -> None:
+        async with way.listening() as url, InferenceGymEnv(base_url=url) as env:
+            await reset_when_there_is_room(env, episode_id="kept")
+            way.lose_the_first()
+            env.reconnect_s = 0.3
+            with pytest.raises(CapacityError, match=r"MAX_CONCURRENT_ENVS.*reset\(episode_id='kept', resume=True\)"):
+                await env.step({})
+
+    asyncio.run(run())
+
+
+def test_a_client_that_has_left_is_refused_by_a_full_server_at_once(one_slot: RunningServer) -> None:
+    async def run() -> None:
+        async with InferenceGymEnv(base_url=one_slot.url) as left, InferenceGymEnv(base_url=one_slot.url) as other:
+            await reset_when_there_is_room(left)
+            await left.disconnect()
+            await reset_when_there_is_room(other)
+            left.reconnect_s = math.inf
+            with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
+                await left.reset()
+
+    asyncio.run(run())
+
+
+def test_every_refusal_of_a_full_server_is_a_capacity_error_however_late_it_closes_the_socket() -> None:
+    refused = []
+
+    async def refuse(socket: ServerConnection) -> None:
+        refused.append(await socket.recv())
+        await socket.send(json.dumps({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+        # Closed in the middle of the next call, if that comes over this socket.
+        await socket.recv()
+
+    async def run() -> None:
+        async with serve(refuse, "127.0.0.1", 0) as listener:
+            env = InferenceGymEnv(base_url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            for attempt in range(1, 4):
+                with pytest.raises(CapacityError):
+                    await env.reset()
+                assert len(refused) == attempt
+
+    asyncio.run(run())
+
+
+async def reset_when_there_is_room(env: InferenceGymEnv, **arguments: Any) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            await env.reset(**arguments)
+            return
+        except CapacityError:
+            assert time.monotonic() < deadline, "nobody who left made room in 30 s"
+            await asyncio.sleep(0.02)
+
+
 def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path: Path) -> None:
     with running_server(tmp_path, max_concurrent_envs="2", store_url="memory://") as server:
 
@@ -466,13 +601,7 @@ def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path:
                     with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
                         await third.reset()
                     second._ws.transport.abort()
-                    for _ in range(100):
-                        await asyncio.sleep(0.02)
-                        try:
-                            await third.reset()
-                            break
-                        except (CapacityError, ConnectionClosed):
-                            continue
+                    await reset_when_there_is_room(third)
                     assert (await third.step({})).observation.timestep == 1
                     await third.close()
 

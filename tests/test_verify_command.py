@@ -162,13 +162,16 @@ def test_a_traffic_log_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFix
         '{"task": 3, "seed": 1, "family": "chess", "steps": []}',
         '{"task": 3, "seed": 1, "steps": [5]}',
         "[" * 100_000,
+        '{"task": 3, "seed": ' + "1" * 5_000 + ', "steps": []}',
     ],
 )
 def test_what_is_no_log_ends_in_status_2_with_a_line_that_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     assert main(["verify", write(tmp_path / "log.json", text)]) == 2
-    assert capsys.readouterr().err.startswith("inferencegym verify: ")
+    said = capsys.readouterr().err
+    assert said.startswith("inferencegym verify: ")
+    assert said.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_read_ends_in_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import CLIENT, OPEN, Protocol
 
 from server import http_protocol
-from server.http_protocol import BODY_FOLLOWS_S, Answer, OneWrite, PatientProtocol
+from server.http_protocol import Answer, OneWrite, PatientProtocol
 from server.websocket_protocol import ANSWER_AT_ONCE, EagerProtocol, text_frame, whole_text
 
 MAX_BYTES = 100_000
@@ -337,17 +337,22 @@ def test_a_request_is_not_answered_at_once_while_the_client_does_not_take_what_w
     asyncio.run(scenario())
 
 
-def test_a_body_that_follows_its_head_is_waited_for_and_a_late_one_is_the_applications_business() -> None:
+def test_a_body_that_follows_its_head_is_waited_for_and_a_late_one_is_the_applications_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         protocol, wire = await http_connected(step=at_once)
         whole = request("!now")
+        monkeypatch.setattr(http_protocol, "BODY_FOLLOWS_S", 60.0)
         protocol.data_received(whole[:-4])
         await settled()
         protocol.data_received(whole[-4:])
         assert bodies(wire.written) == ["at once !now"]
         wire.written.clear()
+        # Over at the next turn of the loop.
+        monkeypatch.setattr(http_protocol, "BODY_FOLLOWS_S", 0.0)
         protocol.data_received(whole[:-4])
-        await asyncio.sleep(3 * BODY_FOLLOWS_S)
+        await settled()
         assert len(protocol.tasks) == 1, "the application waits for the body"
         protocol.data_received(whole[-4:])
         await settled()
