@@ -88,8 +88,8 @@ class BatchSession:
 
     session_id: str
     batch: ServingBatch
-    seeds: list[int]
-    autoreset: bool
+    seeds: list[int] = field(default_factory=list)
+    autoreset: bool = False
     taken: int = 0
     episodes: int = 0
     waiting: int = 0
@@ -108,11 +108,12 @@ class BatchSession:
         """Steps until the running episodes end."""
         return self.batch.config.episode_length - int(self.batch.time[0])
 
-    def start(self) -> None:
+    def start(self, seeds: list[int], autoreset: bool) -> None:
         """Start the episodes of the seeds."""
+        self.seeds, self.autoreset = seeds, autoreset
         self.taken = self.episodes = 0
         self.last = None
-        self.batch.reset(self.seeds)
+        self.batch.reset(seeds)
 
     def play(self, steps: BatchSteps) -> BatchPlayed:
         """Play the steps, or give once more what they gave when they are the latest ones sent again."""
@@ -124,15 +125,17 @@ class BatchSession:
         if not np.isfinite(steps.actions).all():
             step, row, knob = np.argwhere(~np.isfinite(steps.actions))[0].tolist()
             raise InvalidActionError(f"actions[{step}][{row}].{ACTIONS[knob]}", "NaN or infinity", "a number")
-        if not self.autoreset and steps.n_steps > self.steps_left:
+        seeds = self.seeds if self.autoreset else None
+        if seeds is None and steps.n_steps > self.steps_left:
             raise EpisodeDoneError(
                 f"{steps.n_steps} steps are more than the {self.steps_left} that are left; nothing was played"
             )
-        played = self._played(steps)
+        played = self._played(steps, seeds)
         self.last = (steps, played)
         return played
 
-    def _played(self, steps: BatchSteps) -> BatchPlayed:
+    def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
+        """Episodes that end are followed by those of ``seeds``, if there are any."""
         n, kind = steps.n_steps, steps.actions.dtype
         observations = np.empty((1 if steps.last else n, self.batch.n_rows, OBSERVATION_SIZE), dtype=kind)
         rewards = np.empty((n, self.batch.n_rows), dtype=kind)
@@ -149,8 +152,8 @@ class BatchSession:
             if self.steps_left == 0:
                 done[at - 1] = True
                 self.episodes += 1
-                if self.autoreset:
-                    self.batch.reset(episode_seeds(self.seeds, self.episodes))
+                if seeds is not None:
+                    self.batch.reset(episode_seeds(seeds, self.episodes))
                     seen[-1] = self.batch.observation
         number, self.taken = self.taken + 1, self.taken + n
         return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
@@ -192,11 +195,11 @@ class BatchSessions:
             )
         return session
 
-    def open(self, task_id: TaskId, config: EpisodeConfig, seeds: list[int], autoreset: bool) -> BatchSession:
+    def open(self, task_id: TaskId, config: EpisodeConfig, n_rows: int) -> BatchSession:
         """A new session, not yet started. Raises RateLimitedError when there is no room."""
-        self._make_room(len(seeds) * config.episode_length)
-        batch = ServingBatch(get_task(task_id), len(seeds), config, served_tables())
-        session = BatchSession(new_session_id(), batch, seeds, autoreset, touched=time.monotonic())
+        self._make_room(n_rows * config.episode_length)
+        batch = ServingBatch(get_task(task_id), n_rows, config, served_tables())
+        session = BatchSession(new_session_id(), batch, touched=time.monotonic())
         self._sessions[session.session_id] = session
         return session
 
@@ -332,15 +335,12 @@ class BatchRoutes:
         if len(wanted.seeds) > most:
             raise InvalidRequestError("n", len(wanted.seeds), f"at most {most} with episodes of this length")
         earlier = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
-        if earlier is not None and _same_shape(earlier, wanted, config):
-            earlier.seeds, earlier.autoreset = wanted.seeds, wanted.autoreset
-            session = earlier
-        else:
-            if earlier is not None:
-                raise SessionConflictError("a session is restarted with its own task, config and n")
-            session = self._sessions.open(wanted.task_id, config, wanted.seeds, wanted.autoreset)
+        if earlier is not None and not _same_shape(earlier, wanted, config):
+            raise SessionConflictError("a session is restarted with its own task, config and n")
+        session = earlier or self._sessions.open(wanted.task_id, config, len(wanted.seeds))
         request.scope[SESSION_KEY] = session.session_id
-        await self._sessions.run(session, MAX_STEPS, session.start)
+        # A restart that is refused changes nothing, and one that is not waits for the steps under way.
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(wanted.seeds, wanted.autoreset))
         return reply(
             {
                 "session_id": session.session_id,
