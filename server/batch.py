@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -357,18 +358,17 @@ class BatchRoutes:
         media_type = MEDIA_TYPE.encode()
         body = await read_body(request, self._settings.max_batch_bytes, self._settings.body_timeout_s, also=media_type)
         binary = (b"content-type", media_type) in request.scope["headers"]
+
+        def find(session_id: str) -> BatchSession:
+            request.scope[SESSION_KEY] = session_id
+            return self._sessions.get(session_id)
+
         if binary:
-            steps = _binary_steps(body)
+            session, steps = _binary_steps(body, find)
         elif len(body) > LARGE_JSON_BYTES:
-            steps = await asyncio.to_thread(_json_steps, body)
+            session, steps = await asyncio.to_thread(_json_steps, body, find)
         else:
-            steps = _json_steps(body)
-        request.scope[SESSION_KEY] = steps.session_id
-        session = self._sessions.get(steps.session_id)
-        size = steps.n_steps * session.batch.n_rows
-        most = MAX_STEPS if binary else MAX_JSON_STEPS
-        if size > most:
-            raise InvalidRequestError("actions", f"{size:,} steps", f"at most {most:,} steps of all episodes")
+            session, steps = _json_steps(body, find)
 
         def answer() -> Response:
             played = session.play(steps)
@@ -376,7 +376,7 @@ class BatchRoutes:
                 return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
             return reply(_as_json(played))
 
-        answered: Response = await self._sessions.run(session, size, answer)
+        answered: Response = await self._sessions.run(session, steps.n_steps * session.batch.n_rows, answer)
         return answered
 
     async def close(self, request: Request) -> Response:
@@ -394,17 +394,22 @@ def _same_shape(session: BatchSession, wanted: BatchReset, config: EpisodeConfig
     return batch.task is get_task(wanted.task_id) and batch.config == config and batch.n_rows == len(wanted.seeds)
 
 
-def _binary_steps(body: bytes) -> BatchSteps:
+Find = Callable[[str], BatchSession]
+
+
+def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     try:
         steps = decode_request(body)
     except ValueError as error:
         raise InvalidBatchError(str(error)) from error
     if not 1 <= steps.n_steps <= MAX_STEPS:
         raise InvalidBatchError(f"{steps.n_steps} steps: it must be 1 to {MAX_STEPS:,}")
-    return steps
+    session = find(steps.session_id)
+    _check_size(steps.n_steps * session.batch.n_rows, MAX_STEPS)
+    return session, steps
 
 
-def _json_steps(text: bytes) -> BatchSteps:
+def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     body = parse_object(text) if text else {}
     schemas.refuse_unknown(body, ("session_id", "actions", "repeat", "last", "step"))
     session_id = schemas.text_of("session_id", body.get("session_id"))
@@ -416,25 +421,46 @@ def _json_steps(text: bytes) -> BatchSteps:
     number = body.get("step")
     if number is not None:
         number = schemas.integer_of("step", number, 1, schemas.MAX_STEP, 1)
-    actions = _array(body.get("actions"))
+    actions = body.get("actions")
+    if not isinstance(actions, list) or not actions:
+        raise InvalidRequestError("actions", actions, f"an array [step][episode][{len(ACTIONS)} numbers]")
     repeat = schemas.integer_of("repeat", body.get("repeat"), 1, MAX_STEPS, 1)
     if repeat > 1 and len(actions) != 1:
         raise InvalidRequestError("repeat", repeat, "left out when actions holds more than one step")
-    return BatchSteps(session_id, actions, max(repeat, len(actions)), number, last)
+    session = find(session_id)
+    n_steps, n_rows = max(repeat, len(actions)), session.batch.n_rows
+    _check_size(n_steps * n_rows, MAX_JSON_STEPS)
+    return session, BatchSteps(session_id, _array(actions, n_rows), n_steps, number, last)
 
 
-def _array(value: object) -> NDArray[np.float64]:
-    allowed = "an array [step][episode][5 numbers]: " + ", ".join(ACTIONS)
-    if not isinstance(value, list):
-        raise InvalidRequestError("actions", value, allowed)
-    try:
-        # A text or a null in it would be turned into a number otherwise.
-        rows = np.array(value)
-    except ValueError as error:
-        raise InvalidBatchError(f"actions do not form {allowed}", "actions") from error
-    if rows.ndim != 3 or rows.dtype.kind not in "iuf" or rows.shape[2] != len(ACTIONS) or 0 in rows.shape:
-        raise InvalidRequestError("actions", f"an array {rows.shape} of {rows.dtype}", allowed)
-    return rows.astype(np.float64)
+def _check_size(row_steps: int, most: int) -> None:
+    if row_steps > most:
+        raise InvalidRequestError("actions", f"{row_steps:,} steps", f"at most {most:,} steps of all episodes")
+
+
+def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
+    """``actions`` (K, N, 5). Raises InvalidBatchError or InvalidRequestError at the first place that is wrong."""
+    rows = _joined(steps, n_rows, "one action per episode", _place)
+    numbers = _joined(rows, len(ACTIONS), ", ".join(ACTIONS), lambda row: _place(*divmod(row, n_rows)))
+    # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
+    if not {*map(type, numbers)} <= {int, float}:
+        at = next(i for i, number in enumerate(numbers) if type(number) not in (int, float))
+        row, knob = divmod(at, len(ACTIONS))
+        raise InvalidRequestError(f"{_place(*divmod(row, n_rows))}.{ACTIONS[knob]}", numbers[at], "a number")
+    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(ACTIONS))
+
+
+def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
+    """What the arrays hold, one after another. Raises InvalidBatchError at the first that is none of this size."""
+    if {*map(type, arrays)} != {list} or {*map(len, arrays)} != {size}:
+        at, wrong = next((i, one) for i, one in enumerate(arrays) if type(one) is not list or len(one) != size)
+        found = f"an array of {len(wrong)}" if isinstance(wrong, list) else "no array"
+        raise InvalidBatchError(f"{place(at)} is {found}: it must be an array of {size} ({meaning})", place(at))
+    return [*chain.from_iterable(arrays)]
+
+
+def _place(*at: int) -> str:
+    return "actions" + "".join(f"[{index}]" for index in at)
 
 
 def _as_json(played: BatchPlayed) -> dict[str, Any]:

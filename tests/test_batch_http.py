@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 from numpy.typing import NDArray
 
@@ -38,7 +40,8 @@ from inferencegym.errors import (
 )
 from inferencegym.tasks import get_task
 from server.app import create_app
-from server.batch import MAX_WAITING, BatchSession, BatchSessions
+from server.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
+from server.request_errors import InvalidRequestError
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -195,14 +198,47 @@ def test_a_wrong_reset_names_its_field(server: RunningServer, body: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "actions",
-    [None, [], [[]], [[[1, 2]]], [[[1, 2, 3, 4, "5"]]], [[[1, 2, 3, 4, None]]], [[[1, 2, 3, 4, 5]], [[1]]], {"a": 1}],
+    ("actions", "field"),
+    [
+        (None, "actions"),
+        ({"a": 1}, "actions"),
+        ([], "actions"),
+        (["12345"], "actions[0]"),
+        ([[]], "actions[0]"),
+        ([[[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5]] * 2], "actions[1]"),
+        ([[[1, 2]]], "actions[0][0]"),
+        ([["12345"]], "actions[0][0]"),
+        ([[[1, 2, 3, 4, 5]], [[1]]], "actions[1][0]"),
+        ([[[1, 2, 3, 4, "5"]]], "actions[0][0].quant_tier"),
+        ([[[1, 2, 3, 4, 5]], [[1, None, 3, 4, 5]]], "actions[1][0].spec_length"),
+        ([[[True, 2, 3, 4, 5]]], "actions[0][0].kv_budget"),
+        ([[[1, 2, 3, 4, [5]]]], "actions[0][0].quant_tier"),
+    ],
 )
-def test_wrong_json_actions_are_refused(server: RunningServer, actions: Any) -> None:
+def test_wrong_json_actions_are_refused_by_place(server: RunningServer, actions: Any, field: str) -> None:
     session_id = server.post("/reset/batch", {"n": 1})["session_id"]
     answer = server.client.post("/step/batch", json={"session_id": session_id, "actions": actions})
-    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, "actions")
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
     server.post("/close/batch", {"session_id": session_id})
+
+
+@pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
+def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
+    """In an array of texts each is as long as the longest: these would take 1 GB and more."""
+    session = BatchSessions(Settings()).open(1, get_task(1).config(), n_rows=3_000)
+    text = orjson.dumps({"session_id": session.session_id, "actions": [[long, *[short] * 2_999]]})
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidBatchError, InvalidRequestError), match=r"actions\[0\]\[0\]"):
+            _json_steps(text, lambda _: session)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_steps_of_no_session_are_refused_before_their_actions_are_looked_at(server: RunningServer) -> None:
+    answer = server.client.post("/step/batch", json={"session_id": "0" * 32, "actions": ["x"]})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (404, "unknown_session")
 
 
 def test_damaged_binary_bodies_are_refused(server: RunningServer) -> None:
