@@ -20,7 +20,7 @@ from inferencegym.errors import StoreError
 from server.families import FAMILIES, SERVING
 from server.session_manager import SessionManager
 from server.settings import Settings
-from server.store_redis import RedisStore
+from server.store_redis import MAX_CONNECTIONS, RedisStore
 from server.store_sqlite import SqliteStore
 from server.stores import EpisodeStart
 from tests.redis_server import RedisServer
@@ -366,6 +366,39 @@ def test_a_redis_that_hangs_is_a_store_error_in_time(redis_server: RedisServer) 
         position = await store.position("a")
         assert position is not None
         assert await store.append("a", token, position[1], b"{}") is True
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_connections_wait_for_their_turn(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        settings = Settings(store_url=redis_server.url)
+        store = RedisStore(settings)
+        manager = SessionManager(store, FAMILIES, settings)
+        pings = [store.ping() for _ in range(20)]
+        started, *_ = await asyncio.gather(
+            asyncio.gather(*(manager.reset(SERVING, seed=n) for n in range(200))), *pings
+        )
+        assert len({live.session_id for live, _ in started}) == 200
+        with redis_server.client() as client:
+            assert client.info("clients")["connected_clients"] <= MAX_CONNECTIONS + 1
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_connection_ends_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.store_redis.MAX_CONNECTIONS", 1)
+
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.2))
+        await store.ping()
+        held = await store._client.connection_pool.get_connection()
+        with pytest.raises(StoreError, match="No connection"):
+            await store.ping()
+        await store._client.connection_pool.release(held)
+        await store.ping()
         await store.close()
 
     asyncio.run(scenario())
