@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -88,8 +89,8 @@ class BatchSession:
 
     session_id: str
     batch: ServingBatch
-    seeds: list[int]
-    autoreset: bool
+    seeds: list[int] = field(default_factory=list)
+    autoreset: bool = False
     taken: int = 0
     episodes: int = 0
     waiting: int = 0
@@ -108,11 +109,12 @@ class BatchSession:
         """Steps until the running episodes end."""
         return self.batch.config.episode_length - int(self.batch.time[0])
 
-    def start(self) -> None:
+    def start(self, seeds: list[int], autoreset: bool) -> None:
         """Start the episodes of the seeds."""
+        self.seeds, self.autoreset = seeds, autoreset
         self.taken = self.episodes = 0
         self.last = None
-        self.batch.reset(self.seeds)
+        self.batch.reset(seeds)
 
     def play(self, steps: BatchSteps) -> BatchPlayed:
         """Play the steps, or give once more what they gave when they are the latest ones sent again."""
@@ -124,15 +126,17 @@ class BatchSession:
         if not np.isfinite(steps.actions).all():
             step, row, knob = np.argwhere(~np.isfinite(steps.actions))[0].tolist()
             raise InvalidActionError(f"actions[{step}][{row}].{ACTIONS[knob]}", "NaN or infinity", "a number")
-        if not self.autoreset and steps.n_steps > self.steps_left:
+        seeds = self.seeds if self.autoreset else None
+        if seeds is None and steps.n_steps > self.steps_left:
             raise EpisodeDoneError(
                 f"{steps.n_steps} steps are more than the {self.steps_left} that are left; nothing was played"
             )
-        played = self._played(steps)
+        played = self._played(steps, seeds)
         self.last = (steps, played)
         return played
 
-    def _played(self, steps: BatchSteps) -> BatchPlayed:
+    def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
+        """Episodes that end are followed by those of ``seeds``, if there are any."""
         n, kind = steps.n_steps, steps.actions.dtype
         observations = np.empty((1 if steps.last else n, self.batch.n_rows, OBSERVATION_SIZE), dtype=kind)
         rewards = np.empty((n, self.batch.n_rows), dtype=kind)
@@ -149,8 +153,8 @@ class BatchSession:
             if self.steps_left == 0:
                 done[at - 1] = True
                 self.episodes += 1
-                if self.autoreset:
-                    self.batch.reset(episode_seeds(self.seeds, self.episodes))
+                if seeds is not None:
+                    self.batch.reset(episode_seeds(seeds, self.episodes))
                     seen[-1] = self.batch.observation
         number, self.taken = self.taken + 1, self.taken + n
         return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
@@ -192,11 +196,11 @@ class BatchSessions:
             )
         return session
 
-    def open(self, task_id: TaskId, config: EpisodeConfig, seeds: list[int], autoreset: bool) -> BatchSession:
+    def open(self, task_id: TaskId, config: EpisodeConfig, n_rows: int) -> BatchSession:
         """A new session, not yet started. Raises RateLimitedError when there is no room."""
-        self._make_room(len(seeds) * config.episode_length)
-        batch = ServingBatch(get_task(task_id), len(seeds), config, served_tables())
-        session = BatchSession(new_session_id(), batch, seeds, autoreset, touched=time.monotonic())
+        self._make_room(n_rows * config.episode_length)
+        batch = ServingBatch(get_task(task_id), n_rows, config, served_tables())
+        session = BatchSession(new_session_id(), batch, touched=time.monotonic())
         self._sessions[session.session_id] = session
         return session
 
@@ -332,15 +336,12 @@ class BatchRoutes:
         if len(wanted.seeds) > most:
             raise InvalidRequestError("n", len(wanted.seeds), f"at most {most} with episodes of this length")
         earlier = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
-        if earlier is not None and _same_shape(earlier, wanted, config):
-            earlier.seeds, earlier.autoreset = wanted.seeds, wanted.autoreset
-            session = earlier
-        else:
-            if earlier is not None:
-                raise SessionConflictError("a session is restarted with its own task, config and n")
-            session = self._sessions.open(wanted.task_id, config, wanted.seeds, wanted.autoreset)
+        if earlier is not None and not _same_shape(earlier, wanted, config):
+            raise SessionConflictError("a session is restarted with its own task, config and n")
+        session = earlier or self._sessions.open(wanted.task_id, config, len(wanted.seeds))
         request.scope[SESSION_KEY] = session.session_id
-        await self._sessions.run(session, MAX_STEPS, session.start)
+        # A restart that is refused changes nothing, and one that is not waits for the steps under way.
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(wanted.seeds, wanted.autoreset))
         return reply(
             {
                 "session_id": session.session_id,
@@ -357,18 +358,17 @@ class BatchRoutes:
         media_type = MEDIA_TYPE.encode()
         body = await read_body(request, self._settings.max_batch_bytes, self._settings.body_timeout_s, also=media_type)
         binary = (b"content-type", media_type) in request.scope["headers"]
+
+        def find(session_id: str) -> BatchSession:
+            request.scope[SESSION_KEY] = session_id
+            return self._sessions.get(session_id)
+
         if binary:
-            steps = _binary_steps(body)
+            session, steps = _binary_steps(body, find)
         elif len(body) > LARGE_JSON_BYTES:
-            steps = await asyncio.to_thread(_json_steps, body)
+            session, steps = await asyncio.to_thread(_json_steps, body, find)
         else:
-            steps = _json_steps(body)
-        request.scope[SESSION_KEY] = steps.session_id
-        session = self._sessions.get(steps.session_id)
-        size = steps.n_steps * session.batch.n_rows
-        most = MAX_STEPS if binary else MAX_JSON_STEPS
-        if size > most:
-            raise InvalidRequestError("actions", f"{size:,} steps", f"at most {most:,} steps of all episodes")
+            session, steps = _json_steps(body, find)
 
         def answer() -> Response:
             played = session.play(steps)
@@ -376,7 +376,7 @@ class BatchRoutes:
                 return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
             return reply(_as_json(played))
 
-        answered: Response = await self._sessions.run(session, size, answer)
+        answered: Response = await self._sessions.run(session, steps.n_steps * session.batch.n_rows, answer)
         return answered
 
     async def close(self, request: Request) -> Response:
@@ -394,17 +394,22 @@ def _same_shape(session: BatchSession, wanted: BatchReset, config: EpisodeConfig
     return batch.task is get_task(wanted.task_id) and batch.config == config and batch.n_rows == len(wanted.seeds)
 
 
-def _binary_steps(body: bytes) -> BatchSteps:
+Find = Callable[[str], BatchSession]
+
+
+def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     try:
         steps = decode_request(body)
     except ValueError as error:
         raise InvalidBatchError(str(error)) from error
     if not 1 <= steps.n_steps <= MAX_STEPS:
         raise InvalidBatchError(f"{steps.n_steps} steps: it must be 1 to {MAX_STEPS:,}")
-    return steps
+    session = find(steps.session_id)
+    _check_size(steps.n_steps * session.batch.n_rows, MAX_STEPS)
+    return session, steps
 
 
-def _json_steps(text: bytes) -> BatchSteps:
+def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     body = parse_object(text) if text else {}
     schemas.refuse_unknown(body, ("session_id", "actions", "repeat", "last", "step"))
     session_id = schemas.text_of("session_id", body.get("session_id"))
@@ -416,25 +421,46 @@ def _json_steps(text: bytes) -> BatchSteps:
     number = body.get("step")
     if number is not None:
         number = schemas.integer_of("step", number, 1, schemas.MAX_STEP, 1)
-    actions = _array(body.get("actions"))
+    actions = body.get("actions")
+    if not isinstance(actions, list) or not actions:
+        raise InvalidRequestError("actions", actions, f"an array [step][episode][{len(ACTIONS)} numbers]")
     repeat = schemas.integer_of("repeat", body.get("repeat"), 1, MAX_STEPS, 1)
     if repeat > 1 and len(actions) != 1:
         raise InvalidRequestError("repeat", repeat, "left out when actions holds more than one step")
-    return BatchSteps(session_id, actions, max(repeat, len(actions)), number, last)
+    session = find(session_id)
+    n_steps, n_rows = max(repeat, len(actions)), session.batch.n_rows
+    _check_size(n_steps * n_rows, MAX_JSON_STEPS)
+    return session, BatchSteps(session_id, _array(actions, n_rows), n_steps, number, last)
 
 
-def _array(value: object) -> NDArray[np.float64]:
-    allowed = "an array [step][episode][5 numbers]: " + ", ".join(ACTIONS)
-    if not isinstance(value, list):
-        raise InvalidRequestError("actions", value, allowed)
-    try:
-        # A text or a null in it would be turned into a number otherwise.
-        rows = np.array(value)
-    except ValueError as error:
-        raise InvalidBatchError(f"actions do not form {allowed}", "actions") from error
-    if rows.ndim != 3 or rows.dtype.kind not in "iuf" or rows.shape[2] != len(ACTIONS) or 0 in rows.shape:
-        raise InvalidRequestError("actions", f"an array {rows.shape} of {rows.dtype}", allowed)
-    return rows.astype(np.float64)
+def _check_size(row_steps: int, most: int) -> None:
+    if row_steps > most:
+        raise InvalidRequestError("actions", f"{row_steps:,} steps", f"at most {most:,} steps of all episodes")
+
+
+def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
+    """``actions`` (K, N, 5). Raises InvalidBatchError or InvalidRequestError at the first place that is wrong."""
+    rows = _joined(steps, n_rows, "one action per episode", _place)
+    numbers = _joined(rows, len(ACTIONS), ", ".join(ACTIONS), lambda row: _place(*divmod(row, n_rows)))
+    # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
+    if not {*map(type, numbers)} <= {int, float}:
+        at = next(i for i, number in enumerate(numbers) if type(number) not in (int, float))
+        row, knob = divmod(at, len(ACTIONS))
+        raise InvalidRequestError(f"{_place(*divmod(row, n_rows))}.{ACTIONS[knob]}", numbers[at], "a number")
+    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(ACTIONS))
+
+
+def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
+    """What the arrays hold, one after another. Raises InvalidBatchError at the first that is none of this size."""
+    if {*map(type, arrays)} != {list} or {*map(len, arrays)} != {size}:
+        at, wrong = next((i, one) for i, one in enumerate(arrays) if type(one) is not list or len(one) != size)
+        found = f"an array of {len(wrong)}" if isinstance(wrong, list) else "no array"
+        raise InvalidBatchError(f"{place(at)} is {found}: it must be an array of {size} ({meaning})", place(at))
+    return [*chain.from_iterable(arrays)]
+
+
+def _place(*at: int) -> str:
+    return "actions" + "".join(f"[{index}]" for index in at)
 
 
 def _as_json(played: BatchPlayed) -> dict[str, Any]:

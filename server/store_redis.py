@@ -92,10 +92,11 @@ class RedisStore:
         self._limit = settings.max_sessions
         self._process = secrets.token_hex(4)
         self._appends = itertools.count()
-        # Its published types mix the synchronous and the asynchronous client, so they say little here.
-        self._client: Any = redis.Redis.from_url(
+        pool = redis.BlockingConnectionPool.from_url(
             settings.store_url,
+            # What comes when all are in use waits its turn, as long as for Redis itself.
             max_connections=MAX_CONNECTIONS,
+            timeout=settings.store_timeout_s,
             socket_timeout=settings.store_timeout_s,
             socket_connect_timeout=settings.store_timeout_s,
             # More attempts cover a connection that the server closed while it was idle, and a short restart. A script
@@ -103,6 +104,8 @@ class RedisStore:
             retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
             health_check_interval=30,
         )
+        # Its published types mix the synchronous and the asynchronous client, so they say little here.
+        self._client: Any = redis.Redis.from_pool(pool)
         self._put = self._client.register_script(_PUT)
         self._append = self._client.register_script(_APPEND)
         self._get = self._client.register_script(_GET)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import RunningServer, running_server
+
+# How long an example takes says how busy the machine is, whether Hypothesis takes its own profile or that for CI.
+for _profile in ("default", "ci"):
+    settings.register_profile(_profile, settings.get_profile(_profile), deadline=None)
 
 
 @pytest.fixture(scope="session")

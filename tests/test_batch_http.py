@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+import tracemalloc
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 from numpy.typing import NDArray
 
@@ -34,6 +39,10 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.tasks import get_task
+from server.app import create_app
+from server.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
+from server.request_errors import InvalidRequestError
+from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
 BINARY = {"content-type": MEDIA_TYPE}
@@ -189,14 +198,47 @@ def test_a_wrong_reset_names_its_field(server: RunningServer, body: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "actions",
-    [None, [], [[]], [[[1, 2]]], [[[1, 2, 3, 4, "5"]]], [[[1, 2, 3, 4, None]]], [[[1, 2, 3, 4, 5]], [[1]]], {"a": 1}],
+    ("actions", "field"),
+    [
+        (None, "actions"),
+        ({"a": 1}, "actions"),
+        ([], "actions"),
+        (["12345"], "actions[0]"),
+        ([[]], "actions[0]"),
+        ([[[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5]] * 2], "actions[1]"),
+        ([[[1, 2]]], "actions[0][0]"),
+        ([["12345"]], "actions[0][0]"),
+        ([[[1, 2, 3, 4, 5]], [[1]]], "actions[1][0]"),
+        ([[[1, 2, 3, 4, "5"]]], "actions[0][0].quant_tier"),
+        ([[[1, 2, 3, 4, 5]], [[1, None, 3, 4, 5]]], "actions[1][0].spec_length"),
+        ([[[True, 2, 3, 4, 5]]], "actions[0][0].kv_budget"),
+        ([[[1, 2, 3, 4, [5]]]], "actions[0][0].quant_tier"),
+    ],
 )
-def test_wrong_json_actions_are_refused(server: RunningServer, actions: Any) -> None:
+def test_wrong_json_actions_are_refused_by_place(server: RunningServer, actions: Any, field: str) -> None:
     session_id = server.post("/reset/batch", {"n": 1})["session_id"]
     answer = server.client.post("/step/batch", json={"session_id": session_id, "actions": actions})
-    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, "actions")
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
     server.post("/close/batch", {"session_id": session_id})
+
+
+@pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
+def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
+    """In an array of texts each is as long as the longest: these would take 1 GB and more."""
+    session = BatchSessions(Settings()).open(1, get_task(1).config(), n_rows=3_000)
+    text = orjson.dumps({"session_id": session.session_id, "actions": [[long, *[short] * 2_999]]})
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidBatchError, InvalidRequestError), match=r"actions\[0\]\[0\]"):
+            _json_steps(text, lambda _: session)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_steps_of_no_session_are_refused_before_their_actions_are_looked_at(server: RunningServer) -> None:
+    answer = server.client.post("/step/batch", json={"session_id": "0" * 32, "actions": ["x"]})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (404, "unknown_session")
 
 
 def test_damaged_binary_bodies_are_refused(server: RunningServer) -> None:
@@ -239,6 +281,99 @@ def test_a_session_restarts_in_its_place_only_with_its_own_shape(server: Running
     assert server.post("/reset/batch", body) == begun
     answer = server.client.post("/reset/batch", json={**body, "n": 3})
     assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "session_conflict")
+
+
+@dataclass
+class HeldPlay:
+    """A server in this process whose first long play stops until it is released."""
+
+    client: httpx.AsyncClient
+    sessions: BatchSessions
+    begun: threading.Event
+    released: threading.Event
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def start(self, **body: Any) -> tuple[str, BatchSession]:
+        session_id = (await self.post("/reset/batch", {"config": {"episode_length": 5}, **body}))["session_id"]
+        return session_id, self.sessions.get(session_id)
+
+    async def long_play(self, session_id: str, n_rows: int, n_steps: int) -> asyncio.Task[dict[str, Any]]:
+        """Under way on a thread, in its first episode."""
+        body = {"session_id": session_id, "actions": random_actions(n_steps, n_rows).tolist()}
+        playing = asyncio.create_task(self.post("/step/batch", body))
+        assert await asyncio.to_thread(self.begun.wait, 30)
+        return playing
+
+    async def until_waiting(self, session: BatchSession, count: int) -> None:
+        async with asyncio.timeout(30):
+            while session.waiting < count:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPlay]:
+    begun, released = threading.Event(), threading.Event()
+
+    class Held(ServingBatch):
+        def play(self, actions: NDArray[np.float64], *out: NDArray[Any]) -> None:
+            assert len(actions) > 0, "a play of no steps never ends"
+            begun.set()
+            assert released.wait(30)
+            super().play(actions, *out)
+
+    monkeypatch.setattr("server.batch.ServingBatch", Held)
+    app = create_app(Settings(store_url="memory://", access_log="off"))
+    endpoint: Any = next(route.endpoint for route in app.routes if getattr(route, "path", "") == "/step/batch")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    yield HeldPlay(client, endpoint.__self__._sessions, begun, released)
+    released.set()
+
+
+def run_in_time(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def test_a_restart_waits_for_the_steps_under_way_and_changes_none_of_them(held: HeldPlay) -> None:
+    async def scenario() -> None:
+        session_id, session = await held.start(n=2, seed=9, autoreset=True)
+        playing = await held.long_play(session_id, n_rows=2, n_steps=203)
+        restart = {"session_id": session_id, "n": 2, "seed": 30, "config": {"episode_length": 5}}
+        restarting = asyncio.create_task(held.post("/reset/batch", restart))
+        await held.until_waiting(session, 2)
+        assert (session.seeds, session.autoreset) == ([9, 10], True)
+        held.released.set()
+        played, begun = await playing, await restarting
+        assert (played["episodes"], played["steps_left"]) == (40, 2)
+        assert (
+            begun["observations"] == (await held.post("/reset/batch", {**restart, "session_id": None}))["observations"]
+        )
+        too_many = {"session_id": session_id, "actions": random_actions(6, 2).tolist()}
+        assert (await held.client.post("/step/batch", json=too_many)).json()["detail"]["code"] == "episode_done"
+
+    run_in_time(scenario())
+
+
+def test_a_restart_that_is_refused_changes_nothing(held: HeldPlay) -> None:
+    async def scenario() -> None:
+        session_id, session = await held.start(n=2, seed=9, autoreset=True)
+        playing = await held.long_play(session_id, n_rows=2, n_steps=203)
+        step = {"session_id": session_id, "actions": random_actions(1, 2).tolist()}
+        waiting = [asyncio.create_task(held.post("/step/batch", step)) for _ in range(MAX_WAITING - 1)]
+        await held.until_waiting(session, MAX_WAITING)
+        restart = {"session_id": session_id, "n": 2, "seed": 30, "config": {"episode_length": 5}}
+        assert (await held.client.post("/reset/batch", json=restart)).status_code == 429
+        assert (session.seeds, session.autoreset) == ([9, 10], True)
+        held.released.set()
+        await asyncio.gather(playing, *waiting)
+        assert (session.taken, session.episodes) == (206, 41)
+        assert session.batch.seeds.tolist() == [episode_seed(9, 41), episode_seed(10, 41)]
+
+    run_in_time(scenario())
 
 
 def test_requests_survive_their_own_bytes() -> None:

@@ -167,7 +167,7 @@ def test_a_slot_freed_by_an_answer_of_one_token_goes_to_the_next_request() -> No
     assert second == pytest.approx(2 * first)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 60),

@@ -115,7 +115,7 @@ def test_step_responses_of_the_server_are_read_as_a_log() -> None:
     assert score(3, [response] * 3) == score(3, [plain] * 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     task_id=st.sampled_from(TASKS),
     rows=st.lists(

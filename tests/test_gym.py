@@ -123,7 +123,7 @@ def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
 
 @given(knobs=arrays(np.float64, (4, 5), elements=st.floats(-1e3, 1e3)))
 @example(knobs=np.full((4, 5), 0.55))  # the middle of kv_budget: 0 in the box, but for rounding
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_a_format_can_say_survives_encoding_and_decoding(knobs: np.ndarray) -> None:
     everything = action_mask(list(LEVELS))
     allowed = snap(knobs, everything)
@@ -457,7 +457,7 @@ def test_many_episodes_on_a_server_are_the_same_as_in_process(server: RunningSer
 
 
 @given(st.lists(st.sampled_from(["box", "nan", "beyond", "reset"]), min_size=1, max_size=12))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_sent_and_whenever_it_is_reset_the_server_plays_the_same(
     server: RunningServer, calls: list[str]
 ) -> None:

@@ -117,7 +117,7 @@ def test_drafting_costs_a_longer_verification_and_the_draft_passes() -> None:
     assert drafted > plain
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tier=st.sampled_from(TIERS),
     n=st.integers(1, 511),
@@ -131,7 +131,7 @@ def test_more_sequences_or_longer_contexts_never_take_less_time(tier: str, n: in
     assert time <= model.decode_ms(n, context + 1, draft) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tier=st.sampled_from(TIERS), prompt=st.integers(1, 20000), n=st.integers(0, 512))
 def test_prefill_times_are_positive_and_fusing_never_beats_doing_nothing(tier: str, prompt: int, n: int) -> None:
     model = operator_model("a100-40gb", tier, "a100_40")

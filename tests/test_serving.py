@@ -203,7 +203,7 @@ def test_a_batch_refuses_steps_before_reset_and_after_the_end() -> None:
         batch.step(naive)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     task_id=st.sampled_from(TASKS), seed=st.integers(0, 2**63 - 1), actions=st.lists(ACTION, min_size=1, max_size=25)
 )

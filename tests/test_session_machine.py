@@ -181,12 +181,7 @@ class Sessions(RuleBasedStateMachine):
         assert self.sessions.steps_held == sum(len(live.actions) for live in self.sessions._live.values())
 
 
-Sessions.TestCase.settings = settings(
-    max_examples=30,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+Sessions.TestCase.settings = settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestRandomHistoriesGiveTheAnswersOfTheReference = Sessions.TestCase
 
 
@@ -194,5 +189,5 @@ TestRandomHistoriesGiveTheAnswersOfTheReference = Sessions.TestCase
 def test_many_more_random_histories_give_the_answers_of_the_reference() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    many = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+    many = settings(max_examples=150, stateful_step_count=60, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Sessions, settings=many)  # type: ignore[no-untyped-call]

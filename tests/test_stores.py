@@ -20,13 +20,15 @@ from inferencegym.errors import StoreError
 from server.families import FAMILIES, SERVING
 from server.session_manager import SessionManager
 from server.settings import Settings
-from server.store_redis import RedisStore
-from server.store_sqlite import SqliteStore
+from server.store_redis import MAX_CONNECTIONS, RedisStore
+from server.store_sqlite import SqliteStore, _Checkpoints
 from server.stores import EpisodeStart
 from tests.redis_server import RedisServer
 from tests.servers import ROOT
 
 START = EpisodeStart(SERVING, 1, 7, {"episode_length": 200})
+STEP_BYTES = 4_400
+"""Of the log, for one step: two pages, rarely three."""
 
 
 @asynccontextmanager
@@ -258,18 +260,35 @@ def test_the_log_file_stays_small_while_writers_never_pause(
     monkeypatch.setattr("server.store_sqlite.REUSE_LOG_FROM_BYTES", reuse_from)
     monkeypatch.setattr("server.store_sqlite.LARGE_LOG_BYTES", large)
 
-    async def scenario() -> int:
-        largest = 0
-        async with sqlite_store(file_of(tmp_path)) as store:
-            token = await store.put("a", START, "me")
-            for index in range(5000):
-                assert await store.append("a", token, index, b"{}" * 40)
-                if index % 100 == 0:
-                    largest = max(largest, (tmp_path / "sessions.db-wal").stat().st_size)
-                    await asyncio.sleep(0.005)
-        return largest
+    written, rounds, checkpoint = 0, [0], _Checkpoints._checkpoint
 
-    assert asyncio.run(scenario()) < 8_000_000  # 5,000 steps write 20 MB of log when nothing resets it
+    def counted(thread: _Checkpoints) -> None:
+        checkpoint(thread)
+        rounds.append(written)
+
+    monkeypatch.setattr(_Checkpoints, "_checkpoint", counted)
+
+    def most_bytes() -> int:
+        """What is written in two rounds, however long the disk takes for them, and what is too little to reset."""
+        ends = [*rounds, written]
+        return reuse_from + STEP_BYTES * max(later - end for end, later in zip(ends, ends[2:], strict=False))
+
+    async def scenario() -> tuple[int, int]:
+        nonlocal written
+        largest = 0
+        async with asyncio.timeout(120), sqlite_store(file_of(tmp_path)) as store:
+            token = await store.put("a", START, "me")
+            # A log that is never reset would be far beyond the limit.
+            while len(rounds) < 5 or written * STEP_BYTES < 2.5 * most_bytes():
+                for _ in range(20):
+                    assert await store.append("a", token, written, b"{}" * 40)
+                    written += 1
+                largest = max(largest, (tmp_path / "sessions.db-wal").stat().st_size)
+                await asyncio.sleep(0.002)
+            return largest, most_bytes()
+
+    largest, limit = asyncio.run(scenario())
+    assert largest < limit
 
 
 def _append_many(url: str, worker: int, count: int) -> None:
@@ -366,6 +385,39 @@ def test_a_redis_that_hangs_is_a_store_error_in_time(redis_server: RedisServer) 
         position = await store.position("a")
         assert position is not None
         assert await store.append("a", token, position[1], b"{}") is True
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_connections_wait_for_their_turn(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        settings = Settings(store_url=redis_server.url)
+        store = RedisStore(settings)
+        manager = SessionManager(store, FAMILIES, settings)
+        pings = [store.ping() for _ in range(20)]
+        started, *_ = await asyncio.gather(
+            asyncio.gather(*(manager.reset(SERVING, seed=n) for n in range(200))), *pings
+        )
+        assert len({live.session_id for live, _ in started}) == 200
+        with redis_server.client() as client:
+            assert client.info("clients")["connected_clients"] <= MAX_CONNECTIONS + 1
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_connection_ends_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.store_redis.MAX_CONNECTIONS", 1)
+
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.2))
+        await store.ping()
+        held = await store._client.connection_pool.get_connection()
+        with pytest.raises(StoreError, match="No connection"):
+            await store.ping()
+        await store._client.connection_pool.release(held)
+        await store.ping()
         await store.close()
 
     asyncio.run(scenario())

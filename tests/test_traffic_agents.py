@@ -56,7 +56,7 @@ def every_play(task: TrafficTask, config: TrafficConfig) -> tuple[np.ndarray, np
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.task_id)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rates=st.lists(st.floats(20, 400), min_size=SHORT, max_size=SHORT),
     capacity=st.floats(30, 200),

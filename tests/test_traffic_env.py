@@ -210,7 +210,7 @@ def test_a_reset_without_settings_keeps_those_of_the_episode_before() -> None:
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(actions=st.lists(ACTION, min_size=1, max_size=50), capacity=st.floats(20, 400), scale=st.floats(0.1, 4))
 def test_task_seed_settings_and_actions_are_the_whole_episode(
     task_id: str, actions: list[str], capacity: float, scale: float
@@ -237,7 +237,7 @@ def test_a_stored_record_is_replayed_to_the_same_episode() -> None:
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(actions=st.lists(ACTION, min_size=1, max_size=50))
 def test_the_log_alone_gives_the_final_score_again(task_id: str, actions: list[str]) -> None:
     env = started(task_id)
@@ -286,7 +286,7 @@ def test_the_state_says_where_the_episode_stands() -> None:
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(plans=st.lists(st.lists(st.integers(0, 3), min_size=50, max_size=50), min_size=2, max_size=5))
 def test_a_row_of_a_batch_is_the_episode_played_alone(task_id: str, plans: list[list[int]]) -> None:
     task = next(t for t in list_traffic_tasks() if t.task_id == task_id)
