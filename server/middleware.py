@@ -174,7 +174,7 @@ class Limits:
         }
 
     def check(self, scope: Scope) -> None:
-        """Refuse what has no API key, comes from a foreign page, is too much at once, or is longer than any path takes."""
+        """Refuse what has no API key, comes from a foreign page, is too much at once, or longer than any path takes."""
         path = scope["path"]
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(scope, self._key)

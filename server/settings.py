@@ -120,8 +120,8 @@ class Settings(BaseSettings):
     )
     cors: Literal["read", "all", "off"] = Field(
         "read",
-        description="What pages of other origins may do: read (GET), all (GET, POST and WebSockets) or nothing. What they "
-        "may not do is refused with 403.",
+        description="What pages of other origins may do: read (GET), all (GET, POST and WebSockets) or nothing. "
+        "More than that is refused with 403.",
     )
     frame_ancestors: str = Field(
         "'self' https://huggingface.co https://*.hf.space",
