@@ -292,15 +292,19 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def available(task_id: TaskId) -> list[str]:
-    """Policies that can play this task: a user's own task has no stored ones until it is calibrated."""
+    """Policies that can play this task: a user's own task has no stored ones until it is calibrated.
+
+    Raises :class:`UnknownTaskError`.
+    """
     from agents.registry import AGENTS, make_agent
 
+    task = get_task(task_id)
     found = []
     for name in PLAYABLE:
         if name not in AGENTS:
             continue
         try:
-            make_agent(name, get_task(task_id))
+            make_agent(name, task)
         except InferenceGymError:
             continue
         found.append(name)

@@ -6,6 +6,7 @@ The log is read, played and forgotten; nothing of it is kept. One report is made
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import tempfile
 from collections.abc import Mapping
@@ -58,15 +59,17 @@ class ShadowRequest:
         for key in body:
             if key not in known:
                 raise InvalidRequestError(key, body[key], "left out: the fields are " + ", ".join(known))
-        log, name = body.get("log"), body.get("name") or "log.csv"
+        log, name = body.get("log"), body.get("name")
         if not isinstance(log, str) or not re.search(_SOMETHING, log):
             raise InvalidRequestError("log", log, "the text of a request log")
+        if name is None:
+            name = "log.csv"
         if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
             raise InvalidRequestError("name", name, "a file name that ends with " + ", ".join(SUFFIXES))
         task_id = body.get("task_id")
         if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, (int, str))):
             raise InvalidRequestError("task_id", task_id, "a number or a name from GET /tasks?all=true, or left out")
-        fixed = body.get("fixed")
+        fixed, to_s = body.get("fixed"), _number("to_s", body.get("to_s"), 0.0, 1e9)
         return cls(
             log=log,
             name=Path(name).name,
@@ -76,7 +79,7 @@ class ShadowRequest:
             replicas=_replicas(body.get("replicas")),
             slo_ms=_number("slo_ms", body.get("slo_ms"), 1.0, MAX_SLO_MS),
             from_s=_number("from_s", body.get("from_s"), 0.0, 1e9) or 0.0,
-            to_s=_number("to_s", body.get("to_s"), 0.0, 1e9) or float("inf"),
+            to_s=math.inf if to_s is None else to_s,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -44,6 +45,8 @@ BURST_FACTOR: Final = 2.0
 """A second belongs to a burst when the mean of the five seconds up to it exceeds this many times the trace's mean."""
 _BURST_WINDOW_S: Final = 5
 _OUTPUT_POINTS: Final = 2048
+_UNREADABLE: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What numpy, zip and JSON raise over a file that they cannot read; RuntimeError is what is encrypted or too deep."""
 
 
 def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Path:
@@ -68,9 +71,12 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
 def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
     """A packed trace and its description. Raises :class:`DataFormatError` saying what is wrong with the file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # A file of numpy's other form is one array, which knows nothing of what is in it.
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as archive:
             columns = {name: archive[name] for name in archive.files}
         meta = json.loads(columns["meta"].tobytes().decode())
+        if not isinstance(meta, dict):
+            raise ValueError("its description is not a JSON object")
         log = RequestLog(
             arrival_s=columns["arrival_s"].astype(np.float64),
             prompt_tokens=columns["prompt_tokens"].astype(np.float64),
@@ -79,7 +85,7 @@ def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
             reused_tokens=columns["reused_tokens"].astype(np.float64),
             reuse_hit=columns.get("reuse_hit", np.zeros(0)).astype(np.float64),
         )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise DataFormatError(
             f"{path} is not a packed trace ({error}); make one with `inferencegym import-trace`"
         ) from error

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError
+from inferencegym.models import PRIORITY_CLASSES
 from simulator.tables import FloatArray
 
 MAX_REQUESTS: Final = 2_000_000
@@ -31,17 +32,19 @@ class RequestLog:
     reuse_hit: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
-        n = len(self.arrival_s)
+        n = np.size(self.arrival_s)
         if not 1 <= n <= MAX_REQUESTS:
             raise DataFormatError(f"{n} requests: there must be 1 to {MAX_REQUESTS}")
-        if len(self.reused_tokens) == 0:
+        if np.size(self.reused_tokens) == 0:
             object.__setattr__(self, "reused_tokens", np.zeros(n))
-        for name in ("arrival_s", "prompt_tokens", "output_tokens", "reused_tokens"):
+        for name in ("arrival_s", "prompt_tokens", "output_tokens", "class_index", "reused_tokens"):
             values = getattr(self, name)
-            if len(values) != n or not np.isfinite(values).all():
+            if values.shape != (n,) or not np.isfinite(values).all():
                 raise DataFormatError(f"{name} must be {n} finite numbers")
         if self.arrival_s.min() < 0 or self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
             raise DataFormatError("arrival_s must be at least 0, prompt and output tokens at least 1")
+        if self.class_index.min() < 0 or self.class_index.max() >= len(PRIORITY_CLASSES):
+            raise DataFormatError(f"class_index must be from 0 to {len(PRIORITY_CLASSES) - 1}")
         if (self.reused_tokens < 0).any() or (self.reused_tokens > self.prompt_tokens).any():
             raise DataFormatError("reused_tokens must lie between 0 and the prompt's tokens")
         if not ((self.reuse_hit >= 0) & (self.reuse_hit <= 1)).all():

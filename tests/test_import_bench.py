@@ -253,14 +253,14 @@ def test_appended_vllm_results_are_several_runs(tmp_path: Path) -> None:
     [
         (b"", "has 0 bytes"),
         (b"\xff\xfe", "not UTF-8"),
-        (b"{", "line 1: is not JSON"),
+        (b"{", "is not JSON (Expecting property name enclosed in double quotes: line 1"),
         (b'{"a": 1}', "JSON of no known benchmark"),
         (b"a,b\n1,2\n", "CSV of no known benchmark"),
         (b'{"request_throughput": 1, "completed": "many"}', "completed='many' is not a number"),
-        (b'{"request_throughput": 1, "completed": 5}', "total_input_tokens=None is not a number"),
+        (b'{"request_throughput": 1, "completed": 5}', "no field 'total_input_tokens'"),
         (
             b'{"request_throughput": 1, "completed": 5, "input_lens": [1, -1], "output_lens": [1, 2]}',
-            "input_lens must be",
+            "input_lens[1]=-1 is not allowed: it must be from 0",
         ),
         (
             b'{"request_throughput": 1, "completed": 2, "input_lens": [1, 1], "output_lens": [1, 2]}',
@@ -268,6 +268,10 @@ def test_appended_vllm_results_are_several_runs(tmp_path: Path) -> None:
         ),
         (b'{"benchmarks": [{"metrics": {}, "requests": {"successful": []}}]}', "fewer than two successful"),
         (b'{"time_to_first_token": {"avg": 5}}', "states no prompt tokens"),
+        (b'{"time_to_first_token": 5}', "time_to_first_token=5 is not an object"),
+        (b'{"benchmarks": [{"requests": {"successful": [1, 2]}}]}', "benchmarks[0].requests.successful[0]=1 is not"),
+        (b'{"a":' + b"[" * 100_000, "is nested too deeply"),
+        (guidellm_csv().replace("[1, 2", "[[1, 2").encode(), "is not JSON"),
     ],
 )
 def test_a_bad_result_is_refused_before_anything_is_written(

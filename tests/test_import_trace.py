@@ -159,7 +159,7 @@ BAD: list[tuple[str, str | bytes, str]] = [
     (
         "x.jsonl",
         '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": "a"}\n',
-        "line 1: hash_ids must be a list",
+        "line 1: hash_ids='a' is not a list",
     ),
     ("x.jsonl", '{"a": 1}\n', "JSON of no known log"),
     ("x.json", '{"benchmarks": []}', "no benchmarks"),

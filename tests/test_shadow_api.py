@@ -54,6 +54,10 @@ def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
         ({"log": HEADER + "0,10,10\n9000,10,10\n"}, "(from_s, to_s)"),
         ({"log": "[1]", "name": "mine.json"}, "mine.json"),
         ({"name": "mine.parquet"}, "name"),
+        ({"name": False}, "name=False is not allowed"),
+        ({"name": ""}, "name='' is not allowed"),
+        ({"to_s": 0}, "mine.csv: no request between 0 and 0 s"),
+        ({"from_s": 9, "to_s": 5}, "mine.csv: no request between 9 and 5 s"),
         ({"policies": ["best_static"]}, "unless task_id names"),
         ({"policies": []}, "policies"),
         ({"policies": ["heuristic", "heuristic"]}, "none of them twice"),
@@ -72,6 +76,16 @@ def test_a_mistake_is_named_in_the_visitors_words(server: RunningServer, change:
     assert said in message
     assert "/tmp" not in message
     assert "--" not in message
+
+
+@pytest.mark.parametrize("policies", [{}, {"policies": ["best_static"]}])
+def test_a_task_that_there_is_not_is_answered_with_those_that_there_are(
+    server: RunningServer, policies: dict[str, Any]
+) -> None:
+    answer = server.client.post("/shadow", json={"log": FEW, "task_id": "azure-cnv", **policies})
+    detail = answer.json()["detail"]
+    assert (answer.status_code, detail["code"]) == (422, "unknown_task")
+    assert "task_id='azure-cnv' is not a task: valid ids are 1, 2, 3, 'azure-conv'" in detail["message"]
 
 
 def test_reports_are_limited_in_size_and_number(tmp_path: Path) -> None:

@@ -14,16 +14,14 @@ csv        CSV or parquet ``arrival_s``, ``prompt_tokens``, ``output_tokens``, a
 ========== ====================================================================================================
 
 Files are read line by line, so a log of gigabytes costs no more memory than its numbers. Whatever does not fit the
-format is refused with file, line and column; nothing is guessed.
+format is refused with file, line and field; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -34,6 +32,7 @@ import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES
+from simulator.build.source import Source, Value, shown
 from simulator.prefix import PrefixReuse
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.tables import FloatArray
@@ -41,9 +40,8 @@ from simulator.tables import FloatArray
 FORMATS: Final = ("azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "csv")
 MAX_LINE: Final = 16_000_000
 """Characters of a line, far beyond any request's block ids."""
-MAX_DOCUMENT_BYTES: Final = 1_000_000_000
-"""Size of a JSON report, which must be parsed whole."""
-MAX_TOKENS: Final = 10_000_000
+MAX_SPAN_S: Final = 366 * 86_400
+"""Longer logs would be mostly silence: every second is kept, whether or not a request came."""
 COARSE_TICK_S: Final = 0.5
 """Arrivals recorded in steps of this or more are spread within their step."""
 
@@ -85,43 +83,14 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One request as a file states it; ``blocks`` are the ids of its prompt's blocks."""
+    """One request as a file states it; ``blocks`` are the ids of its prompt's blocks, None where they are not given."""
 
     arrival_s: float
     prompt: float
     output: float
     class_index: int = 0
     reused: float = 0.0
-    blocks: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Source:
-    """A file being read: where we are in it, and what was left out."""
-
-    path: Path
-    run: int | None = None
-    line: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-
-    def wrong(self, what: str) -> DataFormatError:
-        place = f"{self.path}, line {self.line}" if self.line else str(self.path)
-        return DataFormatError(f"{place}: {what}")
-
-    def number(self, name: str, value: object, low: float, high: float) -> float:
-        """A number of the file, or an error that names line and column."""
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            raise self.wrong(f"{name}={_shown(value)} is not a number") from None
-        if not low <= number <= high:
-            raise self.wrong(f"{name}={_shown(value)} is not allowed: it must be from {low:g} to {high:g}")
-        return number
-
-    def tokens(self, name: str, value: object) -> float:
-        return self.number(name, value, 0, MAX_TOKENS)
+    blocks: tuple[int, ...] | None = None
 
 
 def import_log(
@@ -138,27 +107,24 @@ def import_log(
 
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
     chooses one benchmark of a report that holds several. Arrivals recorded in coarse steps are spread over their step,
-    in the order of the file, by ``seed``. Raises :class:`DataFormatError` naming file, line and column.
+    in the order of the file, by ``seed``. Raises :class:`DataFormatError` naming file, line and field.
     """
-    source = _Source(Path(path), run)
-    try:
+    source = Source(Path(path), run)
+    with source.reading():
         if source.path.stat().st_size == 0:
             raise source.wrong("is empty")
         found = detect_format(source.path) if format == "auto" else format
         if found not in FORMATS:
             raise InvalidConfigError(f"format={format!r} is not known: one of auto, {', '.join(FORMATS)}")
         columns = _collect(source, _READERS[found](source), limit)
-    except OSError as error:
-        raise DataFormatError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
+    log, tick_s = _ordered(columns, seed)
+    log = cut_log(log, start_s, end_s, str(path))
+    if log.arrival_s[-1] > MAX_SPAN_S:
         raise DataFormatError(
-            f"{path}: is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {source.line + 1}); "
-            "convert it, for example with `iconv -t UTF-8`"
-        ) from error
-    except csv.Error as error:
-        raise source.wrong(f"is not CSV ({error})") from error
-    log, tick_s = _ordered(source, columns, seed)
-    return Imported(cut_log(log, start_s, end_s, str(path)), found, source.skipped, tick_s)
+            f"{path}: lasts {log.arrival_s[-1]:g} s; a log may last {MAX_SPAN_S:,} s: if its times are in seconds, "
+            "choose a part of it (--from-s, --to-s)"
+        )
+    return Imported(log, found, source.skipped, tick_s)
 
 
 def detect_format(path: Path) -> str:
@@ -179,28 +145,29 @@ def detect_format(path: Path) -> str:
     if names & {"Metric", "Benchmark", "Run Info"}:
         raise DataFormatError(f"{path}: holds summaries, not requests; give the tool's per-request file")
     raise DataFormatError(
-        f"{path}: the columns {_shown(first)} are those of no known log; known are "
+        f"{path}: the columns {shown(first)} are those of no known log; known are "
         "TIMESTAMP,ContextTokens,GeneratedTokens (azure), Timestamp,Request tokens,Response tokens (burstgpt) and "
         "arrival_s,prompt_tokens,output_tokens (csv)"
     )
 
 
 def _detect_json(path: Path, first: str) -> str:
+    source = Source(path)
     try:
-        record = json.loads(first)
-    except ValueError:
-        record = {}
+        record = source.object(first).value
+    except DataFormatError:
+        record = {}  # a report over several lines
     if "input_length" in record:
         return "mooncake"
     if "metadata" in record and "metrics" in record and "benchmarks" not in record:
         return "aiperf"
-    whole = _document(_Source(path))
+    whole = source.object(source.text()).value
     if "benchmarks" in whole:
         return "guidellm"
     if "start_times" in whole:
         return "vllm"
-    raise DataFormatError(
-        f"{path}: JSON of no known log; known are Mooncake's lines (input_length), AIPerf's lines (metadata, metrics), "
+    raise source.wrong(
+        "JSON of no known log; known are Mooncake's lines (input_length), AIPerf's lines (metadata, metrics), "
         "GuideLLM's report (benchmarks) and vLLM's detailed result (start_times, from --save-detailed)"
     )
 
@@ -208,8 +175,8 @@ def _detect_json(path: Path, first: str) -> str:
 # ---------------------------------------------------------------- readers: one per format, each yields rows
 
 
-def _read_csv(format: str) -> Callable[[_Source], Iterator[_Row]]:
-    def read(source: _Source) -> Iterator[_Row]:
+def _read_csv(format: str) -> Callable[[Source], Iterator[_Row]]:
+    def read(source: Source) -> Iterator[_Row]:
         if source.path.suffix == ".parquet":
             yield from _read_parquet(source)
             return
@@ -221,7 +188,7 @@ def _read_csv(format: str) -> Callable[[_Source], Iterator[_Row]]:
                     continue
                 if len(cells) <= max(i for i, _ in index.values()):
                     raise source.wrong(f"has {len(cells)} cells, too few for the column {max(index.values())[1]!r}")
-                row = _csv_row(source, format, {key: (name, cells[i]) for key, (i, name) in index.items()})
+                row = _csv_row(format, {key: Value(source, name, cells[i], True) for key, (i, name) in index.items()})
                 if format == "burstgpt" and row.output < 1:  # this is how the trace marks a failure
                     source.skipped["failed"] += 1
                     continue
@@ -231,7 +198,7 @@ def _read_csv(format: str) -> Callable[[_Source], Iterator[_Row]]:
 
 
 def _column_indices(
-    source: _Source, header: list[str], columns: Mapping[str, tuple[str, ...]]
+    source: Source, header: list[str], columns: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[int, str]]:
     names = [name.strip() for name in header]
     index = {}
@@ -245,34 +212,34 @@ def _column_indices(
     return index
 
 
-def _csv_row(source: _Source, format: str, cells: Mapping[str, tuple[str, str]]) -> _Row:
-    name, text = cells["arrival"]
+def _csv_row(format: str, cells: Mapping[str, Value]) -> _Row:
     return _Row(
-        arrival_s=_instant(source, name, text) if format == "azure" else source.number(name, text, 0, 1e12),
-        prompt=source.tokens(*cells["prompt"]),
-        output=source.tokens(*cells["output"]),
-        class_index=_class_index(source, *cells["class"]) if "class" in cells else 0,
-        reused=source.tokens(*cells["reused"]) if "reused" in cells else 0.0,
+        arrival_s=_instant(cells["arrival"]) if format == "azure" else cells["arrival"].number(),
+        prompt=cells["prompt"].tokens(),
+        output=cells["output"].tokens(),
+        class_index=_class_index(cells["class"]) if "class" in cells else 0,
+        reused=cells["reused"].tokens() if "reused" in cells else 0.0,
     )
 
 
-def _instant(source: _Source, name: str, text: str) -> float:
+def _instant(cell: Value) -> float:
     try:
-        moment = datetime.fromisoformat(text.strip())
+        moment = datetime.fromisoformat(cell.text())
     except ValueError:
-        raise source.wrong(f"{name}={_shown(text)} is not a time like 2023-11-16 18:15:46.6805900") from None
+        raise cell.wrong("is not a time like 2023-11-16 18:15:46.6805900") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _class_index(source: _Source, name: str, text: str) -> int:
-    if text.strip() in PRIORITY_CLASSES:
-        return PRIORITY_CLASSES.index(text.strip())
-    if text.strip() in {"0", "1", "2"}:
+def _class_index(cell: Value) -> int:
+    text = cell.text()
+    if text in PRIORITY_CLASSES:
+        return PRIORITY_CLASSES.index(text)
+    if text in {"0", "1", "2"}:
         return int(text)
-    raise source.wrong(f"{name}={_shown(text)} is not allowed: one of {', '.join(PRIORITY_CLASSES)}, 0, 1, 2")
+    raise cell.wrong(f"is not allowed: one of {', '.join(PRIORITY_CLASSES)}, 0, 1, 2")
 
 
-def _read_parquet(source: _Source) -> Iterator[_Row]:
+def _read_parquet(source: Source) -> Iterator[_Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -281,106 +248,101 @@ def _read_parquet(source: _Source) -> Iterator[_Row]:
     except (OSError, pa.ArrowException) as error:
         raise source.wrong(f"is not parquet ({error})") from error
     index = _column_indices(source, table.column_names, _COLUMNS["csv"])
-    kept = {key: (name, table.column(name).to_pylist()) for key, (_, name) in index.items()}
+    kept = {}
+    for key, (i, name) in index.items():
+        try:
+            kept[key] = (name, table.column(i).cast(pa.string()).to_pylist())
+        except pa.ArrowException as error:
+            raise source.wrong(f"the column {name!r} holds neither numbers nor text ({error})") from error
     for i in range(table.num_rows):
         source.line = i + 1
-        yield _csv_row(source, "csv", {key: (name, str(values[i])) for key, (name, values) in kept.items()})
+        yield _csv_row("csv", {key: Value(source, name, texts[i], True) for key, (name, texts) in kept.items()})
 
 
-def _read_mooncake(source: _Source) -> Iterator[_Row]:
+def _read_mooncake(source: Source) -> Iterator[_Row]:
     for record in _records(source):
-        blocks = _of(source, record, "hash_ids") if "hash_ids" in record else []
-        if not isinstance(blocks, list) or not all(isinstance(b, int) for b in blocks):
-            raise source.wrong("hash_ids must be a list of integers")
+        blocks = record.find("hash_ids")
         yield _Row(
-            arrival_s=source.number("timestamp", _of(source, record, "timestamp"), 0, 1e15) / 1000.0,
-            prompt=source.tokens("input_length", _of(source, record, "input_length")),
-            output=source.tokens("output_length", _of(source, record, "output_length")),
-            blocks=tuple(blocks),
+            arrival_s=record.at("timestamp").number(0, 1e15) / 1000.0,
+            prompt=record.at("input_length").tokens(),
+            output=record.at("output_length").tokens(),
+            blocks=None if blocks is None else blocks.integers(),
         )
 
 
-def _read_aiperf(source: _Source) -> Iterator[_Row]:
+def _read_aiperf(source: Source) -> Iterator[_Row]:
     for record in _records(source):
-        metrics = record.get("metrics")
-        if record.get("error") or not metrics:
+        metrics = aiperf_metrics(record)
+        if metrics is None:
             source.skipped["failed"] += 1
             continue
-        start = _of(source, _of(source, record, "metadata"), "request_start_ns")
         yield _Row(
-            arrival_s=source.number("metadata.request_start_ns", start, 0, 1e20) / 1e9,
-            prompt=source.tokens("input_sequence_length", _metric(source, metrics, "input_sequence_length")),
-            output=source.tokens("output_sequence_length", _metric(source, metrics, "output_sequence_length")),
+            arrival_s=record.at("metadata").at("request_start_ns").number(0, 1e20) / 1e9,
+            prompt=metrics.at("input_sequence_length").at("value").tokens(),
+            output=metrics.at("output_sequence_length").at("value").tokens(),
         )
 
 
-def _metric(source: _Source, metrics: Any, name: str) -> object:
-    return _of(source, _of(source, metrics, name), "value")
-
-
-def _read_guidellm(source: _Source) -> Iterator[_Row]:
-    for i, request in enumerate(guidellm_requests(source.path, _document(source), source.run)):
-        source.line = 0
-        place = f"requests.successful[{i}]"
-        yield _Row(
-            arrival_s=source.number(f"{place}.start", guidellm_start(request), 0, 1e12),
-            prompt=source.tokens(f"{place}.prompt_tokens", _of(source, request, "prompt_tokens")),
-            output=source.tokens(f"{place}.output_tokens", _of(source, request, "output_tokens")),
-        )
-
-
-def guidellm_requests(path: Path, report: Any, run: int | None) -> list[Any]:
-    """The successful requests of one benchmark of a GuideLLM report."""
-    benchmarks = report.get("benchmarks") if isinstance(report, dict) else None
-    if not isinstance(benchmarks, list) or not benchmarks:
-        raise DataFormatError(f"{path}: no benchmarks; it must be GuideLLM's JSON report")
-    if run is None and len(benchmarks) > 1:
-        raise DataFormatError(
-            f"{path}: holds {len(benchmarks)} benchmarks; choose one with --run 0 to {len(benchmarks) - 1}"
-        )
-    chosen = run or 0
-    if not 0 <= chosen < len(benchmarks):
-        raise DataFormatError(f"{path}: there is no benchmark {chosen}; choose 0 to {len(benchmarks) - 1}")
-    requests = benchmarks[chosen].get("requests")
-    successful = requests.get("successful") if isinstance(requests, dict) else None
-    if not isinstance(successful, list):
-        raise DataFormatError(f"{path}: benchmarks[{chosen}] holds no requests.successful")
-    return successful
-
-
-def guidellm_start(request: Any) -> object:
-    """When GuideLLM sent a request (s); the field has moved between its versions."""
-    if not isinstance(request, dict):
+def aiperf_metrics(record: Value) -> Value | None:
+    """What AIPerf measured of a request; None if the request failed."""
+    error, metrics = record.find("error"), record.find("metrics")
+    if metrics is None or metrics.value == {} or (error is not None and error.value):
         return None
-    timings = (request.get("info") or request.get("scheduler_info") or {}).get("timings") or {}
-    older = (request.get("scheduler_info") or {}).get("request_timings") or {}
-    candidates = (
-        request.get("request_start_time"),
-        request.get("start_time"),
-        timings.get("request_start"),
-        older.get("request_start"),
-    )
-    return next((c for c in candidates if c is not None), None)
+    return metrics
 
 
-def _read_vllm(source: _Source) -> Iterator[_Row]:
-    report = _document(source)
-    columns = [_of(source, report, name) for name in ("start_times", "input_lens", "output_lens")]
-    if len({len(c) if isinstance(c, list) else -1 for c in columns}) != 1:
-        raise source.wrong("start_times, input_lens and output_lens must be lists of one length")
-    errors = report.get("errors") or [""] * len(columns[0])
-    for i, (start, prompt, output) in enumerate(zip(*columns, strict=True)):
-        if i < len(errors) and errors[i]:
-            source.skipped["failed"] += 1
-            continue
+def _read_guidellm(source: Source) -> Iterator[_Row]:
+    benchmarks = list(source.object(source.text()).at("benchmarks").items())
+    if not benchmarks:
+        raise source.wrong("holds no benchmarks")
+    if source.run is None and len(benchmarks) > 1:
+        raise source.wrong(f"holds {len(benchmarks)} benchmarks; choose one with --run 0 to {len(benchmarks) - 1}")
+    chosen = source.run or 0
+    if not 0 <= chosen < len(benchmarks):
+        raise source.wrong(f"there is no benchmark {chosen}; choose 0 to {len(benchmarks) - 1}")
+    for request in benchmarks[chosen].at("requests").at("successful").items():
         yield _Row(
-            arrival_s=source.number(f"start_times[{i}]", start, 0, 1e12),
-            prompt=source.tokens(f"input_lens[{i}]", prompt),
-            output=source.tokens(f"output_lens[{i}]", output),
+            arrival_s=guidellm_start(request),
+            prompt=request.at("prompt_tokens").tokens(),
+            output=request.at("output_tokens").tokens(),
         )
 
 
-_READERS: Final[dict[str, Callable[[_Source], Iterator[_Row]]]] = {
+_GUIDELLM_STARTS: Final = (
+    ("request_start_time",),
+    ("start_time",),
+    ("info", "timings", "request_start"),
+    ("scheduler_info", "timings", "request_start"),
+    ("scheduler_info", "request_timings", "request_start"),
+)
+
+
+def guidellm_start(request: Value) -> float:
+    """When GuideLLM sent a request (s); the field has moved between its versions."""
+    for keys in _GUIDELLM_STARTS:
+        found = request.find(*keys)
+        if found is not None:
+            return found.number()
+    raise request.source.wrong(f"{request.name} says nowhere when it began (request_start_time)")
+
+
+def _read_vllm(source: Source) -> Iterator[_Row]:
+    report = source.object(source.text())
+    columns = [report.at(name) for name in ("start_times", "input_lens", "output_lens")]
+    errors = report.find("errors")
+    # Without a list of errors, or with an empty one, no request failed.
+    listed = errors.elements() if errors is not None else []
+    failed = listed or [""] * len(columns[0].elements())
+    if len({len(failed), *(len(column.elements()) for column in columns)}) != 1:
+        raise source.wrong("start_times, input_lens, output_lens and errors must be lists of one length")
+    for error, start, prompt, output in zip(failed, *(column.items() for column in columns), strict=True):
+        if error:
+            source.skipped["failed"] += 1
+            continue
+        yield _Row(arrival_s=start.number(), prompt=prompt.tokens(), output=output.tokens())
+
+
+_READERS: Final[dict[str, Callable[[Source], Iterator[_Row]]]] = {
     "azure": _read_csv("azure"),
     "burstgpt": _read_csv("burstgpt"),
     "csv": _read_csv("csv"),
@@ -406,7 +368,7 @@ class _Columns:
     blocks: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def _collect(source: _Source, rows: Iterator[_Row], limit: int | None) -> _Columns:
+def _collect(source: Source, rows: Iterator[_Row], limit: int | None) -> _Columns:
     kept = _Columns()
     for row in rows:
         if row.prompt < 1:
@@ -421,7 +383,9 @@ def _collect(source: _Source, rows: Iterator[_Row], limit: int | None) -> _Colum
         kept.output.append(max(1.0, row.output))
         kept.reused.append(min(row.reused, row.prompt))
         kept.class_index.append(row.class_index)
-        if row.blocks or kept.blocks:
+        if (row.blocks is None) != (not kept.blocks) and len(kept.arrival) > 1:
+            raise source.wrong("hash_ids are in some lines only: all requests must have them, or none")
+        if row.blocks is not None:
             kept.blocks.append(row.blocks)
     if not kept.arrival:
         source.line = 0
@@ -430,7 +394,7 @@ def _collect(source: _Source, rows: Iterator[_Row], limit: int | None) -> _Colum
     return kept
 
 
-def _ordered(source: _Source, columns: _Columns, seed: int) -> tuple[RequestLog, float]:
+def _ordered(columns: _Columns, seed: int) -> tuple[RequestLog, float]:
     """Sorted by arrival from 0 on, coarse arrivals spread, repeated prefixes found."""
     arrival = np.frombuffer(columns.arrival)
     order = np.argsort(arrival, kind="stable")
@@ -448,10 +412,7 @@ def _ordered(source: _Source, columns: _Columns, seed: int) -> tuple[RequestLog,
         reused_tokens=np.frombuffer(columns.reused)[order],
     )
     if columns.blocks:
-        blocks = [columns.blocks[i] for i in order]
-        if len(columns.blocks) != len(order):
-            raise source.wrong("hash_ids are missing in some lines; all requests must have them, or none")
-        log = with_blocks(log, blocks)
+        log = with_blocks(log, [columns.blocks[i] for i in order])
     return log, tick_s
 
 
@@ -507,7 +468,7 @@ def cut_log(
 # ---------------------------------------------------------------- text
 
 
-def _lines(source: _Source, file: TextIO) -> Iterator[str]:
+def _lines(source: Source, file: TextIO) -> Iterator[str]:
     while line := file.readline(MAX_LINE):
         source.line += 1
         if len(line) >= MAX_LINE:
@@ -519,41 +480,8 @@ def _lines(source: _Source, file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _records(source: _Source) -> Iterator[dict[str, Any]]:
+def _records(source: Source) -> Iterator[Value]:
     with source.path.open(encoding="utf-8-sig") as file:
         for line in _lines(source, file):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise source.wrong(f"is not JSON ({error})") from None
-            if not isinstance(record, dict):
-                raise source.wrong("is not a JSON object")
-            yield record
-
-
-def _document(source: _Source) -> dict[str, Any]:
-    size = source.path.stat().st_size
-    if size > MAX_DOCUMENT_BYTES:
-        raise source.wrong(f"has {size:,} bytes; a report may have {MAX_DOCUMENT_BYTES:,}")
-    try:
-        document = json.loads(source.path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
-        raise source.wrong(f"is not JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise source.wrong("is not a JSON object")
-    return document
-
-
-def _of(source: _Source, record: Any, key: str) -> Any:
-    if not isinstance(record, dict) or key not in record:
-        raise source.wrong(f"no field {key!r}")
-    return record[key]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+            if line.strip():
+                yield source.object(line)

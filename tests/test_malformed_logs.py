@@ -1,0 +1,292 @@
+"""Whatever a log or a result of a benchmark holds, it is read or refused in words: no mistake of a file is a crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from inferencegym.errors import DataFormatError
+from server.app import create_app
+from server.settings import Settings
+from simulator.build.bench_files import read_runs
+from simulator.build.importers import import_log
+from simulator.recorded import load_trace
+from tests.test_import_bench import AIPERF_CSV, AIPERF_JSON, aiperf_jsonl, guidellm_csv, guidellm_json
+from tests.test_import_trace import AIPERF, AZURE, BURSTGPT, GUIDELLM, MOONCAKE, PLAIN, VLLM
+
+LOGS: Final = {
+    "azure.csv": AZURE,
+    "burstgpt.csv": BURSTGPT,
+    "plain.csv": PLAIN,
+    "mooncake.jsonl": MOONCAKE,
+    "aiperf.jsonl": AIPERF,
+    "guidellm.json": GUIDELLM,
+    "newer_guidellm.json": GUIDELLM.replace(
+        '"request_start_time": 100.0', '"info": {"timings": {"request_start": 100.0}}'
+    ),
+    "vllm.json": VLLM,
+}
+VLLM_RESULT: Final = {
+    "completed": 2,
+    "request_rate": 2.0,
+    "max_concurrency": None,
+    "total_input_tokens": 23,
+    "total_output_tokens": 11,
+    "request_throughput": 1.0,
+    "output_throughput": 8.0,
+    "median_ttft_ms": 20.0,
+    "p99_ttft_ms": 30.0,
+    "median_tpot_ms": 10.0,
+    "input_lens": [11, 12],
+    "output_lens": [5, 6],
+    "start_times": [10.0, 10.25],
+}
+CLOSED_LOOP: Final = {k: v for k, v in VLLM_RESULT.items() if k[-5:] not in ("_lens", "times")}
+RESULTS: Final = {
+    "guidellm.json": guidellm_json(),
+    "guidellm.csv": guidellm_csv(),
+    "aiperf.json": AIPERF_JSON,
+    "aiperf.csv": AIPERF_CSV,
+    "aiperf.jsonl": aiperf_jsonl(),
+    "vllm.json": json.dumps(VLLM_RESULT),
+    "closed.json": json.dumps({**CLOSED_LOOP, "request_rate": "inf", "max_concurrency": 2}),
+}
+HUGE: Final = 10**400
+DEEP: Final = '{"a":' + "[" * 100_000
+LITTER: Final = ["", "\0", "[" * 5000, '{"a":' * 5000, '"', "\n", ",", "{}", "1" * 5000, "\ufeff"]
+JUNK: Final[list[Any]] = [
+    *(None, True, False, 0, 1, -1, 0.5, 5, 1e6, 10**9, 1e13, 1e300, HUGE, -HUGE),
+    *(float("nan"), float("inf"), -float("inf"), "", "x", "5", "inf", "nan", "\0", "\ud800", "1" * 5000),
+    *([], [1], [None], [HUGE], ["x", "y"], [[]], {}, {"a": 1}, {"value": []}, {"successful": 5}, {"timings": [1]}),
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something can be put in place of what is there."""
+    if path:
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, (*path, key))
+
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@st.composite
+def spoiled(draw: Draw, texts: dict[str, str]) -> tuple[str, str]:
+    """The name of a format's example, with its text after a few mistakes in its values, then perhaps in its letters."""
+    name = draw(st.sampled_from(sorted(texts)))
+    lines = texts[name].splitlines()
+    as_json = lines[0].startswith("{")
+    table: list[Any] = [json.loads(line) if as_json else line.split(",") for line in lines]
+    for _ in range(draw(st.integers(1, 3))):
+        spoil_a_value(draw, table)
+    text = "".join((json.dumps(row) if as_json else as_cells(row)) + "\n" for row in table)
+    if draw(st.booleans()):
+        start = draw(st.integers(0, len(text)))
+        text = text[:start] + draw(st.sampled_from(LITTER)) + text[start + draw(st.integers(0, 20)) :]
+    return name, text
+
+
+def as_cells(row: Any) -> str:
+    return ",".join(map(str, row)) if isinstance(row, list) else str(row)
+
+
+def spoil_a_value(draw: Draw, table: list[Any]) -> None:
+    """Replace, remove or repeat one value, row or whole branch."""
+    found = list(places(table))
+    if not found:
+        return
+    *way, last = draw(st.sampled_from(found))
+    holder: Any = table
+    for key in way:
+        holder = holder[key]
+    match draw(st.sampled_from(["replace", "remove", "repeat"])):
+        case "remove":
+            del holder[last]
+        case "repeat" if isinstance(holder, list):
+            holder.insert(last, deepcopy(holder[last]))
+        case _:
+            holder[last] = deepcopy(draw(st.sampled_from(JUNK)))
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+once_per_session = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(spoiled(LOGS))
+@settings(once_per_session, max_examples=600)
+def test_a_spoiled_log_is_read_or_refused_with_its_name(tmp_path: Path, case: tuple[str, str]) -> None:
+    path = written(tmp_path, *case)
+    try:
+        imported = import_log(path)
+    except DataFormatError as error:
+        assert path.name in str(error)  # noqa: PT017
+        assert len(str(error)) < 1000  # noqa: PT017
+    else:
+        assert len(imported.log.arrival_s) >= 1
+
+
+@given(spoiled(LOGS), st.sampled_from(["azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "csv"]))
+@settings(once_per_session, max_examples=200)
+def test_a_log_read_as_what_it_is_not_is_refused_too(tmp_path: Path, case: tuple[str, str], format: str) -> None:
+    path = written(tmp_path, *case)
+    try:
+        import_log(path, format, run=0)
+    except DataFormatError as error:
+        assert path.name in str(error)  # noqa: PT017
+
+
+@given(spoiled(RESULTS))
+@settings(once_per_session, max_examples=600)
+def test_a_spoiled_result_is_read_or_refused_with_its_name(tmp_path: Path, case: tuple[str, str]) -> None:
+    path = written(tmp_path, *case)
+    try:
+        runs = read_runs(path)
+    except DataFormatError as error:
+        assert path.name in str(error)  # noqa: PT017
+        assert len(str(error)) < 1000  # noqa: PT017
+    else:
+        assert all(value > 0 for run in runs for value in run.measured.values())
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    """The whole application; an error that it does not expect is raised here."""
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off", shadows_per_minute=0))) as running:
+        yield running
+
+
+def answer(client: TestClient, name: str, log: str) -> tuple[int, str]:
+    # As bytes: JSON written by a client may hold what the server must refuse.
+    body = json.dumps({"name": name, "log": log, "policies": ["naive"]}).encode()
+    said = client.post("/shadow", content=body, headers={"content-type": "application/json"})
+    return said.status_code, said.text
+
+
+@given(spoiled(LOGS))
+@settings(once_per_session, max_examples=100)
+def test_a_spoiled_log_that_is_uploaded_is_answered(client: TestClient, case: tuple[str, str]) -> None:
+    status, text = answer(client, *case)
+    assert status == 200 or 400 <= status < 500, text
+    assert "/tmp" not in text
+
+
+def vllm(**changes: Any) -> str:
+    return json.dumps({**json.loads(VLLM), **changes})
+
+
+def guidellm(**changes: Any) -> str:
+    request = {"prompt_tokens": 5, "output_tokens": 5, **changes}
+    return json.dumps({"benchmarks": [{"requests": {"successful": [request]}}]})
+
+
+LINE: Final = '{"timestamp": %s, "input_length": 10, "output_length": 5}\n'
+WRONG: Final = [
+    ("a.jsonl", LINE % HUGE, "line 1: timestamp=1000"),
+    ("a.jsonl", LINE % ("1" * 5000), "a.jsonl: holds a number of thousands of digits"),
+    ("a.jsonl", LINE % "NaN", "line 1: timestamp=nan is not allowed: it must be from 0 to"),
+    ("a.jsonl", LINE % '"5"', "line 1: timestamp='5' is not a number"),
+    ("a.jsonl", LINE % "0" + LINE % ("[" * 500 + "]" * 500), "line 2: timestamp=[...] is not a number"),
+    ("a.jsonl", LINE % "0" + LINE % ("[" * 5000), "line 2: is nested too deeply"),
+    ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), "line 2: hash_ids are in some lines"),
+    ("a.jsonl", (LINE % "1").replace("}", ', "hash_ids": [1, true]}'), "line 1: hash_ids[1]=True is not an integer"),
+    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', "line 4: metadata=5 is not an object"),
+    ("a.json", vllm(errors=5), "a.json: errors=5 is not a list"),
+    ("a.json", vllm(errors={"a": 1}), "a.json: errors={...} is not a list"),
+    ("a.json", vllm(errors=[""]), "errors must be lists of one length"),
+    ("a.json", vllm(input_lens=[1, HUGE]), "input_lens[1]=1000"),
+    ("a.json", json.dumps({"benchmarks": [5]}), "benchmarks[0]=5 is not an object"),
+    ("a.json", json.dumps({"benchmarks": 5}), "benchmarks=5 is not a list"),
+    ("a.json", guidellm(info="x"), "benchmarks[0].requests.successful[0].info='x' is not an object"),
+    ("a.json", guidellm(info={"timings": [1]}), "successful[0].info.timings=[...] is not an object"),
+    ("a.json", guidellm(), "successful[0] says nowhere when it began"),
+    ("a.json", DEEP, "a.json: is nested too deeply"),
+    ("a.csv", PLAIN.replace("0,10", "9" * 400 + ",10"), "line 2: arrival_s='9999"),
+    ("a.csv", PLAIN + "1e11,1,1,0\n", "a log may last 31,622,400 s"),
+    ("a.csv", PLAIN + "5,1\0,1,0\n", "line 5: holds a zero byte"),
+]
+
+
+@pytest.mark.parametrize(("name", "log", "said"), WRONG, ids=[said for _, _, said in WRONG])
+def test_an_uploaded_mistake_is_named_with_its_place(client: TestClient, name: str, log: str, said: str) -> None:
+    status, text = answer(client, name, log)
+    detail = json.loads(text)["detail"]
+    assert (status, detail["code"]) == (422, "data_format")
+    assert said in detail["message"]
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([0, None]), "line 2: arrival_s=None is not a number"),
+        (pa.array([0, 10**18]), "line 2: arrival_s='1000000000000000000' is not allowed"),
+        (pa.array([[0], [1]]), "the column 'arrival_s' holds neither numbers nor text"),
+        (pa.array([0, 2**62], pa.timestamp("us")), "line 1: arrival_s='1970-01-01"),
+    ],
+)
+def test_a_parquet_column_of_another_type_is_refused(tmp_path: Path, column: pa.Array, said: str) -> None:
+    lengths = pa.array(np.array([5, 6]))
+    table = pa.table({"arrival_s": column, "prompt_tokens": lengths, "output_tokens": lengths})
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "log.parquet")
+    assert said in str(refused.value)
+
+
+def test_a_parquet_log_is_read_exactly(tmp_path: Path) -> None:
+    columns = {"arrival_s": [0.1, 1 / 3], "prompt_tokens": [5, 6], "output_tokens": [7.0, 8.0], "class": ["batch", "2"]}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    log = import_log(tmp_path / "log.parquet").log
+    assert log.arrival_s.tolist() == [0.0, 1 / 3 - 0.1]
+    assert (log.prompt_tokens.tolist(), log.output_tokens.tolist()) == ([5, 6], [7, 8])
+    assert log.class_index.tolist() == [1, 2]
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    columns = dict.fromkeys(("arrival_s", "prompt_tokens", "output_tokens"), np.array([1.0, 2.0]))
+    counts = dict.fromkeys(("class_index", "reused_tokens"), np.array([0, 0]))
+    return {**columns, **counts, "meta": np.frombuffer(b'{"version": 1}', dtype=np.uint8), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arrival_s": np.array(0.0)}, "arrival_s must be 1 finite numbers"),
+        ({"prompt_tokens": np.ones((2, 2))}, "prompt_tokens must be 2 finite numbers"),
+        ({"class_index": np.array([0])}, "class_index must be 2 finite numbers"),
+        ({"class_index": np.array([0, 3])}, "class_index must be from 0 to 2"),
+        ({"class_index": np.array([0, -1])}, "class_index must be from 0 to 2"),
+        ({"meta": np.frombuffer(b"5", dtype=np.uint8)}, "its description is not a JSON object"),
+        ({"meta": np.frombuffer(b"[" * 50_000, dtype=np.uint8)}, "maximum recursion depth"),
+    ],
+)
+def test_a_packed_trace_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    np.savez(tmp_path / "log.npz", **packed(**changes))
+    with pytest.raises(DataFormatError) as refused:
+        load_trace(str(tmp_path / "log.npz"))
+    assert "log.npz is not a packed trace" in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_a_single_array_is_no_packed_trace(tmp_path: Path) -> None:
+    np.save(tmp_path / "log.npy", np.ones(3))
+    with pytest.raises(DataFormatError, match=r"log.npy is not a packed trace"):
+        load_trace(str(tmp_path / "log.npy"))
