@@ -25,6 +25,7 @@ import websockets.exceptions
 import websockets.sync.client
 from starlette.testclient import TestClient
 
+from inferencegym.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
 from server.app import create_app
 from server.logs import LineLog
 from server.settings import Settings
@@ -39,6 +40,10 @@ BODY_PATHS = [
     "/grader",
     "/step/batch",
     "/traffic/step",
+    "/mcp",
+    "/traffic/mcp",
+    *(f"/{ENV_NAME}/{name}" for name in ("tasks", "num_tasks", "task", "task_range")),
+    f"/traffic/{TRAFFIC_ENV_NAME}/task",
 ]
 
 
@@ -222,6 +227,27 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(strict: RunningServer, p
         connection.sendall(chunked(path) + b"1\r\n{\r\n")
         status, answer = one_answer(connection)
     assert (status, json.loads(answer)["detail"]["code"]) == (408, "body_timeout")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
+        ("/traffic/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
+        (f"/{ENV_NAME}/tasks", b'{"split": "train"}', "tasks"),
+        (f"/traffic/{TRAFFIC_ENV_NAME}/task", b'{"split": "train", "index": 0}', "task"),
+    ],
+)
+def test_openenvs_paths_take_bodies_in_pieces(strict: RunningServer, path: str, body: bytes, key: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(chunked(path))
+        for piece in (body[:1], body[1:]):
+            time.sleep(0.05)
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        connection.sendall(b"0\r\n\r\n")
+        status, answer = one_answer(connection)
+    assert status == 200
+    assert key in json.loads(answer)
 
 
 # ---------------------------------------------------------------- malformed
