@@ -1,8 +1,9 @@
-"""HTTP as uvicorn speaks it, with limits on heads, and a short way for requests that can be answered where they arrive.
+"""HTTP as uvicorn speaks it, with limits on what is no body, and a short way for requests answered where they arrive.
 
 Uvicorn waits for a request's head for ever and keeps all of it, so clients that send it byte by byte could hold every
-file descriptor of the server, and endless heads all of its memory. (Bodies are the business of
-:func:`server.wire.read_body`.) It also sends an answer in two pieces; here they leave together.
+file descriptor of the server, and endless heads all of its memory. So could the fields after a chunked body, and what
+goes on arriving of a request that has its answer. (Bodies are the business of :func:`server.wire.read_body`.) It also
+sends an answer in two pieces; here they leave together.
 
 And it starts a task for every request, whose way through the application takes longer than a step of the simulator. So
 an application may leave functions in the state of its lifespan that are asked first, and answer those requests that
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
@@ -35,16 +37,26 @@ BODY_FOLLOWS_S: Final = 0.005
 """Many clients send head and body one after the other. A body that takes longer is waited for in the usual way."""
 
 MAX_HEAD_BYTES: Final = 65_536
+"""Most bytes of a head, and most that may follow each other after it without one byte of a body among them."""
+MAX_REST_BYTES: Final = 1_048_576
+"""Most bytes of a request that are read, and dropped, after its answer. Many clients send all of a request before they
+read, and one whose connection is closed meanwhile may never see its answer."""
 _INTERIM: Final = b"HTTP/1.1 100 "
 _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
 )
 
+_NOWHERE: Final[deque[tuple[bytes, bytes]]] = deque(maxlen=0)
+
 
 @lru_cache(maxsize=1)
 def head_timeout_s() -> float:
-    """Longest wait for a head: the same as for a body."""
+    """Longest wait for a head: the same as for a body.
+
+    From the environment, because uvicorn gives a protocol no settings of the application; :func:`server.app.main` and
+    its workers build the application from the same environment.
+    """
     return load_settings().body_timeout_s
 
 
@@ -80,13 +92,14 @@ class OneWrite:
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """Closes a connection whose request head does not arrive in time or does not end; asks :data:`ANSWER_AT_ONCE`.
+    """Closes connections on which what is no body does not arrive in time or does not end; asks :data:`ANSWER_AT_ONCE`.
 
     A head that comes in one piece sets no timer.
     """
 
     _head_pending = True
-    _head_bytes = 0
+    _idle_bytes = 0
+    _last: RequestResponseCycle | None = None
     _timer: asyncio.TimerHandle | None = None
     _reading = False
     _held: tuple[RequestResponseCycle, Any] | None = None
@@ -97,18 +110,17 @@ class PatientProtocol(HttpToolsProtocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
+        self._idle_bytes += len(data)
         self._reading = True
         super().data_received(data)
         self._reading = False
         if self._held is not None:
             self._answer_held()
-        if not self._head_pending:
-            self._head_bytes = 0
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
-        elif self._timer is None:
+        answered = self._is_answered()
+        if self._idle_bytes > (MAX_REST_BYTES if answered else MAX_HEAD_BYTES):
+            self._refuse()
+        # Uvicorn's own timer is one for silence: it is set with an answer, and gone once anything arrives.
+        elif self._timer is None and (self._head_pending or (answered and self.timeout_keep_alive_task is None)):
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
@@ -117,12 +129,29 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_pending = False
+        self._idle_bytes = 0
         self._stop_waiting()
         before = self.cycle
         super().on_headers_complete()
-        # A request for another protocol has no answer of its own, and an answer to HEAD no body to wait for.
-        if self.cycle is not before and self.scope["method"] != "HEAD":
+        # A request for another protocol has no answer of its own, and what follows it is that protocol's business.
+        if self.cycle is before:
+            self._last = None
+            return
+        self._last = self.cycle
+        # Fields that follow a chunked body would join the head's, which the application has read and believes.
+        self.headers = _NOWHERE  # type: ignore[assignment]
+        # An answer to HEAD has no body to wait for.
+        if self.scope["method"] != "HEAD":
             self.cycle.transport = OneWrite(self.transport)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if not self._is_answered():
+            self._idle_bytes = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._idle_bytes = 0
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -193,7 +222,11 @@ class PatientProtocol(HttpToolsProtocol):
             log.exception("a request could not be answered at once; it goes the usual way, which reports what it meets")
             return None
 
-    # ------------------------------------------------------------ heads
+    # ------------------------------------------------------------ heads, and what follows bodies and answers
+
+    def _is_answered(self) -> bool:
+        """Whether the last request has its answer, and no head of another one has begun."""
+        return not self._head_pending and self._last is not None and self._last.response_complete
 
     def _wait_for_head(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(head_timeout_s(), self._give_up)
@@ -203,10 +236,11 @@ class PatientProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _refuse_head(self) -> None:
+    def _refuse(self) -> None:
         if not self.transport.is_closing():
-            said = b"the head of a request may have %d bytes" % MAX_HEAD_BYTES
-            self.transport.write(_TOO_LARGE % (len(said), said))
+            if self._head_pending:
+                said = b"the head of a request may have %d bytes" % MAX_HEAD_BYTES
+                self.transport.write(_TOO_LARGE % (len(said), said))
             self.transport.close()
 
     def _give_up(self) -> None:

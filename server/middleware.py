@@ -330,7 +330,7 @@ class Callers:
     def address(self, scope: Scope) -> str:
         """Address of the client: the socket's peer, or the last untrusted hop that trusted proxies report."""
         client = scope.get("client")
-        peer = client[0] if client else ""
+        peer = _plain(client[0]) if client else ""
         if not self._trusted or not self._is_trusted(peer):
             return peer
         hops: list[str] = []
@@ -340,8 +340,8 @@ class Callers:
         for hop in reversed(hops):
             if not _is_address(hop):
                 return peer  # a proxy that forwards what is no address is not to be believed
-            peer = hop
-            if not self._is_trusted(hop):
+            peer = _plain(hop)
+            if not self._is_trusted(peer):
                 break
         return peer
 
@@ -359,6 +359,13 @@ class Callers:
             return False
         ip = ipaddress.ip_address(address)
         return any(ip in network for network in self._trusted)
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address as such: a socket that listens on ``::`` shows it as ``::ffff:10.1.2.3``, in no IPv4 network."""
+    if ":" not in address or not _is_address(address):
+        return address
+    return str(getattr(ipaddress.ip_address(address), "ipv4_mapped", None) or address)
 
 
 def _is_address(text: str) -> bool:

@@ -48,7 +48,7 @@ from server.routes import Context, documented_errors
 from server.schemas import task_description
 from server.session_manager import Live, Outcome
 from server.websocket_protocol import ANSWER_AT_ONCE
-from server.wire import parse_object
+from server.wire import WholeBody, parse_object
 
 with without_gradio():
     from openenv.core.env_server.exceptions import EnvironmentFactoryError
@@ -150,6 +150,9 @@ def add_openenv(app: FastAPI, context: Context) -> Callable[[FastAPI], AbstractA
         theirs.append(scratch)
         paths = {prefix + path for path in _KEPT_PATHS}
         kept = [route for route in scratch.router.routes if getattr(route, "path", None) in paths]
+        for route in kept:
+            if "POST" in (getattr(route, "methods", None) or ()):
+                route.app = WholeBody(route.app, context.settings.max_body_bytes, context.settings.body_timeout_s)  # type: ignore[attr-defined]
         # Before a mount of the same prefix, which would answer for everything below it; at the root, after our own.
         at = 0 if prefix else len(app.router.routes)
         app.router.routes[at:at] = kept
@@ -181,7 +184,7 @@ def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> Fas
         state_cls=family.state_cls,
         concurrency_config=limit,
     )
-    scratch = FastAPI(responses=documented_errors(400, 401, 404, 413, 422))
+    scratch = FastAPI(responses=documented_errors(400, 401, 404, 408, 413, 422))
     scratch.router.prefix = prefix
     # The mode "production" would leave out their reset, step and state, but imports OpenEnv's model clients.
     server.register_routes(scratch, mode=ServerMode.SIMULATION)

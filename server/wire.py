@@ -15,7 +15,7 @@ import orjson
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.request_errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, UnsupportedMediaTypeError
 
@@ -112,6 +112,32 @@ def object_of(scope: Scope, body: bytes, limit: int) -> dict[str, Any]:
 async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
     """The request's body, whatever it holds, as JSON or the media type ``also``; errors as in :func:`read_object`."""
     _check_head(request.scope, limit, also)
+    return await _in_time(request, limit, timeout_s)
+
+
+class WholeBody:
+    """Stands before an application that reads bodies of any length for any time: it is asked once the body is there.
+
+    FastAPI and OpenEnv take an error out of ``receive`` for a body that cannot be parsed, so none may come from there.
+    Errors are those of :func:`read_object` for length and time.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, timeout_s: float) -> None:
+        self._app = app
+        self._limit = limit
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _in_time(Request(scope, receive), self._limit, self._timeout_s)
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_whole() -> Message:
+            return unread.pop() if unread else await receive()
+
+        await self._app(scope, receive_whole, send)
+
+
+async def _in_time(request: Request, limit: int, timeout_s: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
             return await _receive_all(request, limit)

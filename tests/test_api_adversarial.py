@@ -25,12 +25,26 @@ import websockets.exceptions
 import websockets.sync.client
 from starlette.testclient import TestClient
 
+from inferencegym.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
 from server.app import create_app
 from server.logs import LineLog
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
 TIMEOUT_S = 0.7
+MOST_BYTES = 64_000_000
+"""More than any path takes, than is read after an answer, and than the sockets of both sides hold."""
+BODY_PATHS = [
+    "/reset",
+    "/step",
+    "/grader",
+    "/step/batch",
+    "/traffic/step",
+    "/mcp",
+    "/traffic/mcp",
+    *(f"/{ENV_NAME}/{name}" for name in ("tasks", "num_tasks", "task", "task_range")),
+    f"/traffic/{TRAFFIC_ENV_NAME}/task",
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +76,22 @@ def one_answer(connection: socket.socket) -> tuple[int, bytes]:
 def post(path: str, body: bytes, *headers: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+def chunked(path: str) -> bytes:
+    """The head of a request whose body comes in chunks."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Transfer-Encoding: chunked"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def taken(connection: socket.socket, piece: bytes) -> int:
+    """Bytes that can be sent in such pieces until the server closes the connection, or too many of them."""
+    total = 0
+    with contextlib.suppress(ConnectionError):
+        while total < MOST_BYTES:
+            connection.sendall(piece)
+            total += len(piece)
+    return total
 
 
 # ---------------------------------------------------------------- slow and endless
@@ -104,8 +134,7 @@ def test_a_head_in_pieces_is_taken_if_it_arrives_in_time(strict: RunningServer) 
         assert all_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_request_that_takes_long_to_answer_is_not_cut_off(strict: RunningServer) -> None:
-    # The connection outlives the time limit of its head between its two requests' answers.
+def test_a_connection_may_be_silent_between_two_requests_for_longer_than_a_head_may_take(strict: RunningServer) -> None:
     with connect(strict) as connection:
         connection.sendall(post("/reset", b"{}"))
         assert one_answer(connection)[0] == 200
@@ -125,17 +154,100 @@ def test_an_endless_head_is_refused(strict: RunningServer, filler: bytes) -> Non
     assert strict.get("/health")["status"] == "healthy"
 
 
-def test_a_chunked_body_over_the_limit_is_refused_while_it_arrives(strict: RunningServer) -> None:
+@pytest.mark.parametrize("path", ["/step", "/nowhere"])
+@pytest.mark.parametrize("filler", [b"X-A: " + b"a" * 100 + b"\r\n", b"a"])
+def test_fields_that_follow_a_chunked_body_without_end_close_the_connection(
+    strict: RunningServer, path: str, filler: bytes
+) -> None:
+    """Before the answer, for which /step waits for the end of the body, and after it."""
     with connect(strict) as connection:
-        head = "POST /step HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        connection.sendall(head.encode())
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            for _ in range(64):
-                connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
-            answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 413 ") or answer == b""
+        connection.sendall(chunked(path) + b"2\r\n{}\r\n0\r\nX-Start: ")
+        assert taken(connection, filler * (65536 // len(filler))) < MOST_BYTES
     assert strict.get("/health")["status"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("begun", "drop"),
+    [
+        (chunked("/step") + b"2\r\n{}\r\n0\r\n", b"X-A: b\r\n"),
+        (chunked("/nowhere"), b"1\r\nx\r\n"),
+        (post("/reset", b"{}"), b"\r\n"),
+    ],
+    ids=["fields after a body", "a body after its answer", "nothing after an answer"],
+)
+def test_what_nobody_waits_for_may_not_come_in_drops_for_ever(strict: RunningServer, begun: bytes, drop: bytes) -> None:
+    began = time.monotonic()
+    with connect(strict) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(begun)
+        while time.monotonic() - began < 15:
+            connection.sendall(drop)
+            time.sleep(0.05)
+    assert TIMEOUT_S / 2 < time.monotonic() - began < 15
+
+
+def test_a_request_that_is_answered_before_its_end_does_not_cost_its_connection(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(chunked("/nowhere"))
+        assert one_answer(connection)[0] == 404
+        connection.sendall(b"4\r\nlate\r\n0\r\n\r\n")
+        time.sleep(0.05)
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+        time.sleep(1.5 * TIMEOUT_S)
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+
+
+def test_a_websocket_on_the_connection_of_an_answered_request_may_be_silent(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(post("/reset", b"{}"))
+        assert one_answer(connection)[0] == 200
+        lines = ["GET /ws HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]
+        lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 101 ")
+        connection.settimeout(2 * TIMEOUT_S)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
+@pytest.mark.parametrize("path", BODY_PATHS)
+def test_a_chunked_body_over_the_limit_is_refused_while_it_arrives(strict: RunningServer, path: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(chunked(path))
+        assert taken(connection, b"10000\r\n" + b" " * 0x10000 + b"\r\n") < MOST_BYTES
+        status, answer = one_answer(connection)
+    assert (status, json.loads(answer)["detail"]["code"]) == (413, "body_too_large")
+    assert strict.get("/health")["status"] == "healthy"
+
+
+@pytest.mark.parametrize("path", BODY_PATHS)
+def test_a_body_that_does_not_arrive_in_time_is_refused(strict: RunningServer, path: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(chunked(path) + b"1\r\n{\r\n")
+        status, answer = one_answer(connection)
+    assert (status, json.loads(answer)["detail"]["code"]) == (408, "body_timeout")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
+        ("/traffic/mcp", b'{"jsonrpc": "2.0", "method": "tools/list", "id": 1}', "jsonrpc"),
+        (f"/{ENV_NAME}/tasks", b'{"split": "train"}', "tasks"),
+        (f"/traffic/{TRAFFIC_ENV_NAME}/task", b'{"split": "train", "index": 0}', "task"),
+    ],
+)
+def test_openenvs_paths_take_bodies_in_pieces(strict: RunningServer, path: str, body: bytes, key: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(chunked(path))
+        for piece in (body[:1], body[1:]):
+            time.sleep(0.05)
+            connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+        connection.sendall(b"0\r\n\r\n")
+        status, answer = one_answer(connection)
+    assert status == 200
+    assert key in json.loads(answer)
 
 
 # ---------------------------------------------------------------- malformed

@@ -361,6 +361,60 @@ def test_a_body_that_follows_its_head_is_waited_for_and_a_late_one_is_the_applic
     asyncio.run(scenario())
 
 
+def test_a_request_that_takes_long_to_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "head_timeout_s", lambda: 0.02)
+    ready = asyncio.Event()
+
+    async def slow(scope: Asgi, receive: Any, send: Any) -> None:
+        await ready.wait()
+        await in_turn(scope, receive, send)
+
+    async def scenario() -> None:
+        protocol, wire = await http_connected()
+        protocol.app = slow
+        protocol.data_received(request("now"))
+        await asyncio.sleep(0.2)
+        assert not wire.closed
+        ready.set()
+        await settled()
+        assert bodies(wire.written) == ["in turn now"]
+
+    asyncio.run(scenario())
+
+
+def test_fields_that_follow_a_chunked_body_do_not_join_those_of_the_head() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def noting(scope: Asgi, receive: Any, send: Any) -> None:
+        await in_turn(scope, receive, send)
+        seen.append(scope["headers"])
+
+    async def scenario() -> None:
+        protocol, wire = await http_connected()
+        protocol.app = noting
+        head = b"POST /step HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        protocol.data_received(head + b"3\r\nnow\r\n0\r\nx-api-key: late\r\n\r\n" + request("next"))
+        await settled()
+        assert bodies(wire.written) == ["in turn now", "in turn next"]
+
+    asyncio.run(scenario())
+    assert seen == [[(b"transfer-encoding", b"chunked")], [(b"host", b"a"), (b"content-length", b"4")]]
+
+
+def test_a_body_in_small_chunks_is_taken_though_its_frames_are_longer_than_a_head_may_be() -> None:
+    async def scenario() -> None:
+        protocol, wire = await http_connected()
+        protocol.data_received(b"POST /step HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            protocol.data_received(b"1\r\nx\r\n" * 10_000)
+            await settled()
+        protocol.data_received(b"0\r\n\r\n")
+        await settled()
+        assert bodies(wire.written) == ["in turn " + "x" * 30_000]
+
+    asyncio.run(scenario())
+
+
 def test_the_application_hears_of_a_client_that_went_away_before_its_body_came() -> None:
     async def scenario() -> None:
         protocol, wire = await http_connected(step=at_once)

@@ -1,0 +1,36 @@
+"""Who a caller is, behind proxies and on sockets that take both kinds of addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.middleware import Callers
+from server.settings import Settings
+
+
+def address(peer: str, forwarded: str = "", trusted: str = "10.0.0.0/8") -> str:
+    """What ``Callers`` makes of a request from ``peer`` with this ``X-Forwarded-For``."""
+    settings: dict[str, Any] = {"trusted_proxies": trusted}
+    headers = [(b"x-forwarded-for", forwarded.encode())] if forwarded else []
+    return Callers(Settings(**settings)).address({"client": (peer, 1), "headers": headers})
+
+
+@pytest.mark.parametrize("peer", ["10.1.2.3", "::ffff:10.1.2.3", "::FFFF:0a01:0203"])
+def test_a_trusted_proxy_is_believed_on_a_socket_for_both_kinds_of_addresses(peer: str) -> None:
+    assert address(peer, "9.9.9.9, 8.8.8.8") == "8.8.8.8"
+    assert address(peer, "::ffff:8.8.8.8, ::ffff:10.9.9.9") == "8.8.8.8"
+    assert address(peer, "2001:db8::1") == "2001:db8::1"
+    assert address(peer) == "10.1.2.3"
+
+
+@pytest.mark.parametrize("trusted", ["", "10.0.0.0/8"])
+def test_an_ipv4_caller_has_one_address_whichever_socket_it_comes_through(trusted: str) -> None:
+    assert address("::ffff:8.8.8.8", "9.9.9.9", trusted) == address("8.8.8.8", "9.9.9.9", trusted) == "8.8.8.8"
+    assert address("2001:db8::1", "9.9.9.9", trusted) == "2001:db8::1"
+
+
+def test_what_is_no_address_is_kept_and_not_trusted() -> None:
+    assert address("testclient", "9.9.9.9") == "testclient"
+    assert address("10.1.2.3", "9.9.9.9, a:b") == "10.1.2.3"
