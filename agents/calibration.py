@@ -1,4 +1,6 @@
-"""Measuring the constants of a task: floor, best and peak throughput, and the price of a GPU second.
+"""Measuring the constants of a task: floor, best and peak throughput, and the price of tokens.
+
+A step costs ``price`` x GPUs / thousand tokens per second: what 1,000 tokens cost on the GPUs that made them.
 
 Nothing in the calibration file is typed by hand: ``inferencegym calibrate`` measures all of it with the solver, and
 stores the policies that it found where agents look for them.
