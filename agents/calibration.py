@@ -1,16 +1,17 @@
-"""Measuring the constants of a task: floor, best and peak throughput, and the price of a GPU second.
+"""Measuring the constants of a task: floor, best and peak throughput, and the price of tokens.
+
+A step costs ``price`` x GPUs / thousand tokens per second: what 1,000 tokens cost on the GPUs that made them.
 
 Nothing in the calibration file is typed by hand: ``inferencegym calibrate`` measures all of it with the solver, and
-stores the policies that it found beside the agents.
+stores the policies that it found where agents look for them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,10 +25,11 @@ from agents.protocol import FloatArray
 from agents.seeds import CALIBRATION_SEEDS
 from agents.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from env.action import from_row, to_row
-from inferencegym.tasks import DATA_DIR, UNCALIBRATED, Calibration, TaskId, TaskSpec
+from inferencegym.errors import DataFormatError
+from inferencegym.files import check_place, whole_file
+from inferencegym.tasks import CALIBRATION_FILE, UNCALIBRATED, Calibration, TaskId, TaskSpec
 from simulator.tables import load_tables
 
-CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
 POLICY_DIR: Final = Path(__file__).resolve().parent / "policies"
 
 
@@ -129,21 +131,14 @@ def _highest(task: TaskSpec, price: float, tried: Sequence[FloatArray | ModePara
 # ---------------------------------------------------------------- files
 
 
-def write_calibration(solved: Mapping[TaskId, Solved], path: Path = CALIBRATION_FILE) -> None:
-    """Merge the entries into the calibration file, atomically; other tasks keep theirs."""
-    current: dict[str, Any] = {"tasks": {}}
-    if path.exists():
-        current = json.loads(path.read_text(encoding="utf-8"))
-    for task_id, result in solved.items():
-        current["tasks"][str(task_id)] = result.entry()
-    write_json(path, current)
+def policy_dir(task: TaskSpec) -> Path:
+    """Where a task's solved policies are looked for: beside the agents, or beside the file of a task of one's own.
 
-
-def write_policies(solved: Mapping[TaskId, Solved], directory: Path = POLICY_DIR) -> None:
-    """Store each task's best constant action and best adaptive policy."""
-    for task_id, result in solved.items():
-        write_json(policy_path("best_static", task_id, directory), result.best_static)
-        write_json(policy_path("best_adaptive", task_id, directory), result.best_adaptive)
+    As the constants of ``my_tasks.json`` lie in ``my_tasks.calibration.json``, its policies lie in
+    ``my_tasks.policies``.
+    """
+    constants = Path(task.calibration_file)
+    return POLICY_DIR if constants == CALIBRATION_FILE else constants.with_suffix("").with_suffix(".policies")
 
 
 def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
@@ -151,12 +146,51 @@ def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Pat
     return directory / f"{name}-task-{task_id}.json"
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2)
-        file.write("\n")
-    Path(name).chmod(0o644)
-    Path(name).replace(path)
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The files that calibrating a task changes."""
+
+    task: TaskSpec
+    constants: Path
+    policies: Path
+
+    @classmethod
+    def of(cls, task: TaskSpec, constants: Path | None = None, policies: Path | None = None) -> Places:
+        """Those that the task reads, unless others are named."""
+        return cls(task, constants or Path(task.calibration_file), policies or policy_dir(task))
+
+    def check(self) -> None:
+        """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
+        for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
+            check_place(path)
+        self._stored()
+
+    def store(self, solved: Solved) -> None:
+        """Put the constants and the policies in place together, when all are written; other tasks keep theirs."""
+        self.check()
+        entries = self._stored()
+        entries["tasks"][str(self.task.task_id)] = solved.entry()
+        contents = {
+            self.constants: entries,
+            self._policy("best_static"): solved.best_static,
+            self._policy("best_adaptive"): solved.best_adaptive,
+        }
+        with ExitStack() as stack:
+            # It is left in reverse order: the constants, which scores are made of, change last.
+            for path, data in contents.items():
+                stack.enter_context(whole_file(path)).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def _policy(self, name: str) -> Path:
+        return policy_path(name, self.task.task_id, self.policies)
+
+    def _stored(self) -> dict[str, Any]:
+        """What the calibration file holds now."""
+        if not self.constants.exists():
+            return {"tasks": {}}
+        try:
+            data = json.loads(self.constants.read_text(encoding="utf-8"))
+            return {**data, "tasks": {**data["tasks"]}}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataFormatError(
+                f"{self.constants}: not a calibration file ({error!r}); name another with --out, or move it away"
+            ) from error

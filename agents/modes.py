@@ -167,5 +167,10 @@ def read_policy(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidConfigError(f"{path.name}: no stored policy ({error}); run `inferencegym calibrate`") from error
+        # Servers pass this on to clients, whom the way to the folder does not concern.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidConfigError(
+            f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "
+            "or name the folder that holds it, as in best_adaptive:FOLDER"
+        ) from error
     return data

@@ -1,4 +1,4 @@
-"""Agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive``, ...
+"""Agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
 A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
 """
@@ -6,10 +6,11 @@ A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
 from __future__ import annotations
 
 import json
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from agents.baseline import NaiveAgent
-from agents.calibration import policy_path
+from agents.calibration import policy_dir, policy_path
 from agents.heuristic import HeuristicAgent
 from agents.hill_climb import HillClimbAgent
 from agents.modes import ModeAgent, ModeParams, read_policy
@@ -62,11 +63,15 @@ def _random(task: TaskSpec, argument: str) -> Agent:
 
 
 def _best_static(task: TaskSpec, argument: str) -> Agent:
-    return ConstantAgent(ServeAction.from_dict(read_policy(policy_path("best_static", task.task_id))["action"]))
+    return ConstantAgent(ServeAction.from_dict(_stored("best_static", task, argument)["action"]))
 
 
 def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
-    return ModeAgent(ModeParams.from_dict(read_policy(policy_path("best_adaptive", task.task_id))), task)
+    return ModeAgent(ModeParams.from_dict(_stored("best_adaptive", task, argument)), task)
+
+
+def _stored(name: str, task: TaskSpec, folder: str) -> dict[str, Any]:
+    return read_policy(policy_path(name, task.task_id, Path(folder) if folder else policy_dir(task)))
 
 
 def _heuristic(task: TaskSpec, argument: str) -> Agent:

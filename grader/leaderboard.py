@@ -3,13 +3,15 @@
 The file is JSON Lines, UTF-8, one episode per line::
 
     {"format": 1, "family": "serving", "task": 3, "agent": "heuristic", "seed": 10000, "score": 0.71,
-     "release": "1.0.0", "table_sha256": "57...", "actions": [{"kv_budget": 1.0, ...}, ...]}
+     "release": "1.0.0", "table_sha256": "57...", "constants_sha256": "3b...",
+     "actions": [{"kv_budget": 1.0, ...}, ...]}
 
 ``family`` and ``task`` say what was played, in the task's own configuration; ``agent`` is a name of the submitter's
-choice; ``actions`` are those of a whole episode in order; ``release`` and ``table_sha256`` name the simulator that gave
-the score (null where a family has no table). Replaying the actions from the seed gives the score again, to the last
-digit, or the line is refused. Agents are ranked by their mean score over a task's held-out seeds; one that lacks some
-of these seeds is listed without a rank.
+choice; ``actions`` are those of a whole episode in order; ``release``, ``table_sha256`` (null where a family has no
+table) and ``constants_sha256`` (the task's definition and calibration; lines of old lack it) name the simulator that
+gave the score. Replaying the actions from the seed gives the score again, to the last digit, or the line is refused.
+Agents are ranked by their mean score over a task's held-out seeds; one that lacks some of these seeds is listed without
+a rank.
 
 What a replay proves is that these actions reach this score. It cannot prove how they were chosen: on published seeds
 they may have been searched for. Ask for the agent, and run it on seeds of your own.
@@ -30,6 +32,8 @@ from inferencegym.tasks import TaskId
 
 FORMAT: Final = 1
 MAX_NAME: Final = 64
+IDENTITY: Final = ("release", "table_sha256", "constants_sha256")
+"""Keys by which a line or a log names the simulator that gave its numbers."""
 
 Score = Callable[[TaskId, Sequence[Entry]], float]
 """The score of a log: a family's grader."""
@@ -37,10 +41,40 @@ Score = Callable[[TaskId, Sequence[Entry]], float]
 
 @dataclass(frozen=True, slots=True)
 class Simulator:
-    """What plays the episodes: release of this package and digest of the lookup table (None: the family has none)."""
+    """What plays a task's episodes: release of this package, and digests of the lookup table and of the task.
+
+    ``table_sha256`` is None where the family has no table, ``constants_sha256`` (the task's definition and its measured
+    constants) where a file does not name it.
+    """
 
     release: str
     table_sha256: str | None
+    constants_sha256: str | None = None
+
+    def __str__(self) -> str:
+        table, constants = _short(self.table_sha256), _short(self.constants_sha256)
+        return f"release {self.release} with table {table} and constants {constants}"
+
+    def must_be(self, here: Simulator) -> None:
+        """Raise :class:`DataFormatError` if what this simulator gave cannot be judged by ``here``."""
+        unnamed = self.constants_sha256 is None
+        differ = {
+            "another release": self.release != here.release,
+            "another table": self.table_sha256 != here.table_sha256,
+            "other constants of the task": not unnamed and self.constants_sha256 != here.constants_sha256,
+        }
+        if any(differ.values()):
+            raise DataFormatError(
+                f"played on {' and '.join(name for name, does in differ.items() if does)}: on {self}; this is {here}: "
+                "check it with its own, or play it again"
+            )
+
+
+UNNAMED: Final = (
+    "it is forged, or was played on other constants (a calibration changes them), which it does not name: check it "
+    "where it was played, or play it again"
+)
+"""What can be said where replay gives something else, and ``constants_sha256`` is not there to tell why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +101,7 @@ class Submission:
                 "score": self.score,
                 "release": self.simulator.release,
                 "table_sha256": self.simulator.table_sha256,
+                "constants_sha256": self.simulator.constants_sha256,
                 "actions": list(self.actions),
             },
             separators=(",", ":"),
@@ -76,23 +111,21 @@ class Submission:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Submission:
         """Read a line's object; raises :class:`DataFormatError` naming the key at fault."""
-        known = {"format", "family", "task", "agent", "seed", "score", "release", "table_sha256", "actions"}
-        for key in sorted(known ^ set(data)):
+        known = {"format", "family", "task", "agent", "seed", "score", *IDENTITY, "actions"}
+        for key in sorted((known ^ set(data)) - {"constants_sha256"}):
             raise DataFormatError(f"{key} is missing" if key in known else f"{key} is not a key of a submission")
         if data["format"] != FORMAT:
             raise DataFormatError(f"format={data['format']!r} is not allowed: this release reads {FORMAT}")
-        task, table = data["task"], data["table_sha256"]
+        task = data["task"]
         if isinstance(task, bool) or not isinstance(task, (int, str)):
             raise DataFormatError(f"task={task!r} is not allowed: it must be a task id")
-        if table is not None and not isinstance(table, str):
-            raise DataFormatError(f"table_sha256={table!r} is not allowed: it must be a digest or null")
         return cls(
             family=_text(data, "family"),
             task_id=task,
             agent=checked_name(_text(data, "agent")),
             seed=_seed(data),
             score=_unit(data, "score"),
-            simulator=Simulator(_text(data, "release"), table),
+            simulator=read_simulator(data),
             actions=_actions(data),
         )
 
@@ -100,6 +133,11 @@ class Submission:
     def key(self) -> tuple[str, str, str, int]:
         """What no two lines may share."""
         return self.family, str(self.task_id), self.agent, self.seed
+
+
+def read_simulator(data: Mapping[str, Any]) -> Simulator:
+    """The simulator that a line or a log names; raises :class:`DataFormatError` naming the key at fault."""
+    return Simulator(_text(data, "release"), _digest(data, "table_sha256"), _digest(data, "constants_sha256"))
 
 
 def checked_name(name: str) -> str:
@@ -133,19 +171,15 @@ def replayed_score(
 def check_submission(submission: Submission, simulator: Simulator, replay: Replay, score: Score) -> None:
     """Return if replaying the actions gives the score.
 
-    Raises :class:`ForgedLogError` if it gives another, and :class:`DataFormatError` if another release or table was
-    played, which this one cannot judge.
+    Raises :class:`ForgedLogError` if it gives another, and :class:`DataFormatError` if another release, table or
+    calibration was played, which this one cannot judge.
     """
-    if submission.simulator != simulator:
-        theirs, ours = submission.simulator, simulator
-        raise DataFormatError(
-            f"played on release {theirs.release} with table {_short(theirs.table_sha256)}; this is release "
-            f"{ours.release} with table {_short(ours.table_sha256)}: check it with its own, or play it again"
-        )
+    submission.simulator.must_be(simulator)
     true = replayed_score(submission.task_id, submission.seed, submission.actions, replay, score)
     if not math.isclose(submission.score, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE):
+        why = f": {UNNAMED}" if submission.simulator.constants_sha256 is None else ""
         raise ForgedLogError(
-            f"score is {submission.score!r} in the file, and {true!r} when the actions are replayed", field="score"
+            f"score is {submission.score!r} in the file, and {true!r} when the actions are replayed{why}", field="score"
         )
 
 
@@ -187,9 +221,16 @@ def rank(submissions: Iterable[Submission], seeds: Sequence[int]) -> list[Standi
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:
-    value = data[key]
+    value = data.get(key)
     if not isinstance(value, str):
         raise DataFormatError(f"{key}={value!r} is not allowed: it must be a text")
+    return value
+
+
+def _digest(data: Mapping[str, Any], key: str) -> str | None:
+    value = data.get(key)
+    if value is not None and not isinstance(value, str):
+        raise DataFormatError(f"{key}={value!r} is not allowed: it must be a digest or null")
     return value
 
 

@@ -18,12 +18,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     The suffix is that of ``path``. Raises :class:`DataFormatError` if the folder cannot be written to.
     """
     path = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    except OSError as error:
-        raise DataFormatError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _beside(path)
     try:
         yield temporary
         temporary.chmod(0o644)
@@ -33,8 +28,35 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise
 
 
+def check_place(path: str | Path) -> None:
+    """See that a file can be written, before the long work that fills it; its folder is made.
+
+    Raises :class:`DataFormatError` if not.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataFormatError(
+            f"{path}: its folder cannot be made ({error.strerror}); name one that can be written to"
+        ) from error
+    if path.is_dir():
+        raise DataFormatError(f"{path}: cannot be written (it is a folder)")
+    _beside(path).unlink()
+
+
 def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text as a whole."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def _beside(path: Path) -> Path:
+    """A new empty file in the folder of ``path``, with its suffix."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    except OSError as error:
+        raise DataFormatError(f"{path}: cannot be written ({error.strerror})") from error
+    os.close(handle)
+    return Path(name)

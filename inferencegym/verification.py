@@ -2,34 +2,39 @@
 
 An episode is a JSON object, in the form of POST /grader's body::
 
-    {"task": 3, "seed": 11, "config": {...}, "steps": [{"timestep", "action", "reward", "metrics"}, ...]}
+    {"task": 3, "seed": 11, "config": {...}, "steps": [{"timestep", "action", "reward", "metrics"}, ...],
+     "release": "1.0.0", "table_sha256": "57...", "constants_sha256": "3b..."}
 
 ``task_id`` and ``episode_log`` are read for ``task`` and ``steps``, and answers of POST /step as steps. ``config`` may
 be left out (the task's own), ``family`` too (told by the task), and a ``score``, where there is one, is checked too.
+The last three keys name the simulator that gave the numbers. A log may leave them out, but then one that was played on
+another table or calibration cannot be told from a forged one. :func:`saved` writes all of them.
 A ``.json`` file holds one episode or an array of them; JSON Lines hold an episode per line, or the object without
 ``steps`` on one line and each of its steps on a line of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from env.episode import EpisodeRecord
+from env.episode import EpisodeEnv, EpisodeRecord, record_of
 from env.families import FAMILIES, replay
 from grader.grader import GraderModule
-from grader.leaderboard import Simulator
+from grader.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
 from grader.traffic_grader import grade_traffic, traffic_log
 from grader.verify import RELATIVE_TOLERANCE, Entry, Replay, Replayed, verify_log
 from inferencegym import __version__
 from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError
-from inferencegym.tasks import TaskId, get_task
-from inferencegym.traffic import list_traffic_tasks
+from inferencegym.tasks import TaskId, get_calibration, get_task
+from inferencegym.traffic import get_traffic_task, list_traffic_tasks
 from simulator.tables import load_tables
 
 SERVING: Final = "serving"
@@ -50,6 +55,13 @@ class EpisodeLog:
     config: Mapping[str, Any] | None
     steps: list[Any] = field(default_factory=list)
     score: float | None = None
+    simulator: Simulator | None = None
+    """What played it; None if the file does not say."""
+
+    @property
+    def names_constants(self) -> bool:
+        """Whether the file says on which constants it was played, so that a difference can only be a forgery."""
+        return self.simulator is not None and self.simulator.constants_sha256 is not None
 
     def entries(self) -> Sequence[Entry]:
         """The steps as graders read them."""
@@ -59,9 +71,24 @@ class EpisodeLog:
 def verify_episode(log: EpisodeLog) -> Grade:
     """Replay an episode and return its grade.
 
-    Raises :class:`ForgedLogError` naming the first step and field that differ from the replay, or the score, and
-    :class:`MalformedLogError` where the steps are not those of a log.
+    Raises :class:`ForgedLogError` naming the first step and field that differ from the replay, or the score,
+    :class:`MalformedLogError` where the steps are not those of a log, and :class:`DataFormatError` where they were
+    played on another simulator, which this one cannot judge.
     """
+    if log.simulator is not None:
+        try:
+            log.simulator.must_be(simulator(log.family, log.task_id))
+        except DataFormatError as error:
+            raise DataFormatError(f"{log.place}: {error}") from error
+    try:
+        return _verified(log)
+    except ForgedLogError as error:
+        if log.names_constants:
+            raise
+        raise ForgedLogError(f"{error}: {UNNAMED}", error.step, error.field) from error
+
+
+def _verified(log: EpisodeLog) -> Grade:
     entries = log.entries()
     verify_log(log.task_id, log.seed, log.config, entries, replayer(log.family))
     grade = graded(log.family, log.task_id, entries)
@@ -92,9 +119,49 @@ def graded(family: str, task_id: TaskId, entries: Sequence[Entry]) -> Grade:
     return GraderModule().score(task_id, entries)
 
 
-def simulator(family: str) -> Simulator:
-    """What plays a family's episodes here."""
-    return Simulator(__version__, None if family == TRAFFIC else load_tables().sha256)
+def simulator(family: str, task_id: TaskId) -> Simulator:
+    """What plays a task's episodes here."""
+    table = None if family == TRAFFIC else load_tables().sha256
+    return Simulator(__version__, table, constants_sha256(family, task_id))
+
+
+_NOT_PLAYED: Final = frozenset(
+    {"name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration", "calibration_file"}
+)
+"""Keys of a task that change no number of its episodes: words about it, and where its constants are kept."""
+
+
+def constants_sha256(family: str, task_id: TaskId) -> str:
+    """Digest of what a task's numbers depend on beside release and table: its definition and its measured constants.
+
+    It knows no other task, and not how the constants were measured. Raises :class:`UnknownTaskError`, and
+    :class:`InvalidConfigError` for a task that is not calibrated.
+    """
+    if family == TRAFFIC:
+        rules = asdict(get_traffic_task(task_id))
+    else:
+        task = get_task(task_id)
+        trace = None if task.trace is None else _file_sha256(task.trace, Path(task.trace).stat().st_mtime_ns)
+        rules = {**asdict(task), "trace": trace, "measured": asdict(get_calibration(task_id))}
+    played = {name: _canonical(value) for name, value in rules.items() if name not in _NOT_PLAYED}
+    return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """Numbers as 12 digits: parts of a task are logarithms, whose last digit is the machine's."""
+    if isinstance(value, Mapping):
+        return {str(name): _canonical(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(part) for part in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.12g}"
+    return value
+
+
+@lru_cache(maxsize=16)
+def _file_sha256(path: str, version: int) -> str:
+    """Digest of one state of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def family_of(task_id: TaskId, named: str | None = None) -> str:
@@ -114,6 +181,19 @@ def family_of(task_id: TaskId, named: str | None = None) -> str:
 
 
 # ---------------------------------------------------------------- files
+
+
+def saved(env: EpisodeEnv) -> dict[str, Any]:
+    """An episode as far as it was played, with all that verifying it needs: the object that a file holds."""
+    record = record_of(env)
+    return {
+        "family": record.family,
+        "task": record.task_id,
+        "seed": record.seed,
+        "config": dict(record.config),
+        **asdict(simulator(record.family, record.task_id)),
+        "steps": env.episode_log,
+    }
 
 
 def read_episodes(path: Path, defaults: Mapping[str, Any] | None = None) -> list[EpisodeLog]:
@@ -215,7 +295,20 @@ def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -
             continue
         if value is None or isinstance(value, bool) or not isinstance(value, kind):
             raise DataFormatError(f"{place}: {name}={_shown(value)} is not allowed: see `inferencegym verify --help`")
-    return EpisodeLog(place, family_of(task, family), task, seed, config, list(steps or []), score)
+    return EpisodeLog(place, family_of(task, family), task, seed, config, list(steps or []), score, _named(place, data))
+
+
+def _named(place: str, data: Mapping[str, Any]) -> Simulator | None:
+    """The simulator that a log names: with all three keys, or with none."""
+    if not any(key in data for key in IDENTITY):
+        return None
+    for key in IDENTITY:
+        if key not in data:
+            raise DataFormatError(f"{place}: {key} is missing: a log names {', '.join(IDENTITY)}, or none of them")
+    try:
+        return read_simulator(data)
+    except DataFormatError as error:
+        raise DataFormatError(f"{place}: {error}") from error
 
 
 def _shown(value: Any) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.desk import Desk
 from tests.servers import RunningServer, running_server
 
 # How long an example takes says how busy the machine is, whether Hypothesis takes its own profile or that for CI.
@@ -19,3 +21,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A real server with default settings on a free port; tests must not depend on each other's sessions."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Two small tasks of a user's own."""
+    return Desk(tmp_path, monkeypatch)

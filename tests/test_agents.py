@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from agents.ablation import ablate
 from agents.baseline import BASELINE_ACTION, NaiveAgent, run_all_baselines, run_baseline
-from agents.calibration import calibrate, measure_price, policy_path, write_calibration
+from agents.calibration import Places, Solved, calibrate, measure_price, policy_path
 from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
 from agents.modes import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
 from agents.play import play
@@ -35,9 +35,10 @@ from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from inferencegym.cli import main
-from inferencegym.errors import InvalidActionError, InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
 from inferencegym.models import OBSERVATION_FIELDS, QuantTier, ServeAction
 from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tasks
+from tests.desk import Desk
 
 TINY = Budget(
     grid={k: v[::2] for k, v in COARSE.items()},
@@ -376,11 +377,13 @@ def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
 
     file = tmp_path / "calibration.json"
     file.write_text('{"tasks": {"other": {"floor_tps": 1.0}}}')
-    write_calibration({2: solved}, file)
+    Places.of(task, file, tmp_path / "policies").store(solved)
     written = json.loads(file.read_text())["tasks"]
     assert set(written) == {"other", "2"}
     assert written["2"]["price"] == c.price
-    assert [p.name for p in tmp_path.iterdir()] == ["calibration.json"]
+    stored = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    policies = {f"policies/{name}-task-2.json" for name in ("best_static", "best_adaptive")}
+    assert stored == {"calibration.json", *policies}
 
 
 def test_the_price_does_not_depend_on_the_calibration_in_use() -> None:
@@ -389,6 +392,63 @@ def test_the_price_does_not_depend_on_the_calibration_in_use() -> None:
         play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED).metrics["cost_per_1k"].sum(axis=0).mean()
     )
     assert measure_price(task) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_policies_of_ones_own_task_lie_beside_it_and_are_played_by_name(
+    tmp_path: Path, desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = get_task("desk")
+    evaluated = ["evaluate", "--task", "desk", "--seeds", "2", "--agent"]
+    assert main([*evaluated, "best_adaptive"]) == 2
+    assert "tasks-1.policies/best_adaptive-task-desk.json: no stored policy (No such file" in capsys.readouterr().err
+    solved = calibrate(task, TINY)
+    Places.of(task, policies=tmp_path / "elsewhere").store(solved)
+    assert main([*evaluated, "best_adaptive"]) == 2
+    assert main([*evaluated, f"best_adaptive:{tmp_path / 'elsewhere'}"]) == 0
+    Places.of(task).store(solved)
+    capsys.readouterr()
+    assert main([*evaluated, "all"]) == 0
+    out = capsys.readouterr().out
+    assert "best_static" in out
+    assert "best_adaptive" in out
+
+
+@pytest.mark.parametrize("place", ["--out", "--policies"])
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    def never(*_: object) -> None:
+        pytest.fail("it was measured first")
+
+    monkeypatch.setattr("agents.calibration.calibrate", never)
+    (tmp_path / "file").touch()
+    others = {"--out": tmp_path / "c.json", "--policies": tmp_path / "p", place: tmp_path / "file" / "within"}
+    arguments = [str(part) for pair in others.items() for part in pair]
+    assert main(["calibrate", "--task", "1", "--quick", *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "within" in line
+    assert "its folder cannot be made (" in line
+    assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tasks": 5}'])
+def test_what_is_no_calibration_file_is_not_written_over(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(text)
+    with pytest.raises(DataFormatError, match="not a calibration file"):
+        Places.of(get_task(1), file, tmp_path / "p").check()
+
+
+def test_constants_and_policies_change_together_or_not_at_all(desk: Desk) -> None:
+    places = Places.of(get_task("desk"))
+    before = places.constants.read_bytes()
+    # The last of the three files cannot be written.
+    solved = Solved(UNCALIBRATED, {}, {"kind": "constant"}, {"kind": object()})
+    with pytest.raises(TypeError):
+        places.store(solved)
+    assert places.constants.read_bytes() == before
+    assert list(places.policies.iterdir()) == []
+    assert {p for p in places.constants.parent.iterdir() if p.is_file()} == {desk.path, places.constants}
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from env.inference_env import InferenceEnv
 from grader.leaderboard import Simulator, Submission, rank
 from inferencegym import __version__
 from inferencegym.cli import main
+from inferencegym.verification import constants_sha256
 from simulator.tables import load_tables
+from tests.desk import Desk
 
 
 def submission(agent: str, seed: int, score: float) -> Submission:
@@ -65,7 +67,7 @@ def checked(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tup
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_a_line_names_seed_actions_score_release_and_table(made: list[dict[str, Any]]) -> None:
+def test_a_line_names_seed_actions_score_and_simulator(made: list[dict[str, Any]]) -> None:
     for line in made:
         assert set(line) == {
             "format",
@@ -76,9 +78,11 @@ def test_a_line_names_seed_actions_score_release_and_table(made: list[dict[str, 
             "score",
             "release",
             "table_sha256",
+            "constants_sha256",
             "actions",
         }
         assert (line["release"], line["table_sha256"]) == (__version__, load_tables().sha256)
+        assert line["constants_sha256"] == constants_sha256("serving", 1)
         assert len(line["actions"]) == 200
         assert 0 <= line["score"] <= 1
 
@@ -102,12 +106,13 @@ def test_an_honest_board_is_ranked(
     [
         ("score", 0.999, "score is 0.999 in the file"),
         ("seed", 10_029, "score is"),
-        ("task", 3, "score is"),
+        ("task", 3, "played on other constants of the task: on"),
         ("actions", [{"batch_size": 256}] * 199, "end at step 199 of 200"),
         ("actions", [{"batch_size": 256}] * 201, "more actions than the episode has steps"),
         ("actions", [{"batch_size": 9999}] * 200, "batch_size=9999"),
-        ("release", "0.0.1", "played on release 0.0.1"),
+        ("release", "0.0.1", "played on another release: on release 0.0.1"),
         ("table_sha256", "0" * 64, "with table 000000000000"),
+        ("constants_sha256", "0" * 64, "constants 000000000000; this is"),
         ("task", 77, "valid ids are"),
         ("family", "chess", "family='chess'"),
     ],
@@ -135,7 +140,17 @@ def test_a_line_that_is_there_twice_counts_once(
 
 @pytest.mark.parametrize(
     "damage",
-    [{"format": 2}, {"score": 1.5}, {"seed": -1}, {"agent": " x"}, {"agent": ""}, {"actions": [1]}, {"more": 1}],
+    [
+        {"format": 2},
+        {"score": 1.5},
+        {"seed": -1},
+        {"agent": " x"},
+        {"agent": ""},
+        {"actions": [1]},
+        {"more": 1},
+        {"table_sha256": 1},
+        {"constants_sha256": 1},
+    ],
 )
 def test_a_line_in_another_form_is_named_with_status_2(
     tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], damage: dict[str, Any]
@@ -143,6 +158,33 @@ def test_a_line_in_another_form_is_named_with_status_2(
     path = write(tmp_path / "board.jsonl", [made[0], {**made[1], **damage}])
     assert main(["leaderboard", "check", path]) == 2
     assert f"board.jsonl:2: {next(iter(damage))}" in capsys.readouterr().err
+
+
+def test_a_line_of_old_that_names_no_constants_counts_while_its_score_is_replayed(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = [{key: value for key, value in line.items() if key != "constants_sha256"} for line in made]
+    status, report = checked(write(tmp_path / "board.jsonl", old), capsys)
+    assert (status, report["refused"]) == (0, [])
+    status, report = checked(write(tmp_path / "board.jsonl", [{**old[0], "score": 0.9}, *old[1:]]), capsys)
+    assert status == 1
+    assert "forged, or was played on other constants" in report["refused"][0]["reason"]
+
+
+def test_a_line_of_another_calibration_is_called_that_and_not_forged(
+    tmp_path: Path, desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board, log = tmp_path / "board.jsonl", write(tmp_path / "log.json", [desk.log])
+    assert main(["leaderboard", "add", str(board), log, "--agent", "me"]) == 0
+    assert checked(str(board), capsys)[0] == 0
+    desk.calibrate("desk", optimal_tps=900.0)
+    status, report = checked(str(board), capsys)
+    assert (status, report["refused"][0]["code"]) == (1, "data_format")
+    assert report["refused"][0]["reason"].startswith("played on other constants of the task: on release")
+    assert main(["leaderboard", "add", str(tmp_path / "new.jsonl"), log, "--agent", "me"]) == 2
+    assert main(["leaderboard", "add", str(tmp_path / "new.jsonl"), str(board)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [": played on other constants of the task: on release" in line for line in said] == [True, True]
 
 
 # ---------------------------------------------------------------- adding

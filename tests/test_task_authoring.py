@@ -54,6 +54,8 @@ def test_following_the_guide_gives_a_serving_task_whose_scores_mean_something(tm
     score = {agent["agent"]: agent["score"]["mean"] for agent in result["agents"]}
     assert score["heuristic"] > score["naive"]
     assert score["heuristic"] > score["random"]
+    # The policies of calibration are played too, by name alone.
+    assert score["best_adaptive"] >= score["best_static"] > score["naive"]
 
 
 def test_the_serving_task_of_the_guide_is_ten_lines_of_data() -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from agents.calibration import CALIBRATION_FILE, policy_path
+from agents.calibration import policy_path
 from agents.evaluate import Evaluation, evaluate, of_played, paired
 from agents.modes import ActionsAgent, ModeAgent, ModeParams, read_policy
 from agents.play import play
@@ -20,7 +20,7 @@ from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
 from agents.spread import random_settings, reward_grade_correlation
 from env.action import to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
-from inferencegym.tasks import get_calibration, get_task, list_tasks
+from inferencegym.tasks import CALIBRATION_FILE, get_calibration, get_task, list_tasks
 from simulator.tables import load_tables
 
 TASK_IDS = [task.task_id for task in list_tasks()]

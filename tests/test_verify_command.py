@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 from env.inference_env import InferenceEnv
 from env.traffic_env import TrafficEnv
 from inferencegym.cli import main
+from inferencegym.tasks import list_tasks
+from inferencegym.traffic import list_traffic_tasks
+from inferencegym.verification import constants_sha256, saved, simulator
+from tests.desk import Desk
 
 Log = dict[str, Any]
 LENGTH = 30
@@ -106,8 +111,96 @@ def test_a_forged_log_ends_in_status_1_with_step_and_field(
     assert verdict["verified"] is False
     assert verdict["step"] == step
     assert verdict["field"] is None if field is None else verdict["field"].startswith(field)
+    # It may as well be genuine, and of another calibration: nobody is accused.
     assert main(["verify", path]) == 1
+    assert "NOT VERIFIED" in (out := capsys.readouterr().out)
+    assert "forged, or was played on other constants" in out
+    named = {**forged, **asdict(simulator("serving", forged["task"]))}
+    assert main(["verify", write(tmp_path / "named.json", named)]) == 1
     assert "FORGED" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- played on another simulator
+
+
+def test_a_log_of_another_calibration_is_called_that_and_not_forged(
+    tmp_path: Path, desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "log.json", desk.log)
+    assert main(["verify", path]) == 0
+    for name, value in (("price", 0.05), ("max_throughput_tps", 900.0), ("optimal_tps", 500.0), ("floor_tps", 10.0)):
+        desk.calibrate("desk", **{name: value})
+        capsys.readouterr()
+        assert main(["verify", path]) == 2
+        assert f"{path}: played on other constants of the task: on release" in capsys.readouterr().err
+    desk.calibrate("desk")
+    assert main(["verify", path]) == 0
+
+
+def test_calibrating_a_task_leaves_the_logs_of_others_alone(tmp_path: Path, desk: Desk) -> None:
+    path = write(tmp_path / "log.json", desk.log)
+    desk.calibrate("other", price=0.05, optimal_tps=500.0)
+    assert main(["verify", path]) == 0
+
+
+def test_how_constants_were_measured_and_what_a_task_is_called_change_no_digest(desk: Desk) -> None:
+    before = constants_sha256("serving", "desk")
+    desk.calibrate("desk", seconds=12.5, table_sha256="1" * 64)
+    assert constants_sha256("serving", "desk") == before
+    desk.define(description="Another text", name="Another name", difficulty="hard")
+    assert constants_sha256("serving", "desk") == before
+
+
+@pytest.mark.parametrize("change", [{"arrival_rate_rps": 7}, {"cost_budget_episode": 6}, {"slo_target_ms": 301}])
+def test_a_digest_changes_with_what_a_task_is(desk: Desk, change: Log) -> None:
+    before = constants_sha256("serving", "desk")
+    desk.define(**change)
+    assert constants_sha256("serving", "desk") != before
+
+
+def test_tasks_that_differ_have_digests_that_do() -> None:
+    serving = {constants_sha256("serving", task.task_id) for task in list_tasks(include_recorded=True)}
+    traffic = {constants_sha256("traffic", task.task_id) for task in list_traffic_tasks()}
+    assert len(serving | traffic) == len(list_tasks(include_recorded=True)) + len(list_traffic_tasks())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"release": "0.0.1"}, "played on another release: on release 0.0.1"),
+        ({"table_sha256": "0" * 64}, "played on another table: on"),
+        ({"table_sha256": None}, "played on another table: on"),
+        ({"release": 5}, "release=5 is not allowed"),
+        ({"constants_sha256": 5}, "constants_sha256=5 is not allowed"),
+    ],
+)
+def test_a_log_names_its_simulator_rightly_or_ends_in_status_2(
+    tmp_path: Path, desk: Desk, capsys: pytest.CaptureFixture[str], damage: Log, said: str
+) -> None:
+    assert main(["verify", write(tmp_path / "log.json", {**desk.log, **damage})]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_log_names_its_simulator_in_whole_or_not_at_all(
+    tmp_path: Path, desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = {key: value for key, value in desk.log.items() if key != "table_sha256"}
+    assert main(["verify", write(tmp_path / "log.json", log)]) == 2
+    assert "table_sha256 is missing" in capsys.readouterr().err
+
+
+def test_a_saved_traffic_log_names_release_and_task_and_no_table(tmp_path: Path) -> None:
+    env = TrafficEnv("task_medium")
+    env.reset()
+    while not env.done:
+        env.step("throttle_40")
+    log = saved(env)
+    assert log["table_sha256"] is None
+    assert main(["verify", write(tmp_path / "log.json", log)]) == 0
+    assert main(["verify", write(tmp_path / "log.json", {**log, "constants_sha256": "0" * 64})]) == 2
+
+
+# ---------------------------------------------------------------- files
 
 
 def test_json_lines_hold_an_episode_per_line_or_a_step_per_line(

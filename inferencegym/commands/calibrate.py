@@ -12,7 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
     parser.add_argument("--quick", action="store_true", help="a coarse sweep and a short search: seconds, not minutes")
     parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
-    parser.add_argument("--policies", type=Path, help="folder for the policies found (default: the agents' own)")
+    parser.add_argument(
+        "--policies",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the policies found, to be played as best_adaptive:FOLDER (default: the one that best_adaptive "
+        "reads by itself, beside the agents, or beside the file of a task of your own)",
+    )
     parser.add_argument("--json", action="store_true", help="print the entries as JSON")
 
 
@@ -21,16 +27,18 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from agents.calibration import POLICY_DIR, calibrate, write_calibration, write_policies
+    from agents.calibration import Places, calibrate
     from agents.solver import QUICK, Budget
     from inferencegym.tasks import get_task, list_tasks
 
     tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
-    policies = args.policies or POLICY_DIR
+    places = [Places.of(task, args.out, args.policies) for task in tasks]
+    for place in places:
+        place.check()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     entries = {}
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        for task in tasks:
+        for task, place in zip(tasks, places, strict=True):
             line = bar.add_task(f"task {task.task_id}", total=1.0)
 
             def progress(what: str, share: float, line: object = line, name: object = task.task_id) -> None:
@@ -38,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
             solved = calibrate(task, QUICK if args.quick else Budget(), progress)
             # Written task by task: an interrupted run keeps what it has finished.
-            write_calibration({task.task_id: solved}, args.out or Path(task.calibration_file))
-            write_policies({task.task_id: solved}, policies)
+            place.store(solved)
             entries[str(task.task_id)] = solved.entry()
     if args.json:
         print(json.dumps({"tasks": entries}, indent=2))

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agent",
         action="append",
-        help="naive, random[:SEED], heuristic, hill_climb, best_static, best_adaptive, ..., "
+        help="naive, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], best_adaptive[:FOLDER], ..., "
         "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
     )
     parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default: 30)")

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grader.leaderboard import Standing, Submission
 
-EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256
-and the actions. A submission is a log (see `inferencegym verify`) or lines of another board. Everything is replayed;
-one forged submission and nothing is added. Exit status: 0 all hold, 1 one is refused, 2 a file cannot be read."""
+EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256,
+constants_sha256 (the task's definition and calibration) and the actions. A submission is a log (see `inferencegym
+verify`) or lines of another board. Everything is replayed; one forged submission and nothing is added. Exit status: 0
+all hold, 1 one is refused, 2 a file cannot be read or, when adding, judged here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def _add(args: argparse.Namespace) -> int:
             known.add(submission.key)
             new.append(submission)
     except ForgedLogError as error:
-        print(f"{args.board}: nothing was added. FORGED: {error}")
+        print(f"{args.board}: nothing was added: {error}")
         return 1
     if not new:
         raise DataFormatError("nothing to add: name a SUBMISSION, or an agent with --play")
@@ -69,7 +70,7 @@ def _add(args: argparse.Namespace) -> int:
 
 def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
     """Every submission, checked by replay."""
-    from inferencegym.errors import ForgedLogError
+    from inferencegym.errors import DataFormatError, ForgedLogError
 
     for path in args.submissions:
         for place, submission in _read_board(path) if _is_board(path) else _from_logs(path, args.agent):
@@ -77,6 +78,8 @@ def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
                 _replay_check(submission)
             except ForgedLogError as error:
                 raise ForgedLogError(f"{place}: {error}", error.step, error.field) from error
+            except DataFormatError as error:
+                raise DataFormatError(f"{place}: {error}") from error
             yield place, submission
     if args.play is not None:
         for submission in _played(args.play, args.task or ["1", "2", "3"], args.seeds):
@@ -100,11 +103,10 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
         except ForgedLogError as error:
             raise ForgedLogError(f"{log.place}: {error}", error.step, error.field) from error
         actions = [entry["action"] for entry in log.entries()]
+        here = simulator(log.family, log.task_id)
         yield (
             log.place,
-            Submission(
-                log.family, log.task_id, checked_name(agent), log.seed, grade["score"], simulator(log.family), actions
-            ),
+            Submission(log.family, log.task_id, checked_name(agent), log.seed, grade["score"], here, actions),
         )
 
 
@@ -132,11 +134,11 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
         raise DataFormatError(f"--seeds={n_seeds} is not allowed: it must be at least 1")
     for task in map(get_task, task_ids):
         seeds = held_out_seeds(n_seeds)
-        played = play(task, make_agent(agent_name, task), seeds)
+        played, here = play(task, make_agent(agent_name, task), seeds), simulator(SERVING, task.task_id)
         for row, seed in enumerate(seeds):
             actions = [from_row(played.actions[step, row]).to_dict() for step in range(task.episode_length)]
             score = replayed_score(task.task_id, seed, actions, replayer(SERVING), _score_of(SERVING))
-            yield Submission(SERVING, task.task_id, checked_name(agent_name), seed, score, simulator(SERVING), actions)
+            yield Submission(SERVING, task.task_id, checked_name(agent_name), seed, score, here, actions)
 
 
 def _append(board: Path, new: Sequence[Submission]) -> None:
@@ -233,7 +235,7 @@ def _replay_check(submission: Submission) -> None:
     from inferencegym.verification import family_of, replayer, simulator
 
     family = family_of(submission.task_id, submission.family)
-    check_submission(submission, simulator(family), replayer(family), _score_of(family))
+    check_submission(submission, simulator(family, submission.task_id), replayer(family), _score_of(family))
 
 
 def _score_of(family: str) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader takes it; a file
 holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared to
-1e-9 of it. Exit status: 0 all verified, 1 one is forged (its first differing step and field are named), 2 one cannot
-be read."""
+1e-9 of it. A log may name what it was played on (release, table_sha256, constants_sha256). Exit status: 0 all verified,
+1 one is forged (its first differing step and field are named) or, if it names nothing, was played elsewhere, 2 one
+cannot be read or judged here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             except ForgedLogError as error:
                 forged += 1
                 verdict = {"verified": False, "step": error.step, "field": error.field, "message": str(error)}
-                text = f"FORGED: {error}"
+                text = f"{'FORGED' if episode.names_constants else 'NOT VERIFIED'}: {error}"
             else:
                 verdict = {"verified": True, "steps": len(episode.steps), "score": grade["score"]}
                 text = f"verified, {len(episode.steps)} steps, score {grade['score']:.6f}"
