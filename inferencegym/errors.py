@@ -19,13 +19,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from reprlib import Repr
+from typing import ClassVar, Final
 
 
 def shortened(value: object, limit: int = 80) -> str:
-    """A value as messages show it."""
-    text = repr(value)
+    """A value as messages show it, in a time that does not grow with its size."""
+    text = _REPR.repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_REPR: Final = Repr()
+# More than any message shows, of what may be megabytes.
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 40
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+_REPR.maxlevel = 3
 
 
 class InferenceGymError(Exception):

@@ -184,7 +184,7 @@ def _openenv_server(family: OpenEnvFamily, context: Context, prefix: str) -> Fas
         state_cls=family.state_cls,
         concurrency_config=limit,
     )
-    scratch = FastAPI(responses=documented_errors(400, 401, 404, 408, 413, 422))
+    scratch = FastAPI(responses=documented_errors(400, 401, 403, 404, 408, 413, 422))
     scratch.router.prefix = prefix
     # The mode "production" would leave out their reset, step and state, but imports OpenEnv's model clients.
     server.register_routes(scratch, mode=ServerMode.SIMULATION)
