@@ -30,8 +30,8 @@ NEXT: Final[dict[str, str]] = {
     "session_conflict": "leave out what contradicts the session, or its session_id; GET {at}/state tells what it plays",
     "data_format": "correct the file and send it again",
     "malformed_log": "send the log as the environment wrote it; GET /openapi.json has its schema",
-    "forged_log": "send the log of the episode as it was played here (another release, table or calibration gives other "
-    "numbers), with its seed and config",
+    "forged_log": "send the log of the episode as it was played, with its seed and config; another release, table or "
+    "calibration gives other numbers",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
     "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
     "table": "try again after the time in Retry-After; the server's log has the cause",
