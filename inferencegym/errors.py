@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class InferenceGymError(Exception):
@@ -39,7 +39,7 @@ class InvalidActionError(InferenceGymError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}={value!r} is not allowed: {field} must be {allowed}")
+        super().__init__(f"{field}={shown(value)} is not allowed: {field} must be {allowed}")
 
 
 class InvalidConfigError(InferenceGymError, ValueError):
@@ -156,3 +156,15 @@ class ServerUnavailableError(RemoteError, ConnectionError):
     """
 
     code = "server_unavailable"
+
+
+SHOWN_CHARACTERS: Final = 200
+
+
+def shown(value: object) -> str:
+    """``repr`` for a message: of what a stranger sent, no more than a message needs."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no integer of more than some thousand digits
+        return f"<{type(value).__name__} of too many digits>"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
