@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,19 +9,22 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidActionError, MalformedLogError
+from inferencegym.errors import InvalidActionError, MalformedLogError, shown
 from inferencegym.models import ServeAction
 
 FloatArray = NDArray[np.float64]
 Scored = tuple[FloatArray, dict[str, FloatArray]]
 """Scores (...,) and the parts of each."""
 
+MAX_METRIC: Final = 1e300
+"""More than anything measures; the sum of a longest log is still a number."""
+
 GRADED_METRICS: Final[dict[str, float]] = {
-    "ttft_p50_ms": math.inf,
-    "tokens_per_sec": math.inf,
+    "ttft_p50_ms": MAX_METRIC,
+    "tokens_per_sec": MAX_METRIC,
     "gpu_memory_gb": 1e6,
-    "cost_per_1k": math.inf,
-    "slo_violations": math.inf,
+    "cost_per_1k": MAX_METRIC,
+    "slo_violations": MAX_METRIC,
 }
 """Metrics that grading needs, with their upper bounds; all are at least 0."""
 
@@ -76,14 +78,14 @@ def _read_step(i: int, step: object) -> list[float]:
         parsed = ServeAction.from_dict(dict(action))
     except InvalidActionError as error:
         raise MalformedLogError(f"step {i}: action.{error}") from error
-    values = [_number(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
+    values = [checked_metric(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
     return [*values, float(parsed.batch_size), parsed.kv_budget]
 
 
-def _number(i: int, name: str, value: object, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise MalformedLogError(f"step {i}: metrics.{name}={value!r} must be a number")
-    number = float(value)
-    if not math.isfinite(number) or not 0.0 <= number <= high:
-        raise MalformedLogError(f"step {i}: metrics.{name}={value!r} must be a finite number >= 0")
-    return number
+def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC) -> float:
+    """A metric of step ``i`` as a number from 0 to ``high``; raises :class:`MalformedLogError` naming both."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:  # NaN is not
+        raise MalformedLogError(
+            f"step {i}: metrics.{name}={shown(value)} is not allowed: it must be a number from 0 to {high:g}"
+        )
+    return float(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from inferencegym.errors import InvalidActionError, MalformedLogError
+from grader.episode import checked_metric
+from inferencegym.errors import InvalidActionError, MalformedLogError, shown
 from inferencegym.traffic import ACCEPT_SHARES, TrafficTask, get_traffic_task, parse_action
 from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, short_queue_limit
 
@@ -57,7 +57,9 @@ def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     names = [name for name, value in ACCEPT_SHARES.items() if value == share]
     if not names:
         allowed = ", ".join(map(str, ACCEPT_SHARES.values()))
-        raise MalformedLogError(f"step {i}: info.accept_rate={share!r} is not allowed: it must be one of {allowed}")
+        raise MalformedLogError(
+            f"step {i}: info.accept_rate={shown(share)} is not allowed: it must be one of {allowed}"
+        )
     return {
         "timestep": info.get("episode_step"),
         "action": {"action": names[0]},
@@ -96,7 +98,7 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
 
 def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
-        raise MalformedLogError(f"step {i}: timestep={entry.get('timestep')!r} is not allowed: steps count from 1")
+        raise MalformedLogError(f"step {i}: timestep={shown(entry.get('timestep'))} is not allowed: steps count from 1")
     try:
         parse_action(entry.get("action"))
     except InvalidActionError as error:
@@ -105,13 +107,11 @@ def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping):
         raise MalformedLogError(f"step {i}: metrics must be an object")
     for name in SCORED[:-1]:
-        value = metrics.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise MalformedLogError(f"step {i}: metrics.{name}={value!r} is not allowed: it must be a number >= 0")
+        checked_metric(i, name, metrics.get(name))
     if metrics["allowed_requests"] > metrics["incoming_requests"]:
         raise MalformedLogError(f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests")
     if not isinstance(metrics.get("crashed"), bool):
-        raise MalformedLogError(f"step {i}: metrics.crashed={metrics.get('crashed')!r} must be true or false")
+        raise MalformedLogError(f"step {i}: metrics.crashed={shown(metrics.get('crashed'))} must be true or false")
     return metrics
 
 

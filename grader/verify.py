@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError
+from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError, shown
 from inferencegym.tasks import TaskId
 
 RELATIVE_TOLERANCE: Final = 1e-9
@@ -106,8 +106,15 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
             raise _forged(step, path, claimed, true)
         for index, value in enumerate(true):
             _compare(step, f"{path}[{index}]", claimed[index], value)
-    elif not _same(claimed, true):
-        raise _forged(step, path, claimed, true)
+    else:
+        try:
+            same = _same(claimed, true)
+        except OverflowError as error:
+            raise MalformedLogError(
+                f"step {step}: {path}={shown(claimed)} is not allowed: no float is as large"
+            ) from error
+        if not same:
+            raise _forged(step, path, claimed, true)
 
 
 def _same(claimed: Any, true: Any) -> bool:
@@ -120,5 +127,5 @@ def _same(claimed: Any, true: Any) -> bool:
 
 
 def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:
-    message = f"step {step}: {path} is {claimed!r} in the log, and {true!r} when its actions are replayed"
+    message = f"step {step}: {path} is {shown(claimed)} in the log, and {shown(true)} when its actions are replayed"
     return ForgedLogError(message, step, path)

@@ -23,9 +23,12 @@ from reprlib import Repr
 from typing import ClassVar, Final
 
 
-def shortened(value: object, limit: int = 80) -> str:
-    """A value as messages show it, in a time that does not grow with its size."""
-    text = _REPR.repr(value)
+def shown(value: object, limit: int = 80) -> str:
+    """A value as messages show it: of what a stranger sent no more than a message needs, and found as quickly."""
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python writes out no integer of more than some thousand digits
+        return f"<{type(value).__name__} of too many digits>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -53,7 +56,7 @@ class InvalidActionError(InferenceGymError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}={value!r} is not allowed: {field} must be {allowed}")
+        super().__init__(f"{field}={shown(value)} is not allowed: {field} must be {allowed}")
 
 
 class InvalidConfigError(InferenceGymError, ValueError):

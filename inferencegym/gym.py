@@ -142,7 +142,8 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
     A crash is ``terminated``; running out of steps, where the server would go on, is ``truncated``. The tasks have no
     randomness, so a seed changes nothing. Observations are the seven fields of the state, ``"raw"`` or ``"normalised"``
     (rate by capacity, queue by its limit, latency by ten times the base, step by the episode's length). ``info`` holds
-    ``metrics`` (name -> (B,)) and, where ``info["_final_score"]`` is set, ``final_score``.
+    ``metrics`` (name -> (B,)) where ``info["_metrics"]`` is set (a row that has just been started has none) and, where
+    ``info["_final_score"]`` is set, ``final_score``.
     """
 
     def __init__(
@@ -166,14 +167,22 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         space = spaces.Box(np.zeros_like(high), high, dtype=np.float32)
         self._metrics: dict[str, Any] = {}
         super().__init__(num_envs, space, spaces.Discrete(len(ACTION_NAMES)), autoreset_mode)
+        self._measured = ~self._everywhere
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Float32Array, Info]:
+        """Start all episodes, or those of ``options["reset_mask"]`` (B,); nothing has been measured yet."""
+        return super().reset(seed=seed, options=options)[0], {}
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         self.batch.reset(rows)
-        self._metrics = {}
+        self._measured = self._measured & ~(self._everywhere if rows is None else rows)
 
     def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         result = self.batch.step(actions)  # ended rows stay as they are
         self._metrics = result.metrics
+        self._measured = self._everywhere if rows is None else rows
         return result.reward.astype(np.float64)
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:
@@ -184,14 +193,13 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         return (self.batch.observation() / self._scale).astype(np.float32)
 
     def _info(self) -> Info:
-        if not self._metrics:
+        if not self._measured.any():
             return {}
-        done = self.batch.done.copy()
         return {
-            "metrics": self._metrics,
-            "_metrics": self._everywhere,
+            "metrics": dict(self._metrics),
+            "_metrics": self._measured,
             "final_score": self.batch.final_score(),
-            "_final_score": done,
+            "_final_score": self.batch.done.copy(),
         }
 
 

@@ -99,6 +99,8 @@ class ServingParams:
     price: float = 1.0
     step_s: float = 1.0
     closed_clients: int = 0
+    """Clients of a closed loop; 0: requests arrive as the workload says. A closed loop's waits are counted from the
+    start of the run: :func:`simulator.whatif.serve_requests` knows when each request was sent."""
     engine: EngineParams = EngineParams()
 
     @property

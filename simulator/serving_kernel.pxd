@@ -90,7 +90,7 @@ cdef class ServingKernel:
     cdef void _measure_latency(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w) noexcept nogil
     @cython.locals(c=Py_ssize_t, tier=Py_ssize_t, alone=double, apart=double, admitted=double, ahead=double, away=double, deviation=double, excess=double, full=double, margin=double, most=double, most_admitted=double, pooled=double, replicas=double, brief_work=double, running=double, slot_wait=double, backlog=double, before=double, busy=double, cap=double, chunks=double, crowd=double, cycle=double, decodes=double, each=double, fill=double, here=double, iteration=double, load=double, lengthy=double, mean=double, own=double, packed=double, prompt=double, queueing=double, residual=double, seen=double, share=double, shift=double, brief=double, spread2=double, transient=double, up=double, upto=double, variance=double, whole=double, work=double)
     cdef void _after_admission(self, Py_ssize_t b) noexcept nogil
-    @cython.locals(j=Py_ssize_t, admit=double, closed_wait=double, first=double, have=double, hi=double, last=double, late=double, left=double, lo=double, room=double, taken=double, whole=double, x=double)
+    @cython.locals(j=Py_ssize_t, admit=double, first=double, have=double, hi=double, last=double, late=double, left=double, lo=double, room=double, taken=double, whole=double, x=double)
     cdef double _segments(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, Py_ssize_t c) noexcept nogil
     @cython.locals(k=Py_ssize_t, r=Py_ssize_t)
     cdef void _keep_segment(self, Py_ssize_t b, Py_ssize_t c, double weight, double lo, double hi) noexcept nogil
@@ -110,4 +110,3 @@ cdef class ServingKernel:
     cdef void _report(self, Py_ssize_t b, Py_ssize_t t, Py_ssize_t w, double gain) noexcept nogil
 
 cdef double beyond(double median_ms, double spread, double limit_ms) noexcept nogil
-cdef double up_slots(double up, double batch_size) noexcept nogil

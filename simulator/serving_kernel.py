@@ -670,9 +670,6 @@ class ServingKernel:
         left = admit
         taken = 0.0
         late = 0.0
-        closed_wait = 0.0
-        if self.closed_clients > 0.0:
-            closed_wait = max(0.0, self.closed_clients - up_slots(self.up[b], self.batch_size[b])) / admit * self.dt_ms
         j = self.wait_head[b, c]
         while j <= t and left > 1e-12:
             have = self.waiting[b, c, j]
@@ -685,11 +682,11 @@ class ServingKernel:
                 lo = (t + taken / room) * self.dt_ms - first
                 hi = (t + (taken + x) / room) * self.dt_ms - last
                 if self.closed_clients > 0.0:
-                    lo = closed_wait
-                    hi = closed_wait
-                    if t == 0:  # all clients start at once
-                        lo = 0.0
-                        hi = min(self.dt_ms, admit * self.each_ms[b, c] / up_slots(self.up[b], 1.0))
+                    # Counted from the start of the run: when each request was sent, simulator.whatif knows.
+                    lo += first
+                    hi += last
+                    if t == 0:  # the first clients find the fleet idle and wait for each other's prompts alone
+                        hi = min(hi, admit * self.each_ms[b, c] / max(self.up[b], 1e-9))
                 late += x * self._share_late(b, c, min(lo, hi), max(lo, hi))
                 self._keep_segment(b, c, x, min(lo, hi), max(lo, hi))
                 self.waiting[b, c, j] = have - x
@@ -886,8 +883,3 @@ def beyond(median_ms: float, spread: float, limit_ms: float) -> float:
     if limit_ms <= 0.0:
         return 1.0
     return 0.5 * erfc(log(limit_ms / median_ms) / (spread * 1.4142135623730951))
-
-
-def up_slots(up: float, batch_size: float) -> float:
-    """Slots of a fleet."""
-    return up * batch_size

@@ -22,6 +22,8 @@ STEP_S: Final = 0.25
 """Step of a what-if, finer than the second of the environment: short loads live in their first and last seconds."""
 _OUTPUT_POINTS: Final = 2048
 _WAIT_POINTS: Final = 15
+_HAIR: Final = 1e-6
+"""Requests: far above what rounding makes of their sums, far below one."""
 # Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
@@ -113,7 +115,8 @@ def serve_requests(
 ) -> Served:
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
 
-    With ``closed_clients`` N > 0, arrivals are ignored: N requests are always in flight until all have been served.
+    With ``closed_clients`` N > 0, arrivals are ignored: N clients start at once, and each sends the next request of the
+    log when its last is answered, as long as there is one.
     """
     action.validate()
     if closed_clients:
@@ -216,6 +219,8 @@ class Served:
         self._fleet, self._levels, self._requests = fleet, levels, requests
         self.metric: Mapping[str, FloatArray] = {name: metrics[:, i] for i, name in enumerate(fleet.metric)}
         record = fleet.record[0, : int(fleet.state.rows["n_recorded"][0])]
+        if fleet.params.closed_clients:
+            record = self._since_sent(record)
         self.record = record
         self.ttft_ms, self.ttft_weight = ttft_samples(record)
         self.finish_s, self.tpot_ms = self._completions()
@@ -278,6 +283,34 @@ class Served:
                     "ttft_p99_ms": weighted_quantile(ttft, weight, 0.99),
                 }
         return found
+
+    def _since_sent(self, record: FloatArray) -> FloatArray:
+        """The record of a closed loop with waits that begin when a client sends, not with the run.
+
+        Of N clients, the one whose answer is the k-th sends request N + k: no wait can be longer than the run so far.
+        """
+        params, class_index = self._fleet.params, self._requests.class_index
+        answered = np.concatenate([[0.0], np.maximum.accumulate(np.cumsum(self.metric["completed"]))])
+        clock_ms = np.arange(len(answered)) * params.step_s * 1000.0
+        found = []
+        for c in np.unique(class_index):
+            early, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
+            admitted = np.concatenate([[0.0], np.cumsum(early[:, 1])])
+            # Requests of the log, whatever their class, before the ends of each piece; then without the first ones.
+            place = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
+            after = place - params.closed_clients
+            first = np.clip(-after[:-1] / np.maximum(np.diff(after), 1e-12), 0.0, 1.0)
+            late = early.copy()
+            early[:, 3] = late[:, 2] = early[:, 2] + first * (early[:, 3] - early[:, 2])
+            early[:, 1] *= first
+            late[:, 1] *= 1.0 - first
+            # A hair inside the piece: at its end itself, while nobody is answered, the curve tells no time.
+            for column, goal in ((2, np.maximum(after[:-1], 0.0) + _HAIR), (3, after[1:] - _HAIR)):
+                # An answer takes the prefill too, for which the fluid has no time: it decodes from admission on.
+                sent_ms = np.interp(goal, answered, clock_ms) + late[:, 4] + late[:, 5]
+                late[:, column] = np.maximum(late[:, column] - sent_ms, 0.0)
+            found += [early[first > 0.0], late[first < 1.0]]
+        return np.concatenate(found)
 
     def _completions(self) -> tuple[FloatArray, FloatArray]:
         """When each request is served (s) and its time per token (ms), (N,); NaN for those never admitted.

@@ -117,6 +117,42 @@ def test_long_prompts_that_clump_wait_for_each_other_only_once() -> None:
     assert found.ttft_p99_ms < 4 * prefill_ms
 
 
+@pytest.mark.parametrize("n_requests", [1, 50, 300])
+@pytest.mark.parametrize("clients", [1, 64, 300, 512, 10_000])
+def test_no_first_token_of_a_closed_loop_takes_longer_than_its_run(clients: int, n_requests: int) -> None:
+    log = steady_requests(10, n_requests, 247, 350, 0.55)
+    served = serve_requests(act(128), log, load_tables(), closed_clients=clients)
+    assert served.ttft_weight.sum() == pytest.approx(n_requests, abs=0.5)
+    assert served.ttft_ms[served.ttft_weight > 1e-6].max() <= 1000 * served.makespan_s()
+
+
+def test_clients_beyond_the_number_of_requests_have_nothing_to_send() -> None:
+    log = steady_requests(10, 300, 247, 350, 0.55)
+    enough, more = (serve_requests(act(128), log, load_tables(), closed_clients=n).report() for n in (300, 10_000))
+    assert more.ttft_p99_ms == pytest.approx(enough.ttft_p99_ms, rel=0.01)
+    assert more.makespan_s == pytest.approx(enough.makespan_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("clients", "n_requests"), [(64, 384), (64, 50), (200, 300), (512, 300)])
+def test_clients_of_a_closed_loop_wait_like_those_of_the_reference(clients: int, n_requests: int) -> None:
+    log = steady_requests(10, n_requests, 247, 350, 0.55)
+    case = Case("closed", "closed", log, act(128), closed_clients=clients)
+    seen, found = reference(case), dynamics(case)
+    assert found.ttft_p50_ms == pytest.approx(seen.ttft_p50_ms, rel=0.15)
+    assert found.ttft_p99_ms == pytest.approx(seen.ttft_p99_ms, rel=0.15)
+
+
+def test_every_class_of_a_closed_loop_waits_from_its_own_sending() -> None:
+    both = three_classes()
+    kept = both.class_index != 1  # a class between them that sends nothing
+    log = RequestLog(both.arrival_s[kept], both.prompt_tokens[kept], both.output_tokens[kept], both.class_index[kept])
+    served = serve_requests(act(64), log, load_tables(), n_replicas=4, closed_clients=4 * 64)
+    for c, n in enumerate(np.bincount(log.class_index)):
+        assert served.record[served.record[:, 0] == c, 1].sum() == pytest.approx(n, abs=0.5)
+    assert (served.record[:, 2:4] >= 0.0).all()
+    assert served.ttft_ms[served.ttft_weight > 1e-6].max() <= 1000 * served.makespan_s()
+
+
 # ---------------------------------------------------------------- against hardware
 
 

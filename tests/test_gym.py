@@ -396,6 +396,47 @@ def test_vector_traffic_restarts_crashed_rows_alone() -> None:
     assert (seen[0, 5], reward[0], seen[1, 5]) == (0, 0.0, 12)
 
 
+def assert_told_alike(told: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Metrics and final score of every row, which Gymnasium's own vector environment has one beside the other."""
+    names = [name for name in expected if f"_{name}" in expected and not name.startswith("final_")]
+    nobody = np.zeros(2, dtype=bool)
+    assert (told.get("_metrics", nobody) == expected.get("_avg_latency", nobody)).all()
+    assert (told.get("_final_score", nobody) == expected.get("_final_score", nobody)).all()
+    for name in names:
+        rows = expected[f"_{name}"]
+        np.testing.assert_array_equal(told["metrics"][name][rows], expected[name][rows])
+    if "final_score" in expected:
+        rows = expected["_final_score"]
+        np.testing.assert_array_equal(told["final_score"][rows], expected["final_score"][rows])
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_vector_traffic_tells_of_every_row_what_gymnasiums_own_vector_tells(mode: AutoresetMode) -> None:
+    """Row 0 crashes again and again, and row 1 once in the step in which row 0 is started anew."""
+    name = "InferenceGym/TrafficHard-v1"
+    ours = gymnasium.make_vec(name, 2, vectorization_mode="vector_entry_point", autoreset_mode=mode)
+    theirs = gymnasium.make_vec(name, 2, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
+    assert ours.reset(seed=0)[1] == theirs.reset(seed=0)[1] == {}
+    crashes = np.zeros(2, dtype=int)
+    for t in range(60):
+        actions = np.array([0, 3 if t < 12 else 0])
+        (*_, ended, _, told), (*_, expected) = ours.step(actions), theirs.step(actions)
+        assert_told_alike(told, expected)
+        crashes += ended
+        if mode is AutoresetMode.SAME_STEP and ended.any():
+            assert_told_alike(final_of(told), final_of(expected))
+        if mode is AutoresetMode.DISABLED and ended.any():
+            for envs in (ours, theirs):
+                assert envs.reset(options={"reset_mask": ended.copy()})[1] == {}
+    assert (crashes >= 2).all()
+
+
+def final_of(info: dict[str, Any]) -> dict[str, Any]:
+    """What is told of the rows that ended, and of them alone."""
+    rows, final = info["_final_info"], info["final_info"]
+    return {name: value & rows if name.startswith("_") else value for name, value in final.items()}
+
+
 def test_traffic_that_runs_out_of_steps_is_truncated() -> None:
     env = gymnasium.make("InferenceGym/TrafficEasy-v1")
     env.reset()

@@ -39,7 +39,7 @@ TASKS = list_traffic_tasks()
 SHORT = 5
 
 
-def shortened(task: TrafficTask, rates: list[float]) -> TrafficTask:
+def shown(task: TrafficTask, rates: list[float]) -> TrafficTask:
     """The task's grade on an episode with these rates."""
     segments = tuple(RateSegment(i, i + 1, rate, rate) for i, rate in enumerate(rates))
     return replace(task, episode_length=len(rates), pattern=TrafficPattern(40.0, segments))
@@ -67,7 +67,7 @@ def every_play(task: TrafficTask, config: TrafficConfig) -> tuple[np.ndarray, np
 def test_no_sequence_of_actions_beats_the_plan(
     task: TrafficTask, rates: list[float], capacity: float, crash: float, max_queue: int, base_latency: float
 ) -> None:
-    short = shortened(task, rates)
+    short = shown(task, rates)
     config = TrafficConfig(capacity, base_latency, crash, max_queue)
     scores, rewards = every_play(short, config)
     assert plan_traffic(short, config).final_score == scores.max()
@@ -96,7 +96,7 @@ def test_no_agent_beats_the_planner(task: TrafficTask) -> None:
 def test_the_planner_crashes_on_purpose_where_survival_costs_more_than_it_earns() -> None:
     # Five steps at 4.4 times the capacity are ahead even for the strictest action: surviving them halves the score.
     # At step 11 a crash at 4.6 times the capacity is on offer; ten of sixteen steps at a low latency are worth more.
-    task = shortened(get_traffic_task("task_medium"), [10.0] * 10 + [460.0] + [2200.0] * 5)
+    task = shown(get_traffic_task("task_medium"), [10.0] * 10 + [460.0] + [2200.0] * 5)
     config = TrafficConfig(base_latency=25.0, crash_load_ratio=4.5)
     plan = plan_traffic(task, config)
     survival = play_traffic(task, ("drop_aggressive",) * 16, config)

@@ -370,6 +370,9 @@ def test_the_breakdown_shows_what_the_score_is_made_of() -> None:
         ({"metrics": None}, "step 4: metrics"),
         ({"metrics.avg_latency": math.nan}, "step 4: metrics.avg_latency=nan"),
         ({"metrics.avg_latency": "58"}, "step 4: metrics.avg_latency='58'"),
+        ({"metrics.avg_latency": 10**400}, "step 4: metrics.avg_latency=1000"),
+        ({"metrics.avg_latency": 10**5000}, "step 4: metrics.avg_latency=<int of too many digits>"),
+        ({"metrics.incoming_requests": 1e308}, "step 4: metrics.incoming_requests=1e\\+308 .* from 0 to 1e\\+300"),
         ({"metrics.queue_length": -1}, "step 4: metrics.queue_length=-1"),
         ({"metrics.allowed_requests": 41.0}, "step 4: metrics.allowed_requests"),
         ({"metrics.crashed": 0}, "step 4: metrics.crashed=0"),
@@ -383,6 +386,16 @@ def test_a_damaged_log_is_refused_with_step_and_field(change: dict[str, Any], me
         target[key.removeprefix("metrics.")] = value
     with pytest.raises(MalformedLogError, match=message):
         grade_traffic("task_easy", log)
+
+
+@pytest.mark.parametrize("task_id", ["task_easy", "task_medium", "task_hard"])
+def test_the_largest_metrics_still_give_a_score(task_id: str) -> None:
+    log = finished_log(task_id)
+    for entry in log:
+        entry["metrics"] |= dict.fromkeys(("incoming_requests", "allowed_requests", "avg_latency"), 1e300)
+    result = grade_traffic(task_id, log)
+    assert 0.0 <= result["score"] <= 1.0
+    assert all(map(math.isfinite, result["breakdown"].values()))
 
 
 def test_a_log_longer_than_the_episode_is_refused() -> None:

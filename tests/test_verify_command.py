@@ -203,6 +203,16 @@ def test_a_saved_traffic_log_names_release_and_task_and_no_table(tmp_path: Path)
 # ---------------------------------------------------------------- files
 
 
+@pytest.mark.parametrize("field", ["reward", "timestep"])
+def test_a_number_that_no_float_holds_ends_in_status_2_with_step_and_field(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    log = copy.deepcopy(honest)
+    log["steps"][3][field] = 10**400
+    assert main(["verify", write(tmp_path / "log.json", log)]) == 2
+    assert f"step 3: {field}=1000" in capsys.readouterr().err
+
+
 def test_json_lines_hold_an_episode_per_line_or_a_step_per_line(
     tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
 ) -> None:

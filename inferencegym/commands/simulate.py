@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=float, default=350.0, help="mean output length")
     parser.add_argument("--output-cv", type=float, default=0.55, help="its coefficient of variation (log-normal)")
     parser.add_argument("--burst-s", type=float, help="arrivals only in the first so many seconds")
-    parser.add_argument("--closed", type=int, default=0, metavar="N", help="N requests always in flight")
+    parser.add_argument("--closed", type=int, default=0, metavar="N", help="N clients with one request each")
     parser.add_argument(
         "--trace", type=Path, help="request log (see `inferencegym import-trace`) instead of drawn requests"
     )
