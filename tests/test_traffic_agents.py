@@ -39,7 +39,7 @@ TASKS = list_traffic_tasks()
 SHORT = 5
 
 
-def shown(task: TrafficTask, rates: list[float]) -> TrafficTask:
+def shortened(task: TrafficTask, rates: list[float]) -> TrafficTask:
     """The task's grade on an episode with these rates."""
     segments = tuple(RateSegment(i, i + 1, rate, rate) for i, rate in enumerate(rates))
     return replace(task, episode_length=len(rates), pattern=TrafficPattern(40.0, segments))
@@ -67,7 +67,7 @@ def every_play(task: TrafficTask, config: TrafficConfig) -> tuple[np.ndarray, np
 def test_no_sequence_of_actions_beats_the_plan(
     task: TrafficTask, rates: list[float], capacity: float, crash: float, max_queue: int, base_latency: float
 ) -> None:
-    short = shown(task, rates)
+    short = shortened(task, rates)
     config = TrafficConfig(capacity, base_latency, crash, max_queue)
     scores, rewards = every_play(short, config)
     assert plan_traffic(short, config).final_score == scores.max()
