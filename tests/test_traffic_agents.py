@@ -96,7 +96,7 @@ def test_no_agent_beats_the_planner(task: TrafficTask) -> None:
 def test_the_planner_crashes_on_purpose_where_survival_costs_more_than_it_earns() -> None:
     # Five steps at 4.4 times the capacity are ahead even for the strictest action: surviving them halves the score.
     # At step 11 a crash at 4.6 times the capacity is on offer; ten of sixteen steps at a low latency are worth more.
-    task = shown(get_traffic_task("task_medium"), [10.0] * 10 + [460.0] + [2200.0] * 5)
+    task = shortened(get_traffic_task("task_medium"), [10.0] * 10 + [460.0] + [2200.0] * 5)
     config = TrafficConfig(base_latency=25.0, crash_load_ratio=4.5)
     plan = plan_traffic(task, config)
     survival = play_traffic(task, ("drop_aggressive",) * 16, config)
