@@ -34,9 +34,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 _REPR: Final = Repr()
 # More than any message shows, of what may be megabytes.
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 40
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
-_REPR.maxlevel = 3
+vars(_REPR).update(maxlist=40, maxtuple=40, maxdict=40, maxstring=200, maxother=200, maxlong=200, maxlevel=3)
 
 
 class InferenceGymError(Exception):
