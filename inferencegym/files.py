@@ -15,22 +15,52 @@ from inferencegym.errors import DataFormatError
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it takes the place of ``path`` when the block ends without error.
 
-    The suffix is that of ``path``. Raises :class:`DataFormatError` if the folder cannot be written to.
+    The suffix is that of ``path``. Raises :class:`DataFormatError` if the file cannot be written.
     """
     path = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    except OSError as error:
-        raise DataFormatError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _beside(path)
     try:
         yield temporary
         temporary.chmod(0o644)
         temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_place(path: str | Path) -> None:
+    """Raise :class:`DataFormatError` if no file can be written there: said before the work, not after it."""
+    _beside(Path(path)).unlink()
+
+
+def make_folder(path: str | Path) -> Path:
+    """The folder, made if there is none. Raises :class:`DataFormatError` if it cannot be made or written to."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    check_place(path / "file")
+    return path
+
+
+def _beside(path: Path) -> Path:
+    """A new, empty file in the same folder."""
+    try:
+        if path.exists() and not path.is_file():
+            raise DataFormatError(f"{path}: cannot be written (no regular file); name a file")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    os.close(handle)
+    return Path(name)
+
+
+def _unwritable(path: Path, error: OSError) -> DataFormatError:
+    return DataFormatError(f"{path}: cannot be written ({error.strerror or error})")
 
 
 def write_text(path: str | Path, text: str) -> Path:
