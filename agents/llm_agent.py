@@ -11,6 +11,7 @@ episode, so that it has a score.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,15 @@ class LlmSettings:
     input_price: float = 0.0
     output_price: float = 0.0
     timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InvalidConfigError(f"every={self.every} is not allowed: it must be at least 1")
+        if not self.max_cost >= 0:
+            raise InvalidConfigError(f"max_cost={self.max_cost!r} is not allowed: it must be at least 0")
+        for name, price in (("input_price", self.input_price), ("output_price", self.output_price)):
+            if not 0 <= price < math.inf:
+                raise InvalidConfigError(f"{name}={price!r} is not allowed: it must be a finite number from 0")
 
     @classmethod
     def from_environment(cls, **changes: Any) -> LlmSettings:
@@ -386,8 +396,6 @@ class LlmAgent:
     """Asks a model for actions and keeps within the settings' limits."""
 
     def __init__(self, settings: LlmSettings, model: ChatModel | None = None) -> None:
-        if settings.every < 1:
-            raise InvalidConfigError(f"every={settings.every} is not allowed: it must be at least 1")
         self._settings = settings
         self._model = model or ChatModel(settings)
 

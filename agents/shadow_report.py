@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Sequence
@@ -43,6 +44,12 @@ _KNOBS: Final = (
     ("quant_tier", "precision", ("FP16", "INT8", "INT4")),
     ("prefill_disagg", "prefill apart", ("off", "on")),
 )
+
+
+def check_figures() -> None:
+    """Raise :class:`InvalidConfigError` where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidConfigError("the HTML report needs matplotlib: pip install 'openenv-inferencegym[report]'")
 
 
 def write_html(report: ShadowReport, tables: ServingTables, path: Path, title: str) -> Path:
@@ -103,13 +110,10 @@ def _footer(report: ShadowReport) -> str:
 
 
 def _figure(n_panels: int, height: float) -> tuple[Figure, Sequence[Any]]:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidConfigError(
-            "the HTML report needs matplotlib: pip install 'openenv-inferencegym[report]'"
-        ) from error
+    check_figures()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "inferencegym", "font.size": 9})
     figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots(n_panels, 1, sharex=True)

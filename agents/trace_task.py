@@ -18,6 +18,7 @@ from agents.calibration import Solved, calibrate
 from agents.capacity import CapacityPlanner, Setting
 from agents.solver import QUICK, Budget, Progress, silent
 from inferencegym.errors import InvalidConfigError
+from inferencegym.files import make_folder
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import TaskSpec, list_tasks, parse_task
 from simulator.build.importers import Imported
@@ -72,7 +73,7 @@ def write_trace_task(
             f"{taken[0]} exists already; choose another --id or --out, or overwrite it with --force"
         )
     entry = _entry(imported.log, task_id, origin, settings or {})
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     workshop = Path(tempfile.mkdtemp(dir=out, prefix=f".{task_id}-"))
     try:
         save_trace(workshop / targets[0].name, imported.log, {"source": origin, **imported.describe()})

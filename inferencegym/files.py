@@ -15,7 +15,7 @@ from inferencegym.errors import DataFormatError
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it takes the place of ``path`` when the block ends without error.
 
-    The suffix is that of ``path``. Raises :class:`DataFormatError` if the folder cannot be written to.
+    The suffix is that of ``path``. Raises :class:`DataFormatError` if the file cannot be written.
     """
     path = Path(path)
     temporary = _beside(path)
@@ -23,26 +23,44 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o644)
         temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def check_place(path: str | Path) -> None:
-    """See that a file can be written, before the long work that fills it; its folder is made.
+    """Raise :class:`DataFormatError` if no file can be written there: said before the work, not after it."""
+    _beside(Path(path)).unlink()
 
-    Raises :class:`DataFormatError` if not.
-    """
+
+def make_folder(path: str | Path) -> Path:
+    """The folder, made if there is none. Raises :class:`DataFormatError` if it cannot be made or written to."""
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataFormatError(
-            f"{path}: its folder cannot be made ({error.strerror}); name one that can be written to"
-        ) from error
-    if path.is_dir():
-        raise DataFormatError(f"{path}: cannot be written (it is a folder)")
-    _beside(path).unlink()
+        raise _unwritable(path, error) from error
+    check_place(path / "file")
+    return path
+
+
+def _beside(path: Path) -> Path:
+    """A new, empty file in the same folder."""
+    try:
+        if path.exists() and not path.is_file():
+            raise DataFormatError(f"{path}: cannot be written (no regular file); name a file")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    os.close(handle)
+    return Path(name)
+
+
+def _unwritable(path: Path, error: OSError) -> DataFormatError:
+    return DataFormatError(f"{path}: cannot be written ({error.strerror or error})")
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -50,13 +68,3 @@ def write_text(path: str | Path, text: str) -> Path:
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
-
-
-def _beside(path: Path) -> Path:
-    """A new empty file in the folder of ``path``, with its suffix."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    except OSError as error:
-        raise DataFormatError(f"{path}: cannot be written ({error.strerror})") from error
-    os.close(handle)
-    return Path(name)

@@ -8,16 +8,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InvalidConfigError, shown
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
 from simulator.coverage import LEVELS, fleet_support
 from simulator.prefix import reuse_curve
-from simulator.requests import RequestLog
+from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
 from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
+MAX_MEAN_TOKENS: Final = 10_000_000
+MAX_CV: Final = 100
 STEP_S: Final = 0.25
 """Step of a what-if, finer than the second of the environment: short loads live in their first and last seconds."""
 _OUTPUT_POINTS: Final = 2048
@@ -46,10 +48,15 @@ def steady_requests(
         raise InvalidConfigError("give a number of requests or a window: one of them must bound the load")
     if not qps > 0:
         raise InvalidConfigError(f"qps={qps!r} is not allowed: it must be above 0")
+    if window_s is not None and not 0 < window_s < np.inf:
+        raise InvalidConfigError(f"a window of {window_s!r} s is not allowed: it must be above 0 and finite")
+    expected = n_requests if n_requests is not None else qps * float(window_s or 0.0)
+    if expected > MAX_REQUESTS:
+        raise InvalidConfigError(f"{shown(expected)} requests are not allowed: at most {MAX_REQUESTS:,}")
     if not 0 <= seed <= MAX_SEED:
         raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be from 0 to {MAX_SEED}")
     rng = np.random.default_rng([seed, 0])
-    count = n_requests if n_requests is not None else int(qps * float(window_s or 0.0) * 2 + 100)
+    count = n_requests if n_requests is not None else int(2 * expected + 100)
     arrival = np.cumsum(rng.exponential(1.0 / qps, count))
     if window_s is not None:
         arrival = arrival[arrival < window_s]
@@ -63,8 +70,11 @@ def steady_requests(
 
 
 def _lengths(rng: np.random.Generator, mean: float, cv: float, n: int) -> FloatArray:
-    if not mean >= 1 or not cv >= 0:
-        raise InvalidConfigError(f"a length of mean {mean!r} and cv {cv!r} is not allowed: mean >= 1, cv >= 0")
+    if not 1 <= mean <= MAX_MEAN_TOKENS or not 0 <= cv <= MAX_CV:
+        raise InvalidConfigError(
+            f"a length of mean {mean!r} and cv {cv!r} is not allowed: mean from 1 to {MAX_MEAN_TOKENS:,}, cv from 0 to "
+            f"{MAX_CV}"
+        )
     sigma2 = float(np.log1p(cv * cv))
     drawn = rng.lognormal(np.log(mean) - 0.5 * sigma2, np.sqrt(sigma2), n) if cv > 0 else np.full(n, float(mean))
     return np.maximum(1.0, np.rint(drawn))

@@ -427,7 +427,7 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
     assert main(["calibrate", "--task", "1", "--quick", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "within" in line
-    assert "its folder cannot be made (" in line
+    assert "cannot be written (" in line
     assert not (tmp_path / "c.json").exists()
 
 

@@ -7,6 +7,8 @@ import json
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from inferencegym.commands import seed_count
+
 if TYPE_CHECKING:
     from agents.rollout import Workers
 
@@ -20,16 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="naive, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], best_adaptive[:FOLDER], ..., "
         "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
     )
-    parser.add_argument("--seeds", type=_count, default=30, help="how many held-out seeds (default: 30)")
+    parser.add_argument("--seeds", type=seed_count(2), default=30, help="how many held-out seeds (default: 30)")
     parser.add_argument("--ray", metavar="ADDRESS", help="spread agents over this Ray cluster; 'local' starts one here")
     parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 2 <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a whole number from 2 to 100000")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

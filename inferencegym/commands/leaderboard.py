@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inferencegym.commands import seed_count
+
 if TYPE_CHECKING:
     from grader.leaderboard import Standing, Submission
 
@@ -29,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--agent", help="name under which logs are entered")
     add.add_argument("--play", metavar="AGENT", help="play a built-in agent (see `inferencegym evaluate`) and enter it")
     add.add_argument("--task", action="append", help="task for --play; may be given several times (default: 1 to 3)")
-    add.add_argument("--seeds", type=int, default=30, help="how many held-out seeds --play plays (default 30)")
+    add.add_argument("--seeds", type=seed_count(1), default=30, help="held-out seeds that --play plays (default 30)")
     check = actions.add_parser("check", help="replay every line and print the ranking", epilog=EPILOG)
     check.add_argument("board", metavar="BOARD", type=Path)
-    check.add_argument("--seeds", type=int, default=30, help="how many held-out seeds a rank needs (default 30)")
+    check.add_argument("--seeds", type=seed_count(1), default=30, help="held-out seeds that a rank needs (default 30)")
     check.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -46,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace) -> int:
     from inferencegym.errors import DataFormatError, ForgedLogError
+    from inferencegym.files import check_place
 
+    check_place(args.board)
     known = {one.key for _, one in _read_board(args.board)} if args.board.exists() else set()
     new: list[Submission] = []
     try:
@@ -126,12 +130,9 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
     from agents.seeds import held_out_seeds
     from env.action import from_row
     from grader.leaderboard import Submission, checked_name, replayed_score
-    from inferencegym.errors import DataFormatError
     from inferencegym.tasks import get_task
     from inferencegym.verification import SERVING, replayer, simulator
 
-    if n_seeds < 1:
-        raise DataFormatError(f"--seeds={n_seeds} is not allowed: it must be at least 1")
     for task in map(get_task, task_ids):
         seeds = held_out_seeds(n_seeds)
         played, here = play(task, make_agent(agent_name, task), seeds), simulator(SERVING, task.task_id)

@@ -35,10 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay the log under every policy."""
     from agents.shadow import shadow
+    from agents.shadow_export import vllm_config
+    from agents.shadow_report import check_figures, write_html
+    from inferencegym.files import check_place, write_text
     from inferencegym.models import ServeAction
     from inferencegym.tasks import get_task
     from simulator.tables import load_tables
 
+    export_file = None if str(args.export_file) == "-" else args.export_file or Path("shadow-vllm.yaml")
+    if args.html:
+        check_figures()
+        check_place(args.html)
+    if args.export and export_file:
+        check_place(export_file)
     tables = load_tables(args.table)
     report = shadow(
         _log(args),
@@ -54,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     if args.html:
-        from agents.shadow_report import write_html
-
         print(f"wrote {write_html(report, tables, args.html, args.trace.name)}", flush=True)
     if args.export:
-        _export(args, report, tables)
+        text = vllm_config(report, tables, args.export_policy, args.draft_model)
+        if export_file:
+            print(f"wrote {write_text(export_file, text)}")
+        else:
+            print(text, end="")
     return 0
 
 
@@ -98,19 +109,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidConfigError("--baseline must be a JSON object with knobs, as in '{\"batch_size\": 256}'")
     return value
-
-
-def _export(args: argparse.Namespace, report: Any, tables: Any) -> None:
-    from agents.shadow_export import vllm_config
-    from inferencegym.files import write_text
-
-    text = vllm_config(report, tables, args.export_policy, args.draft_model)
-    if str(args.export_file) == "-":
-        print(text, end="")
-        return
-    target = args.export_file or Path("shadow-vllm.yaml")
-    write_text(target, text)
-    print(f"wrote {target}")
 
 
 def _print(report: Any) -> None:

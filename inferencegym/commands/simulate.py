@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the load and print what it met."""
-    from inferencegym.errors import InvalidConfigError
+    from inferencegym.errors import InvalidConfigError, shown
     from inferencegym.models import ServeAction
     from simulator.build.importers import import_log
+    from simulator.requests import MAX_REQUESTS
     from simulator.tables import TABLE_80GB, load_tables
     from simulator.whatif import serve_requests, steady_requests
 
@@ -49,11 +50,12 @@ def run(args: argparse.Namespace) -> int:
             "quant_tier": args.quant,
         }
     )
-    for name, low in (("gpus", 1), ("closed", 0)):
-        if getattr(args, name) < low:
-            raise InvalidConfigError(f"--{name}={getattr(args, name)} is not allowed: it must be at least {low}")
+    for name, low, high in (("gpus", 1, 4096), ("closed", 0, MAX_REQUESTS)):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise InvalidConfigError(f"--{name}={shown(value)} is not allowed: it must be from {low} to {high}")
     if args.requests is not None and args.requests < 1:
-        raise InvalidConfigError(f"--requests={args.requests} is not allowed: it must be at least 1")
+        raise InvalidConfigError(f"--requests={shown(args.requests)} is not allowed: it must be at least 1")
     n_requests = args.requests if args.requests is not None or args.burst_s is not None else 300
     tables = load_tables(args.table or (TABLE_80GB if args.memory_gb == 80 else None))
     if args.trace is not None:

@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import ndtri
 
-from inferencegym.files import whole_file
+from inferencegym.files import check_place, make_folder, whole_file
 from simulator.build import measured
 from simulator.build.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
 from simulator.build.operators import (
@@ -136,6 +136,9 @@ def build_table(
     inputs give the same file content whatever ``jobs`` is. ``notes`` are kept in the file's metadata. The file appears
     when it is complete.
     """
+    path = Path(out_path)
+    make_folder(path.parent)  # a place that cannot be written to is told before minutes of work
+    check_place(path)
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:
@@ -146,8 +149,6 @@ def build_table(
     table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
         {METADATA_KEY: json.dumps({**table_metadata(hardware, engine), **(notes or {})})}
     )
-    path = Path(out_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
         pq.write_table(table, temporary, compression="snappy", row_group_size=len(rows))
     return path

@@ -1,0 +1,146 @@
+"""What a user gets wrong at the command line ends in one line and status 2, and before the work, not after it."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+
+import pytest
+
+from agents.rollout import Job
+from inferencegym.cli import main
+from inferencegym.errors import DataFormatError
+from inferencegym.files import check_place, whole_file
+from simulator.build import bench_import, table
+
+LOG = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},200,50\n" for i in range(20))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line that a command ends with."""
+    try:
+        status = main([str(a) for a in arguments])
+    except SystemExit as parsing:  # an option that argparse reads
+        status = int(str(parsing.code))
+    told = capsys.readouterr()
+    assert (status, told.out) == (2, "")
+    *usage, line = told.err.strip().splitlines()
+    assert not usage or usage[0].startswith("usage: ")
+    assert line.startswith(f"inferencegym {arguments[0]}")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--burst-s", ("nan", "inf", "-inf", "0", "-1", "1e308")),
+        ("--qps", ("nan", "-inf", "0", "1e-320")),
+        ("--prompt-tokens", ("nan", "inf", "0", "1e308")),
+        ("--output-tokens", ("nan", "inf", "0", "1e308")),
+        ("--prompt-cv", ("nan", "inf", "-1", "1e308")),
+        ("--output-cv", ("nan", "inf", "-1", "1e308")),
+        ("--kv-budget", ("nan", "inf", "0")),
+        ("--gpus", ("0", "1" + "0" * 400)),
+        ("--closed", ("-1", "1" + "0" * 400)),
+        ("--requests", ("0", "1" + "0" * 30, "1" + "0" * 400)),
+        ("--seed", ("-1", "1" + "0" * 400)),
+    ],
+)
+def test_numbers_that_no_load_has_are_refused(
+    capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
+) -> None:
+    for value in values:
+        assert "not allowed" in (line := refusal(capsys, "simulate", f"{option}={value}")) or "finite" in line
+
+
+def test_more_requests_than_may_be_simulated_are_refused_before_they_are_drawn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for qps in ("1e12", "inf"):
+        assert "at most 2,000,000" in refusal(capsys, "simulate", f"--qps={qps}", "--burst-s=1")
+
+
+@pytest.mark.parametrize("name", ["missing/file", "folder"])
+def test_a_place_for_results_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def no_work(*_: object, **__: object) -> list[Job]:
+        raise AssertionError("work was done for a file that cannot be written")
+
+    monkeypatch.setattr("inferencegym.commands.sweep.evaluate_jobs", no_work)
+    monkeypatch.setattr("agents.play.play", no_work)
+    monkeypatch.setattr("agents.shadow.shadow", no_work)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "log.csv").write_text(LOG)
+    place = tmp_path / name
+    for command in (
+        ("sweep", "--task", "1", "--agent", "naive", "--seeds", "2", "--out", place),
+        ("leaderboard", "add", place, "--play", "naive", "--task", "1", "--seeds", "2"),
+        ("shadow", "--trace", tmp_path / "log.csv", "--export", "vllm", "--export-file", place),
+    ):
+        assert f"{place}: cannot be written" in refusal(capsys, *command)
+    pytest.importorskip("matplotlib")
+    assert "cannot be written" in refusal(capsys, "shadow", "--trace", tmp_path / "log.csv", "--html", place)
+
+
+def test_a_folder_for_results_that_cannot_be_made_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_work(*_: object, **__: object) -> None:
+        raise AssertionError("work was done for a file that cannot be written")
+
+    monkeypatch.setattr(table, "_pool", no_work)
+    monkeypatch.setattr(bench_import, "fit_engine", no_work)
+    (tmp_path / "log.csv").write_text(LOG)
+    below_a_file = tmp_path / "log.csv" / "folder"
+    for command in (
+        ("build-table", "--out", below_a_file / "table.parquet"),
+        ("build-table", "--out", tmp_path),
+        ("import-bench", tmp_path / "log.csv", "--out", below_a_file / "table.parquet"),
+        ("import-trace", tmp_path / "log.csv", "--id", "mine", "--calibrate", "no", "--out", below_a_file),
+    ):
+        assert "cannot be written" in refusal(capsys, *command)
+    pytest.importorskip("stable_baselines3")
+    assert "cannot be written" in refusal(capsys, "train", "--out", below_a_file)
+
+
+def test_a_shadow_report_without_matplotlib_is_refused_before_the_log_is_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = refusal(capsys, "shadow", "--trace", tmp_path / "nowhere.csv", "--html", tmp_path / "out.html")
+    assert "openenv-inferencegym[report]" in line
+
+
+def test_a_number_of_seeds_is_whole_and_within_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seeds in ("0", "-1", "1.5", "1" + "0" * 30):
+        for command in (("sweep",), ("evaluate",), ("leaderboard", "check", tmp_path / "board.jsonl")):
+            assert "a whole number from" in refusal(capsys, *command, f"--seeds={seeds}")
+
+
+def test_prices_and_budgets_of_a_model_are_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERENCEGYM_LLM_URL", "http://localhost:1/v1")
+    monkeypatch.setenv("INFERENCEGYM_LLM_MODEL", "none")
+    for name, value in (("max-cost", "nan"), ("max-cost", "-1"), ("input-price", "inf"), ("output-price", "nan")):
+        assert f"{name.replace('-', '_')}={float(value)} is not allowed" in refusal(capsys, "llm", f"--{name}={value}")
+
+
+def test_a_share_held_out_is_a_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulator.build.bench_files.read_runs", lambda _: [])
+    for share in ("nan", "inf", "-0.1", "0.6", "1e-320"):
+        line = refusal(capsys, "import-bench", tmp_path / "run.json", "--fit-only", f"--hold-out={share}")
+        assert "hold_out=" in line
+
+
+def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    with pytest.raises(DataFormatError, match=r"result\.json: cannot be written \(No space left"), whole_file(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    check_place(path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("result.json", "old")]
