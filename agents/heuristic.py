@@ -1,6 +1,7 @@
 """Rules that an operator would write: plan capacity from the table, then react to floods.
 
-- Calm: the fewest GPUs whose planned capacity leaves a margin over the usual load; among those the fastest decoding.
+- Calm: of the settings whose planned capacity leaves a margin over the usual load, one without GPUs for prefill alone
+  if there is one (they double the fleet), and of those the one with the most capacity.
 - Flood: the setting with the most capacity for the flood's mix of requests.
 - Reserve: what has no objective may fill the KV pool only as far as the requests of an announced flood leave it. The
   pool then grows gradually into a flood, as its requests do, and shrinks as gradually after it.
