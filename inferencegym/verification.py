@@ -32,7 +32,7 @@ from grader.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
 from grader.traffic_grader import grade_traffic, traffic_log
 from grader.verify import RELATIVE_TOLERANCE, Entry, Replay, Replayed, verify_log
 from inferencegym import __version__
-from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError
+from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError, shown
 from inferencegym.tasks import TaskId, get_calibration, get_task
 from inferencegym.traffic import get_traffic_task, list_traffic_tasks
 from simulator.tables import load_tables
@@ -93,8 +93,13 @@ def _verified(log: EpisodeLog) -> Grade:
     verify_log(log.task_id, log.seed, log.config, entries, replayer(log.family))
     grade = graded(log.family, log.task_id, entries)
     claimed = log.score
-    if claimed is not None and not math.isclose(claimed, grade["score"], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12):
-        raise ForgedLogError(f"score is {claimed!r} in the file, and {grade['score']!r} for these steps", field="score")
+    # Compared with the bounds first: JSON's integers may be too large for a float.
+    if claimed is not None and not (
+        0 <= claimed <= 1 and math.isclose(claimed, grade["score"], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
+    ):
+        raise ForgedLogError(
+            f"score is {shown(claimed)} in the file, and {grade['score']!r} for these steps", field="score"
+        )
     return grade
 
 
@@ -294,7 +299,7 @@ def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -
         if value is None and not needed:
             continue
         if value is None or isinstance(value, bool) or not isinstance(value, kind):
-            raise DataFormatError(f"{place}: {name}={_shown(value)} is not allowed: see `inferencegym verify --help`")
+            raise DataFormatError(f"{place}: {name}={shown(value)} is not allowed: see `inferencegym verify --help`")
     return EpisodeLog(place, family_of(task, family), task, seed, config, list(steps or []), score, _named(place, data))
 
 
@@ -309,8 +314,3 @@ def _named(place: str, data: Mapping[str, Any]) -> Simulator | None:
         return read_simulator(data)
     except DataFormatError as error:
         raise DataFormatError(f"{place}: {error}") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -213,6 +213,14 @@ def test_a_number_that_no_float_holds_ends_in_status_2_with_step_and_field(
     assert f"step 3: {field}=1000" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("score", [10**400, -1, 1.5, 0.5])
+def test_a_score_that_is_not_that_of_the_steps_is_forged(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str], score: float
+) -> None:
+    assert main(["verify", write(tmp_path / "log.json", {**honest, "score": score})]) == 1
+    assert "score is " in capsys.readouterr().out
+
+
 def test_json_lines_hold_an_episode_per_line_or_a_step_per_line(
     tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
 ) -> None:
