@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 import inferencegym
 from env.traffic_env import TrafficEnv
+from grader.episode import MAX_METRIC
 from grader.traffic_grader import SCORED, grade_traffic, traffic_log
 from grader.verify import Replayed, verify_log
 from inferencegym.tasks import TaskId
@@ -273,7 +274,7 @@ def _config_schema() -> Schema:
 
 def _log_entry_schema() -> Schema:
     """A log entry, or an answer of step; that their steps follow one another no schema can say."""
-    number, step = {"type": "number", "minimum": 0}, {"type": "integer", "minimum": 1}
+    number, step = {"type": "number", "minimum": 0, "maximum": MAX_METRIC}, {"type": "integer", "minimum": 1}
     scored: Schema = {name: {"type": "boolean"} if name == "crashed" else number for name in SCORED}
     in_state = {name: scored[name] for name in scored if name in STATE_FIELDS}
     in_info = {name: scored[name] for name in scored if name not in STATE_FIELDS}

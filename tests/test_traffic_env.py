@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from env.episode import EpisodeRecord, record_of
 from env.families import replay
 from env.traffic_env import TrafficBatch, TrafficEnv
+from grader.episode import MAX_METRIC
 from grader.traffic_grader import grade_traffic
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -392,7 +393,7 @@ def test_a_damaged_log_is_refused_with_step_and_field(change: dict[str, Any], me
 def test_the_largest_metrics_still_give_a_score(task_id: str) -> None:
     log = finished_log(task_id)
     for entry in log:
-        entry["metrics"] |= dict.fromkeys(("incoming_requests", "allowed_requests", "avg_latency"), 1e300)
+        entry["metrics"] |= dict.fromkeys(("incoming_requests", "allowed_requests", "avg_latency"), MAX_METRIC)
     result = grade_traffic(task_id, log)
     assert 0.0 <= result["score"] <= 1.0
     assert all(map(math.isfinite, result["breakdown"].values()))
