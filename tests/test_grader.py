@@ -101,7 +101,7 @@ def test_an_unknown_task_is_refused() -> None:
         ([{"action": {}}], "step 0: 'metrics' is missing"),
         ([{"metrics": {}}], "step 0: 'action' is missing"),
         ([step(), step(ttft_p50_ms=float("nan"))], "step 1: metrics.ttft_p50_ms=nan is not allowed"),
-        ([step(tokens_per_sec=-1.0)], "step 0: metrics.tokens_per_sec=-1.0 .* from 0 to 1e\\+300"),
+        ([step(tokens_per_sec=-1.0)], "step 0: metrics.tokens_per_sec=-1.0 .* from 0 to 1e\\+15"),
         ([step(cost_per_1k="free")], "step 0: metrics.cost_per_1k='free' .* a number"),  # type: ignore[arg-type]
         ([step(gpu_memory_gb=2e6)], "step 0: metrics.gpu_memory_gb=2000000.0 .* from 0 to 1e\\+06"),
         ([step(), step(cost_per_1k=1e308)], "step 1: metrics.cost_per_1k=1e\\+308"),

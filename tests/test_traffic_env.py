@@ -373,7 +373,7 @@ def test_the_breakdown_shows_what_the_score_is_made_of() -> None:
         ({"metrics.avg_latency": "58"}, "step 4: metrics.avg_latency='58'"),
         ({"metrics.avg_latency": 10**400}, "step 4: metrics.avg_latency=1000"),
         ({"metrics.avg_latency": 10**5000}, "step 4: metrics.avg_latency=<int of too many digits>"),
-        ({"metrics.incoming_requests": 1e308}, "step 4: metrics.incoming_requests=1e\\+308 .* from 0 to 1e\\+300"),
+        ({"metrics.incoming_requests": 1e308}, "step 4: metrics.incoming_requests=1e\\+308 .* from 0 to 1e\\+15"),
         ({"metrics.queue_length": -1}, "step 4: metrics.queue_length=-1"),
         ({"metrics.allowed_requests": 41.0}, "step 4: metrics.allowed_requests"),
         ({"metrics.crashed": 0}, "step 4: metrics.crashed=0"),
