@@ -26,7 +26,7 @@ from agents.seeds import CALIBRATION_SEEDS
 from agents.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from env.action import from_row, to_row
 from inferencegym.errors import DataFormatError
-from inferencegym.files import check_place, make_folder, whole_file
+from inferencegym.files import make_place, whole_file
 from inferencegym.tasks import CALIBRATION_FILE, UNCALIBRATED, Calibration, TaskId, TaskSpec
 from simulator.tables import load_tables
 
@@ -162,8 +162,7 @@ class Places:
     def check(self) -> None:
         """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
         for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
-            make_folder(path.parent)
-            check_place(path)
+            make_place(path)
         self._stored()
 
     def store(self, solved: Solved) -> None:

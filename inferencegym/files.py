@@ -41,10 +41,16 @@ def make_folder(path: str | Path) -> Path:
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise _unwritable(path, error) from error
-    check_place(path / "file")
     return path
+
+
+def make_place(path: str | Path) -> None:
+    """:func:`check_place` of a file whose folder is made if there is none."""
+    make_folder(Path(path).parent)
+    check_place(path)
 
 
 def _beside(path: Path) -> Path:

@@ -67,29 +67,23 @@ class Number(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Rule):
-    """Any text."""
+class Typed(Rule):
+    """Any value of one type, in ``words`` that say which."""
+
+    kind: type
+    words: str
 
     def allowed(self) -> str:
-        return "text"
+        return self.words
 
-    def read(self, key: str, value: object) -> str:
-        if not isinstance(value, str):
+    def read(self, key: str, value: object) -> Any:
+        if not isinstance(value, self.kind):
             raise refusal(key, value, self.allowed())
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Flag(Rule):
-    """True or false."""
-
-    def allowed(self) -> str:
-        return "true or false"
-
-    def read(self, key: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise refusal(key, value, self.allowed())
-        return value
+TEXT: Final = Typed(str, "text")
+FLAG: Final = Typed(bool, "true or false")
 
 
 @dataclass(frozen=True, slots=True)

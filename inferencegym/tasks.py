@@ -19,7 +19,8 @@ from typing import Any, Final
 from inferencegym.errors import InvalidConfigError, UnknownTaskError
 from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES
 from inferencegym.task_files import (
-    Flag,
+    FLAG,
+    TEXT,
     Key,
     Kinds,
     ListOf,
@@ -28,7 +29,6 @@ from inferencegym.task_files import (
     Object,
     OneOf,
     Shares,
-    Text,
     check_order,
     gym_id_of,
     read_task_file,
@@ -284,14 +284,14 @@ _CALIBRATION: Final = Object(
 
 _TASK: Final = Object(
     {
-        "name": Key(Text()),
-        "gym_id": Key(Text(), None),
-        "difficulty": Key(Text(), "custom"),
-        "description": Key(Text(), ""),
+        "name": Key(TEXT),
+        "gym_id": Key(TEXT, None),
+        "difficulty": Key(TEXT, "custom"),
+        "description": Key(TEXT, ""),
         "arrival_rate_rps": Key(Number(0.01, 2000)),
         "arrival_dist": Key(OneOf(("poisson", "poisson_bursty", "trace")), "poisson"),
         "arrival_rate_burst": Key(Number(0, 1e4), None),
-        "burst_enabled": Key(Flag(), None),
+        "burst_enabled": Key(FLAG, None),
         "burst_period_steps": Key(_STEPS, None),
         "burst_multiplier": Key(Number(0, 1000), None),
         "burst_interval_steps": Key(_STEPS, None),
@@ -312,7 +312,7 @@ _TASK: Final = Object(
         "class_prompt": Key(ListOf(OneOf(("short", "long")), _CLASSES, _CLASSES), ("short", "short", "long")),
         "priority_mix": Key(Shares(_CLASSES), (1, 0, 0)),
         "burst_priority_mix": Key(Shares(_CLASSES), None),
-        "priority_routing": Key(Flag(), None),
+        "priority_routing": Key(FLAG, None),
         "complexity_penalty": Key(ListOf(Number(0, 1), _CLASSES, _CLASSES), (0, 0, 0)),
         "slo_target_ms": Key(_OBJECTIVE_MS),
         "slo_interactive_ms": Key(_OBJECTIVE_MS, None),
@@ -335,8 +335,8 @@ _TASK: Final = Object(
         "grade": Key(GRADE_KINDS, {"kind": "four_term", "weights": (0.4, 0.3, 0.2, 0.1)}),
         "episode_length": Key(_EPISODE_LENGTH, EPISODE_LENGTH),
         "expected_baseline": Key(ListOf(Number(0, 1), 2, 2), None),
-        "trace": Key(Text(), None),
-        "recorded": Key(Flag(), False),
+        "trace": Key(TEXT, None),
+        "recorded": Key(FLAG, False),
         "calibration": Key(_CALIBRATION, None),
     }
 )

@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Final
 from inferencegym.errors import InvalidActionError, InvalidConfigError, UnknownTaskError
 from inferencegym.models import Field
 from inferencegym.task_files import (
+    TEXT,
     Key,
     Kinds,
     ListOf,
     Number,
     Object,
-    Text,
     check_order,
     gym_id_of,
     read_task_file,
@@ -310,10 +310,10 @@ _SEGMENT: Final = Object(
 )
 _TASK: Final = Object(
     {
-        "name": Key(Text()),
-        "gym_id": Key(Text(), None),
-        "difficulty": Key(Text(), "custom"),
-        "description": Key(Text(), ""),
+        "name": Key(TEXT),
+        "gym_id": Key(TEXT, None),
+        "difficulty": Key(TEXT, "custom"),
+        "description": Key(TEXT, ""),
         "episode_length": Key(_EPISODE_LENGTH),
         "pattern": Key(Object({"base_rps": Key(_RPS), "segments": Key(ListOf(_SEGMENT), ())})),
         "grade": Key(

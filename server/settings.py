@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import tempfile
@@ -15,7 +14,8 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.files import make_folder
 
 PREFIX: Final = "INFERENCEGYM_"
 READ_ELSEWHERE: Final = frozenset(
@@ -284,15 +284,12 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 def _made(name: str, directory: Path) -> Path:
     """The directory of a setting. Raises InvalidConfigError where it cannot be made or written."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
+        return make_folder(directory)
+    except DataFormatError as error:
         raise InvalidConfigError(
             f"{_variable(name)}: {str(directory)!r} is not allowed: it must be a directory that can be written, or "
-            f"made ({error.strerror}); leave it empty for the default"
+            f"made; leave it empty for the default ({error})"
         ) from error
-    return directory
 
 
 def _variable(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from agents.rollout import Job
 from inferencegym.cli import main
 from inferencegym.errors import DataFormatError
-from inferencegym.files import check_place, whole_file
+from inferencegym.files import check_place, make_folder, whole_file
 from simulator.build import bench_import, table
 
 LOG = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},200,50\n" for i in range(20))
@@ -144,3 +144,10 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) ->
         raise OSError(errno.ENOSPC, "No space left on device")
     check_place(path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("result.json", "old")]
+
+
+def test_a_folder_is_writable_whatever_lies_in_it(tmp_path: Path) -> None:
+    for name in ("file", "folder"):
+        (tmp_path / name / "file").mkdir(parents=True)
+        assert make_folder(tmp_path / name) == tmp_path / name
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["file"]

@@ -32,14 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read all files, fit, print the errors, build the table."""
-    from inferencegym.files import check_place, make_folder
+    from inferencegym.files import make_place
     from simulator.build.bench_files import read_runs
     from simulator.build.bench_import import Setup, fit_engine
     from simulator.build.table import build_table
 
     if not args.fit_only:
-        make_folder(args.out.parent)
-        check_place(args.out)
+        make_place(args.out)
     runs = [run for path in args.files for run in read_runs(path)]  # every file is read before anything is fitted
     setup = Setup(args.max_num_seqs, args.quant, args.replicas)
     fit = fit_engine(runs, args.hardware, args.engine, setup, args.hold_out, args.name)

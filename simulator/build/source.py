@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from inferencegym import errors
 from inferencegym.errors import DataFormatError
 from simulator.tables import FloatArray
 
@@ -194,8 +195,7 @@ def shown(value: object) -> str:
     """A value for a message. Of lists and objects only what they are: their own text may be longer than any message."""
     if isinstance(value, (dict, list)):
         return "{...}" if isinstance(value, dict) else "[...]"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return errors.shown(value, 60)
 
 
 def _end_of_space(text: str, at: int) -> int:

@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import ndtri
 
-from inferencegym.files import check_place, make_folder, whole_file
+from inferencegym.files import make_place, whole_file
 from simulator.build import measured
 from simulator.build.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
 from simulator.build.operators import (
@@ -137,8 +137,7 @@ def build_table(
     when it is complete.
     """
     path = Path(out_path)
-    make_folder(path.parent)  # a place that cannot be written to is told before minutes of work
-    check_place(path)
+    make_place(path)  # one that cannot be written to is told before minutes of work
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:
