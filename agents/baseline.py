@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from agents.simple import ConstantAgent
+from agents.policies.constant import ConstantAgent
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from inferencegym.models import NAIVE_ACTION

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.play import Played, play
+from agents.episodes import Played, play
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS

@@ -34,11 +34,11 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
 from stable_baselines3.common.utils import LinearSchedule
 
-from agents.play import play
-from agents.ppo_policy import PolicyFile
+from agents.episodes import play
+from agents.integrations.sb3 import SB3VecEnv
+from agents.policies.ppo import PolicyFile
 from agents.protocol import Agent
 from agents.registry import make_agent
-from agents.sb3 import SB3VecEnv
 from env.action import action_mask, snap
 from env.autoreset import episode_seed
 from env.batch import ServingBatch

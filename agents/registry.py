@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from agents.baseline import NaiveAgent
-from agents.calibration import policy_dir, policy_path
-from agents.heuristic import HeuristicAgent
-from agents.hill_climb import HillClimbAgent
-from agents.modes import ModeAgent, ModeParams, read_policy
-from agents.ppo_policy import make_ppo
+from agents.policies.constant import ConstantAgent, RandomAgent
+from agents.policies.heuristic import HeuristicAgent
+from agents.policies.hill_climb import HillClimbAgent
+from agents.policies.ppo import make_ppo
+from agents.policies.switching_policy import ModeAgent, ModeParams, read_policy
 from agents.protocol import Agent, AgentFactory
-from agents.simple import ConstantAgent, RandomAgent
+from agents.search.calibration import policy_dir, policy_path
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec

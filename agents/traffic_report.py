@@ -1,8 +1,8 @@
 """Scores of the traffic controller's agents against the exact optimum.
 
 The traffic has no randomness, so every agent but ``random`` has one number per task; ``random`` is the mean over its
-seeds with a 95 % confidence interval (Student's t). The optimum is that of :mod:`agents.traffic_planner`: no sequence
-of actions earns more, so regret = optimum - earned.
+seeds with a 95 % confidence interval (Student's t). The optimum is that of :mod:`agents.policies.traffic_planner`: no
+sequence of actions earns more, so regret = optimum - earned.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agents.traffic import TRAFFIC_AGENTS, evaluate_traffic
-from agents.traffic_planner import plan_traffic
+from agents.policies.traffic import TRAFFIC_AGENTS, evaluate_traffic
+from agents.policies.traffic_planner import plan_traffic
 from inferencegym.errors import InvalidConfigError
 from inferencegym.traffic import TrafficTask
 from simulator.traffic import FloatArray

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inferencegym.openenv_types import without_gradio
+from inferencegym.client.openenv_types import without_gradio
 
 with without_gradio():
     from openenv.core import GenericEnvClient

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from bench_speed import HERE, number
 
-from agents.rollout import MIN_FRAGMENT_STEPS, RolloutWorker, Workers
+from agents.integrations.ray_workers import MIN_FRAGMENT_STEPS, RolloutWorker, Workers
 
 TASK: Final = 3
 AGENT: Final = "naive"

@@ -40,7 +40,7 @@ from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.vector_env import VectorInferenceEnv
 from inferencegym.client import InferenceGymBatch
-from inferencegym.gym_http import HTTPVectorEnv
+from inferencegym.client.gym import HTTPVectorEnv
 from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import get_task
 
@@ -96,7 +96,7 @@ rounding then differs, which thresholds of the dynamics can make visible |
 | large batches split over the cores (`ServingBatch.advance_all`) | kept |
 | the remote vector environment as a session per row | replaced by one request of arrays a step (`HTTPVectorEnv`) |
 | K steps played by blocks of 64 rows whose history stays in cache (`ServingBatch.play`) | kept: see "played together" |
-| FastAPI's own request handling | replaced by routes without dependency solving (`server/wire.py`) |
+| FastAPI's own request handling | replaced by routes without dependency solving (`server/net/json_io.py`) |
 | Starlette's BaseHTTPMiddleware | replaced by plain ASGI |
 | the way through FastAPI's router for /reset and /step | kept short (`Shortcut`): a third off a request |
 | OpenEnv's four models per WebSocket step | answered before its handler (`Frames`), errors left to it |

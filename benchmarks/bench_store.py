@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from server.sessions.store import EpisodeStart, SessionStore, make_store
 from server.settings import Settings
-from server.stores import EpisodeStart, SessionStore, make_store
 
 SESSIONS, ROUNDS = 50, 3
 ACTION = b"[0.8,2,64,false,1]"

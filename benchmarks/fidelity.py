@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from validation.accelmark import accelmark_comparisons
+from validation.compare import METRICS, Case, Seen, all_cases, dynamics, reference
+from validation.hardware_runs import HardwareComparison, hardware_comparisons
+from validation.validate import argonne_errors
 
-from simulator.build.accelmark import accelmark_comparisons
-from simulator.build.compare import METRICS, Case, Seen, all_cases, dynamics, reference
-from simulator.build.hardware_runs import HardwareComparison, hardware_comparisons
-from simulator.build.validate import argonne_errors
 from simulator.coverage import LEVELS, coverage
 from simulator.tables import load_tables
 from simulator.whatif import STEP_S

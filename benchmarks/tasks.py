@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agents.ablation import ablate
-from agents.calibration import policy_path
+from agents.episodes import Played, play
 from agents.evaluate import compare, evaluate, interval, paired
-from agents.modes import ModeParams, read_policy
-from agents.play import Played, play
+from agents.policies.switching_policy import ModeParams, read_policy
 from agents.registry import make_agent
+from agents.search.ablation import ablate
+from agents.search.calibration import policy_path
+from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
+from agents.search.solver import QUICK, Budget, with_budget
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-from agents.solver import QUICK, Budget, with_budget
-from agents.spread import correlation_over_constants, reward_grade_correlation
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
 

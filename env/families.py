@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from env.episode import EpisodeEnv, EpisodeRecord, Family
 from env.inference_env import InferenceEnv
-from env.traffic_env import TrafficEnv
+from env.traffic.env import TrafficEnv
 from inferencegym.errors import InvalidConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidActionError, MalformedLogError, shown
+from inferencegym.errors import InvalidActionError, MalformedLogError, short_repr
 from inferencegym.models import ServeAction
 
 FloatArray = NDArray[np.float64]
@@ -86,6 +86,6 @@ def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC) -
     """A metric of step ``i`` as a number from 0 to ``high``; raises :class:`MalformedLogError` naming both."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:  # NaN is not
         raise MalformedLogError(
-            f"step {i}: metrics.{name}={shown(value)} is not allowed: it must be a number from 0 to {high:g}"
+            f"step {i}: metrics.{name}={short_repr(value)} is not allowed: it must be a number from 0 to {high:g}"
         )
     return float(value)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from grader.episode import checked_metric
-from inferencegym.errors import InvalidActionError, MalformedLogError, shown
+from inferencegym.errors import InvalidActionError, MalformedLogError, short_repr
 from inferencegym.traffic import ACCEPT_SHARES, TrafficTask, get_traffic_task, parse_action
 from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, short_queue_limit
 
@@ -23,7 +23,7 @@ SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_l
 def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Score an episode of a traffic task.
 
-    ``episode_log`` is :attr:`env.traffic_env.TrafficEnv.episode_log`, or the answers of ``POST /step``. Returns
+    ``episode_log`` is :attr:`env.traffic.env.TrafficEnv.episode_log`, or the answers of ``POST /step``. Returns
     ``score`` in [0, 1], the same number as the environment's ``final_score``, ``breakdown`` (its ingredients) and
     ``feedback`` (a sentence). An empty log scores 0; one that stops early counts the missing steps as not survived.
     Raises :class:`UnknownTrafficTaskError`, or :class:`MalformedLogError` naming step and field.
@@ -58,7 +58,7 @@ def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     if not names:
         allowed = ", ".join(map(str, ACCEPT_SHARES.values()))
         raise MalformedLogError(
-            f"step {i}: info.accept_rate={shown(share)} is not allowed: it must be one of {allowed}"
+            f"step {i}: info.accept_rate={short_repr(share)} is not allowed: it must be one of {allowed}"
         )
     return {
         "timestep": info.get("episode_step"),
@@ -98,7 +98,9 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
 
 def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
-        raise MalformedLogError(f"step {i}: timestep={shown(entry.get('timestep'))} is not allowed: steps count from 1")
+        raise MalformedLogError(
+            f"step {i}: timestep={short_repr(entry.get('timestep'))} is not allowed: steps count from 1"
+        )
     try:
         parse_action(entry.get("action"))
     except InvalidActionError as error:
@@ -111,7 +113,7 @@ def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if metrics["allowed_requests"] > metrics["incoming_requests"]:
         raise MalformedLogError(f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests")
     if not isinstance(metrics.get("crashed"), bool):
-        raise MalformedLogError(f"step {i}: metrics.crashed={shown(metrics.get('crashed'))} must be true or false")
+        raise MalformedLogError(f"step {i}: metrics.crashed={short_repr(metrics.get('crashed'))} must be true or false")
     return metrics
 
 

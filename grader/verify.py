@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError, shown
+from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError, short_repr
 from inferencegym.tasks import TaskId
 
 RELATIVE_TOLERANCE: Final = 1e-9
@@ -111,7 +111,7 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
             same = _same(claimed, true)
         except OverflowError as error:
             raise MalformedLogError(
-                f"step {step}: {path}={shown(claimed)} is not allowed: no float is as large"
+                f"step {step}: {path}={short_repr(claimed)} is not allowed: no float is as large"
             ) from error
         if not same:
             raise _forged(step, path, claimed, true)
@@ -127,5 +127,8 @@ def _same(claimed: Any, true: Any) -> bool:
 
 
 def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:
-    message = f"step {step}: {path} is {shown(claimed)} in the log, and {shown(true)} when its actions are replayed"
+    message = (
+        f"step {step}: {path} is {short_repr(claimed)} in the log, and {short_repr(true)} when its actions are "
+        "replayed"
+    )
     return ForgedLogError(message, step, path)

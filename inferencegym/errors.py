@@ -23,7 +23,7 @@ from reprlib import Repr
 from typing import ClassVar, Final
 
 
-def shown(value: object, limit: int = 80) -> str:
+def short_repr(value: object, limit: int = 80) -> str:
     """A value as messages show it: of what a stranger sent no more than a message needs, and found as quickly."""
     try:
         text = _REPR.repr(value)
@@ -54,7 +54,7 @@ class InvalidActionError(InferenceGymError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}={shown(value)} is not allowed: {field} must be {allowed}")
+        super().__init__(f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}")
 
 
 class InvalidConfigError(InferenceGymError, ValueError):

@@ -12,7 +12,7 @@ from inferencegym.errors import DataFormatError
 
 
 @contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; it takes the place of ``path`` when the block ends without error.
 
     The suffix is that of ``path``. Raises :class:`DataFormatError` if the file cannot be written.
@@ -31,7 +31,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def check_place(path: str | Path) -> None:
+def require_writable(path: str | Path) -> None:
     """Raise :class:`DataFormatError` if no file can be written there: said before the work, not after it."""
     _beside(Path(path)).unlink()
 
@@ -48,9 +48,9 @@ def make_folder(path: str | Path) -> Path:
 
 
 def make_place(path: str | Path) -> None:
-    """:func:`check_place` of a file whose folder is made if there is none."""
+    """:func:`require_writable` of a file whose folder is made if there is none."""
     make_folder(Path(path).parent)
-    check_place(path)
+    require_writable(path)
 
 
 def _beside(path: Path) -> Path:
@@ -71,6 +71,6 @@ def _unwritable(path: Path, error: OSError) -> DataFormatError:
 
 def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text as a whole."""
-    with whole_file(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from env.autoreset import episode_seed
 from env.inference_env import REWARD_TERMS, metrics_dict
-from env.traffic_env import TrafficBatch
+from env.traffic.env import TrafficBatch
 from env.vector_env import (
     AutoresetVectorEnv,
     BoolArray,
@@ -33,8 +33,8 @@ from env.vector_env import (
     VectorInferenceEnv,
     registered_id,
 )
+from inferencegym.client.gym import HTTPGymEnv, HTTPVectorEnv
 from inferencegym.errors import InvalidConfigError
-from inferencegym.gym_http import HTTPGymEnv, HTTPVectorEnv
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Calibration, TaskId, list_tasks
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config

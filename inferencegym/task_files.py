@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from inferencegym.errors import InvalidConfigError, shown
+from inferencegym.errors import InvalidConfigError, short_repr
 
 # What Gymnasium takes, but for the colon, which ends the name of a module there.
 _GYM_ID: Final = re.compile(r"[\w.-]+")
@@ -23,7 +23,7 @@ _GYM_ID: Final = re.compile(r"[\w.-]+")
 
 def refusal(key: str, value: object, allowed: str) -> InvalidConfigError:
     """The error for a value that is not ``allowed``; ``key`` is its path, empty for a whole entry."""
-    found = shown(value)
+    found = short_repr(value)
     return InvalidConfigError(f"{f'{key}={found}' if key else found} is not allowed: it must be {allowed}")
 
 

@@ -32,7 +32,7 @@ from grader.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
 from grader.traffic_grader import grade_traffic, traffic_log
 from grader.verify import RELATIVE_TOLERANCE, Entry, Replay, Replayed, verify_log
 from inferencegym import __version__
-from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError, shown
+from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError, short_repr
 from inferencegym.tasks import TaskId, get_calibration, get_task
 from inferencegym.traffic import get_traffic_task, list_traffic_tasks
 from simulator.tables import load_tables
@@ -98,7 +98,7 @@ def _verified(log: EpisodeLog) -> Grade:
         0 <= claimed <= 1 and math.isclose(claimed, grade["score"], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
     ):
         raise ForgedLogError(
-            f"score is {shown(claimed)} in the file, and {grade['score']!r} for these steps", field="score"
+            f"score is {short_repr(claimed)} in the file, and {grade['score']!r} for these steps", field="score"
         )
     return grade
 
@@ -299,7 +299,9 @@ def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -
         if value is None and not needed:
             continue
         if value is None or isinstance(value, bool) or not isinstance(value, kind):
-            raise DataFormatError(f"{place}: {name}={shown(value)} is not allowed: see `inferencegym verify --help`")
+            raise DataFormatError(
+                f"{place}: {name}={short_repr(value)} is not allowed: see `inferencegym verify --help`"
+            )
     return EpisodeLog(place, family_of(task, family), task, seed, config, list(steps or []), score, _named(place, data))
 
 

@@ -24,7 +24,7 @@ from env.action import action_mask, from_row, snap
 from env.inference_env import InferenceEnv
 from env.observation import to_array
 from grader.grader import GraderModule
-from inferencegym.http_client import InferenceGymHTTP
+from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.tasks import TaskSpec, list_tasks
 
 ORACLE, DEFAULTS = "best_adaptive", "naive"

@@ -18,10 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from validation.accelmark import TIER_OF_PRECISION
+from validation.hardware_runs import HardwareComparison, hardware_comparisons
+from validation.validate import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
+
 from inferencegym.tasks import get_task
-from simulator.build.accelmark import TIER_OF_PRECISION
-from simulator.build.hardware_runs import HardwareComparison, hardware_comparisons
-from simulator.build.validate import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
 from simulator.coverage import LEVELS, coverage
 from simulator.recorded import load_trace
 from simulator.tables import load_tables

@@ -37,7 +37,7 @@ FILES = (
 PLAN = ROOT / "scripts/openenv_plan.json"
 WRITTEN = {
     "__init__.py": '"""InferenceGym as an OpenEnv package; the code is in the packages beside this file."""\n',
-    "client.py": '"""OpenEnv\'s client of this environment; see inferencegym/client.py."""\n\n'
+    "client.py": '"""OpenEnv\'s client of this environment; see inferencegym/client/__init__.py."""\n\n'
     "from inferencegym.client import (\n"
     "    InferenceGymAction,\n    InferenceGymEnv,\n    InferenceGymObservation,\n    InferenceGymState,\n"
     ")\n\n"

@@ -19,25 +19,25 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from inferencegym.errors import InvalidConfigError
-from server.baseline import Baseline
-from server.batch import BatchRoutes
+from server.api.baseline import Baseline
+from server.api.batch import BatchRoutes
+from server.api.openapi import install_openapi, openapi_route
+from server.api.policies import PolicyRoutes, TrafficPolicyRoutes
+from server.api.serving import Context, RootRoutes
+from server.api.shadow import ShadowRoutes
+from server.api.traffic import TrafficRoutes
+from server.api.web import web_routes
 from server.families import FAMILIES, SERVING, served_tables
 from server.http_protocol import ANSWER_AT_ONCE
-from server.logs import LineLog, logging_config
-from server.metrics import Metrics
 from server.middleware import AtOnce, Callers, Cors, Guard, Limits, RequestLog, Requests, Shortcut, cors_options
-from server.openapi import install_openapi, openapi_route
+from server.net.json_io import JsonRoute
+from server.net.logs import LineLog, logging_config
+from server.net.metrics import Metrics
+from server.net.problems import install_problem_handlers
 from server.openenv_late import LateOpenEnv
-from server.policies import PolicyRoutes, TrafficPolicyRoutes
-from server.problems import install_problem_handlers
-from server.routes import Context, RootRoutes
-from server.session_manager import SessionManager
+from server.sessions.manager import SessionManager
+from server.sessions.store import make_store
 from server.settings import Settings, load_settings
-from server.shadow import ShadowRoutes
-from server.stores import make_store
-from server.traffic_routes import TrafficRoutes
-from server.web_routes import web_routes
-from server.wire import JsonRoute
 
 if TYPE_CHECKING:
     app: FastAPI

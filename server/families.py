@@ -12,7 +12,7 @@ from grader.verify import Replayed
 from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import TrafficAction, parse_action
-from server.session_manager import ServedFamily
+from server.sessions.manager import ServedFamily
 from simulator.tables import ServingTables, load_tables
 
 SERVING: Final = "serving"

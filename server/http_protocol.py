@@ -2,7 +2,8 @@
 
 Uvicorn waits for a request's head for ever and keeps all of it, so clients that send it byte by byte could hold every
 file descriptor of the server, and endless heads all of its memory. So could the fields after a chunked body, and what
-goes on arriving of a request that has its answer. (Bodies are the business of :func:`server.wire.read_body`.) It also
+goes on arriving of a request that has its answer. (Bodies are the business of
+:func:`server.net.json_io.read_body`.) It also
 sends an answer in two pieces; here they leave together.
 
 And it starts a task for every request, whose way through the application takes longer than a step of the simulator. So

@@ -26,12 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inferencegym.errors import InferenceGymError
 from server.families import PREFIXES
 from server.http_protocol import Answer
-from server.logs import LineLog
-from server.metrics import Metrics
-from server.problems import failure_reply, problem_reply
-from server.request_errors import BodyTooLargeError, ForeignOriginError, RateLimitedError, UnauthorizedError
+from server.net.errors import BodyTooLargeError, ForeignOriginError, RateLimitedError, UnauthorizedError
+from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
+from server.net.logs import LineLog
+from server.net.metrics import Metrics
+from server.net.problems import failure_reply, problem_reply
 from server.settings import Settings
-from server.wire import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 CLIENT_WENT_AWAY: Final = 499
 """Status under which a request is logged and counted that nobody waited for; no answer carries it."""

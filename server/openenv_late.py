@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
+from server.api.serving import Context
 from server.families import SERVING, TRAFFIC
-from server.routes import Context
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class LateOpenEnv:
         """Import OpenEnv and put its routes in place, once; safe to call from any thread."""
         with self._lock:
             if self._running is None:
-                from server.openenv_adapter import add_openenv  # imports OpenEnv
+                from server.openenv import add_openenv  # imports OpenEnv
 
                 running = add_openenv(self._app, self._context)
                 for route in self._waiting:

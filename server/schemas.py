@@ -22,7 +22,7 @@ from inferencegym.models import (
     WorkloadState,
 )
 from inferencegym.tasks import MAX_EPISODE_LENGTH, RewardWeights, TaskId, TaskSpec, list_tasks
-from server.request_errors import InvalidRequestError
+from server.net.errors import InvalidRequestError
 
 DEFAULT_TASK: Final = 1
 DEFAULT_SEED: Final = 42

@@ -1,6 +1,6 @@
 """How well measurements support an answer: measured, interpolated, modelled or extrapolated.
 
-The table states the support of every cell (see :mod:`simulator.build.table`). A configuration is as well supported as
+The table states the support of every cell (see :mod:`simulator.offline.table`). A configuration is as well supported as
 its nearest cell; between cells nothing counts as measured, and beyond the table everything is extrapolated.
 """
 

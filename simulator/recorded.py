@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from inferencegym.files import whole_file
+from inferencegym.files import atomic_write
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import TaskSpec
 from simulator.prefix import reuse_curve
@@ -53,7 +53,7 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
     """Write a packed trace; nothing is left behind if that fails."""
     path = Path(path)
     description = json.dumps({"version": TRACE_VERSION, **meta}).encode()
-    with whole_file(path) as temporary:
+    with atomic_write(path) as temporary:
         np.savez_compressed(
             temporary,
             arrival_s=log.arrival_s.astype(np.float64).round(4),

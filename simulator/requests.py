@@ -1,4 +1,4 @@
-"""Request logs: one entry per request. ``simulator.build.importers`` reads them from files."""
+"""Request logs: one entry per request. ``simulator.offline.importers`` reads them from files."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from inferencegym.errors import InvalidConfigError, shown
+from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
 from simulator.coverage import LEVELS, fleet_support
 from simulator.prefix import reuse_curve
@@ -52,7 +52,7 @@ def steady_requests(
         raise InvalidConfigError(f"a window of {window_s!r} s is not allowed: it must be above 0 and finite")
     expected = n_requests if n_requests is not None else qps * float(window_s or 0.0)
     if expected > MAX_REQUESTS:
-        raise InvalidConfigError(f"{shown(expected)} requests are not allowed: at most {MAX_REQUESTS:,}")
+        raise InvalidConfigError(f"{short_repr(expected)} requests are not allowed: at most {MAX_REQUESTS:,}")
     if not 0 <= seed <= MAX_SEED:
         raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be from 0 to {MAX_SEED}")
     rng = np.random.default_rng([seed, 0])

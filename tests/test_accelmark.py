@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from simulator.build.accelmark import OUTPUT_CAP, ServedComparison, accelmark_comparisons, output_lengths
+from validation.accelmark import OUTPUT_CAP, ServedComparison, accelmark_comparisons, output_lengths
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from agents.ablation import ablate
 from agents.baseline import BASELINE_ACTION, NaiveAgent, run_all_baselines, run_baseline
-from agents.calibration import Places, Solved, calibrate, measure_price, policy_path
+from agents.episodes import play
 from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
-from agents.modes import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
-from agents.play import play
+from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
 from agents.registry import AGENTS, make_agent
-from agents.seeds import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
-from agents.solver import (
+from agents.search.ablation import ablate
+from agents.search.calibration import Places, Solved, calibrate, measure_price, policy_path
+from agents.search.solver import (
     COARSE,
     Budget,
     Solver,
@@ -31,10 +30,11 @@ from agents.solver import (
     throughput,
     window_gate,
 )
+from agents.seeds import CALIBRATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
-from inferencegym.cli import main
+from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
 from inferencegym.models import OBSERVATION_FIELDS, QuantTier, ServeAction
 from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tasks
@@ -168,7 +168,7 @@ def test_the_heuristic_keeps_room_for_a_flood_from_work_without_an_objective() -
 
 
 def test_the_heuristic_prefers_fewer_gpus_in_calm_and_capacity_in_floods() -> None:
-    from agents.capacity import CapacityPlanner, Setting
+    from agents.policies.capacity import CapacityPlanner, Setting
     from simulator.tables import load_tables
 
     planner = CapacityPlanner(get_task(3), load_tables(), np.array([0.2, 0.5, 0.3]))
@@ -420,7 +420,7 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
     def never(*_: object) -> None:
         pytest.fail("it was measured first")
 
-    monkeypatch.setattr("agents.calibration.calibrate", never)
+    monkeypatch.setattr("agents.search.calibration.calibrate", never)
     (tmp_path / "file").touch()
     others = {"--out": tmp_path / "c.json", "--policies": tmp_path / "p", place: tmp_path / "file" / "within"}
     arguments = [str(part) for pair in others.items() for part in pair]

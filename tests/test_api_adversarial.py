@@ -25,9 +25,9 @@ import websockets.exceptions
 import websockets.sync.client
 from starlette.testclient import TestClient
 
-from inferencegym.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
+from inferencegym.client.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
 from server.app import create_app
-from server.logs import LineLog
+from server.net.logs import LineLog
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 

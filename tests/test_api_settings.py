@@ -158,7 +158,7 @@ def test_the_default_store_lies_in_a_directory_that_can_be_written(
 def test_log_lines_of_libraries_are_json_too() -> None:
     import orjson
 
-    from server.logs import JsonFormatter
+    from server.net.logs import JsonFormatter
 
     record = logging.LogRecord("uvicorn.error", logging.WARNING, "file", 1, "port %d", (7860,), None)
     line = orjson.loads(JsonFormatter().format(record))

@@ -39,9 +39,9 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.tasks import get_task
+from server.api.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
 from server.app import create_app
-from server.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
-from server.request_errors import InvalidRequestError
+from server.net.errors import InvalidRequestError
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -326,7 +326,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPlay]:
             assert released.wait(30)
             super().play(actions, *out)
 
-    monkeypatch.setattr("server.batch.ServingBatch", Held)
+    monkeypatch.setattr("server.api.batch.ServingBatch", Held)
     app = create_app(Settings(store_url="memory://", access_log="off"))
     endpoint: Any = next(route.endpoint for route in app.routes if getattr(route, "path", "") == "/step/batch")
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

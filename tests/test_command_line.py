@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agents.rollout import Job
-from inferencegym.cli import main
+from agents.integrations.ray_workers import Job
+from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError
-from inferencegym.files import check_place, make_folder, whole_file
-from simulator.build import bench_import, table
+from inferencegym.files import atomic_write, make_folder, require_writable
+from simulator.offline import bench_import, table
 
 LOG = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},200,50\n" for i in range(20))
 
@@ -68,9 +68,9 @@ def test_a_place_for_results_that_cannot_be_written_is_told_before_the_work(
     def no_work(*_: object, **__: object) -> list[Job]:
         raise AssertionError("work was done for a file that cannot be written")
 
-    monkeypatch.setattr("inferencegym.commands.sweep.evaluate_jobs", no_work)
-    monkeypatch.setattr("agents.play.play", no_work)
-    monkeypatch.setattr("agents.shadow.shadow", no_work)
+    monkeypatch.setattr("inferencegym.cli.sweep.evaluate_jobs", no_work)
+    monkeypatch.setattr("agents.episodes.play", no_work)
+    monkeypatch.setattr("agents.shadow.compare.shadow", no_work)
     (tmp_path / "folder").mkdir()
     (tmp_path / "log.csv").write_text(LOG)
     place = tmp_path / name
@@ -131,7 +131,7 @@ def test_prices_and_budgets_of_a_model_are_numbers(
 def test_a_share_held_out_is_a_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simulator.build.bench_files.read_runs", lambda _: [])
+    monkeypatch.setattr("simulator.offline.bench_files.read_runs", lambda _: [])
     for share in ("nan", "inf", "-0.1", "0.6", "1e-320"):
         line = refusal(capsys, "import-bench", tmp_path / "run.json", "--fit-only", f"--hold-out={share}")
         assert "hold_out=" in line
@@ -140,9 +140,9 @@ def test_a_share_held_out_is_a_share(
 def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    with pytest.raises(DataFormatError, match=r"result\.json: cannot be written \(No space left"), whole_file(path):
+    with pytest.raises(DataFormatError, match=r"result\.json: cannot be written \(No space left"), atomic_write(path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    check_place(path)
+    require_writable(path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("result.json", "old")]
 
 

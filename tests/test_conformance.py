@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from env.inference_env import InferenceEnv
-from env.traffic_env import TrafficEnv
+from env.traffic.env import TrafficEnv
 from inferencegym.client import InferenceGymEnv, InferenceGymHTTP, TrafficControllerEnv
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import list_tasks

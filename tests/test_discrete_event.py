@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
-from simulator.build.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
-from simulator.build.measured import spec_acceptance
-from simulator.build.operators import Chunk, OperatorModel, engine, hardware, operator_model
+from simulator.hardware.measured import spec_acceptance
+from simulator.hardware.operators import Chunk, OperatorModel, engine, hardware, operator_model
+from simulator.offline.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
 
 KERNELS = operator_model("a100-40gb", "FP16", "nofit")
 CHUNKED = OperatorModel(

@@ -186,7 +186,7 @@ def test_every_inferencegym_command_in_the_documents_exists_with_its_options() -
             command = line.split()[1]
             if command not in helps:
                 done = subprocess.run(
-                    [sys.executable, "-m", "inferencegym.cli", command, "--help"],
+                    [sys.executable, "-m", "inferencegym.cli.main", command, "--help"],
                     capture_output=True,
                     text=True,
                     check=False,

@@ -10,12 +10,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from validation.compare import Case, act, dynamics, poisson_cases, reference
+from validation.hardware_runs import HardwareComparison, burst_arrivals, hardware_comparisons, operator_tables
 
 from env.inference_env import InferenceEnv
-from simulator.build import measured
-from simulator.build.compare import Case, act, dynamics, poisson_cases, reference
-from simulator.build.hardware_runs import HardwareComparison, burst_arrivals, hardware_comparisons, operator_tables
 from simulator.coverage import LEVELS, coverage, support_map
+from simulator.hardware import measured
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
 from simulator.whatif import STEP_S, serve_requests, steady_requests

@@ -582,7 +582,7 @@ def test_lost_answers_cost_a_remote_batch_neither_steps_nor_seeds(
 def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("inferencegym.gym_http.STEPS_AGAIN", 4)  # so that it takes two requests
+    monkeypatch.setattr("inferencegym.client.gym.STEPS_AGAIN", 4)  # so that it takes two requests
     local = ig.VectorInferenceEnv(2, 3, config=SHORT)
     with running_server(tmp_path) as server:
         remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inferencegym.cli import main
+from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from simulator.build import table
-from simulator.build.bench_files import read_runs
-from simulator.build.bench_import import BenchError, Setup, fit_engine
-from simulator.build.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
-from simulator.build.operators import OperatorModel, engine, hardware
-from simulator.build.table import build_table, kv_capacity_tokens
+from simulator.hardware.operators import OperatorModel, engine, hardware
+from simulator.offline import table
+from simulator.offline.bench_files import read_runs
+from simulator.offline.bench_import import BenchError, Setup, fit_engine
+from simulator.offline.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
+from simulator.offline.table import build_table, kv_capacity_tokens
 from simulator.tables import load_tables
 
 

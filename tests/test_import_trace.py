@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agents.trace_task import write_trace_task
-from inferencegym.cli import main
+from agents.search.trace_task import write_trace_task
+from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import DATA_DIR, TASKS_ENV, get_calibration, get_task
-from simulator.build import importers
-from simulator.build.importers import import_log
+from simulator.offline import importers
+from simulator.offline.importers import import_log
 from simulator.prefix import CAPACITY_TOKENS, PUBLISHED_REUSE_HIT, PrefixReuse
 from simulator.recorded import load_trace, save_trace
 from simulator.requests import RequestLog
@@ -262,7 +262,7 @@ def test_the_shipped_traces_are_what_the_importer_makes_of_their_source(
 
 
 def test_an_imported_trace_is_a_task_that_plays_and_grades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agents.solver import Budget
+    from agents.search.solver import Budget
     from env.inference_env import InferenceEnv
     from grader.grader import GraderModule
 
@@ -331,7 +331,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
     def stop(what: str, share: float) -> None:
         raise KeyboardInterrupt
 
-    from agents.solver import QUICK
+    from agents.search.solver import QUICK
 
     with pytest.raises(KeyboardInterrupt):
         write_trace_task(imported, "my-trace", out, budget=QUICK, progress=stop)

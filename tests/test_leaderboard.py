@@ -11,7 +11,7 @@ import pytest
 from env.inference_env import InferenceEnv
 from grader.leaderboard import Simulator, Submission, rank
 from inferencegym import __version__
-from inferencegym.cli import main
+from inferencegym.cli.main import main
 from inferencegym.verification import constants_sha256
 from simulator.tables import load_tables
 from tests.desk import Desk

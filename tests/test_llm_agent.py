@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agents.llm_agent import ChatModel, Game, LlmAgent, LlmResult, LlmSettings, ServingGame, TrafficGame, objects_in
-from inferencegym.cli import main
+from agents.policies.llm import ChatModel, Game, LlmAgent, LlmResult, LlmSettings, ServingGame, TrafficGame, objects_in
+from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError, RemoteError
 from inferencegym.models import ServeAction
 from tests.servers import RunningServer
@@ -161,7 +161,7 @@ def test_history_is_bounded(server: RunningServer) -> None:
 
 
 def test_a_busy_endpoint_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferencegym.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("inferencegym.client.retries.FIRST_PAUSE_S", 0.0)
     answers = iter([(429, {"error": "busy"}), (503, {"error": "starting"}), text('{"batch_size": 8}')])
     with endpoint(lambda body: next(answers)) as stub:
         model = ChatModel(settings(stub, tools="off"))

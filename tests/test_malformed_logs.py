@@ -19,8 +19,8 @@ from starlette.testclient import TestClient
 from inferencegym.errors import DataFormatError
 from server.app import create_app
 from server.settings import Settings
-from simulator.build.bench_files import read_runs
-from simulator.build.importers import import_log
+from simulator.offline.bench_files import read_runs
+from simulator.offline.importers import import_log
 from simulator.recorded import load_trace
 from tests.test_import_bench import AIPERF_CSV, AIPERF_JSON, aiperf_jsonl, guidellm_csv, guidellm_json
 from tests.test_import_trace import AIPERF, AZURE, BURSTGPT, GUIDELLM, MOONCAKE, PLAIN, VLLM

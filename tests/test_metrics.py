@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from server.app import create_app
-from server.metrics import BUCKETS_S, COUNTERS, GAUGES, Metrics
-from server.session_manager import Counters
+from server.net.metrics import BUCKETS_S, COUNTERS, GAUGES, Metrics
+from server.sessions.manager import Counters
 from server.settings import Settings
 from tests.servers import running_server
 

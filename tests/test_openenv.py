@@ -30,17 +30,17 @@ from inferencegym.client import (
     ServerUnavailableError,
     TrafficControllerEnv,
 )
-from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
-from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
-from inferencegym.openenv_types import (
+from inferencegym.client.openenv_types import (
     TrafficControllerAction,
     TrafficControllerObservation,
     read_error,
     without_gradio,
     write_error,
 )
+from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
-from server import openenv_adapter
+from server import openenv as openenv_adapter
 from server.app import create_app
 from server.settings import load_settings
 from tests.servers import ROOT, RunningServer, running_server
@@ -720,7 +720,7 @@ def test_the_server_process_loads_neither_a_demonstration_page_nor_model_clients
 def test_openenvs_discovery_finds_client_action_and_observation(server: RunningServer) -> None:
     program = """
 import sys
-from inferencegym.openenv_types import without_gradio
+from inferencegym.client.openenv_types import without_gradio
 with without_gradio():
     from openenv import AutoAction, AutoEnv
     from openenv.auto._discovery import get_discovery

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agents.inspect_solver import BRIEFING, play_with_a_model
-from agents.trl_tools import FleetTools, episode_return, fleet_tools_at
+from agents.integrations.inspect_ai import BRIEFING, play_with_a_model
+from agents.integrations.trl import FleetTools, episode_return, fleet_tools_at
 from env.inference_env import InferenceEnv
 from inferencegym.errors import EpisodeDoneError, InvalidActionError
 from inferencegym.models import ACTION_FIELDS

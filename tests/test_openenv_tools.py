@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from inferencegym.client.openenv_types import without_gradio
 from inferencegym.models import ServeAction
-from inferencegym.openenv_types import without_gradio
 from inferencegym.tasks import EpisodeConfig, get_task
 from tests.servers import ROOT, RunningServer
 
@@ -64,7 +64,7 @@ def test_the_staged_package_holds_what_its_image_is_built_from_and_nothing_heavy
     # Of the benchmarks only the pictures that README shows.
     pictures = {path.suffix for path in (staged / "benchmarks").rglob("*") if path.is_file()}
     assert pictures == {".png", ".gif"}
-    assert (staged / "simulator/build").is_dir()
+    assert (staged / "simulator/offline").is_dir()
     size_mb = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file()) / 1e6
     assert size_mb < 50
     manifest = yaml.safe_load((staged / "openenv.yaml").read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def test_the_staged_package_holds_what_its_image_is_built_from_and_nothing_heavy
 def test_the_staged_clients_are_importable_from_the_packages_root(staged: Path) -> None:
     program = "import client; print(client.InferenceGymEnv.__module__, client.InferenceGymAction.__name__)"
     said = subprocess.run([sys.executable, "-c", program], cwd=staged, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["inferencegym.openenv_client", "InferenceGymAction"]
+    assert said.stdout.split() == ["inferencegym.client.openenv", "InferenceGymAction"]
 
 
 def test_staging_into_a_directory_in_use_is_refused(staged: Path) -> None:

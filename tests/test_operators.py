@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
-from simulator.build import measured
-from simulator.build.operators import (
+from simulator.hardware import measured
+from simulator.hardware.operators import (
     EXTRAPOLATED,
     INTERPOLATED,
     MEASURED,

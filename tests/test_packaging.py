@@ -175,7 +175,9 @@ def test_no_file_names_a_registry_host() -> None:
 # --- The tree -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", [*PACKAGES, "simulator/build", "simulator/data", "tests", "scripts", ".ci"])
+@pytest.mark.parametrize(
+    "folder", [*PACKAGES, "simulator/offline", "simulator/hardware", "simulator/data", "tests", "scripts", ".ci"]
+)
 def test_git_tracks_sources_wherever_they_lie(folder: str) -> None:
     ignored = subprocess.run(["git", "check-ignore", "--quiet", f"{folder}/new_module.py"], cwd=ROOT, check=False)
     assert ignored.returncode == 1
@@ -324,7 +326,7 @@ def test_the_wheel_states_name_version_licence_and_commands(wheel: zipfile.ZipFi
     assert (metadata["Name"], metadata["Version"]) == ("openenv-inferencegym", inferencegym.__version__)
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("MIT", ">=3.11")
     commands = wheel.read(f"{info}/entry_points.txt").decode()
-    assert "inferencegym = inferencegym.cli:main" in commands
+    assert "inferencegym = inferencegym.cli.main:main" in commands
     assert "server = server.app:main" in commands
 
 

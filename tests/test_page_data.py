@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from server.web_routes import PAGE_DIR
+from server.api.web import PAGE_DIR
 from tests.programs import program
 from tests.servers import ROOT, RunningServer
 

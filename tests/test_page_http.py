@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.api.web import PAGE_DIR, content_policy
 from server.settings import Settings
-from server.web_routes import PAGE_DIR, content_policy
 from tests.servers import ROOT, RunningServer, running_server
 
 PAGE_LIMIT_BYTES = 250_000

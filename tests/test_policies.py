@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from inferencegym.tasks import list_tasks
-from server.policies import PLAYABLE, PLAYABLE_TRAFFIC
+from server.api.policies import PLAYABLE, PLAYABLE_TRAFFIC
 from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks()]

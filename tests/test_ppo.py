@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from agents.play import play
+from agents.episodes import play
+from agents.integrations.sb3 import SB3VecEnv
+from agents.policies.constant import ConstantAgent
+from agents.policies.ppo import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
 from agents.ppo_demo import (
     ACTION,
     OBSERVATION,
@@ -24,14 +27,11 @@ from agents.ppo_demo import (
     train,
     watch,
 )
-from agents.ppo_policy import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
 from agents.registry import make_agent
-from agents.sb3 import SB3VecEnv
-from agents.simple import ConstantAgent
 from env.batch import ServingBatch
 from env.spaces import LEVELS, ObservationCodec, action_codec
 from env.vector_env import VectorInferenceEnv
-from inferencegym.cli import main
+from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import get_calibration, get_task, list_tasks
@@ -233,7 +233,7 @@ def test_fifty_thousand_steps_beat_the_best_constant_action_of_the_hard_task(tmp
 
 def test_shipped_policies_load_without_torch() -> None:
     code = (
-        "import sys; from agents.ppo_policy import make_ppo; from inferencegym.tasks import list_tasks; "
+        "import sys; from agents.policies.ppo import make_ppo; from inferencegym.tasks import list_tasks; "
         "[make_ppo(task) for task in list_tasks()]; "
         "assert not {'torch', 'stable_baselines3', 'gymnasium'} & set(sys.modules)"
     )

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from agents.evaluate import evaluate
-from agents.rollout import Fragment, Job, RolloutWorker, Workers, evaluate_jobs
+from agents.integrations.ray_workers import Fragment, Job, RolloutWorker, Workers, evaluate_jobs
 from env.autoreset import episode_seed
-from inferencegym.cli import main
+from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.gym import VectorInferenceEnv
 from inferencegym.tasks import get_task
@@ -99,7 +99,7 @@ def test_ray_changes_nothing_but_who_plays() -> None:
 
 @pytest.mark.slow
 def test_rllib_trains_on_the_registered_environment() -> None:
-    command = [sys.executable, "-m", "agents.rllib_demo", "--task", "1", "--iterations", "1"]
+    command = [sys.executable, "-m", "agents.integrations.rllib", "--task", "1", "--iterations", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = re.search(r"iteration 1: mean return (\S+)", done.stderr)
     assert found is not None, done.stderr

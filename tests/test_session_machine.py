@@ -20,7 +20,7 @@ from env.inference_env import InferenceEnv, observation_dict
 from grader.grader import GraderModule
 from inferencegym.models import ServeAction
 from server.app import create_app
-from server.session_manager import SessionManager
+from server.sessions.manager import SessionManager
 from server.settings import Settings
 
 LIVE = 2

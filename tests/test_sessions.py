@@ -23,12 +23,12 @@ from inferencegym.errors import (
 )
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
-from server import quota
 from server.families import FAMILIES, SERVING, TRAFFIC
-from server.request_errors import RateLimitedError
-from server.session_manager import Outcome, SessionManager
+from server.net.errors import RateLimitedError
+from server.sessions import quota
+from server.sessions.manager import Outcome, SessionManager
+from server.sessions.store import EpisodeStart, make_store
 from server.settings import Settings
-from server.stores import EpisodeStart, make_store
 from tests.redis_server import RedisServer
 
 EPISODES = [(SERVING, task.task_id) for task in list_tasks()] + [(TRAFFIC, t.task_id) for t in list_traffic_tasks()]
@@ -392,8 +392,8 @@ def test_a_client_has_room_for_so_many_unfinished_episodes_and_others_keep_their
 
 def test_an_idle_episode_makes_room_for_its_own_client_only(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "IDLE_S", 0.2)
-    for store in ("store_memory", "store_sqlite", "store_redis"):
-        monkeypatch.setattr(f"server.{store}.ROOM_CHUNK", 1)
+    for store in ("memory", "sqlite", "redis"):
+        monkeypatch.setattr(f"server.sessions.{store}.ROOM_CHUNK", 1)
 
     async def scenario() -> None:
         async with manager_on(store_url, max_sessions_per_client=3) as manager:

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from agents.protocol import FloatArray
-from agents.shadow import DRAIN_S, FIXED, ShadowReport, shadow
-from agents.shadow_export import draft_schedule, fastest_draft, recommendation, vllm_config
-from agents.shadow_report import render_html
-from inferencegym.cli import main
-from inferencegym.commands.shadow import agent_names
+from agents.shadow.compare import DRAIN_S, FIXED, ShadowReport, shadow
+from agents.shadow.export import draft_schedule, fastest_draft, recommendation, vllm_config
+from agents.shadow.report import render_html
+from inferencegym.cli.main import main
+from inferencegym.cli.shadow import agent_names
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
 from inferencegym.tasks import get_task

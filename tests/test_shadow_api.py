@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agents.shadow import shadow
+from agents.shadow.compare import shadow
 from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import get_task
-from server.web_routes import PAGE_DIR
-from simulator.build.importers import import_log
+from server.api.web import PAGE_DIR
+from simulator.offline.importers import import_log
 from tests.servers import RunningServer, running_server
 
 EXAMPLE = PAGE_DIR / "data" / "azure-conversation.csv"

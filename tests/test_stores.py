@@ -18,11 +18,11 @@ import pytest
 
 from inferencegym.errors import StoreError
 from server.families import FAMILIES, SERVING
-from server.session_manager import SessionManager
+from server.sessions.manager import SessionManager
+from server.sessions.redis import MAX_CONNECTIONS, RedisStore
+from server.sessions.sqlite import SqliteStore, _Checkpoints
+from server.sessions.store import EpisodeStart
 from server.settings import Settings
-from server.store_redis import MAX_CONNECTIONS, RedisStore
-from server.store_sqlite import SqliteStore, _Checkpoints
-from server.stores import EpisodeStart
 from tests.redis_server import RedisServer
 from tests.servers import ROOT
 
@@ -129,9 +129,9 @@ def test_a_full_disk_is_a_store_error_and_nothing_is_half_stored(tmp_path: Path)
 import asyncio, resource, signal, sys
 from inferencegym.errors import StoreError
 from server.families import FAMILIES, SERVING
-from server.session_manager import SessionManager
+from server.sessions.manager import SessionManager
 from server.settings import Settings
-from server.stores import make_store
+from server.sessions.store import make_store
 
 async def main():
     settings = Settings(store_url="sqlite://" + sys.argv[1])
@@ -256,9 +256,9 @@ def test_the_log_file_stays_small_while_writers_never_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse_from: int, large: int
 ) -> None:
     """It is used from its start again, or cut where it has become large."""
-    monkeypatch.setattr("server.store_sqlite.CHECKPOINT_EVERY_S", 0.05)
-    monkeypatch.setattr("server.store_sqlite.REUSE_LOG_FROM_BYTES", reuse_from)
-    monkeypatch.setattr("server.store_sqlite.LARGE_LOG_BYTES", large)
+    monkeypatch.setattr("server.sessions.sqlite.CHECKPOINT_EVERY_S", 0.05)
+    monkeypatch.setattr("server.sessions.sqlite.REUSE_LOG_FROM_BYTES", reuse_from)
+    monkeypatch.setattr("server.sessions.sqlite.LARGE_LOG_BYTES", large)
 
     written, rounds, checkpoint = 0, [0], _Checkpoints._checkpoint
 
@@ -408,7 +408,7 @@ def test_more_requests_than_connections_wait_for_their_turn(redis_server: RedisS
 
 
 def test_waiting_for_a_connection_ends_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.store_redis.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("server.sessions.redis.MAX_CONNECTIONS", 1)
 
     async def scenario() -> None:
         store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.2))

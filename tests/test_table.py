@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from validation.validate import argonne_errors, fit_overheads, table_vs_argonne
 
-from simulator.build import measured
-from simulator.build.operators import PROFILES_PATH, TIERS, support
-from simulator.build.table import (
+from simulator.hardware import measured
+from simulator.hardware.operators import PROFILES_PATH, TIERS, support
+from simulator.offline.table import (
     BATCH_SIZES,
     COLUMNS,
     KV_BUDGETS,
@@ -28,7 +29,6 @@ from simulator.build.table import (
     table_metadata,
     table_row,
 )
-from simulator.build.validate import argonne_errors, fit_overheads, table_vs_argonne
 
 DATA = Path(__file__).parents[1] / "simulator" / "data"
 TABLES = {
@@ -198,9 +198,9 @@ def test_output_lengths_have_the_stated_mean_in_every_stretch() -> None:
 def test_a_table_is_the_same_whether_one_process_builds_it_or_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simulator.build.table.BATCH_SIZES", (1,))
-    monkeypatch.setattr("simulator.build.table.SPEC_LENGTHS", (0,))
-    monkeypatch.setattr("simulator.build.table.PROMPT_TOKENS", (64, 128))
+    monkeypatch.setattr("simulator.offline.table.BATCH_SIZES", (1,))
+    monkeypatch.setattr("simulator.offline.table.SPEC_LENGTHS", (0,))
+    monkeypatch.setattr("simulator.offline.table.PROMPT_TOKENS", (64, 128))
     one = build_table(tmp_path / "one.parquet", jobs=1, progress=False)
     again = build_table(tmp_path / "again.parquet", jobs=1, progress=True)
     assert one.read_bytes() == again.read_bytes()

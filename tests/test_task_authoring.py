@@ -27,7 +27,7 @@ def follow(folder: Path, commands: list[str]) -> str:
     """Run the guide's commands in one shell and return what they print."""
     shim = folder / "bin"
     shim.mkdir()
-    (shim / "inferencegym").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m inferencegym.cli \"$@\"\n")
+    (shim / "inferencegym").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m inferencegym.cli.main \"$@\"\n")
     (shim / "inferencegym").chmod(0o755)
     done = subprocess.run(
         ["bash", "-ec", "\n".join(commands)],

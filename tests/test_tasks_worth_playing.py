@@ -11,13 +11,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from agents.calibration import policy_path
+from agents.episodes import play
 from agents.evaluate import Evaluation, evaluate, of_played, paired
-from agents.modes import ActionsAgent, ModeAgent, ModeParams, read_policy
-from agents.play import play
+from agents.policies.switching_policy import ActionsAgent, ModeAgent, ModeParams, read_policy
 from agents.protocol import Agent, FloatArray
+from agents.search.calibration import policy_path
+from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
-from agents.spread import random_settings, reward_grade_correlation
 from env.action import to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import CALIBRATION_FILE, get_calibration, get_task, list_tasks

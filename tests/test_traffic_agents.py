@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.traffic import (
+from agents.policies.traffic import (
     TRAFFIC_AGENTS,
     AdaptiveTraffic,
     ConstantTraffic,
@@ -22,8 +22,8 @@ from agents.traffic import (
     RandomTraffic,
     evaluate_traffic,
 )
-from agents.traffic_planner import plan_traffic, play_traffic
-from env.traffic_env import TrafficBatch
+from agents.policies.traffic_planner import plan_traffic, play_traffic
+from env.traffic.env import TrafficBatch
 from inferencegym.errors import InvalidConfigError
 from inferencegym.traffic import (
     ACTION_NAMES,

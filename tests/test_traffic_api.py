@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from env.traffic_env import TrafficEnv
+from env.traffic.env import TrafficEnv
 from inferencegym.traffic import ACTION_NAMES, CONFIG_FIELDS, list_traffic_tasks
 from tests.programs import program
 from tests.servers import ROOT, RunningServer, running_server

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from env.episode import EpisodeRecord, record_of
 from env.families import replay
-from env.traffic_env import TrafficBatch, TrafficEnv
+from env.traffic.env import TrafficBatch, TrafficEnv
 from grader.episode import MAX_METRIC
 from grader.traffic_grader import grade_traffic
 from inferencegym.errors import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from env.inference_env import InferenceEnv
-from env.traffic_env import TrafficEnv
-from inferencegym.cli import main
+from env.traffic.env import TrafficEnv
+from inferencegym.cli.main import main
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from inferencegym.verification import constants_sha256, saved, simulator

@@ -3,7 +3,7 @@ from gymnasium.vector import AutoresetMode
 from stable_baselines3 import PPO
 
 import inferencegym.gym  # registers the environments
-from agents.sb3 import SB3VecEnv
+from agents.integrations.sb3 import SB3VecEnv
 
 envs = gymnasium.make_vec(
     "InferenceGym/StaticUniform-v1",

@@ -1,0 +1,1 @@
+"""Adapters to training frameworks: Stable-Baselines3, RLlib, Ray, TRL, Inspect."""

@@ -1,0 +1,1 @@
+"""Policies: rules, constants, switching policies, planners, networks and language models."""

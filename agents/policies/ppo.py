@@ -1,0 +1,130 @@
+"""Trained PPO policies as plain arrays: a small network that numpy evaluates, without torch.
+
+A file is an ``.npz`` with weights ``w0, b0, w1, b1, ...`` (the last pair is the output layer) and ``header``, a JSON
+text: the observation and action formats of :mod:`env.spaces`, and how the policy was trained. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.protocol import FloatArray
+from env.spaces import DiscreteCodec, ObservationCodec, action_codec
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.tasks import TaskSpec, get_calibration
+
+FILE_VERSION: Final = 1
+POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyFile:
+    """What a policy file holds: layers ``(weights (n_in, n_out), bias (n_out,))`` and the header."""
+
+    layers: Sequence[tuple[FloatArray, FloatArray]]
+    observation: str
+    action: str
+    trained: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; weights are kept as float32."""
+        header = {
+            "version": FILE_VERSION,
+            "observation": self.observation,
+            "action": self.action,
+            "trained": dict(self.trained),
+        }
+        arrays: dict[str, NDArray[Any]] = {"header": np.array(json.dumps(header, sort_keys=True))}
+        for i, (weights, bias) in enumerate(self.layers):
+            arrays[f"w{i}"], arrays[f"b{i}"] = weights.astype(np.float32), bias.astype(np.float32)
+        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | Path) -> PolicyFile:
+        """Read a file; raises :class:`DataFormatError` naming what is wrong with it."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                header = json.loads(str(stored["header"]))
+                layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range((len(stored.files) - 1) // 2)]
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise DataFormatError(f"{path}: not a policy file ({error}); `inferencegym train` writes them") from error
+        if header.get("version") != FILE_VERSION:
+            raise DataFormatError(f"{path}: version {header.get('version')!r} of policy files is not {FILE_VERSION}")
+        wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in layers]
+        return cls(wide, header["observation"], header["action"], header["trained"])
+
+
+class PpoAgent:
+    """Plays the central action of a trained policy."""
+
+    def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
+        self.policy = policy
+        self._observations = ObservationCodec(task, task.config(), get_calibration(task.task_id), policy.observation)
+        self._actions = action_codec(policy.action)
+
+    def reset(self, n_rows: int) -> None:
+        """Nothing to forget."""
+
+    def act(self, observation: FloatArray) -> FloatArray:
+        out = forward(self.policy.layers, self._observations.encode(observation).astype(np.float64))
+        if isinstance(self._actions, DiscreteCodec):
+            ends = np.cumsum(self._actions.sizes)[:-1]
+            parts = zip(ACTION_FIELDS, np.split(out, ends, axis=1), strict=True)
+            return self._actions.decode(np.stack([central(logits, name) for name, logits in parts], axis=1))
+        return self._actions.decode(np.clip(out, -1.0, 1.0) if policy_is_unit(self.policy) else out)
+
+
+def central(logits: FloatArray, knob: str) -> NDArray[np.int64]:
+    """The level (B,) that stands for a distribution over a knob's levels, given its logits (B, n).
+
+    The median where levels are amounts: the likeliest of many neighbours may lie at the edge of what is played. The
+    likeliest where levels are different things.
+    """
+    if knob not in ("kv_budget", "batch_size"):
+        return np.asarray(logits.argmax(axis=1), dtype=np.int64)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    below = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    return np.asarray((below < 0.5).sum(axis=1), dtype=np.int64)
+
+
+def policy_is_unit(policy: PolicyFile) -> bool:
+    """Whether the network's outputs are actions in [-1, 1]."""
+    return policy.action == "box"
+
+
+def forward(layers: Sequence[tuple[FloatArray, FloatArray]], x: FloatArray) -> FloatArray:
+    """Outputs (B, n) of a network with tanh between its layers.
+
+    Sums run input by input and not as one matrix product, whose rounding changes with B: a row gives the same knobs
+    alone and in any batch.
+    """
+    for i, (weights, bias) in enumerate(layers):
+        total = np.repeat(bias[None, :], len(x), axis=0)
+        for column, weight in zip(x.T, weights, strict=True):
+            total += column[:, None] * weight
+        x = np.tanh(total) if i < len(layers) - 1 else total
+    return x
+
+
+def shipped_policy(task: TaskSpec) -> Path:
+    """The policy file that comes with the package for a task; raises :class:`InvalidConfigError` if there is none."""
+    path = POLICY_DIR / f"ppo_task{task.task_id}.npz"
+    if not path.exists():
+        raise InvalidConfigError(
+            f"no PPO policy is shipped for task {task.task_id!r}: train one with "
+            f"`inferencegym train --task {task.task_id} --out DIR` and name it, ppo:DIR/policy.npz"
+        )
+    return path
+
+
+def make_ppo(task: TaskSpec, path: str = "") -> PpoAgent:
+    """The agent ``ppo`` (the shipped policy of the task) or ``ppo:FILE``."""
+    return PpoAgent(PolicyFile.load(path or shipped_policy(task)), task)

@@ -1,0 +1,1 @@
+"""Search for policies and task constants: solver, calibration, ablation."""

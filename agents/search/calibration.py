@@ -1,0 +1,196 @@
+"""Measuring the constants of a task: floor, best and peak throughput, and the price of tokens.
+
+A step costs ``price`` x GPUs / thousand tokens per second: what 1,000 tokens cost on the GPUs that made them.
+
+Nothing in the calibration file is typed by hand: ``inferencegym calibrate`` measures all of it with the solver, and
+stores the policies that it found where agents look for them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from agents.baseline import BASELINE_ACTION, NaiveAgent
+from agents.episodes import play
+from agents.policies.switching_policy import ModeAgent, ModeParams
+from agents.protocol import FloatArray
+from agents.search.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
+from agents.seeds import CALIBRATION_SEEDS
+from env.action import from_row, to_row
+from inferencegym.errors import DataFormatError
+from inferencegym.files import atomic_write, make_place
+from inferencegym.tasks import CALIBRATION_FILE, UNCALIBRATED, Calibration, TaskId, TaskSpec
+from simulator.tables import load_tables
+
+POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """What calibrating a task found: its constants with their provenance, and the two best policies."""
+
+    calibration: Calibration
+    provenance: dict[str, Any]
+    best_static: dict[str, Any]
+    best_adaptive: dict[str, Any]
+
+    def entry(self) -> dict[str, Any]:
+        """The task's entry in the calibration file."""
+        c = self.calibration
+        constants = {
+            "floor_tps": c.floor_tps,
+            "optimal_tps": c.optimal_tps,
+            "max_throughput_tps": c.max_throughput_tps,
+            "price": c.price,
+        }
+        return {**constants, **self.provenance}
+
+
+def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress = silent) -> Solved:
+    """Measure a task's constants and solve it.
+
+    1. price: the naive agent spends exactly the task's cost budget, on average over the calibration seeds;
+    2. floor: mean throughput with ``batch_size`` 1, all else naive;
+    3. optimum: the highest mean throughput over the calibration seeds that any policy of the solver reached, whether it
+       was after throughput or after the grade;
+    4. MAX_THROUGHPUT: the highest throughput of a single second among those policies.
+    """
+    began = time.perf_counter()
+    budget = budget or Budget()
+    price = measure_price(task)
+    floor, _ = measure_throughput_of(task, batch_one(), price)
+
+    neutral = Calibration(floor, floor + 1.0, 1.0, price)
+    # A throughput can be had by constant actions almost entirely: a short search for the adaptive remainder.
+    fast_budget = replace(budget, gates_kept=1, generations=min(6, budget.generations))
+    fast_solver = Solver(task, neutral, objective=throughput, budget=fast_budget, progress=progress)
+    fastest, _ = fast_solver.best_static()
+    fastest_policy, _ = fast_solver.best_adaptive(fastest)
+    optimum, peak = _highest(task, price, [fastest, fastest_policy])
+
+    # The grade needs the optimum, and the search for the grade may find a higher one: measure again with it.
+    guess = Calibration(floor, optimum, peak, price)
+    solver = Solver(task, guess, objective=score, budget=budget, progress=progress)
+    static, static_value = solver.best_static()
+    adaptive, adaptive_value = solver.best_adaptive(static)
+    optimum, peak = _highest(task, price, [fastest, fastest_policy, static, adaptive])
+
+    calibration = Calibration(floor, optimum, peak, price)
+    provenance = {
+        "table_sha256": load_tables().sha256,
+        "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
+        "training_seeds": [min(budget.seeds), max(budget.seeds) + 1],
+        "validation_seeds": [min(budget.validation), max(budget.validation) + 1],
+        "fastest_action": from_row(fastest).to_dict(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    found = {"task": str(task.task_id), "table_sha256": load_tables().sha256}
+    return Solved(
+        calibration,
+        provenance,
+        {"kind": "constant", "action": from_row(static).to_dict(), "training_score": static_value, **found},
+        {**adaptive.to_dict(), "validation_score": adaptive_value, **found},
+    )
+
+
+def batch_one() -> FloatArray:
+    """The naive action with one request at a time."""
+    action = to_row(BASELINE_ACTION)
+    action[2] = 1.0
+    return action
+
+
+def measure_price(task: TaskSpec) -> float:
+    """Cost units per GPU and thousand tokens per second at which the naive agent spends the whole budget."""
+    played = play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
+    return float(task.cost_budget / played.metrics["cost_per_1k"].sum(axis=0).mean())
+
+
+def measure_throughput_of(task: TaskSpec, policy: FloatArray | ModeParams, price: float) -> tuple[float, float]:
+    """Mean tokens per second of an action (5,) or policy over the calibration seeds, and its fastest second."""
+    calibration = Calibration(0.0, 1.0, 1.0, price)
+    params = policy if isinstance(policy, ModeParams) else constant_policy(policy)
+    tps = play(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration).metrics["tokens_per_sec"]
+    return float(tps.mean()), float(tps.max())
+
+
+def _highest(task: TaskSpec, price: float, tried: Sequence[FloatArray | ModeParams]) -> tuple[float, float]:
+    measured = [measure_throughput_of(task, policy, price) for policy in tried]
+    means, peaks = np.array(measured).T
+    return float(means.max()), float(peaks.max())
+
+
+# ---------------------------------------------------------------- files
+
+
+def policy_dir(task: TaskSpec) -> Path:
+    """Where a task's solved policies are looked for: beside the agents, or beside the file of a task of one's own.
+
+    As the constants of ``my_tasks.json`` lie in ``my_tasks.calibration.json``, its policies lie in
+    ``my_tasks.policies``.
+    """
+    constants = Path(task.calibration_file)
+    return POLICY_DIR if constants == CALIBRATION_FILE else constants.with_suffix("").with_suffix(".policies")
+
+
+def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
+    """File of a stored policy of a task."""
+    return directory / f"{name}-task-{task_id}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The files that calibrating a task changes."""
+
+    task: TaskSpec
+    constants: Path
+    policies: Path
+
+    @classmethod
+    def of(cls, task: TaskSpec, constants: Path | None = None, policies: Path | None = None) -> Places:
+        """Those that the task reads, unless others are named."""
+        return cls(task, constants or Path(task.calibration_file), policies or policy_dir(task))
+
+    def check(self) -> None:
+        """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
+        for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
+            make_place(path)
+        self._stored()
+
+    def store(self, solved: Solved) -> None:
+        """Put the constants and the policies in place together, when all are written; other tasks keep theirs."""
+        self.check()
+        entries = self._stored()
+        entries["tasks"][str(self.task.task_id)] = solved.entry()
+        contents = {
+            self.constants: entries,
+            self._policy("best_static"): solved.best_static,
+            self._policy("best_adaptive"): solved.best_adaptive,
+        }
+        with ExitStack() as stack:
+            # It is left in reverse order: the constants, which scores are made of, change last.
+            for path, data in contents.items():
+                stack.enter_context(atomic_write(path)).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def _policy(self, name: str) -> Path:
+        return policy_path(name, self.task.task_id, self.policies)
+
+    def _stored(self) -> dict[str, Any]:
+        """What the calibration file holds now."""
+        if not self.constants.exists():
+            return {"tasks": {}}
+        try:
+            data = json.loads(self.constants.read_text(encoding="utf-8"))
+            return {**data, "tasks": {**data["tasks"]}}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataFormatError(
+                f"{self.constants}: not a calibration file ({error!r}); name another with --out, or move it away"
+            ) from error

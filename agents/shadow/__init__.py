@@ -1,0 +1,1 @@
+"""Comparison of policies on a user's own request log."""

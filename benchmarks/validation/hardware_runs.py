@@ -1,0 +1,241 @@
+"""The serving dynamics beside served loads on a real A100-80GB (AccelMark), request by request the same load.
+
+AccelMark draws its arrivals from Python's generator with seed 42, one generator per scenario, its rates in ascending
+order: the same draws are made here, and reproduce the request counts that the runs report. Prompts are the source's,
+in its order. Output lengths are not published; :func:`validation.accelmark.output_lengths` stands for them. Slots:
+the served engine of vLLM 0.20.1 is created without a limit, so its default of 128 applies, that of 0.7.3 with 256; the
+offline engine is given 512.
+
+Calibration: the BF16 runs of suite A under either version fitted the engine profiles (TPOT, throughput and the
+interactive TTFT), and the median TTFT at 100 requests/s the width of the output lengths. Nothing was fitted to the
+rest. The quantised rows of vLLM 0.20.1 ran without CUDA graphs, which no profile models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from inferencegym.models import QuantTier, ServeAction
+from simulator.hardware import measured
+from simulator.hardware.operators import TIERS, operator_model
+from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
+from simulator.requests import RequestLog
+from simulator.tables import AXES, TABLE_80GB, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
+from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
+from validation.accelmark import TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
+
+CARD = "a100-80gb"
+SEED = 42
+RUNS = 3
+SERVED_SLOTS = {"0.20.1": 128, "0.7.3": 256}
+OFFLINE_SLOTS = 512
+SCENARIOS = ("interactive", "sustained", "offline", "online", "burst")
+INTERACTIVE_REQUESTS, SUSTAINED_REQUESTS, OFFLINE_REQUESTS, ONLINE_REQUESTS = 150, 400, 100, 300
+# What the source's load generator draws per window, in multiples of the expected number.
+DRAWN_PER_EXPECTED = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareComparison:
+    """One measured figure of one run and what the dynamics say, in the metric's unit."""
+
+    version: str
+    suite: str
+    precision: str
+    scenario: str
+    metric: str
+    measured: float
+    predicted: float
+
+    @property
+    def group(self) -> str:
+        """What the row was used for."""
+        if self.version == "0.20.1" and self.precision != "BF16":
+            return "0.20.1 quantised (eager)"
+        if self.precision == "BF16" and self.suite == "suite_A" and self.scenario != "burst":
+            return f"{self.version} BF16, calibration"
+        return f"{self.version} {'BF16' if self.precision == 'BF16' else 'quantised'}, held out"
+
+    def relative_error(self) -> float:
+        """Signed: positive when the prediction is larger."""
+        return self.predicted / self.measured - 1.0
+
+
+def hardware_comparisons(
+    versions: Sequence[str] = ("0.20.1", "0.7.3"), step_s: float = STEP_S
+) -> list[HardwareComparison]:
+    """Every run with standard prompts in a precision that the tables know, failures included."""
+    return [found for version in versions for row in _rows(version) for found in _compare(row, version, step_s)]
+
+
+def operator_tables(card: str, engine: str) -> ServingTables:
+    """A table of the operator columns alone, in memory: enough for the dynamics under any engine profile."""
+    shape = (len(TIERS), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
+    columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
+    for t, tier in enumerate(TIERS):
+        model = operator_model(card, tier, engine)
+        for j, prompt in enumerate(PROMPT_TOKENS):
+            columns["prefill_ms"][t, :, :, :, j] = model.prefill_ms(prompt)
+            for i, n in enumerate(BATCH_SIZES):
+                columns["prefill_marginal_ms"][t, :, :, i, j] = model.prefill_marginal_ms(prompt, n, prompt)
+                columns["prefill_saturated_ms"][t, :, :, i, j] = model.prefill_saturated_ms(prompt, n, prompt)
+                for s, k in enumerate(SPEC_LENGTHS):
+                    columns["decode_ms"][t, s, :, i, j] = model.decode_ms(n, prompt, k)
+    points: dict[str, Sequence[float]] = {
+        "quant_tier": range(len(TIERS)),
+        "spec_length": SPEC_LENGTHS,
+        "kv_budget": KV_BUDGETS,
+        "batch_size": BATCH_SIZES,
+        "prompt_len_bucket": PROMPT_TOKENS,
+    }
+    axes = {name: np.array(points[name], dtype=np.float64) for name in AXES}
+    return ServingTables(f"{card}, {engine}", "", axes, columns, table_metadata(card, engine))
+
+
+@cache
+def _tables(version: str, offline: bool) -> ServingTables:
+    if version == "0.20.1":
+        return load_tables(TABLE_80GB)
+    return operator_tables(CARD, "vllm_v0" if offline else "vllm_v0_served")
+
+
+def _rows(version: str) -> list[dict[str, str]]:
+    """The first row of each suite, precision, scenario and rate: repetitions differ in nothing that matters here."""
+    chosen: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in measured.rows("accelmark_a100_80gb.csv"):
+        key = (row["suite"], row["precision"], row["scenario"], row["target_qps"])
+        standard = row["scenario"] in SCENARIOS and row["suite"] != "suite_D" and row["precision"] in TIER_OF_PRECISION
+        if standard and row["version"].startswith(version):
+            chosen.setdefault(key, row)
+    return list(chosen.values())
+
+
+def _compare(row: dict[str, str], version: str, step_s: float) -> Iterator[HardwareComparison]:
+    name = f"{row['scenario']} {float(row['target_qps']):g}/s" if row["target_qps"] else row["scenario"]
+    for metric, predicted in _figures(row, version, step_s).items():
+        yield HardwareComparison(
+            version, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
+        )
+
+
+def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, float]:
+    """The figures that the row states, as the dynamics see them."""
+    scenario, mean = row["scenario"], _mean_output(row, version)
+    if scenario == "offline":
+        served = _serve(row, version, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
+        return {"out_tok_s": served.report().output_tokens_per_s, "elapsed_s": served.makespan_s()}
+    if scenario == "burst":
+        return _burst_figures(row, version, step_s, mean)
+    if scenario == "online":
+        logs = [_log(at, mean, run) for run, at in enumerate(online_arrivals(row, version))]
+        runs = [_serve(row, version, step_s, log) for log in logs]
+        return {
+            **_ttft(runs, "ttft_ms_", (50, 90, 99)),
+            "tpot_ms_p50": float(np.median(np.concatenate([run.tpot_ms for run in runs]))),
+            "elapsed_s": float(np.median([run.makespan_s() for run in runs])),
+        }
+    clients = int(float(row["concurrency"]))
+    n = INTERACTIVE_REQUESTS if scenario == "interactive" else SUSTAINED_REQUESTS
+    served = _serve(row, version, step_s, _log(np.zeros(n), mean, 0), clients=clients)
+    if scenario == "interactive":
+        return {
+            **_ttft([served], "ttft_ms_", (50, 90, 99)),
+            "tpot_ms_p50": float(np.median(served.tpot_ms)),
+            "elapsed_s": served.makespan_s(),
+        }
+    # The clients' common start and the last requests are not what a sustained run measures.
+    rate = served.metric["tokens_per_sec"]
+    steady = rate[len(rate) // 10 : -len(rate) // 4]
+    ttft, weight = ttft_samples(served.record[1:])
+    return {"out_tok_s": float(steady.mean()), "ttft_ms_p50": weighted_quantile(ttft, weight, 0.5)}
+
+
+def online_arrivals(row: dict[str, str], version: str) -> list[FloatArray]:
+    """Arrival times (s) of the three runs at one rate; the generator goes through the suite's rates in order."""
+    suite, precision = row["suite"], row["precision"]
+    rates = sorted(
+        float(other["target_qps"])
+        for other in _rows(version)
+        if (other["suite"], other["precision"], other["scenario"]) == (suite, precision, "online")
+    )
+    generator = random.Random(SEED)
+    for rate in rates:
+        runs = [_poisson(generator, rate, ONLINE_REQUESTS) for _ in range(RUNS)]
+        if rate == float(row["target_qps"]):
+            return runs
+    raise AssertionError("a row's own rate is among its suite's")
+
+
+def burst_arrivals(row: dict[str, str]) -> tuple[list[FloatArray], list[FloatArray]]:
+    """Arrival times (s) of the quiet and of the burst windows; each window starts on an empty engine."""
+    generator = random.Random(SEED)
+    quiet: list[FloatArray] = []
+    burst: list[FloatArray] = []
+    for _ in range(RUNS):
+        for into, rate, length in (
+            (quiet, row["burst_steady_qps"], row["burst_interval_s"]),
+            (burst, row["burst_peak_qps"], row["burst_duration_s"]),
+        ):
+            expected = float(rate) * float(length)
+            drawn = _poisson(generator, float(rate), int(expected * DRAWN_PER_EXPECTED))
+            into.append(drawn[drawn < float(length)])
+    return quiet, burst
+
+
+def _poisson(generator: random.Random, rate: float, n: int) -> FloatArray:
+    return np.array(list(itertools.accumulate(generator.expovariate(rate) for _ in range(n))))
+
+
+def _burst_figures(row: dict[str, str], version: str, step_s: float, mean: float) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, windows in zip(("steady", "burst"), burst_arrivals(row), strict=True):
+        runs = [_serve(row, version, step_s, _log(at, mean, i)) for i, at in enumerate(windows)]
+        figures |= _ttft(runs, f"{name}_ttft_ms_", (50, 99))
+    return figures
+
+
+def _ttft(runs: Sequence[Served], prefix: str, percentiles: Sequence[int]) -> dict[str, float]:
+    ttft = np.concatenate([run.ttft_ms for run in runs])
+    weight = np.concatenate([run.ttft_weight for run in runs])
+    return {f"{prefix}p{q}": weighted_quantile(ttft, weight, q / 100) for q in percentiles}
+
+
+def _serve(
+    row: dict[str, str], version: str, step_s: float, log: RequestLog, clients: int = 0, slots: int = 0
+) -> Served:
+    tier = QuantTier[TIER_OF_PRECISION[row["precision"]]]
+    action = ServeAction(1.0, 0, slots or SERVED_SLOTS[version], False, tier)
+    tables = _tables(version, row["scenario"] == "offline")
+    return serve_requests(action, log, tables, closed_clients=clients, step_s=step_s)
+
+
+def _log(arrival_s: FloatArray, mean_output: float, seed: int) -> RequestLog:
+    prompts = [float(row["prompt"]) + TEMPLATE_TOKENS for row in measured.rows("sharegpt_prompt_lengths_accelmark.csv")]
+    n = len(arrival_s)
+    # A window longer than the suite's 300 requests goes through them again.
+    return RequestLog(
+        arrival_s,
+        np.resize(prompts[:ONLINE_REQUESTS], n),
+        output_lengths(n, seed, mean_output).astype(np.float64),
+        np.zeros(n, dtype=np.int64),
+    )
+
+
+def _mean_output(row: dict[str, str], version: str) -> float:
+    """Output tokens per answered request of the same suite's sustained run."""
+    run: dict[str, Any] = next(
+        other
+        for other in _rows(version)
+        if other["scenario"] == "sustained" and (other["suite"], other["precision"]) == (row["suite"], row["precision"])
+    )
+    mean = float(run["out_tok_s"]) * 60.0 / float(run["req_per_min"])
+    assert math.isfinite(mean)
+    return mean

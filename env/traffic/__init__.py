@@ -1,0 +1,1 @@
+"""The traffic controller as an environment."""

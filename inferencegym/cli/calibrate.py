@@ -1,0 +1,59 @@
+"""``inferencegym calibrate``: floors, optima, peaks and prices of the tasks, measured with the solver."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
+    parser.add_argument("--quick", action="store_true", help="a coarse sweep and a short search: seconds, not minutes")
+    parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
+    parser.add_argument(
+        "--policies",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the policies found, to be played as best_adaptive:FOLDER (default: the one that best_adaptive "
+        "reads by itself, beside the agents, or beside the file of a task of your own)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the entries as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate and write."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from agents.search.calibration import Places, calibrate
+    from agents.search.solver import QUICK, Budget
+    from inferencegym.tasks import get_task, list_tasks
+
+    tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
+    places = [Places.of(task, args.out, args.policies) for task in tasks]
+    for place in places:
+        place.check()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    entries = {}
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        for task, place in zip(tasks, places, strict=True):
+            line = bar.add_task(f"task {task.task_id}", total=1.0)
+
+            def progress(what: str, share: float, line: object = line, name: object = task.task_id) -> None:
+                bar.update(line, completed=share, description=f"task {name}: {what}")  # type: ignore[arg-type]
+
+            solved = calibrate(task, QUICK if args.quick else Budget(), progress)
+            # Written task by task: an interrupted run keeps what it has finished.
+            place.store(solved)
+            entries[str(task.task_id)] = solved.entry()
+    if args.json:
+        print(json.dumps({"tasks": entries}, indent=2))
+    else:
+        for key, entry in entries.items():
+            print(
+                f"task {key}: floor {entry['floor_tps']:.0f}, optimum {entry['optimal_tps']:.0f}, peak "
+                f"{entry['max_throughput_tps']:.0f} tokens/s, price {entry['price']:.5g} ({entry['seconds']:.0f} s)"
+            )
+    return 0

@@ -1,0 +1,94 @@
+"""``inferencegym evaluate``: score agents on held-out seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from inferencegym.cli import seed_count
+
+if TYPE_CHECKING:
+    from agents.integrations.ray_workers import Workers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--task", action="append", help="task id; may be given several times (default: tasks 1 to 3)")
+    parser.add_argument(
+        "--agent",
+        action="append",
+        help="naive, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], best_adaptive[:FOLDER], ..., "
+        "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
+    )
+    parser.add_argument("--seeds", type=seed_count(2), default=30, help="how many held-out seeds (default: 30)")
+    parser.add_argument("--ray", metavar="ADDRESS", help="spread agents over this Ray cluster; 'local' starts one here")
+    parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    from inferencegym.tasks import list_tasks
+
+    ids = args.task or [task.task_id for task in list_tasks()]
+    with _spread(args) as workers:
+        results = [_compare(task_id, args.agent or ["all"], args.seeds, workers) for task_id in ids]
+    if args.json:
+        print(json.dumps({"results": results}, indent=2))
+    else:
+        print("\n\n".join(_table(result) for result in results))
+    return 0
+
+
+def _spread(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
+    """Ray workers where --ray asks for them."""
+    if args.ray is None:
+        return nullcontext()
+    from agents.integrations.ray_workers import Workers
+
+    return Workers(args.workers, None if args.ray == "local" else args.ray)
+
+
+def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | None) -> dict[str, Any]:
+    """Agents on a task of whichever family it belongs to."""
+    from agents.evaluate import compare
+    from agents.integrations.ray_workers import Job
+    from agents.seeds import held_out_seeds
+    from agents.traffic_report import compare_traffic
+    from inferencegym.tasks import get_task
+    from inferencegym.traffic import get_traffic_task, list_traffic_tasks
+
+    seeds = held_out_seeds(n_seeds)
+    if any(task_id == task.task_id for task in list_traffic_tasks()):
+        return compare_traffic(get_traffic_task(task_id), names, seeds)
+    task = get_task(task_id)
+    if workers is None:
+        return compare(task, names, seeds)
+    return compare(
+        task, names, seeds, lambda agents: workers.evaluate([Job(task.task_id, a, tuple(seeds)) for a in agents])
+    )
+
+
+def _table(result: dict[str, Any]) -> str:
+    if "optimum" in result:  # the traffic controller's is known exactly
+        from agents.traffic_report import traffic_table
+
+        return traffic_table(result)
+    seeds = result["seeds"]
+    lines = [
+        f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]; "
+        f"best known: {result['best_known']['agent']}",
+        f"{'agent':<16}{'score':>24}{'over naive':>26}{'regret':>26}",
+    ]
+    for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
+        label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
+        lines.append(
+            f"{label:<16}{_cell(entry['score']):>24}{_cell(entry['over_naive']):>26}{_cell(entry['regret']):>26}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(x: dict[str, float]) -> str:
+    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"

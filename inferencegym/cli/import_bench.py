@@ -1,0 +1,82 @@
+"""``inferencegym import-bench``: a lookup table of your own engine, from benchmark results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulator.offline.bench_import import BenchFit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("files", nargs="+", type=Path, help="results of vllm bench serve, GuideLLM or AIPerf")
+    parser.add_argument("--out", type=Path, default=Path("my-engine.parquet"), help="table to write")
+    parser.add_argument("--hardware", default="a100-40gb", choices=("a100-40gb", "a100-80gb"), help="nearest card")
+    parser.add_argument("--engine", default="vllm_v1", help="engine profile to start from (default vllm_v1)")
+    parser.add_argument("--name", default="imported", help="name of the fitted profile")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="the engine's bound on running requests")
+    parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"), help="precision that was served")
+    parser.add_argument("--replicas", type=int, default=1, help="engines behind the benchmarked address")
+    parser.add_argument(
+        "--hold-out", type=float, default=0.25, help="share of the runs kept for judging (default 0.25)"
+    )
+    parser.add_argument("--fit-only", action="store_true", help="print the fit, write no table")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that build the table")
+    parser.add_argument("--json", action="store_true", help="print the fit as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read all files, fit, print the errors, build the table."""
+    from inferencegym.files import make_place
+    from simulator.offline.bench_files import read_runs
+    from simulator.offline.bench_import import Setup, fit_engine
+    from simulator.offline.table import build_table
+
+    if not args.fit_only:
+        make_place(args.out)
+    runs = [run for path in args.files for run in read_runs(path)]  # every file is read before anything is fitted
+    setup = Setup(args.max_num_seqs, args.quant, args.replicas)
+    fit = fit_engine(runs, args.hardware, args.engine, setup, args.hold_out, args.name)
+    if args.json:
+        print(json.dumps(fit.to_dict()))
+    else:
+        _print(fit)
+    if not args.fit_only:
+        notes = {"imported": fit.to_dict()}
+        path = build_table(args.out, fit.card, fit.engine, args.jobs, progress=not args.json, notes=notes)
+        if not args.json:
+            print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
+            print("scores need new constants on a new table: inferencegym calibrate --out ...")
+    return 0
+
+
+def _print(fit: BenchFit) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    e = fit.engine
+    print(f"fitted to {len(fit.fitted)} runs, {len(fit.held_out)} held out: {', '.join(fit.held_out) or 'none'}")
+    print(f"  overhead {e.step_overhead_ms:.3f} ms per iteration, {e.sequence_overhead_ms:.4f} ms per sequence")
+    print(f"  GEMM scale {e.gemm_scale:.3f}, bandwidth scale {fit.bandwidth_scale:.3f}")
+    print(f"  TTFT offset {e.ttft_offset_ms:.1f} ms")
+    table = Table(box=None, header_style="bold")
+    for i, name in enumerate(("runs", "metric", "n", "median error before", "after", "worst before", "after")):
+        table.add_column(name, justify="left" if i < 2 else "right")
+    for error in fit.errors:
+        table.add_row(
+            error.group,
+            error.metric,
+            str(error.runs),
+            f"{error.before_median:.1%}",
+            f"{error.after_median:.1%}",
+            f"{error.before_worst:.1%}",
+            f"{error.after_worst:.1%}",
+        )
+    Console(width=120).print(table)
+    if not fit.held_out:
+        print("nothing was held out, so these errors flatter: give at least two runs, better six or more")

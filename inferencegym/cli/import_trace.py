@@ -1,0 +1,108 @@
+"""``inferencegym import-trace``: a task of your own traffic, from a request log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("auto", "azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("file", type=Path, help="the request log")
+    add_log_arguments(parser)
+    parser.add_argument("--id", required=True, help="id of the new task, for example my-trace")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for ID.npz and ID.json (default: here)")
+    parser.add_argument("--replicas", type=int, help="GPUs of the fleet (default: sized to the log)")
+    parser.add_argument("--slo-ms", type=float, help="objective for the time to first token (default 500)")
+    parser.add_argument("--queue-limit", type=int, help="requests that may wait (default 512)")
+    parser.add_argument("--episode-length", type=int, help="seconds of an episode (default 200)")
+    parser.add_argument(
+        "--calibrate", default="quick", choices=("quick", "full", "no"), help="how well to measure the task"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite the files of this id")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say how to read a log."""
+    parser.add_argument("--format", default="auto", choices=FORMATS, help="what the log was written by")
+    parser.add_argument(
+        "--run", dest="run_index", type=int, metavar="N", help="which benchmark of a report with several"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
+    parser.add_argument(
+        "--from-s", type=float, default=0.0, metavar="S", help="only from S seconds after the first request"
+    )
+    parser.add_argument("--to-s", type=float, default=math.inf, metavar="S", help="only up to S seconds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import, calibrate, write."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from agents.search.solver import QUICK, Budget
+    from agents.search.trace_task import check_id, log_summary, write_trace_task
+    from simulator.offline.importers import import_log
+
+    check_id(args.id)  # before minutes of work
+    imported = import_log(
+        args.file, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run_index
+    )
+    budget = {"quick": QUICK, "full": Budget(), "no": None}[args.calibrate]
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("calibrating", total=1.0)
+        written = write_trace_task(
+            imported,
+            args.id,
+            args.out,
+            settings=_settings(args),
+            origin=args.file.name,
+            budget=budget,
+            force=args.force,
+            progress=lambda what, share: bar.update(line, completed=share, description=what),
+        )
+    summary = {**imported.describe(), **log_summary(imported.log)}
+    if args.json:
+        print(json.dumps({"log": summary, **written.to_dict()}))
+        return 0
+    _print(summary, written)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "n_replicas": args.replicas,
+        "slo_target_ms": args.slo_ms,
+        "queue_limit": args.queue_limit,
+        "episode_length": args.episode_length,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _print(log: dict[str, Any], written: Any) -> None:
+    left_out = "".join(f", {n} left out ({why})" for why, n in log["skipped"].items())
+    print(f"{log['requests']} requests in {log['span_s']:.0f} s ({log['format']}{left_out})")
+    print(f"  rate {log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s, dispersion {log['index_of_dispersion']:.1f}")
+    print(f"  prompts p50 {log['prompt_tokens_p50']:.0f} p99 {log['prompt_tokens_p99']:.0f} tokens")
+    print(f"  outputs p50 {log['output_tokens_p50']:.0f} p99 {log['output_tokens_p99']:.0f} tokens")
+    if log["tick_s"]:
+        print(f"  arrivals were recorded in steps of {log['tick_s']:g} s and spread within them")
+    if log["reused_share"]:
+        how = "by the log's own block ids" if log["reuse_measured"] else "by Mooncake's published curve"
+        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; what a cache finds of them is told {how}")
+    entry = written.entry
+    print(f"fleet of {entry['n_replicas']}, objective {entry['slo_target_ms']:g} ms")
+    if written.solved is not None:
+        c, solved = written.solved.calibration, written.solved
+        print(f"  floor {c.floor_tps:.0f}, best {c.optimal_tps:.0f} tokens/s, price {c.price:.4g}")
+        print(f"  best constant action scores {solved.best_static['training_score']:.3f} (training seeds)")
+    task_id = written.task_file.stem
+    print(f"wrote {written.trace_file} and {written.task_file}; play it with")
+    print(f"  INFERENCEGYM_TASKS={written.task_file} inferencegym evaluate --task {task_id}")

@@ -1,0 +1,60 @@
+"""The command line: ``inferencegym COMMAND``.
+
+Each command is a module of ``inferencegym.cli`` with ``HELP`` (a line), ``add_arguments(parser)`` and
+``run(args) -> int``; it is imported only when it is called, so ``--help`` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from inferencegym import __version__
+from inferencegym.errors import InferenceGymError
+
+COMMANDS: Final[dict[str, str]] = {
+    "simulate": "what-if on a steady, bursty or recorded load, outside any task",
+    "evaluate": "score agents on held-out seeds with confidence intervals",
+    "calibrate": "measure floors, optima and prices of the tasks",
+    "train": "train a PPO policy",
+    "llm": "let a language model play an episode on a server",
+    "sweep": "evaluate agents and seeds on many workers",
+    "verify": "replay an episode log and check every number of it",
+    "leaderboard": "add to or check a replay-verified leaderboard",
+    "import-bench": "turn benchmark results of your engine into a lookup table",
+    "import-trace": "turn a request log into a task",
+    "shadow": "what each policy would have done on a request log",
+    "build-table": "rebuild the lookup table from the measurements",
+    "serve": "start the HTTP and WebSocket server",
+}
+"""Every command and its line of help; the module is the name with ``-`` as ``_``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. Errors of ours end in one line on stderr and status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((a for a in arguments if a in COMMANDS), None)
+    for name, line in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"inferencegym.cli.{name.replace('-', '_')}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except InferenceGymError as error:
+        print(f"inferencegym {args.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Many episodes of a server over one connection: ``POST /step/batch`` with arrays, the fast lane for remote learners.
+
+Needs httpx and numpy, and nothing of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
+from inferencegym.client.http import DEFAULT_URL, json_of, key_header
+from inferencegym.client.retries import Retries
+from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
+
+GO_ON: Final = "Nothing is lost: call the same method again"
+_BINARY: Final = {"content-type": MEDIA_TYPE}
+
+
+class InferenceGymBatch:
+    """N episodes of one task on a server, in step with each other.
+
+    Steps carry their number, so a request whose answer was lost is sent again and played once. The session lives in the
+    server's memory: after a restart of the server :class:`~inferencegym.errors.UnknownSessionError` says so, and the
+    same seeds and actions give the same episodes again.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        retries: int = 5,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._retries = Retries(retries, GO_ON)
+        self._client = httpx.Client(
+            base_url=base_url,
+            timeout=timeout_s,
+            transport=transport,
+            headers=key_header(api_key),
+            # The session is in one process of the server: another connection may reach another.
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
+        )
+        self._opened: dict[str, Any] = {}
+        self.n = 0
+        self.episode_length = 0
+        self.steps = 0
+
+    @property
+    def session_id(self) -> str | None:
+        """The session on the server; None before the first reset."""
+        return self._opened.get("session_id")
+
+    def reset(
+        self,
+        n: int | None = None,
+        task_id: int | str = 1,
+        *,
+        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
+        config: Mapping[str, Any] | None = None,
+        autoreset: bool = False,
+    ) -> NDArray[np.float64]:
+        """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
+
+        Returns the observations (N, 14). With ``autoreset`` the episodes follow one another: the step that ends them
+        shows the first observations of the next ones. The session of an earlier reset is used again where it fits and
+        is still there, and closed otherwise.
+        """
+        wanted = {"n": n, "task_id": task_id, "seed": seed, "config": config, "autoreset": autoreset}
+        body: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        if seeds is not None:
+            body["seeds"] = [int(one) for one in seeds]
+        count = len(seeds) if seeds is not None else n or 1
+        shape = {"task_id": task_id, "config": config, "n": count}
+        if self.session_id is not None and self._opened["shape"] != shape:
+            self._end_session()
+        answer = self._open(body)
+        self._opened = {"session_id": answer["session_id"], "shape": shape}
+        self.n, self.episode_length, self.steps = answer["n"], answer["episode_length"], 0
+        return np.array(answer["observations"], dtype=np.float64)
+
+    def play(
+        self, actions: NDArray[Any], n_steps: int | None = None, *, last: bool = False, float64: bool = False
+    ) -> BatchPlayed:
+        """Play the actions (K, N, 5): kv_budget, spec_length, batch_size, prefill_disagg, quant_tier.
+
+        Actions (1, N, 5) are held for ``n_steps`` where that is given. Numbers out of range are clamped and snapped to
+        what is allowed. ``last`` leaves out all observations but the last; ``float64`` sends and returns the server's
+        own precision, which is otherwise rounded to float32.
+        """
+        if self.session_id is None:
+            raise NotResetError("this client plays no episodes: call reset()")
+        rows = np.asarray(actions, dtype=np.float64 if float64 else np.float32)
+        if rows.ndim != 3:
+            raise InvalidActionError("actions", rows.shape, f"an array of shape (K, {self.n}, 5)")
+        wanted = BatchSteps(self.session_id, rows, n_steps or len(rows), self.steps + 1, last)
+        answer = self._retries.send(
+            self._client, "POST", "/step/batch", content=encode_request(wanted), headers=_BINARY
+        )
+        if answer.status_code != 200:
+            json_of(answer)
+        try:
+            played = decode_answer(answer.content)
+        except ValueError as error:
+            raise ServerUnavailableError(f"{answer.url}: {error}; is this an InferenceGym server?") from error
+        self.steps = played.number - 1 + len(played.rewards)
+        return played
+
+    def step(self, actions: NDArray[Any], *, float64: bool = False) -> BatchPlayed:
+        """Play one second with the actions (N, 5)."""
+        return self.play(np.asarray(actions)[None], float64=float64)
+
+    def close(self) -> None:
+        """End the session on the server and close the connection."""
+        if self.session_id is not None:
+            self._end_session()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a reset, in the session of an earlier one where the server still has it."""
+        if self.session_id is not None:
+            try:
+                return self._reset({**body, "session_id": self.session_id})
+            except UnknownSessionError:
+                self._opened = {}
+        return self._reset(body)
+
+    def _reset(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return json_of(self._retries.send(self._client, "POST", "/reset/batch", json=body))
+
+    def _end_session(self) -> None:
+        # A session that is gone already, or a server that is, needs no closing.
+        try:
+            self._client.post("/close/batch", json={"session_id": self.session_id})
+        except httpx.TransportError:
+            return
+        finally:
+            self._opened = {}

@@ -1,0 +1,314 @@
+"""Play over HTTP as if in process: the methods of ``InferenceEnv``, its return values and its errors.
+
+Needs httpx and nothing of the simulator. A step carries its number, so that sending it again after a lost answer is
+safe: the server answers the same step with the same result and plays it once. Sessions outlive the connection, the
+client and the server's process: :meth:`InferenceGymHTTP.resume` goes on with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from inferencegym import errors
+from inferencegym.client.retries import Retries
+from inferencegym.errors import (
+    InferenceGymError,
+    InvalidActionError,
+    InvalidConfigError,
+    NotResetError,
+    RemoteError,
+    ServerUnavailableError,
+)
+from inferencegym.models import ServeAction, ServeObservation
+
+DEFAULT_URL: Final = "http://localhost:7860"
+GO_ON: Final = "Nothing is lost: call the same method again, or resume(session_id) later"
+
+Step = tuple[ServeObservation, float, bool, dict[str, Any]]
+
+
+class ServerError(RemoteError):
+    """The server answered with an error that has no class of its own here; ``code`` is the server's word for it."""
+
+    def __init__(self, message: str, code: str, status: int) -> None:
+        super().__init__(message, status)
+        self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
+
+
+def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
+    """The exception that local use would have raised, made from what a server said."""
+    detail = detail or {}
+    if code == InvalidActionError.code:
+        error = InvalidActionError(str(detail.get("field", "action")), None, str(detail.get("allowed", "")))
+        error.args = (message,)
+        return error
+    found = _CLASSES.get(code)
+    if found is not None:
+        return found(message)
+    if http_status == InvalidConfigError.http_status:
+        return InvalidConfigError(message)
+    return ServerError(message, code, http_status)
+
+
+_CLASSES: Final[dict[str, type[InferenceGymError]]] = {
+    found.code: found
+    for found in vars(errors).values()
+    if isinstance(found, type) and issubclass(found, InferenceGymError) and found is not InvalidActionError
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+    query: dict[str, str] | None = None
+
+
+class _Episode:
+    """What a client knows of its session: builds requests and reads answers, and does no input or output itself."""
+
+    def __init__(self) -> None:
+        self.session_id: str | None = None
+        self.steps = 0
+
+    # ------------------------------------------------------------ requests
+
+    def reset(
+        self, seed: int | None, task_id: int | str | None, config: Mapping[str, Any] | None, session_id: str | None
+    ) -> _Request:
+        given = {"seed": seed, "task_id": task_id, "config": config, "session_id": session_id}
+        body = {name: value for name, value in given.items() if value is not None}
+        return _Request("POST", "/reset", body)
+
+    def step(self, action: ServeAction | Mapping[str, Any]) -> _Request:
+        if isinstance(action, ServeAction):
+            action.validate()
+            action = action.to_dict()
+        body = {"session_id": self.known_id(), "action": dict(action), "step": self.steps + 1}
+        return _Request("POST", "/step", body)
+
+    def state(self, session_id: str | None = None) -> _Request:
+        return _Request("GET", "/state", query={"session_id": session_id or self.known_id()})
+
+    def grade(
+        self,
+        task_id: int | str | None,
+        episode_log: Sequence[Mapping[str, Any]] | None,
+        seed: int | None,
+        config: Mapping[str, Any] | None,
+        verify: bool,
+    ) -> _Request:
+        if episode_log is None:
+            return _Request("POST", "/grader", {"session_id": self.known_id()})
+        given = {"task_id": task_id, "seed": seed, "config": config, "verify": verify or None}
+        body: dict[str, Any] = {"episode_log": list(episode_log)}
+        body |= {name: value for name, value in given.items() if value is not None}
+        return _Request("POST", "/grader", body)
+
+    def known_id(self) -> str:
+        if self.session_id is None:
+            raise NotResetError("this client plays no episode: call reset(), or resume(session_id) to go on with one")
+        return self.session_id
+
+    # ------------------------------------------------------------ answers
+
+    def was_reset(self, answer: Mapping[str, Any]) -> ServeObservation:
+        self.session_id, self.steps = answer["session_id"], 0
+        return ServeObservation(**answer["observation"])
+
+    def was_stepped(self, answer: Mapping[str, Any]) -> Step:
+        self.steps = answer["info"]["timestep"]
+        return ServeObservation(**answer["observation"]), answer["reward"], answer["done"], answer["info"]
+
+    def was_resumed(self, session_id: str, answer: Mapping[str, Any]) -> ServeObservation:
+        self.session_id, self.steps = session_id, answer["step_count"]
+        return ServeObservation(**answer["observation"])
+
+
+def json_of(answer: httpx.Response) -> dict[str, Any]:
+    """The body of a good answer. Raises the error that a bad one stands for."""
+    try:
+        body = answer.json()
+    except ValueError as error:
+        raise ServerUnavailableError(
+            f"{answer.url} answered {answer.status_code} with no JSON: is this an InferenceGym server?"
+        ) from error
+    if answer.status_code == 200 and isinstance(body, dict):
+        return body
+    detail = body.get("detail") if isinstance(body, dict) else None
+    if not isinstance(detail, dict) or "code" not in detail:
+        raise ServerError(f"{answer.url} answered {answer.status_code}: {body}", "http_error", answer.status_code)
+    message = f"{detail.get('message')}; {detail.get('next')}"
+    raise error_of(detail["code"], message, answer.status_code, detail)
+
+
+class _Client:
+    """What the client and its twin with coroutines share."""
+
+    def __init__(self, retries: int) -> None:
+        self._episode = _Episode()
+        self._retries = Retries(retries, GO_ON)
+
+    @property
+    def session_id(self) -> str | None:
+        """Id of the session being played; with it ``resume`` goes on from anywhere. None before the first reset."""
+        return self._episode.session_id
+
+
+class InferenceGymHTTP(_Client):
+    """A serving episode on a server.
+
+    ``reset`` and ``step`` take and return what ``InferenceEnv``'s do, and raise the same errors. ``timeout_s`` is for
+    one attempt; after a lost answer, a busy server or a restart there are up to ``retries`` more.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: int = 5,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(retries)
+        self._client = httpx.Client(
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+        )
+
+    def reset(
+        self,
+        seed: int | None = None,
+        task_id: int | str | None = None,
+        config: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> ServeObservation:
+        """Start an episode, in a new session or in the one that ``session_id`` names; returns its first observation."""
+        return self._episode.was_reset(self._send(self._episode.reset(seed, task_id, config, session_id)))
+
+    def step(self, action: ServeAction | Mapping[str, Any]) -> Step:
+        """Play one second: observation, reward, done and info. Played once, however often it has to be sent."""
+        return self._episode.was_stepped(self._send(self._episode.step(action)))
+
+    def resume(self, session_id: str) -> ServeObservation:
+        """Go on with a session that another client, or this one before a crash, has left; returns its observation."""
+        return self._episode.was_resumed(session_id, self._send(self._episode.state(session_id)))
+
+    def state(self) -> dict[str, Any]:
+        """Where the episode stands."""
+        return self._send(self._episode.state())
+
+    def grade(
+        self,
+        task_id: int | str | None = None,
+        episode_log: Sequence[Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        verify: bool = False,
+    ) -> dict[str, Any]:
+        """Score this session's episode, or a log of ``task_id``; ``verify`` replays it from ``seed`` and ``config``."""
+        return self._send(self._episode.grade(task_id, episode_log, seed, config, verify))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON of a path such as ``/tasks``, ``/info``, ``/baseline`` or ``/health``."""
+        return self._send(_Request("GET", path))
+
+    def close(self) -> None:
+        """Close the connection; the session stays on the server."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, request: _Request) -> dict[str, Any]:
+        answer = self._retries.send(self._client, request.method, request.path, json=request.body, params=request.query)
+        return json_of(answer)
+
+
+class AsyncInferenceGymHTTP(_Client):
+    """:class:`InferenceGymHTTP` with coroutines."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: int = 5,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(retries)
+        self._client = httpx.AsyncClient(
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+        )
+
+    async def reset(
+        self,
+        seed: int | None = None,
+        task_id: int | str | None = None,
+        config: Mapping[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> ServeObservation:
+        """As in :class:`InferenceGymHTTP`."""
+        return self._episode.was_reset(await self._send(self._episode.reset(seed, task_id, config, session_id)))
+
+    async def step(self, action: ServeAction | Mapping[str, Any]) -> Step:
+        """As in :class:`InferenceGymHTTP`."""
+        return self._episode.was_stepped(await self._send(self._episode.step(action)))
+
+    async def resume(self, session_id: str) -> ServeObservation:
+        """As in :class:`InferenceGymHTTP`."""
+        return self._episode.was_resumed(session_id, await self._send(self._episode.state(session_id)))
+
+    async def state(self) -> dict[str, Any]:
+        """As in :class:`InferenceGymHTTP`."""
+        return await self._send(self._episode.state())
+
+    async def grade(
+        self,
+        task_id: int | str | None = None,
+        episode_log: Sequence[Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        verify: bool = False,
+    ) -> dict[str, Any]:
+        """As in :class:`InferenceGymHTTP`."""
+        return await self._send(self._episode.grade(task_id, episode_log, seed, config, verify))
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """As in :class:`InferenceGymHTTP`."""
+        return await self._send(_Request("GET", path))
+
+    async def close(self) -> None:
+        """As in :class:`InferenceGymHTTP`."""
+        await self._client.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _send(self, request: _Request) -> dict[str, Any]:
+        answer = await self._retries.send_async(
+            self._client, request.method, request.path, json=request.body, params=request.query
+        )
+        return json_of(answer)
+
+
+def key_header(api_key: str | None) -> dict[str, str]:
+    """How an API key travels."""
+    return {} if api_key is None else {"x-api-key": api_key}

@@ -1,0 +1,571 @@
+"""Many episodes at once: /reset/batch, /step/batch and /close/batch, the fast lane for remote learners.
+
+A batch session is N episodes of one task in step with each other, K steps a request. Unlike single sessions it lives in
+the memory of the process that started it and is not recorded step by step: writing every action down would take longer
+than playing it. After a restart of the server its steps are answered with 404, and the same seeds and actions give the
+same episodes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from env.autoreset import episode_seeds
+from env.batch import ServingBatch
+from inferencegym.batch_format import (
+    HOLD,
+    LAST,
+    MEDIA_TYPE,
+    OBSERVATION_SIZE,
+    BatchPlayed,
+    BatchSteps,
+    decode_request,
+    encode_answer,
+    flags_of,
+)
+from inferencegym.errors import (
+    EpisodeDoneError,
+    InferenceGymError,
+    InvalidActionError,
+    StepConflictError,
+    UnknownSessionError,
+)
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.tasks import EpisodeConfig, TaskId, get_task
+from server import schemas
+from server.api.serving import Context, documented
+from server.families import served_tables
+from server.middleware import SESSION_KEY
+from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
+from server.net.json_io import JsonRoute, parse_object, read_body, read_object, reply
+from server.schemas import Schema, closed, nullable
+from server.sessions.manager import new_session_id
+from server.settings import Settings
+
+MAX_ROWS: Final = 4_096
+"""Episodes of one session."""
+MAX_FIRST_SEED: Final = 2**62 - 1
+"""Room above it for the seeds of all rows; the next number is the same as a double."""
+MAX_STEPS: Final = 262_144
+"""Steps of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers."""
+MAX_JSON_STEPS: Final = 16_384
+"""The same as JSON, whose answer has up to 400 bytes for each."""
+LARGE_JSON_BYTES: Final = 65_536
+"""Longer bodies are parsed on a thread."""
+IDLE_S: Final = 600.0
+"""A session that was not stepped for so long makes room for a new one."""
+MAX_WAITING: Final = 4
+"""Requests that may wait for one session at once."""
+INLINE_STEPS: Final = 256
+"""Fewer steps than this (a fraction of a millisecond) are played without a thread."""
+ACTIONS: Final = tuple(ACTION_FIELDS)
+
+
+class InvalidBatchError(InferenceGymError, ValueError):
+    """Bytes or arrays of /step/batch are not laid out as documented. (HTTP 422)"""
+
+    code = "invalid_batch"
+    http_status = 422
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+@dataclass(slots=True)
+class BatchSession:
+    """N episodes in step with each other."""
+
+    session_id: str
+    batch: ServingBatch
+    seeds: list[int] = field(default_factory=list)
+    autoreset: bool = False
+    taken: int = 0
+    episodes: int = 0
+    waiting: int = 0
+    touched: float = 0.0
+    last: tuple[BatchSteps, BatchPlayed] | None = None
+    """The latest request that was played, and what it gave."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def row_steps(self) -> int:
+        """Episodes times their length: what it takes of memory."""
+        return self.batch.n_rows * self.batch.config.episode_length
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the running episodes end."""
+        return self.batch.config.episode_length - int(self.batch.time[0])
+
+    def start(self, seeds: list[int], autoreset: bool) -> None:
+        """Start the episodes of the seeds."""
+        self.seeds, self.autoreset = seeds, autoreset
+        self.taken = self.episodes = 0
+        self.last = None
+        self.batch.reset(seeds)
+
+    def play(self, steps: BatchSteps) -> BatchPlayed:
+        """Play the steps, or give once more what they gave when they are the latest ones sent again."""
+        shape = (steps.n_steps if len(steps.actions) != 1 else len(steps.actions), self.batch.n_rows, len(ACTIONS))
+        if steps.actions.shape != shape:
+            raise InvalidActionError("actions", steps.actions.shape, f"an array of shape {shape} or {(1, *shape[1:])}")
+        if steps.number is not None and steps.number != self.taken + 1:
+            return self._again(steps)
+        if not np.isfinite(steps.actions).all():
+            step, row, knob = np.argwhere(~np.isfinite(steps.actions))[0].tolist()
+            raise InvalidActionError(f"actions[{step}][{row}].{ACTIONS[knob]}", "NaN or infinity", "a number")
+        seeds = self.seeds if self.autoreset else None
+        if seeds is None and steps.n_steps > self.steps_left:
+            raise EpisodeDoneError(
+                f"{steps.n_steps} steps are more than the {self.steps_left} that are left; nothing was played"
+            )
+        played = self._played(steps, seeds)
+        self.last = (steps, played)
+        return played
+
+    def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
+        """Episodes that end are followed by those of ``seeds``, if there are any."""
+        n, kind = steps.n_steps, steps.actions.dtype
+        observations = np.empty((1 if steps.last else n, self.batch.n_rows, OBSERVATION_SIZE), dtype=kind)
+        rewards = np.empty((n, self.batch.n_rows), dtype=kind)
+        done = np.zeros(n, dtype=np.bool_)
+        at = 0
+        while at < n:
+            upto = min(n, at + self.steps_left)
+            actions = np.asarray(steps.actions[at:upto] if len(steps.actions) == n else steps.actions, dtype=np.float64)
+            if len(actions) != upto - at:
+                actions = np.broadcast_to(actions, (upto - at, *actions.shape[1:]))
+            seen = observations if steps.last else observations[at:upto]
+            self.batch.play(actions, seen, rewards[at:upto])
+            at = upto
+            if self.steps_left == 0:
+                done[at - 1] = True
+                self.episodes += 1
+                if seeds is not None:
+                    self.batch.reset(episode_seeds(seeds, self.episodes))
+                    seen[-1] = self.batch.observation
+        number, self.taken = self.taken + 1, self.taken + n
+        return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
+
+    def _again(self, steps: BatchSteps) -> BatchPlayed:
+        if self.last is not None and self.last[1].number == steps.number:
+            if _same_steps(self.last[0], steps):
+                return self.last[1]
+            raise StepConflictError(f"step {steps.number} and those after it were taken with other actions")
+        raise StepConflictError(
+            f"step {steps.number} cannot be taken: {self.taken} steps were taken, so the next is {self.taken + 1}, "
+            "and only the latest request is answered again"
+        )
+
+
+def _same_steps(one: BatchSteps, other: BatchSteps) -> bool:
+    """Whether two requests ask for the same, to the bit: what is played again must have been played."""
+    alike = (one.n_steps, one.last, one.actions.dtype) == (other.n_steps, other.last, other.actions.dtype)
+    return alike and one.actions.tobytes() == other.actions.tobytes()
+
+
+class BatchSessions:
+    """The batch sessions of this process, within its limits."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._most = settings.batch_sessions
+        self._most_row_steps = settings.batch_row_steps
+        self._sessions: dict[str, BatchSession] = {}
+        # The kernels of one batch use all cores; more threads than two would only wait for each other.
+        self._threads: ThreadPoolExecutor | None = None
+
+    def get(self, session_id: str) -> BatchSession:
+        """Raises UnknownSessionError."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(
+                f"there is no batch session {session_id[:128]!r}: it never was, was closed, made room after "
+                f"{IDLE_S:g} s without a step, or ended with the server's process"
+            )
+        return session
+
+    def open(self, task_id: TaskId, config: EpisodeConfig, n_rows: int) -> BatchSession:
+        """A new session, not yet started. Raises RateLimitedError when there is no room."""
+        self._make_room(n_rows * config.episode_length)
+        batch = ServingBatch(get_task(task_id), n_rows, config, served_tables())
+        session = BatchSession(new_session_id(), batch, touched=time.monotonic())
+        self._sessions[session.session_id] = session
+        return session
+
+    def close(self, session_id: str) -> None:
+        """Forget a session. Raises UnknownSessionError."""
+        del self._sessions[self.get(session_id).session_id]
+
+    async def run(self, session: BatchSession, n_steps: int, work: Any) -> Any:
+        """``work()`` on this session alone: on a thread if it takes long, and never while another request does."""
+        if session.waiting >= MAX_WAITING:
+            raise RateLimitedError(f"{session.waiting} requests already wait for this session", retry_after_s=1)
+        session.waiting += 1
+        try:
+            async with session.lock:
+                session.touched = time.monotonic()
+                if n_steps <= INLINE_STEPS:
+                    return work()
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(2, thread_name_prefix="batch-session")
+                return await asyncio.wrap_future(self._threads.submit(work))
+        finally:
+            session.waiting -= 1
+
+    def _make_room(self, wanted: int) -> None:
+        idle = sorted((s for s in self._sessions.values() if not s.waiting), key=lambda s: s.touched)
+        for session in idle:
+            if self._fits(wanted):
+                return
+            left = session.touched + IDLE_S - time.monotonic()
+            if left > 0:
+                raise RateLimitedError("all batch sessions of this server are in use", retry_after_s=left)
+            del self._sessions[session.session_id]
+        if not self._fits(wanted):
+            raise RateLimitedError("all batch sessions of this server are in use", retry_after_s=IDLE_S)
+
+    def _fits(self, wanted: int) -> bool:
+        held = sum(session.row_steps for session in self._sessions.values())
+        return len(self._sessions) < self._most and held + wanted <= self._most_row_steps
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReset:
+    """Body of POST /reset/batch."""
+
+    task_id: TaskId
+    seeds: list[int]
+    config: Mapping[str, Any] | None
+    autoreset: bool
+    session_id: str | None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> BatchReset:
+        schemas.refuse_unknown(body, ("task_id", "n", "seed", "seeds", "config", "autoreset", "session_id"))
+        autoreset = body.get("autoreset", False)
+        if not isinstance(autoreset, bool):
+            raise InvalidRequestError("autoreset", autoreset, "true or false")
+        return cls(
+            schemas.task_id_of(body.get("task_id"), schemas.DEFAULT_TASK),
+            _seeds(body),
+            schemas.object_of("config", body.get("config")),
+            autoreset,
+            schemas.text_of("session_id", body.get("session_id")),
+        )
+
+
+def _seeds(body: Mapping[str, Any]) -> list[int]:
+    """One seed per episode: those of ``seeds``, or ``seed``, ``seed + 1``, ... for ``n`` episodes."""
+    given = body.get("seeds")
+    if given is None:
+        n = schemas.integer_of("n", body.get("n"), 1, MAX_ROWS, 1)
+        first = schemas.integer_of("seed", body.get("seed"), 0, MAX_FIRST_SEED, schemas.DEFAULT_SEED)
+        return list(range(first, first + n))
+    for other in ("n", "seed"):
+        if body.get(other) is not None:
+            raise InvalidRequestError(other, body[other], "left out when seeds is given")
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_ROWS:
+        raise InvalidRequestError("seeds", given, f"an array of 1 to {MAX_ROWS} seeds")
+    if None in given:
+        raise InvalidRequestError("seeds", given, "an array of integers")
+    return [schemas.integer_of(f"seeds[{i}]", seed, 0, schemas.MAX_SEED, 0) for i, seed in enumerate(given)]
+
+
+class BatchRoutes:
+    """The three paths under ``prefix``."""
+
+    def __init__(self, context: Context, prefix: str = "") -> None:
+        self._settings = context.settings
+        self._prefix = prefix
+        self._sessions = BatchSessions(context.settings)
+
+    def routes(self) -> list[JsonRoute]:
+        binary = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary", "description": LAYOUT}}}
+        answer = documented(_step_answer_schema(), 400, 404, 409, 429)
+        answer[200]["content"] |= binary
+        step = JsonRoute(
+            self._prefix + "/step/batch",
+            self.step,
+            method="POST",
+            summary="Play many seconds of many episodes",
+            description=LAYOUT,
+            request_schema=_step_schema(),
+            responses=answer,
+        )
+        assert step.openapi_extra is not None
+        step.openapi_extra["requestBody"]["content"] |= binary
+        return [
+            step,
+            JsonRoute(
+                self._prefix + "/reset/batch",
+                self.reset,
+                method="POST",
+                summary="Start many episodes at once",
+                request_schema=_reset_schema(),
+                body_required=False,
+                responses=documented(_reset_answer_schema(), 404, 409, 429, 503),
+            ),
+            JsonRoute(
+                self._prefix + "/close/batch",
+                self.close,
+                method="POST",
+                summary="Forget a batch session",
+                request_schema=closed(("session_id",), {"session_id": schemas.SESSION_ID_SCHEMA}),
+                responses=documented(closed(("closed",), {"closed": {"type": "boolean"}}), 404),
+            ),
+        ]
+
+    async def reset(self, request: Request) -> Response:
+        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        wanted = BatchReset.parse(body)
+        task = get_task(wanted.task_id)
+        config = task.config(wanted.config)
+        most = self._settings.batch_row_steps // config.episode_length
+        if len(wanted.seeds) > most:
+            raise InvalidRequestError("n", len(wanted.seeds), f"at most {most} with episodes of this length")
+        earlier = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
+        if earlier is not None and not _same_shape(earlier, wanted, config):
+            raise SessionConflictError("a session is restarted with its own task, config and n")
+        session = earlier or self._sessions.open(wanted.task_id, config, len(wanted.seeds))
+        request.scope[SESSION_KEY] = session.session_id
+        # A restart that is refused changes nothing, and one that is not waits for the steps under way.
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(wanted.seeds, wanted.autoreset))
+        return reply(
+            {
+                "session_id": session.session_id,
+                "task_id": wanted.task_id,
+                "n": len(wanted.seeds),
+                "episode_length": config.episode_length,
+                "config": config.to_dict(),
+                "autoreset": wanted.autoreset,
+                "observations": session.batch.observation,
+            }
+        )
+
+    async def step(self, request: Request) -> Response:
+        media_type = MEDIA_TYPE.encode()
+        body = await read_body(request, self._settings.max_batch_bytes, self._settings.body_timeout_s, also=media_type)
+        binary = (b"content-type", media_type) in request.scope["headers"]
+
+        def find(session_id: str) -> BatchSession:
+            request.scope[SESSION_KEY] = session_id
+            return self._sessions.get(session_id)
+
+        if binary:
+            session, steps = _binary_steps(body, find)
+        elif len(body) > LARGE_JSON_BYTES:
+            session, steps = await asyncio.to_thread(_json_steps, body, find)
+        else:
+            session, steps = _json_steps(body, find)
+
+        def answer() -> Response:
+            played = session.play(steps)
+            if binary:
+                return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
+            return reply(_as_json(played))
+
+        answered: Response = await self._sessions.run(session, steps.n_steps * session.batch.n_rows, answer)
+        return answered
+
+    async def close(self, request: Request) -> Response:
+        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        schemas.refuse_unknown(body, ("session_id",))
+        session_id = schemas.text_of("session_id", body.get("session_id"))
+        if session_id is None:
+            raise InvalidRequestError("session_id", None, "the session_id that POST /reset/batch returned")
+        self._sessions.close(session_id)
+        return reply({"closed": True})
+
+
+def _same_shape(session: BatchSession, wanted: BatchReset, config: EpisodeConfig) -> bool:
+    batch = session.batch
+    return batch.task is get_task(wanted.task_id) and batch.config == config and batch.n_rows == len(wanted.seeds)
+
+
+Find = Callable[[str], BatchSession]
+
+
+def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
+    try:
+        steps = decode_request(body)
+    except ValueError as error:
+        raise InvalidBatchError(str(error)) from error
+    if not 1 <= steps.n_steps <= MAX_STEPS:
+        raise InvalidBatchError(f"{steps.n_steps} steps: it must be 1 to {MAX_STEPS:,}")
+    session = find(steps.session_id)
+    _check_size(steps.n_steps * session.batch.n_rows, MAX_STEPS)
+    return session, steps
+
+
+def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
+    body = parse_object(text) if text else {}
+    schemas.refuse_unknown(body, ("session_id", "actions", "repeat", "last", "step"))
+    session_id = schemas.text_of("session_id", body.get("session_id"))
+    if session_id is None:
+        raise InvalidRequestError("session_id", None, "the session_id that POST /reset/batch returned")
+    last = body.get("last", False)
+    if not isinstance(last, bool):
+        raise InvalidRequestError("last", last, "true or false")
+    number = body.get("step")
+    if number is not None:
+        number = schemas.integer_of("step", number, 1, schemas.MAX_STEP, 1)
+    actions = body.get("actions")
+    if not isinstance(actions, list) or not actions:
+        raise InvalidRequestError("actions", actions, f"an array [step][episode][{len(ACTIONS)} numbers]")
+    repeat = schemas.integer_of("repeat", body.get("repeat"), 1, MAX_STEPS, 1)
+    if repeat > 1 and len(actions) != 1:
+        raise InvalidRequestError("repeat", repeat, "left out when actions holds more than one step")
+    session = find(session_id)
+    n_steps, n_rows = max(repeat, len(actions)), session.batch.n_rows
+    _check_size(n_steps * n_rows, MAX_JSON_STEPS)
+    return session, BatchSteps(session_id, _array(actions, n_rows), n_steps, number, last)
+
+
+def _check_size(row_steps: int, most: int) -> None:
+    if row_steps > most:
+        raise InvalidRequestError("actions", f"{row_steps:,} steps", f"at most {most:,} steps of all episodes")
+
+
+def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
+    """``actions`` (K, N, 5). Raises InvalidBatchError or InvalidRequestError at the first place that is wrong."""
+    rows = _joined(steps, n_rows, "one action per episode", _place)
+    numbers = _joined(rows, len(ACTIONS), ", ".join(ACTIONS), lambda row: _place(*divmod(row, n_rows)))
+    # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
+    if not {*map(type, numbers)} <= {int, float}:
+        at = next(i for i, number in enumerate(numbers) if type(number) not in (int, float))
+        row, knob = divmod(at, len(ACTIONS))
+        raise InvalidRequestError(f"{_place(*divmod(row, n_rows))}.{ACTIONS[knob]}", numbers[at], "a number")
+    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(ACTIONS))
+
+
+def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
+    """What the arrays hold, one after another. Raises InvalidBatchError at the first that is none of this size."""
+    if {*map(type, arrays)} != {list} or {*map(len, arrays)} != {size}:
+        at, wrong = next((i, one) for i, one in enumerate(arrays) if type(one) is not list or len(one) != size)
+        found = f"an array of {len(wrong)}" if isinstance(wrong, list) else "no array"
+        raise InvalidBatchError(f"{place(at)} is {found}: it must be an array of {size} ({meaning})", place(at))
+    return [*chain.from_iterable(arrays)]
+
+
+def _place(*at: int) -> str:
+    return "actions" + "".join(f"[{index}]" for index in at)
+
+
+def _as_json(played: BatchPlayed) -> dict[str, Any]:
+    return {
+        "step": played.number,
+        "observations": np.ascontiguousarray(played.observations),
+        "rewards": np.ascontiguousarray(played.rewards),
+        "done": played.done,
+        "episodes": played.episodes,
+        "steps_left": played.steps_left,
+    }
+
+
+# ---------------------------------------------------------------- schemas
+
+LAYOUT: Final = f"""N episodes of a session from `/reset/batch` play K steps in one request.
+
+As JSON: `actions[k][n]` are five numbers ({", ".join(ACTIONS)}); `observations[k][n]` are 14 numbers in the order of
+GET /info, `rewards[k][n]`, `done[k]`. Numbers out of range are clamped and snapped to the nearest allowed value; NaN is
+refused. The same with `Content-Type: {MEDIA_TYPE}`, everything little-endian without padding:
+
+request: `IGB1`, uint16 bytes per number (4 or 8), uint16 flags ({HOLD}: one action per episode held for all K steps,
+{LAST}: only the last observations), uint32 K, uint32 N, uint64 number of the first step from 1 (0: the next), 16 bytes
+session id; then actions (K or 1, N, 5).
+
+answer: `IGB1`, uint16 bytes per number, uint16 flags, uint32 K, uint32 N, uint64 first step, uint32 observations per
+episode, uint32 14, uint32 episodes finished, uint32 steps left; then observations (K or 1, N, 14), rewards (K, N), and
+a byte per step, 1 where it ended the episodes.
+
+A request with the number of its first step may be sent again: the latest one is answered again and played once.
+Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as JSON; body, sessions and their length by
+INFERENCEGYM_MAX_BATCH_BYTES, _BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are JSON."""
+
+
+def _reset_schema() -> Schema:
+    common: Schema = {
+        "task_id": {**nullable(schemas.task_id_schema()), "default": schemas.DEFAULT_TASK},
+        "config": nullable(schemas.config_schema()),
+        "autoreset": {
+            "type": "boolean",
+            "default": False,
+            "description": "when the episodes end, start the next ones; the last step then shows their first "
+            "observations. The k-th restart of a row plays a seed derived from its first seed and k",
+        },
+        "session_id": {
+            **nullable(schemas.SESSION_ID_SCHEMA),
+            "description": "restart this session; task, config and n must be its own",
+        },
+    }
+    first = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_FIRST_SEED + 1}
+    numbered = {
+        "n": {**nullable({"type": "integer", "minimum": 1, "maximum": MAX_ROWS}), "default": 1},
+        "seed": {**nullable(first), "default": schemas.DEFAULT_SEED, "description": "rows play seed, seed + 1, ..."},
+        "seeds": {"type": "null"},
+    }
+    seeds = {"type": "array", "items": schemas.SEED_SCHEMA, "minItems": 1, "maxItems": MAX_ROWS}
+    absent: Schema = {"type": "null"}
+    listed = {"seeds": seeds, "n": absent, "seed": absent}
+    return {"type": "object", "oneOf": [closed((), {**common, **numbered}), closed(("seeds",), {**common, **listed})]}
+
+
+def _step_schema() -> Schema:
+    five = {"type": "array", "items": {"type": "number"}, "minItems": len(ACTIONS), "maxItems": len(ACTIONS)}
+    rows = {"type": "array", "items": five, "minItems": 1, "maxItems": MAX_ROWS}
+    return closed(
+        ("session_id", "actions"),
+        {
+            "session_id": schemas.SESSION_ID_SCHEMA,
+            "actions": {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"},
+            "repeat": {
+                **nullable({"type": "integer", "minimum": 1, "maximum": MAX_STEPS}),
+                "description": "hold actions of one step for so many steps",
+            },
+            "last": {"type": "boolean", "default": False, "description": "only the last observations"},
+            "step": {
+                **nullable({"type": "integer", "minimum": 1, "maximum": schemas.MAX_STEP}),
+                "description": "number of the first of these steps, from 1: makes sending them again safe",
+            },
+        },
+    )
+
+
+def _step_answer_schema() -> Schema:
+    numbers = {"type": "array", "items": {"type": "number"}}
+    rows = {"type": "array", "items": numbers}
+    whole = {"type": "integer", "minimum": 0}
+    properties = {
+        "step": whole,
+        "observations": {"type": "array", "items": rows},
+        "rewards": rows,
+        "done": {"type": "array", "items": {"type": "boolean"}},
+        "episodes": whole,
+        "steps_left": whole,
+    }
+    return closed(properties, properties)
+
+
+def _reset_answer_schema() -> Schema:
+    properties = {
+        "session_id": schemas.SESSION_ID_SCHEMA,
+        "task_id": schemas.task_id_schema(),
+        "n": {"type": "integer", "minimum": 1},
+        "episode_length": {"type": "integer"},
+        "config": {"type": "object"},
+        "autoreset": {"type": "boolean"},
+        "observations": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+    }
+    return closed(properties, properties)

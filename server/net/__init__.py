@@ -1,0 +1,1 @@
+"""HTTP plumbing: JSON bodies, error answers, metrics, logs, limits."""

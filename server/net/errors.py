@@ -1,0 +1,83 @@
+"""What can be wrong with a request before any environment sees it."""
+
+from __future__ import annotations
+
+from inferencegym.errors import InferenceGymError, InvalidConfigError, short_repr
+
+
+class InvalidRequestError(InvalidConfigError):
+    """A field of the request is missing, unknown, of the wrong type or out of range. (HTTP 422)"""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.allowed = allowed
+        super().__init__(f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}")
+
+
+class SessionConflictError(InferenceGymError, RuntimeError):
+    """The session plays something else than the request says. (HTTP 409)"""
+
+    code = "session_conflict"
+    http_status = 409
+
+
+class UnknownPolicyError(InferenceGymError, LookupError):
+    """No stored policy of this name plays this task. (HTTP 404)"""
+
+    code = "unknown_policy"
+    http_status = 404
+
+
+class InvalidJsonError(InferenceGymError, ValueError):
+    """The body is not one JSON object, or not strict JSON. (HTTP 422)"""
+
+    code = "invalid_json"
+    http_status = 422
+
+
+class BodyTooLargeError(InferenceGymError, ValueError):
+    """The body is longer than this path takes. (HTTP 413)"""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnsupportedMediaTypeError(InferenceGymError, ValueError):
+    """The body is declared to be something else than JSON. (HTTP 415)"""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class BodyTimeoutError(InferenceGymError, TimeoutError):
+    """The body did not arrive in time. (HTTP 408)"""
+
+    code = "body_timeout"
+    http_status = 408
+
+
+class UnauthorizedError(InferenceGymError, PermissionError):
+    """The API key is missing or wrong. (HTTP 401)"""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class ForeignOriginError(InferenceGymError, PermissionError):
+    """A page of another origin wants to do more than read. (HTTP 403)"""
+
+    code = "foreign_origin"
+    http_status = 403
+
+
+class RateLimitedError(InferenceGymError, RuntimeError):
+    """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
+
+    code = "rate_limited"
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)

@@ -1,0 +1,132 @@
+"""Errors as HTTP answers: ``{"detail": {"message", "code", "field", "allowed", "next"}}`` for every one of them."""
+
+from __future__ import annotations
+
+import http
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from inferencegym.errors import ForgedLogError, InferenceGymError
+from server.families import PREFIXES
+from server.net.errors import InvalidRequestError
+from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
+
+NEXT: Final[dict[str, str]] = {
+    "invalid_action": "correct the action and send the step again; nothing was changed",
+    "invalid_config": "correct the request and send it again; GET /openapi.json has the schemas",
+    "invalid_request": "correct the request and send it again; GET /openapi.json has the schemas",
+    "invalid_json": "send one JSON object as UTF-8, without NaN, Infinity or repeated keys",
+    "invalid_batch": "GET /openapi.json describes the layout under {at}/step/batch",
+    "unknown_task": "GET {at}/tasks lists the tasks",
+    "unknown_session": "POST {at}/reset starts a session and returns its session_id",
+    "not_reset": "POST {at}/reset first",
+    "episode_done": "POST {at}/reset starts the next episode; POST {at}/grader scores this one",
+    "step_conflict": "GET {at}/state tells how many steps were taken; go on from there",
+    "unknown_policy": "GET {at}/policies lists the policies that play each task",
+    "session_conflict": "leave out what contradicts the session, or its session_id; GET {at}/state tells what it plays",
+    "data_format": "correct the file and send it again",
+    "malformed_log": "send the log as the environment wrote it; GET /openapi.json has its schema",
+    "forged_log": "send the log of the episode as it was played, with its seed and config; another release, table or "
+    "calibration gives other numbers",
+    "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
+    "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
+    "table": "try again after the time in Retry-After; the server's log has the cause",
+    "body_too_large": "send less in one request",
+    "unsupported_media_type": "send the header Content-Type: application/json",
+    "body_timeout": "send the whole body at once",
+    "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
+    "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
+    "rate_limited": "wait for the time in Retry-After",
+    "not_found": "GET /openapi.json lists the paths",
+    "method_not_allowed": "GET /openapi.json lists the methods of each path",
+}
+NEXT_OF_BATCHES: Final[dict[str, str]] = {
+    "unknown_session": "POST {at}/reset/batch starts a session and returns its session_id",
+    "episode_done": "POST {at}/reset/batch with the session_id starts the next episodes",
+    "step_conflict": "go on from the step that the message names",
+    "session_conflict": "leave out the session_id, and another session is started",
+}
+"""What to do next; ``{at}`` is the prefix of the environment that was asked. Batch sessions have paths of their own."""
+
+RETRY_AFTER_S: Final = 1
+
+
+_STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed", 401: "unauthorized", 403: "forbidden"}
+
+
+def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
+    """The answer to a request for ``path`` that ended in ``error``."""
+    detail: dict[str, Any] = {"message": str(error), "code": error.code}
+    for key in ("field", "allowed"):
+        value = getattr(error, key, None)
+        if value is not None:
+            detail[key] = str(value)
+    if isinstance(error, ForgedLogError) and error.step is not None:
+        detail["step"] = error.step
+    detail["next"] = _next(error.code, path)
+    headers: list[tuple[bytes, bytes]] = []
+    if error.http_status in (429, 503):
+        seconds = max(RETRY_AFTER_S, int(getattr(error, "retry_after_s", 0) + 0.999))
+        headers.append((b"retry-after", str(seconds).encode()))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
+
+
+def _next(code: str, path: str) -> str:
+    text = NEXT.get(code, "correct the request and send it again")
+    if path.endswith("/batch"):
+        text = NEXT_OF_BATCHES.get(code, text)
+    return text.format(at=next((prefix for prefix in PREFIXES if prefix and path.startswith(prefix + "/")), ""))
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Answer every kind of failure in the one form; what is not ours to explain becomes a plain 500."""
+    app.add_exception_handler(InferenceGymError, _on_known)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(Exception, _on_unknown)
+
+
+async def _on_known(request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, InferenceGymError)
+    return problem_reply(error, request.scope["path"])
+
+
+async def _on_http(request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, HTTPException)
+    code = _STATUS_CODES.get(error.status_code, "http_error")
+    message = error.detail or http.HTTPStatus(error.status_code).phrase
+    detail = {"message": str(message), "code": code, "next": _next(code, request.scope["path"])}
+    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    return JsonReply(orjson.dumps({"detail": detail}), error.status_code, headers)
+
+
+async def _on_validation(request: Request, error: Exception) -> JsonReply:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
+    # Pydantic's sentences, as the end of one of ours.
+    said = {"extra_forbidden": "left out: nothing of this name is taken here", "missing": "given"}
+    allowed = said.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    return problem_reply(InvalidRequestError(field, first.get("input"), allowed), request.scope["path"])
+
+
+async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
+    # This answer does not pass the middleware that adds the header to all others.
+    headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
+    return failure_reply(headers)
+
+
+def failure_reply(headers: RawHeaders = ()) -> JsonReply:
+    """What is said of a failure that is the server's own."""
+    detail = {
+        "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
+        "code": "internal",
+        "next": "report the request id; if it was a step, send it again with its number",
+    }
+    return JsonReply(orjson.dumps({"detail": detail}), 500, headers)

@@ -1,0 +1,1 @@
+"""Sessions: live environments over a durable store of episode records."""

@@ -1,0 +1,53 @@
+"""How many unfinished episodes one client may leave in the store, so that none can fill it for all others.
+
+The store is asked when a client is first seen and then every few hundred resets, not every time; several processes
+count for themselves, so together they may let a client have a little more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Final
+
+from server.net.errors import RateLimitedError
+from server.sessions.store import SessionStore, client_of
+
+IDLE_S: Final = 600.0
+"""An unfinished episode that was not played for so long may make room for its client's next one."""
+REFUSE_FOR_S: Final = 1.0
+MAX_CLIENTS: Final = 10_000
+
+
+class UnfinishedQuota:
+    """Allows each client so many unfinished episodes, and as many more as it has idle ones to give up for them."""
+
+    def __init__(self, store: SessionStore, limit: int) -> None:
+        self._store = store
+        self._limit = limit
+        self._room: OrderedDict[str, int] = OrderedDict()
+        self._refused_until: dict[str, float] = {}
+
+    async def take(self, caller: str) -> None:
+        """Use room for one more. Raises RateLimitedError when there is none and none can be made."""
+        client = client_of(caller)
+        if not client:
+            return  # a session that no request asked for
+        room = self._room.pop(client, 0) or await self._counted(client)
+        self._room[client] = room - 1
+        if len(self._room) > MAX_CLIENTS:
+            self._room.popitem(last=False)
+
+    async def _counted(self, client: str) -> int:
+        now = time.monotonic()
+        if now >= self._refused_until.get(client, 0.0):
+            left = await self._store.make_room(client, self._limit, IDLE_S)
+            if left < self._limit:
+                return min(self._limit - left, max(1, self._limit // 10))
+            self._refused_until = {one: until for one, until in self._refused_until.items() if until > now}
+            self._refused_until[client] = now + REFUSE_FOR_S
+        raise RateLimitedError(
+            f"{self._limit:,} unfinished episodes of yours are kept, as many as one client may have, and all of them "
+            f"were played in the last {IDLE_S / 60:g} minutes: finish one, or restart one by its id",
+            REFUSE_FOR_S,
+        )

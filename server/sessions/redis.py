@@ -1,0 +1,232 @@
+"""Episodes in Redis, shared by servers on several machines.
+
+Three keys per session: a hash with its start, a list with its actions, and an entry in the indexes by age. What must be
+one step is one Lua script, which Redis runs to its end before anything else. How much a restart of Redis loses is set
+there (``appendonly yes`` with ``appendfsync always`` or ``everysec``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+
+from inferencegym.errors import CapacityError, StoreError
+from server.sessions.store import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode, client_of
+from server.settings import Settings
+
+T = TypeVar("T")
+
+PREFIX: Final = "inferencegym:"
+BY_AGE: Final = PREFIX + "sessions"
+FINISHED: Final = PREFIX + "finished"
+PURGE_CHUNK: Final = 200
+MAX_CONNECTIONS: Final = 64
+
+# KEYS: hash, list, by-age index, finished index, caller's latest, its client's unfinished.
+# ARGV: token, start, ttl, now, limit, id, actions...
+_PUT: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return 0 end
+local before = redis.call('HGET', KEYS[1], 'unfinished')
+if before then redis.call('ZREM', before, ARGV[6]) end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2], 'unfinished', KEYS[6])
+for i = 7, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[6])
+redis.call('ZREM', KEYS[4], ARGV[6])
+redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[3])
+redis.call('ZADD', KEYS[6], ARGV[4], ARGV[6])
+redis.call('EXPIRE', KEYS[6], ARGV[3])
+return 1
+"""
+# KEYS: hash, list.  ARGV: token, index, action, ttl, number of this append
+_APPEND: Final = """
+local head = redis.call('HMGET', KEYS[1], 'token', 'append')
+if head[1] ~= ARGV[1] then return 0 end
+if head[2] == ARGV[5] then return 1 end
+if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then return 0 end
+redis.call('RPUSH', KEYS[2], ARGV[3])
+redis.call('HSET', KEYS[1], 'append', ARGV[5])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+redis.call('EXPIRE', KEYS[2], ARGV[4])
+return 1
+"""
+# KEYS: hash, list.  ARGV: first
+_GET: Final = """
+local head = redis.call('HMGET', KEYS[1], 'token', 'start')
+if not head[1] then return nil end
+return {head[1], head[2], redis.call('LRANGE', KEYS[2], ARGV[1], -1)}
+"""
+# KEYS: hash, by-age index, finished index.  ARGV: token, now, id, finished, ttl
+_TOUCH: Final = """
+local head = redis.call('HMGET', KEYS[1], 'token', 'unfinished')
+if head[1] ~= ARGV[1] then return 0 end
+redis.call('ZADD', KEYS[2], ARGV[2], ARGV[3])
+if ARGV[4] == '1' then
+  redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])
+  if head[2] then redis.call('ZREM', head[2], ARGV[3]) end
+elseif head[2] then
+  redis.call('ZADD', head[2], ARGV[2], ARGV[3])
+  redis.call('EXPIRE', head[2], ARGV[5])
+end
+return 1
+"""
+
+
+class RedisStore:
+    """A store on a Redis server (5 or newer; not on a Redis cluster)."""
+
+    name = "redis"
+
+    def __init__(self, settings: Settings) -> None:
+        self._ttl_s = settings.session_ttl_s
+        self._limit = settings.max_sessions
+        self._process = secrets.token_hex(4)
+        self._appends = itertools.count()
+        pool = redis.BlockingConnectionPool.from_url(
+            settings.store_url,
+            # What comes when all are in use waits its turn, as long as for Redis itself.
+            max_connections=MAX_CONNECTIONS,
+            timeout=settings.store_timeout_s,
+            socket_timeout=settings.store_timeout_s,
+            socket_connect_timeout=settings.store_timeout_s,
+            # More attempts cover a connection that the server closed while it was idle, and a short restart. A script
+            # may then run twice: an append carries a number by which the second run knows itself.
+            retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
+            health_check_interval=30,
+        )
+        # Its published types mix the synchronous and the asynchronous client, so they say little here.
+        self._client: Any = redis.Redis.from_pool(pool)
+        self._put = self._client.register_script(_PUT)
+        self._append = self._client.register_script(_APPEND)
+        self._get = self._client.register_script(_GET)
+        self._touch = self._client.register_script(_TOUCH)
+
+    async def open(self) -> None:
+        await self.ping()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def ping(self) -> None:
+        await self._run(lambda: self._client.set(PREFIX + "ping", "1", ex=60))
+
+    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
+        token = secrets.token_hex(8)
+        keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
+        args: list[Any] = [token, start.to_json(), self._ttl_s, time.time(), self._limit, session_id, *actions]
+        if not await self._run(lambda: self._put(keys, args)):
+            await self.purge()
+            if not await self._run(lambda: self._put(keys, args)):
+                raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+        return token
+
+    async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
+        found = await self._run(lambda: self._get([_head(session_id), _actions(session_id)], [first]))
+        if found is None:
+            return None
+        token, start, actions = found
+        return StoredEpisode(token.decode(), EpisodeStart.from_json(start), actions)
+
+    async def position(self, session_id: str) -> tuple[str, int] | None:
+        async def read() -> tuple[str, int] | None:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.hget(_head(session_id), "token")
+                pipe.llen(_actions(session_id))
+                token, count = await pipe.execute()
+            return None if token is None else (token.decode(), int(count))
+
+        return await self._run(read)
+
+    async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        keys = [_head(session_id), _actions(session_id)]
+        args: list[Any] = [token, index, action, self._ttl_s, f"{self._process}-{next(self._appends)}"]
+        return bool(await self._run(lambda: self._append(keys, args)))
+
+    def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        return False
+
+    async def touch(self, session_id: str, token: str, finished: bool) -> None:
+        args: list[Any] = [token, time.time(), session_id, int(finished), self._ttl_s]
+        await self._run(lambda: self._touch([_head(session_id), BY_AGE, FINISHED], args))
+
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        return await self._run(lambda: self._make_room(client, limit, idle_s))
+
+    async def _make_room(self, client: str, limit: int, idle_s: float) -> int:
+        mine, now = _unfinished(client), time.time()
+        await self._client.zremrangebyscore(mine, 0, now - self._ttl_s)
+        count = int(await self._client.zcard(mine))
+        if count < limit:
+            return count
+        most = count - limit + ROOM_CHUNK
+        gone = await self._client.zrangebyscore(mine, 0, now - idle_s, start=0, num=most)
+        await self._forget(gone, mine, BY_AGE)
+        return count - len(gone)
+
+    async def latest(self, caller: str) -> str | None:
+        found = await self._run(lambda: self._client.get(_latest(caller)))
+        if found is None or not await self._run(lambda: self._client.exists(_head(found.decode()))):
+            return None
+        return str(found.decode())
+
+    async def purge(self) -> int:
+        """Redis forgets expired sessions by itself; the indexes are brought up to date here."""
+        gone = 0
+        while True:
+            count = await self._run(self._purge_chunk)
+            gone += count
+            if count < PURGE_CHUNK:
+                return gone
+
+    async def _purge_chunk(self) -> int:
+        # The index by age is written now and then only, so what it calls old may be in use: its key tells.
+        oldest = time.time() - self._ttl_s
+        old = await self._client.zrangebyscore(BY_AGE, 0, oldest, start=0, num=PURGE_CHUNK)
+        gone = [one for one in old if not await self._client.exists(_head(one.decode()))]
+        stored = await self._client.zcard(BY_AGE)
+        excess = min(PURGE_CHUNK - len(gone), stored - len(gone) - self._limit + 1)
+        if excess > 0:
+            gone += await self._client.zrange(FINISHED, 0, excess - 1)
+        await self._forget(gone, BY_AGE, FINISHED)
+        return len(gone)
+
+    async def _forget(self, gone: Sequence[bytes], *indexes: str) -> None:
+        if not gone:
+            return
+        async with self._client.pipeline(transaction=True) as pipe:
+            for index in indexes:
+                pipe.zrem(index, *gone)
+            pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
+            await pipe.execute()
+
+    async def _run(self, operation: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await operation()
+        except (RedisError, OSError) as error:
+            raise StoreError(f"the session store cannot be used now: {type(error).__name__}: {error}") from error
+
+
+def _head(session_id: str) -> str:
+    return f"{PREFIX}session:{session_id}"
+
+
+def _actions(session_id: str) -> str:
+    return f"{PREFIX}actions:{session_id}"
+
+
+def _latest(caller: str) -> str:
+    return f"{PREFIX}latest:{caller}"
+
+
+def _unfinished(caller: str) -> str:
+    return f"{PREFIX}unfinished:{client_of(caller)}"

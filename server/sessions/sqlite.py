@@ -1,0 +1,378 @@
+"""Episodes in one SQLite file, shared by all server processes of a machine.
+
+Write-ahead log, one row per step. A step is one statement that commits by itself (about 12 µs): the row goes into the
+log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
+of their own, so that their fsync does not hold up the event loop; in the mode ``full`` every commit syncs as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import random
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from inferencegym.errors import CapacityError, StoreError
+from server.sessions.store import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode
+from server.settings import Settings
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 2
+PAGE_BYTES: Final = 2048
+"""A step writes one or two whole pages to the log; with smaller ones they are split more often than that saves."""
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS sessions (
+    token INTEGER PRIMARY KEY,      -- random: one start of one session, never used again
+    id TEXT NOT NULL UNIQUE,
+    start TEXT NOT NULL,            -- JSON of EpisodeStart
+    caller TEXT NOT NULL,
+    created REAL NOT NULL,
+    touched REAL NOT NULL,
+    finished INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS sessions_by_caller ON sessions (caller, created);
+CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions (touched);
+CREATE TABLE IF NOT EXISTS steps (
+    token INTEGER NOT NULL,
+    n INTEGER NOT NULL,
+    action TEXT NOT NULL,           -- JSON array
+    PRIMARY KEY (token, n)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pings (count INTEGER NOT NULL);
+INSERT INTO pings VALUES (0);
+"""
+_APPEND: Final = """
+INSERT INTO steps SELECT ?1, ?2, ?3
+WHERE EXISTS (SELECT 1 FROM sessions WHERE token = ?1 AND id = ?4)
+  AND NOT EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n >= ?2)
+  AND (?2 = 0 OR EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n = ?2 - 1))
+"""
+_COUNT: Final = "SELECT coalesce(max(n) + 1, 0) FROM steps WHERE token = ?"
+
+_SYNCHRONOUS: Final = {"full": "FULL", "process": "NORMAL", "none": "OFF"}
+_BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_DAMAGED: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+CHECKPOINT_EVERY_S: Final = 1.0
+REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
+LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
+PURGE_CHUNK: Final = 20
+"""Sessions forgotten per transaction: about 4,000 rows, a few milliseconds."""
+
+
+class SqliteStore:
+    """The default store. Safe for any number of processes on one machine; not for network file systems."""
+
+    name = "sqlite"
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.sqlite_path()
+        self._synchronous = _SYNCHRONOUS[settings.durability]
+        self._timeout_s = settings.store_timeout_s
+        self._ttl_s = settings.session_ttl_s
+        self._limit = settings.max_sessions
+        self._connection: sqlite3.Connection | None = None
+        self._stored = 0
+        self._checkpoints: _Checkpoints | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"the directory of the session store cannot be made: {error}") from error
+        await self._run(lambda _: None)
+        log.info("sessions are kept in %s", self.path)
+        self._checkpoints = _Checkpoints(self.path)
+        self._checkpoints.start()
+
+    async def close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
+            self._checkpoints = None
+        self._disconnect()
+
+    async def ping(self) -> None:
+        # A full disk shows only when something is written.
+        await self._run(lambda c: c.execute("UPDATE pings SET count = count + 1"))
+
+    # ------------------------------------------------------------ records
+
+    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
+        if self._stored >= self._limit:
+            await self.purge()
+        token = secrets.randbits(62)
+        start_json = start.to_json().decode()
+        rows = [(token, n, action.decode()) for n, action in enumerate(actions)]
+        now = time.time()
+
+        def write(connection: sqlite3.Connection) -> bool:
+            with _transaction(connection):
+                known = _forget(connection, [session_id])
+                if not known and self._stored >= self._limit:
+                    raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+                row = (token, session_id, start_json, caller, now, now)
+                connection.execute(
+                    "INSERT INTO sessions (token, id, start, caller, created, touched) VALUES (?, ?, ?, ?, ?, ?)", row
+                )
+                connection.executemany("INSERT INTO steps VALUES (?, ?, ?)", rows)
+            return bool(known)
+
+        replaced = await self._run(write)
+        self._stored += not replaced
+        return str(token)
+
+    async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
+        def read(connection: sqlite3.Connection) -> StoredEpisode | None:
+            # One statement sees one state: a restart between two reads cannot mix two episodes.
+            rows = connection.execute(
+                "SELECT s.token, s.start, t.action FROM sessions s LEFT JOIN steps t ON t.token = s.token AND t.n >= ?"
+                " WHERE s.id = ? AND s.touched > ? ORDER BY t.n",
+                (first, session_id, self._oldest()),
+            ).fetchall()
+            if not rows:
+                return None
+            actions = [action.encode() for _, _, action in rows if action is not None]
+            return StoredEpisode(str(rows[0][0]), EpisodeStart.from_json(rows[0][1]), actions)
+
+        return await self._run(read)
+
+    async def position(self, session_id: str) -> tuple[str, int] | None:
+        def read(connection: sqlite3.Connection) -> tuple[str, int] | None:
+            row = connection.execute(
+                "SELECT token, (SELECT coalesce(max(n) + 1, 0) FROM steps WHERE token = sessions.token)"
+                " FROM sessions WHERE id = ? AND touched > ?",
+                (session_id, self._oldest()),
+            ).fetchone()
+            return None if row is None else (str(row[0]), int(row[1]))
+
+        return await self._run(read)
+
+    async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        row = (int(token), index, action.decode(), session_id)
+        return await self._run(lambda c: c.execute(_APPEND, row).rowcount == 1)
+
+    def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            return self._connection.execute(_APPEND, (int(token), index, action.decode(), session_id)).rowcount == 1
+        except sqlite3.Error:
+            # Another process is writing, or there is a fault: append meets it again and knows what to do.
+            return False
+
+    async def touch(self, session_id: str, token: str, finished: bool) -> None:
+        row = (time.time(), finished, int(token), session_id)
+        sql = "UPDATE sessions SET touched = ?, finished = max(finished, ?) WHERE token = ? AND id = ?"
+        await self._run(lambda c: c.execute(sql, row))
+
+    async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+        # All identities of the client: its digest, alone or with a dot and more behind it ("/" is what follows a dot).
+        mine = "caller >= ?1 AND caller < ?1 || '/' AND NOT finished AND touched > ?2"
+        count_sql = f"SELECT count(*) FROM sessions WHERE {mine}"
+        idle_sql = f"SELECT id FROM sessions WHERE {mine} AND touched <= ?3 ORDER BY touched LIMIT ?4"
+
+        def forget_idle(connection: sqlite3.Connection) -> int:
+            with _transaction(connection):
+                row = (client, self._oldest(), time.time() - idle_s, count - limit + ROOM_CHUNK)
+                return _forget(connection, [found[0] for found in connection.execute(idle_sql, row)])
+
+        count: int = await self._run(lambda c: c.execute(count_sql, (client, self._oldest())).fetchone()[0])
+        if count < limit:
+            return count
+        gone = await self._run(forget_idle)
+        self._stored -= gone
+        return count - gone
+
+    async def latest(self, caller: str) -> str | None:
+        sql = "SELECT id FROM sessions WHERE caller = ? AND touched > ? ORDER BY created DESC LIMIT 1"
+        row = await self._run(lambda c: c.execute(sql, (caller, self._oldest())).fetchone())
+        return None if row is None else str(row[0])
+
+    async def purge(self) -> int:
+        gone = 0
+        while True:
+            count = await self._run(self._purge_chunk)
+            gone += count
+            if count < PURGE_CHUNK:
+                return gone
+            await asyncio.sleep(0)
+
+    def _purge_chunk(self, connection: sqlite3.Connection) -> int:
+        with _transaction(connection):
+            stored = connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
+            sql = "SELECT id FROM sessions WHERE touched <= ? LIMIT ?"
+            ids = [row[0] for row in connection.execute(sql, (self._oldest(), PURGE_CHUNK))]
+            excess = min(PURGE_CHUNK - len(ids), stored - len(ids) - self._limit + 1)
+            if excess > 0:
+                sql = "SELECT id FROM sessions WHERE finished AND touched > ? ORDER BY touched LIMIT ?"
+                ids += [row[0] for row in connection.execute(sql, (self._oldest(), excess))]
+            _forget(connection, ids)
+        self._stored = stored - len(ids)
+        return len(ids)
+
+    def _oldest(self) -> float:
+        return time.time() - self._ttl_s
+
+    # ------------------------------------------------------------ faults
+
+    async def _run(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Carry ``operation`` out; wait for other processes' locks without holding up the event loop."""
+        deadline = time.monotonic() + self._timeout_s
+        pause = 0.0005
+        while True:
+            try:
+                return operation(self._connected())
+            except sqlite3.Error as error:
+                self._check(error)
+                if time.monotonic() + pause > deadline:
+                    raise StoreError(f"the session store stayed locked for {self._timeout_s:g} s") from error
+            # Jitter, so that several waiting processes do not ask in step.
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 0.05)
+
+    def _check(self, error: sqlite3.Error) -> None:
+        """Return if the operation is worth another attempt; raise StoreError if not. Leaves no transaction open."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _BUSY:
+            return
+        self._disconnect()
+        if code in _DAMAGED:
+            self._set_aside(error)
+            return
+        raise StoreError(f"the session store cannot be used now: {error}") from error
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        """Move a damaged file out of the way, so that the server goes on; what it held can be looked at by hand."""
+        try:
+            with _file_lock(self.path):
+                if not _is_damaged(self.path):
+                    return  # another process has replaced it already
+                aside = self.path.with_name(
+                    f"{self.path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+                )
+                self.path.rename(aside)
+                for suffix in ("-wal", "-shm"):
+                    companion = self.path.with_name(self.path.name + suffix)
+                    if companion.exists():
+                        companion.rename(aside.with_name(aside.name + suffix))
+        except OSError as os_error:
+            raise StoreError(f"the session store is damaged and cannot be set aside: {os_error}") from error
+        log.error("the session store %s was damaged (%s); it was set aside as %s", self.path, error, aside)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._connection = self._connect()
+            self._stored = self._connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
+        return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            # Before anything is written: the file keeps the size of its first pages.
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA synchronous={self._synchronous}")
+            connection.execute("PRAGMA wal_autocheckpoint=0")
+            found = connection.execute("PRAGMA user_version").fetchone()[0]
+            if found not in (0, SCHEMA_VERSION):
+                raise StoreError(
+                    f"{self.path} was written by another release (layout {found}, this one is {SCHEMA_VERSION}): "
+                    "name another file in INFERENCEGYM_STORE_URL"
+                )
+            if found == 0:
+                with _transaction(connection):
+                    for statement in _SCHEMA.split(";\n"):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+
+
+def _forget(connection: sqlite3.Connection, session_ids: Sequence[str]) -> int:
+    tokens = []
+    for session_id in session_ids:
+        tokens += connection.execute("SELECT token FROM sessions WHERE id = ?", (session_id,)).fetchall()
+    connection.executemany("DELETE FROM steps WHERE token = ?", tokens)
+    connection.executemany("DELETE FROM sessions WHERE token = ?", tokens)
+    return len(tokens)
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite has rolled back by itself after some errors (a full disk is one).
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_damaged(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=5)) as connection:
+            return str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok"
+    except sqlite3.DatabaseError as error:
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
+
+
+class _Checkpoints(threading.Thread):
+    """Moves the write-ahead log into the database file every second, so that the log stays small."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(name="sqlite-checkpoints", daemon=True)
+        self._path = path
+        self._log = path.with_name(path.name + "-wal")
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        while not self._stopped.wait(CHECKPOINT_EVERY_S):
+            # Whatever fails here (a lock, a full disk) is met and reported by the next request; the log only grows.
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        if not self._log.exists() or self._log.stat().st_size == 0:
+            return
+        with contextlib.closing(sqlite3.connect(self._path, timeout=1, isolation_level=None)) as connection:
+            # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log
+            # from being used from its start again, which costs less than letting it grow; so the rest, which is little
+            # now, is moved while writers wait for a moment.
+            pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+            if pages * PAGE_BYTES > REUSE_LOG_FROM_BYTES:
+                mode = "TRUNCATE" if self._log.stat().st_size > LARGE_LOG_BYTES else "RESTART"
+                connection.execute(f"PRAGMA wal_checkpoint({mode})")

@@ -1,1 +1,0 @@
-"""Offline: measured operator times -> step model -> discrete-event engine -> lookup table -> validation."""

@@ -1,0 +1,286 @@
+"""Fits an engine profile to benchmark results, and says how well it predicts runs that it was not fitted to.
+
+Five numbers are fitted by least squares on log ratios of predicted to measured latencies and throughput: overhead per
+iteration and per sequence, the GEMM scale, the scale of memory bandwidth, and the TTFT offset. Predictions are those of
+the serving dynamics on step times of the operator model, so what is fitted is what the product will say. A weak pull
+towards the starting profile keeps numbers that the runs do not tell apart where they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.models import QuantTier, ServeAction
+from simulator.hardware.operators import TIERS, EngineProfile, Hardware, OperatorModel, engine, hardware
+from simulator.offline.bench_files import METRICS, BenchRun
+from simulator.offline.table import (
+    BATCH_SIZES,
+    ITERATION_BATCHES,
+    KV_BUDGETS,
+    PROMPT_TOKENS,
+    SPEC_LENGTHS,
+    table_metadata,
+)
+from simulator.tables import VALUE_COLUMNS, FloatArray, ServingTables
+from simulator.whatif import serve_requests
+
+WEIGHT: Final[Mapping[str, float]] = {
+    "ttft_p50_ms": 1 / 0.15,
+    "ttft_p99_ms": 1 / 0.5,
+    "tpot_ms": 1 / 0.05,
+    "output_tokens_per_s": 1 / 0.05,
+}
+"""How much a log ratio counts: one over the error that the model is expected to keep anyway."""
+PRIOR_WEIGHT: Final = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One fitted number: bounds and the change that is worth as much as ``PRIOR_WEIGHT`` of an expected error."""
+
+    name: str
+    low: float
+    high: float
+    scale: float
+
+
+_PARAMETERS: Final = (
+    _Parameter("step_overhead_ms", 0.0, 50.0, 3.0),
+    _Parameter("sequence_overhead_ms", 0.0, 2.0, 0.05),
+    _Parameter("log_gemm_scale", -math.log(5.0), math.log(5.0), 0.2),
+    _Parameter("log_bandwidth_scale", -math.log(5.0), math.log(5.0), 0.1),
+    _Parameter("ttft_offset_ms", 0.0, 500.0, 30.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchError:
+    """Relative errors of one metric over some runs, before (the starting profile) and after the fit."""
+
+    metric: str
+    group: str
+    runs: int
+    before_median: float
+    after_median: float
+    before_worst: float
+    after_worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFit:
+    """A fitted engine with the errors of its predictions on the runs it was fitted to and on those held out."""
+
+    engine: EngineProfile
+    card: Hardware
+    bandwidth_scale: float
+    fitted: list[str]
+    held_out: list[str]
+    errors: list[BenchError]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; stored in the table that is built from the fit."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the benchmarked engine ran: most requests at once, precision, replicas behind the address."""
+
+    max_num_seqs: int = 256
+    tier: str = "FP16"
+    replicas: int = 1
+
+    def action(self, meta: Mapping[str, Any]) -> ServeAction:
+        """The same in knobs, with the largest KV pool that fits the card beside so many sequences."""
+        batch = min(512, self.max_num_seqs)
+        memory = meta["memory_gb"]
+        fixed = float(meta["weights_gb"][self.tier]) + float(memory["activations_gb"])
+        pool_gb = float(meta["memory_budget_gb"]) - fixed - float(memory["workspace_gb"])
+        room_gb = float(meta["memory_limit_gb"]) - fixed - float(memory["per_sequence_gb"]) * batch - 0.01
+        return ServeAction(min(1.0, max(0.1, room_gb / pool_gb)), 0, batch, False, QuantTier[self.tier])
+
+
+def fit_engine(
+    runs: Sequence[BenchRun],
+    hardware_name: str = "a100-40gb",
+    start: str = "vllm_v1",
+    setup: Setup | None = None,
+    hold_out: float = 0.25,
+    name: str = "imported",
+) -> BenchFit:
+    """Fit a profile to most runs and judge it on the others.
+
+    Every ``1 / hold_out``-th run in order of load is held out, at least one of two; 0 holds out none. Raises
+    :class:`InvalidConfigError` on settings out of range, :class:`DataFormatError` if no run is left to fit.
+    """
+    setup = setup or Setup()
+    if setup.tier not in TIERS or not 1 <= setup.max_num_seqs <= 4096 or not 1 <= setup.replicas <= 4096:
+        raise InvalidConfigError(f"{setup} is not allowed: tier one of {TIERS}, max_num_seqs and replicas 1 to 4096")
+    if hold_out != 0.0 and not 0.001 <= hold_out <= 0.5:
+        raise InvalidConfigError(f"hold_out={hold_out!r} is not allowed: it must be 0, or from 0.001 to 0.5")
+    ordered = sorted(runs, key=BenchRun.load)
+    held = set(_held_out(len(ordered), hold_out))
+    fitting = [r for i, r in enumerate(ordered) if i not in held]
+    testing = [r for i, r in enumerate(ordered) if i in held]
+    if not fitting:
+        raise DataFormatError("no run to fit to: give more result files")
+    card, profile = hardware(hardware_name), engine(start)
+    model = _Predictor(card, profile, setup)
+    solution = _least_squares(model, fitting)
+    return BenchFit(
+        engine=replace(model.profile(solution), name=name, source=f"Fitted to {len(fitting)} runs, from {start}."),
+        card=model.card(solution),
+        bandwidth_scale=float(math.exp(solution[3])),
+        fitted=[r.name for r in fitting],
+        held_out=[r.name for r in testing],
+        errors=[
+            *_errors("held out", model, model.start(), solution, testing),
+            *_errors("fitted", model, model.start(), solution, fitting),
+        ],
+    )
+
+
+def _held_out(n: int, share: float) -> list[int]:
+    """Indices held out of ``n`` runs in order of load: evenly spread, the lightest never."""
+    if share == 0.0 or n < 2:
+        return []
+    every = max(2, round(1.0 / share))
+    return list(range(max(1, min(every // 2, n - 1)), n, every))
+
+
+def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
+    scale = np.array([p.scale for p in _PARAMETERS])
+    start = model.start()
+    low = np.array([p.low for p in _PARAMETERS])
+    high = np.array([p.high for p in _PARAMETERS])
+
+    def residuals(u: FloatArray) -> FloatArray:
+        x = start + (u - 1.0) * scale
+        parts = [
+            WEIGHT[metric] * math.log(predicted / run.measured[metric])
+            for run in runs
+            for metric, predicted in model.predict(x, run).items()
+        ]
+        return np.array([*parts, *(PRIOR_WEIGHT * (u - 1.0))])
+
+    # Parameters in units of their scale, around 1: finite differences then take even steps.
+    bounds = ((low - start) / scale + 1.0, (high - start) / scale + 1.0)
+    inside = np.clip(np.ones(len(scale)), bounds[0] + 1e-6, bounds[1] - 1e-6)
+    found = least_squares(residuals, inside, bounds=bounds, loss="soft_l1", diff_step=0.02, max_nfev=25)
+    solution: FloatArray = start + (found.x - 1.0) * scale
+    return solution
+
+
+class _Predictor:
+    """What the serving dynamics say of a run for given numbers of the profile."""
+
+    def __init__(self, card: Hardware, profile: EngineProfile, setup: Setup) -> None:
+        self._card, self._profile, self._setup = card, profile, setup
+        self._meta = table_metadata(card, profile)
+        self._tables: tuple[bytes, ServingTables] | None = None
+
+    def start(self) -> FloatArray:
+        """The starting profile's numbers."""
+        p = self._profile
+        return np.array([p.step_overhead_ms, p.sequence_overhead_ms, math.log(p.gemm_scale), 0.0, p.ttft_offset_ms])
+
+    def profile(self, x: FloatArray) -> EngineProfile:
+        """The engine profile of these numbers, rounded to what is worth stating."""
+        return replace(
+            self._profile,
+            step_overhead_ms=round(float(x[0]), 4),
+            sequence_overhead_ms=round(float(x[1]), 5),
+            gemm_scale=round(math.exp(float(x[2])), 4),
+            ttft_offset_ms=round(float(x[4]), 3),
+        )
+
+    def card(self, x: FloatArray) -> Hardware:
+        """The card with its bandwidth scaled."""
+        return replace(self._card, bandwidth_gb_s=round(self._card.bandwidth_gb_s * math.exp(float(x[3])), 1))
+
+    def predict(self, x: FloatArray, run: BenchRun) -> dict[str, float]:
+        """The metrics that the run states."""
+        served = serve_requests(
+            self._setup.action(self._meta),
+            run.requests,
+            self._tables_for(x),
+            n_replicas=self._setup.replicas,
+            closed_clients=run.clients,
+        ).report()
+        said = {
+            "ttft_p50_ms": served.ttft_p50_ms,
+            "ttft_p99_ms": served.ttft_p99_ms,
+            "tpot_ms": served.tpot_p50_ms,
+            "output_tokens_per_s": served.output_tokens_per_s,
+        }
+        return {name: max(said[name], 1e-6) for name in METRICS if name in run.measured}
+
+    def _tables_for(self, x: FloatArray) -> ServingTables:
+        key = x.tobytes()
+        if self._tables is None or self._tables[0] != key:
+            tables = step_tables(OperatorModel(self.card(x), self._setup.tier, self.profile(x)), self._meta)
+            self._tables = (key, tables)
+        return self._tables[1]
+
+
+def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
+    """The step times of an operator model as the dynamics read them: one precision, no drafting, nothing saturated.
+
+    The other precisions and draft lengths repeat these times; only the model's own may be asked for.
+    """
+    shape = (len(TIERS), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
+    columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
+    columns["decode_ms"][:] = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in BATCH_SIZES]
+    columns["prefill_ms"][:] = [model.prefill_ms(p) for p in PROMPT_TOKENS]
+    for name, cost in (
+        ("prefill_marginal_ms", model.prefill_marginal_ms),
+        ("prefill_saturated_ms", model.prefill_saturated_ms),
+    ):
+        columns[name][:] = [[cost(p, n, p) for p in PROMPT_TOKENS] for n in BATCH_SIZES]
+    iteration = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES]
+    axes = {
+        "quant_tier": np.arange(len(TIERS), dtype=np.float64),
+        "spec_length": np.array(SPEC_LENGTHS, dtype=np.float64),
+        "kv_budget": np.array(KV_BUDGETS),
+        "batch_size": np.array(BATCH_SIZES, dtype=np.float64),
+        "prompt_len_bucket": np.array(PROMPT_TOKENS, dtype=np.float64),
+    }
+    own = {
+        "tau_ms": model.profile.ttft_offset_ms,
+        "iteration_ms": np.tile(np.array(iteration), (len(TIERS), len(SPEC_LENGTHS), 1, 1)),
+    }
+    return ServingTables("", "", axes, columns, {**meta, **own})
+
+
+def _errors(
+    group: str, model: _Predictor, before: FloatArray, after: FloatArray, runs: Sequence[BenchRun]
+) -> list[BenchError]:
+    both = [[_relative(model, x, run) for run in runs] for x in (before, after)]
+    found = []
+    for metric in METRICS:
+        old, new = ([abs(e[metric]) for e in errors if metric in e] for errors in both)
+        if new:
+            found.append(
+                BenchError(
+                    metric,
+                    group,
+                    len(new),
+                    float(np.median(old)),
+                    float(np.median(new)),
+                    float(max(old)),
+                    float(max(new)),
+                )
+            )
+    return found
+
+
+def _relative(model: _Predictor, x: FloatArray, run: BenchRun) -> dict[str, float]:
+    return {metric: value / run.measured[metric] - 1.0 for metric, value in model.predict(x, run).items()}

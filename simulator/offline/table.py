@@ -1,0 +1,321 @@
+"""Builds the lookup table: every configuration of the action grid, at every prompt length, on one card.
+
+Two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``,
+``prefill_saturated_ms``) are step times that the serving dynamics compose. The saturated columns (``ttft_*``,
+``tpot_ms``, ``tps``, ``cost_per_1k``) come from the discrete-event engine: ``batch_size`` clients in a closed loop on
+one replica, prompts of the bucket's length, log-normal outputs of 128 tokens. They answer for an engine that always
+has ``batch_size`` requests in hand.
+
+* ``batch_size``: concurrent requests served at most
+* ``kv_budget``: share of the free memory given to the KV cache
+* ``spec_length``: draft tokens per verify step, 0 = off
+* ``quant_tier``: 0 = FP16, 1 = INT8 (W8A8), 2 = INT4 (W4A16)
+* ``prompt_len_bucket``: index into ``PROMPT_TOKENS``
+* ``ttft_p50_ms``, ``ttft_p99_ms``: time to first token, the engine's TTFT offset included
+* ``tpot_ms``: median over requests of the time per output token
+* ``tps``: output tokens per second
+* ``gpu_mem_gb``: weights, activations, sequences, draft model and KV pool, decimal GB; an OOM above the card's limit
+* ``cost_per_1k``: GPUs / (tps / 1000), at a price of 1 per GPU and second
+* ``decode_ms``: one decode iteration with ``batch_size`` resident sequences at a context of the bucket's length,
+  drafting and verification included, whatever the KV budget
+* ``prefill_ms``: a prompt alone on an idle engine
+* ``prefill_marginal_ms``: what one prompt adds to the iterations of a batch of ``batch_size`` that decodes anyway
+* ``prefill_saturated_ms``: the same per prompt when such prompts fill the engine's token budget
+* ``kv_capacity_tokens``: tokens that the KV pool holds
+* ``support``: how well measurements cover the operator times, 0 measured, 1 interpolated, 2 modelled, 3 extrapolated
+
+``support`` is :func:`simulator.hardware.operators.support` at the row's batch, prompt and draft length. A row whose
+pool cannot hold a single request of this workload is simulated with a pool that holds exactly one, so that it serves
+one request at a time, and is marked 3. The table of the 40 GB card has no such row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from scipy.special import ndtri
+
+from inferencegym.files import atomic_write, make_place
+from simulator.hardware import measured
+from simulator.hardware.operators import (
+    EXTRAPOLATED,
+    PROFILES_PATH,
+    TIERS,
+    EngineProfile,
+    Hardware,
+    OperatorModel,
+    engine,
+    hardware,
+    operator_model,
+    profiles,
+    support,
+    weights_gb,
+)
+from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
+
+BUILDER_VERSION = 2
+METADATA_KEY = b"inferencegym"
+
+BATCH_SIZES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+KV_BUDGETS = (0.1, 0.25, 0.5, 0.75, 1.0)
+SPEC_LENGTHS = (0, 1, 2, 4, 8)
+PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Batch sizes at which the metadata lists decode iterations: GEMM times step up where another tile of rows starts.
+ITERATION_BATCHES = (
+    *(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 68, 72, 80, 96, 112),
+    *(128, 136, 160, 192, 224, 256, 288, 320, 384, 448, 512),
+)
+OUTPUT_TOKENS = 128
+OUTPUT_LOG_SIGMA = 0.6
+LONGEST_OUTPUT = 4 * OUTPUT_TOKENS
+
+COLUMNS = {
+    "batch_size": pa.int64(),
+    "kv_budget": pa.float64(),
+    "spec_length": pa.int64(),
+    "quant_tier": pa.int64(),
+    "prompt_len_bucket": pa.int64(),
+    "ttft_p50_ms": pa.float64(),
+    "ttft_p99_ms": pa.float64(),
+    "tpot_ms": pa.float64(),
+    "tps": pa.float64(),
+    "gpu_mem_gb": pa.float64(),
+    "cost_per_1k": pa.float64(),
+    "decode_ms": pa.float64(),
+    "prefill_ms": pa.float64(),
+    "prefill_marginal_ms": pa.float64(),
+    "prefill_saturated_ms": pa.float64(),
+    "kv_capacity_tokens": pa.int64(),
+    "support": pa.int64(),
+}
+KEY_COLUMNS = ("batch_size", "kv_budget", "spec_length", "quant_tier", "prompt_len_bucket")
+
+Row = dict[str, float]
+
+
+class Slice(NamedTuple):
+    """A share of the table that one process computes: all batch sizes and KV budgets of the rest of the key."""
+
+    hardware: str | Hardware
+    engine: str | EngineProfile
+    tier: str
+    prompt_bucket: int
+    spec_length: int
+
+
+class Saturated(NamedTuple):
+    """Steady state of a saturated replica."""
+
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_ms: float
+    tps: float
+
+
+def build_table(
+    out_path: Path | str,
+    hardware: str | Hardware = "a100-40gb",
+    engine: str | EngineProfile = "a100_40",
+    jobs: int = 2,
+    progress: bool = True,
+    notes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Compute all rows and write them as one plain parquet file; returns its path.
+
+    Card and engine are names of ``profiles.json`` or objects of one's own. ``jobs`` processes share the work. The same
+    inputs give the same file content whatever ``jobs`` is. ``notes`` are kept in the file's metadata. The file appears
+    when it is complete.
+    """
+    path = Path(out_path)
+    make_place(path)  # one that cannot be written to is told before minutes of work
+    slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
+    rows: list[Row] = []
+    with _pool(jobs) as compute:
+        for part in _shown(compute(slices), len(slices), _title(hardware, engine), progress):
+            rows.extend(part)
+    rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
+    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
+    table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
+        {METADATA_KEY: json.dumps({**table_metadata(hardware, engine), **(notes or {})})}
+    )
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, compression="snappy", row_group_size=len(rows))
+    return path
+
+
+def _title(card: str | Hardware, profile: str | EngineProfile) -> str:
+    return f"{hardware(card).name}, {engine(profile).name}"
+
+
+def slice_rows(part: Slice) -> list[Row]:
+    """All rows of one slice."""
+    cache: dict[tuple[int, int], Saturated] = {}
+    return [_row(part, batch, kv, cache) for batch in BATCH_SIZES for kv in KV_BUDGETS]
+
+
+def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
+    """One row, computed alone."""
+    return _row(part, batch_size, kv_budget, {})
+
+
+def kv_capacity_tokens(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> int:
+    """Tokens that the KV pool holds."""
+    pool_gb = _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
+    return math.floor(pool_gb * 1e9 / int(profiles()["model"]["kv_bytes_per_token"]))
+
+
+def gpu_memory_gb(
+    hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int, batch_size: int
+) -> float:
+    """Memory that a replica takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
+    per_sequence_gb = float(profiles()["memory"]["per_sequence_gb"])
+    fixed_gb = _fixed_gb(tier, spec_length) + per_sequence_gb * batch_size
+    return fixed_gb + _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
+
+
+def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> dict[str, Any]:
+    """What a table was built from and what its user needs beside the columns; stored in the file."""
+    card, profile = hardware(hardware_name), engine(engine_name)
+    speculation = profiles()["speculation"]
+    tokens = measured.spec_tokens_per_step(speculation["dataset"], speculation["method"])
+    return {
+        "builder_version": BUILDER_VERSION,
+        "model": profiles()["model"]["name"],
+        "hardware": card.name,
+        "memory_budget_gb": card.memory_budget_gb,
+        "memory_limit_gb": card.memory_limit_gb,
+        "engine": profile.name,
+        "scheduler": profile.scheduler,
+        "max_batched_tokens": profile.max_batched_tokens,
+        "tau_ms": profile.ttft_offset_ms,
+        "weights_gb": {tier: weights_gb(tier) for tier in TIERS},
+        "memory_gb": {name: value for name, value in profiles()["memory"].items() if name.endswith("_gb")},
+        "kv_bytes_per_token": profiles()["model"]["kv_bytes_per_token"],
+        "prompt_tokens": list(PROMPT_TOKENS),
+        "output_tokens": OUTPUT_TOKENS,
+        "spec_tokens_per_step": {str(k): tokens[k] for k in SPEC_LENGTHS},
+        "iteration_batches": list(ITERATION_BATCHES),
+        "iteration_ms": _iteration_ms(hardware_name, engine_name),
+        "profiles_sha256": hashlib.sha256(PROFILES_PATH.read_bytes()).hexdigest(),
+        "measured_sha256": measured.checksums(),
+    }
+
+
+def _iteration_ms(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> list[list[list[list[float]]]]:
+    """Decode iterations by tier, spec length, batch (``ITERATION_BATCHES``) and context (``PROMPT_TOKENS``)."""
+    models = [operator_model(hardware_name, tier, engine_name) for tier in TIERS]
+    return [
+        [[[round(m.decode_ms(n, x, k), 5) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES] for k in SPEC_LENGTHS]
+        for m in models
+    ]
+
+
+def output_lengths(n: int) -> IntArray:
+    """``n`` log-normal output lengths (tokens, mean ``OUTPUT_TOKENS``), every stretch of them representative.
+
+    Quantiles follow the golden-ratio sequence instead of random draws: nothing to seed, and neighbouring rows of the
+    table differ by their configuration alone.
+    """
+    quantiles = (0.5 + np.arange(n) * (math.sqrt(5.0) - 1.0) / 2.0) % 1.0
+    log_mean = math.log(OUTPUT_TOKENS) - OUTPUT_LOG_SIGMA**2 / 2.0
+    lengths = np.exp(log_mean + OUTPUT_LOG_SIGMA * ndtri(quantiles))
+    rounded: IntArray = np.clip(np.rint(lengths), 1, LONGEST_OUTPUT).astype(np.int64)
+    return rounded
+
+
+def saturated(
+    model: OperatorModel, batch_size: int, prompt_tokens: int, pool_tokens: int, spec_length: int
+) -> Saturated:
+    """Steady state of one replica with ``batch_size`` clients in a closed loop."""
+    # Clients beyond what the cache can ever hold only wait. They need not be simulated: first come first served, each
+    # lengthens every wait by the time between two departures (Little's law).
+    clients = min(batch_size, pool_tokens // (prompt_tokens + 1) + 8)
+    n = max(4 * clients, clients + 96)
+    speculation = profiles()["speculation"]
+    acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
+    fleet = Fleet(model, clients, pool_tokens, draft_tokens=spec_length, acceptance=acceptance.get(spec_length, ()))
+    outcome = serve_closed(fleet, np.full(n, prompt_tokens), output_lengths(n), clients)
+    return _steady_state(outcome, clients, batch_size - clients)
+
+
+def _steady_state(outcome: Outcome, clients: int, more_clients: int) -> Saturated:
+    # From one generation of requests after the start to the last arrival: all clients are busy and out of step.
+    start = float(np.sort(outcome.finish_s)[clients - 1])
+    end = float(outcome.arrival_s.max())
+    inside = (outcome.arrival_s >= start) & (outcome.arrival_s <= end)
+    departures_per_s = float(((outcome.finish_s > start) & (outcome.finish_s <= end)).sum()) / (end - start)
+    ttft_ms = outcome.ttft_ms()[inside] + more_clients / departures_per_s * 1e3
+    p50, p99 = np.quantile(ttft_ms, [0.5, 0.99])
+    tpot = np.nanmedian(outcome.tpot_ms()[inside])
+    return Saturated(float(p50), float(p99), float(tpot), outcome.tokens_per_s(start, end))
+
+
+def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, int], Saturated]) -> Row:
+    model = operator_model(part.hardware, part.tier, part.engine)
+    prompt, k = PROMPT_TOKENS[part.prompt_bucket], part.spec_length
+    capacity = kv_capacity_tokens(part.hardware, part.tier, kv_budget, k)
+    largest_request = BLOCK_TOKENS * math.ceil((prompt + LONGEST_OUTPUT + k + 1) / BLOCK_TOKENS)
+    # A pool larger than all requests together changes nothing: budgets that leave room to spare share one simulation.
+    pool = min(max(capacity, largest_request), batch_size * largest_request)
+    if (batch_size, pool) not in cache:
+        cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k)
+    steady = cache[batch_size, pool]
+    return {
+        "batch_size": batch_size,
+        "kv_budget": kv_budget,
+        "spec_length": k,
+        "quant_tier": TIERS.index(part.tier),
+        "prompt_len_bucket": part.prompt_bucket,
+        **steady._asdict(),
+        "gpu_mem_gb": gpu_memory_gb(part.hardware, part.tier, kv_budget, k, batch_size),
+        "cost_per_1k": 1000.0 / steady.tps,
+        "decode_ms": model.decode_ms(batch_size, prompt, k),
+        "prefill_ms": model.prefill_ms(prompt),
+        "prefill_marginal_ms": model.prefill_marginal_ms(prompt, batch_size, prompt, k),
+        "prefill_saturated_ms": model.prefill_saturated_ms(prompt, batch_size, prompt, k),
+        "kv_capacity_tokens": capacity,
+        "support": EXTRAPOLATED if capacity < largest_request else support(part.tier, batch_size, prompt, prompt, k),
+    }
+
+
+def _fixed_gb(tier: str, spec_length: int) -> float:
+    """What is allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
+    memory = profiles()["memory"]
+    return (
+        weights_gb(tier) + float(memory["activations_gb"]) + (float(memory["speculation_gb"]) if spec_length else 0.0)
+    )
+
+
+def _kv_pool_gb(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> float:
+    """The KV pool, decimal GB: ``kv_budget`` of what is left of the card's budget beside a workspace."""
+    workspace_gb = float(profiles()["memory"]["workspace_gb"])
+    return kv_budget * (hardware(hardware_name).memory_budget_gb - _fixed_gb(tier, spec_length) - workspace_gb)
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[Any]:
+    """A function that maps ``slice_rows`` over slices, in this process or over ``jobs`` of them."""
+    if jobs <= 1:
+        yield lambda slices: map(slice_rows, slices)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield lambda slices: pool.imap(slice_rows, slices)
+
+
+def _shown(parts: Iterable[list[Row]], total: int, title: str, show: bool) -> Iterator[list[Row]]:
+    if not show:
+        yield from parts
+        return
+    from rich.progress import track  # only the command line shows a bar
+
+    yield from track(parts, description=title, total=total)
