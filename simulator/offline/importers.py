@@ -32,7 +32,7 @@ import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES
-from simulator.offline.source import Source, Value
+from simulator.offline.source import Source, Value, shown
 from simulator.prefix import PrefixReuse
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.tables import FloatArray
