@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+import pydantic
+
 from inferencegym.errors import InvalidActionError
 
 
@@ -193,6 +195,12 @@ def _parse_flag(value: object) -> bool:
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return bool(value)
     raise InvalidActionError("prefill_disagg", value, "true or false")
+
+
+def bounds(field: Field) -> Any:
+    """A field of the tables below as pydantic's field: bounds, meaning and unit."""
+    high = field.high if math.isfinite(field.high) else None
+    return pydantic.Field(ge=field.low, le=high, description=f"{field.description} ({field.unit})")
 
 
 NAIVE_ACTION: Final = ServeAction(

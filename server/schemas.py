@@ -21,7 +21,8 @@ from inferencegym.models import (
     QuantTier,
     WorkloadState,
 )
-from inferencegym.tasks import MAX_EPISODE_LENGTH, RewardWeights, TaskId, TaskSpec, list_tasks
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import RewardWeights, TaskId, TaskSpec, list_tasks
 from server.net.errors import InvalidRequestError
 
 DEFAULT_TASK: Final = 1

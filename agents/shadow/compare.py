@@ -23,7 +23,8 @@ from env.action import snap, write_actions
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
-from inferencegym.tasks import MAX_EPISODE_LENGTH, Calibration, TaskSpec, parse_task
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import Calibration, TaskSpec, parse_task
 from simulator.coverage import LEVELS, fleet_support
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
