@@ -47,7 +47,7 @@ class FieldError(ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
-        self.value = value
+        self.value = _whole(value)
         self.allowed = allowed
         super().__init__(f"{field} must be {allowed}")
 
@@ -251,9 +251,8 @@ def _array_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> s
         count = f" of at least {low}" if low else ""
     else:
         count = f" of {high}" if low == high else f" of {low} to {high}" if low else f" of at most {high}"
-    different = " different ones" if schema.get("uniqueItems") else ""
     each = f", each {words(schema['items'], definitions)}" if schema.get("items") else ""
-    return f"an array{count}{different}{each}"
+    return f"an array{count}{each}"
 
 
 def _number_words(kind: str, schema: Mapping[str, Any]) -> str:
@@ -276,10 +275,11 @@ def _number(value: float) -> str:
 # ---------------------------------------------------------------- JSON texts
 
 
-def parse_json(text: str | bytes, refusal: type[Exception]) -> Any:
+def parse_json(text: str | bytes, refusal: type[Exception], finite: bool = True) -> Any:
     """Strict JSON: no NaN or infinity, no key repeated in one object, no integer too long to read.
 
-    Raises ``refusal`` with a sentence that follows the name of the text.
+    Unless ``finite``, NaN and infinity are read, for messages to refuse them by field. Raises ``refusal`` with a
+    sentence that follows the name of the text.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -291,6 +291,8 @@ def parse_json(text: str | bytes, refusal: type[Exception]) -> Any:
         return found
 
     def constant(name: str) -> float:
+        if not finite:
+            return float(name)
         raise refusal(f"{name} is no JSON number")
 
     try:

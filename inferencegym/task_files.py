@@ -60,12 +60,14 @@ def _in_order(bounds: list[float]) -> list[float]:
 
 def _different(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
-        raise ValueError(f"an array of different ones of {', '.join(get_args(Knob))}")
+        raise ValueError(_SOME_KNOBS)
     return names
 
 
 Knob = Literal["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"]
 
+_KNOBS: Final[list[Knob]] = list(get_args(Knob))
+_SOME_KNOBS: Final = f"an array of 1 to {len(_KNOBS)} different ones of {', '.join(_KNOBS)}"
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Tokens = Annotated[float, Field(ge=1, le=1e5)]
 _ObjectiveMs = Annotated[float, Field(ge=1, le=1e6)]
@@ -178,9 +180,10 @@ class TaskEntry(Message):
     # Rules
     active_actions: Annotated[
         list[Knob],
-        Field(min_length=1, max_length=len(get_args(Knob)), json_schema_extra={"uniqueItems": True}),
+        Field(min_length=1, max_length=len(_KNOBS)),
         AfterValidator(_different),
-    ] = list(get_args(Knob))
+        Allowed(_SOME_KNOBS),
+    ] = _KNOBS
     episode_length: EpisodeLength = 200
     cost_budget_episode: Annotated[float, Field(ge=1e-9, le=1e9)] = 5.0
     reward: RewardOverrides = RewardOverrides()

@@ -53,10 +53,11 @@ def load_entries(path: Path, kind: str, parse: Callable[[str, object], Entry]) -
     ``kind`` says in messages what the file should be. Every error names the file, and the task at fault.
     """
     try:
-        raw = read_entry(_TaskFile, parse_json(path.read_text(encoding="utf-8"), InvalidConfigError)).tasks
+        text = path.read_text(encoding="utf-8")
+        raw = read_entry(_TaskFile, parse_json(text, InvalidConfigError, finite=False)).tasks
     except (OSError, UnicodeDecodeError, InvalidConfigError) as error:
         raise InvalidConfigError(
-            f"{path}: not a {kind} ({error}); it must hold one object with the key 'tasks', which has them by their ids"
+            f"{path}: not a {kind} ({error}); it must hold an object with the key 'tasks'"
         ) from error
     entries = {}
     for task_id, entry in raw.items():
