@@ -76,6 +76,7 @@ _PER_CLASS: Final = Field(min_length=_CLASSES, max_length=_CLASSES)
 _Mix = Annotated[
     list[_Share], _PER_CLASS, AfterValidator(_sum_to_one), Allowed(f"an array of {_CLASSES} shares that sum to 1")
 ]
+_ScoreRange = Annotated[list[_Share], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
 
 class Throughput(Message):
@@ -152,7 +153,7 @@ class TaskEntry(Message):
     short_prompt_max: _Tokens = 128.0
     long_prompt_min: _Tokens = 4096.0
     long_prompt_max: _Tokens = 8192.0
-    class_prompt: Annotated[list[Literal["short", "long"]], _PER_CLASS] = ["short", "short", "long"]
+    class_prompt: Annotated[list[Literal["short", "long"]], _PER_CLASS] = Field(["short", "short", "long"])
     # Outputs
     output_mean_tokens: Annotated[
         _Tokens | list[_Tokens],
@@ -162,10 +163,10 @@ class TaskEntry(Message):
     output_cv: Annotated[float, Field(ge=0.01, le=5)] = 0.6
     output_max_tokens: _Tokens = 2048.0
     # Classes and their objectives
-    priority_mix: _Mix = [1.0, 0.0, 0.0]
+    priority_mix: _Mix = Field([1.0, 0.0, 0.0])
     burst_priority_mix: _Mix | None = None
     priority_routing: bool | None = None
-    complexity_penalty: Annotated[list[_Share], _PER_CLASS] = [0.0, 0.0, 0.0]
+    complexity_penalty: Annotated[list[_Share], _PER_CLASS] = Field([0.0, 0.0, 0.0])
     slo_target_ms: _ObjectiveMs
     slo_interactive_ms: _ObjectiveMs | None = None
     slo_batch_ms: _ObjectiveMs | None = None
@@ -188,9 +189,7 @@ class TaskEntry(Message):
     cost_budget_episode: Annotated[float, Field(ge=1e-9, le=1e9)] = 5.0
     reward: RewardOverrides = RewardOverrides()
     grade: Grade = FourTerm(kind="four_term", weights=[0.4, 0.3, 0.2, 0.1])
-    expected_baseline: Annotated[
-        list[_Share], Field(min_length=2, max_length=2), AfterValidator(_in_order)
-    ] | None = None
+    expected_baseline: _ScoreRange | None = None
     # Recorded traffic, and constants measured with it
     trace: str | None = None
     recorded: bool = False

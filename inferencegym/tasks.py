@@ -229,6 +229,7 @@ def _registry(user_files: str) -> dict[str, TaskSpec]:
 
 # ---------------------------------------------------------------- parsing
 
+
 def parse_task(key: str, entry: object, base: Path = DATA_DIR) -> TaskSpec:
     """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
     c = read_entry(TaskEntry, entry)

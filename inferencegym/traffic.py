@@ -303,7 +303,7 @@ class PatternEntry(Message):
     """Incoming rate of a task, as its file has it."""
 
     base_rps: _Rps
-    segments: list[SegmentEntry] = []
+    segments: list[SegmentEntry] = pydantic.Field([])
 
     @model_validator(mode="after")
     def _gives_each_step_one_rate(self) -> Self:

@@ -104,8 +104,8 @@ def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
     [
         # Keys and text
         ({"colour": "red"}, "colour='red' is not allowed: it must be left out: the fields are name, "),
-        ({"n_replica": 2}, "n_replica=2 is not allowed: it must be left out (did you mean n_replicas?): the fields are na"),
-        ({"grade": {"kind": "four_term", "weight": [1]}}, "grade.weight=[1] is not allowed: it must be left out (did you "),
+        ({"n_replica": 2}, "n_replica=2 is not allowed: it must be left out (did you mean n_replicas?): the field"),
+        ({"grade": {"kind": "four_term", "weight": [1]}}, "grade.weight=[1] is not allowed: it must be left out (di"),
         ({"reward": {"alfa": 1}}, "reward.alfa=1 is not allowed: it must be left out (did you mean alpha?)"),
         ({"name": 3}, "name=3 is not allowed: it must be a text"),
         ({"gym_id": "Lunch Desk"}, "gym_id='Lunch Desk' is not allowed: it must be made of letters, digits"),
@@ -135,7 +135,7 @@ def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
         ({"priority_mix": [1]}, "priority_mix=[1] is not allowed: it must be an array of 3 "),
         ({"priority_mix": [0.5, 0.2, 0.2]}, "priority_mix=[0.5, 0.2, 0.2] is not allowed: it must be an array of 3 sh"),
         ({"burst_priority_mix": [2, -1, 0]}, "burst_priority_mix[0]=2 is not allowed: it must be a number from 0 to 1"),
-        ({"complexity_penalty": [0.1]}, "complexity_penalty=[0.1] is not allowed: it must be an array of 3, each a num"),
+        ({"complexity_penalty": [0.1]}, "complexity_penalty=[0.1] is not allowed: it must be an array of 3, each a nu"),
         ({"complexity_penalty": 0.1}, "complexity_penalty=0.1 is not allowed: it must be an array of 3, each a number"),
         ({"class_prompt": ["short"]}, "class_prompt=['short'] is not allowed: it must be an array of 3, each one of s"),
         ({"class_prompt": ["short", "long", "tall"]}, "class_prompt[2]='tall' is not allowed: it must be one of short"),
@@ -149,8 +149,8 @@ def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
         ({"long_prompt_max": 200}, "long_prompt_min=4096 is not allowed: it must be at most long_prompt_max"),
         ({**LOGNORMAL, "prompt_len_sigma": None}, "prompt_len_sigma is missing: it must be "),
         # Floods
-        ({"burst_enabled": True}, "burst_enabled=True is not allowed: it must be given with all keys of one kind of flo"),
-        ({"burst_multiplier": 4}, "burst_multiplier=4 is not allowed: it must be given with all keys of one kind of fl"),
+        ({"burst_enabled": True}, "burst_enabled=True is not allowed: it must be given with all keys of one kind of"),
+        ({"burst_multiplier": 4}, "burst_multiplier=4 is not allowed: it must be given with all keys of one kind of"),
         ({"burst_offset_steps": 4}, "burst_offset_steps=4 is not allowed: it must be given with all keys of one ki"),
         ({**OFTEN, **IN_TURN}, "burst_period_steps=30 is not allowed: it must be given with all keys of one kind of f"),
         ({**OFTEN, "burst_duration_steps": 41}, "burst_duration_steps=41 is not allowed: it must be at most burst_int"),
@@ -169,7 +169,7 @@ def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
         ({"expected_baseline": [0.4, 0.2]}, "expected_baseline=[0.4, 0.2] is not allowed: it must be the lowest"),
         # Reward
         ({"reward": 1}, "reward=1 is not allowed: it must be an object with the fields alpha, beta, gamma, delta"),
-        ({"reward": {"omega": 1}}, "reward.omega=1 is not allowed: it must be left out: the fields are alpha, beta, gamma, delta"),
+        ({"reward": {"omega": 1}}, "reward.omega=1 is not allowed: it must be left out: the fields are alpha, beta"),
         ({"reward": {"alpha": 2}}, "reward.alpha=2 is not allowed: it must be a number from 0 to 1"),
         ({"reward": {"gamma": 0.7}}, "reward: beta + gamma + delta must not exceed 1, so that rewards stay in"),
         # Grade
