@@ -21,12 +21,12 @@ Entry = TypeVar("Entry")
 # ---------------------------------------------------------------- mistakes
 
 
-def refusal(key: str, value: object, allowed: str) -> InvalidConfigError:
-    """The error for a value that is not ``allowed``; ``key`` is its path, empty for a whole entry."""
+def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
+    """The error for a value that is not ``allowed``; ``field`` is its path, empty for a whole entry."""
     if value is MISSING:
-        return InvalidConfigError(f"{key} is missing: it must be {allowed}")
+        return InvalidConfigError(f"{field} is missing: it must be {allowed}")
     found = short_repr(value)
-    return InvalidConfigError(f"{f'{key}={found}' if key else found} is not allowed: it must be {allowed}")
+    return InvalidConfigError(f"{f'{field}={found}' if field else found} is not allowed: it must be {allowed}")
 
 
 MISSING: Final = object()
