@@ -154,10 +154,14 @@ def _inner_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tuple[int, FieldInfo | None]]:
-    """Position in ``loc`` and field of each part that names one; pydantic adds names of unions' branches, left out."""
+    """Position in ``loc`` of each part that leads to a value, and the field where it names one.
+
+    Indices of arrays and keys of dictionaries name none. Names of unions' branches, which pydantic adds, are left out.
+    """
     models, found = [model], list[tuple[int, FieldInfo | None]]()
     for at, part in enumerate(loc):
-        if isinstance(part, int):
+        field = found[-1][1] if found else None
+        if isinstance(part, int) or (field is not None and get_origin(field.annotation) is dict):
             found.append((at, None))
             continue
         for one in models:
@@ -208,9 +212,9 @@ def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
 
 
 def _entries(annotation: Any) -> Any:
-    """Annotation of the entries of an array, also within ``list[Row] | None`` and the like; None if there is none."""
-    if get_origin(annotation) in (list, tuple, Sequence):
-        return get_args(annotation)[0]
+    """Annotation of the entries of an array or a dictionary, also within ``list[Row] | None``; None if it has none."""
+    if get_origin(annotation) in (list, tuple, dict, Sequence):
+        return next(part for part in reversed(get_args(annotation)) if part is not ...)
     return next((one for part in get_args(annotation) if (one := _entries(part)) is not None), None)
 
 
