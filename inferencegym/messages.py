@@ -96,7 +96,7 @@ def explain(
     cause = context.get("error")
     if isinstance(cause, FieldError):
         return refusal(_path(_path(at, path), (cause.field,)), cause.value, cause.allowed)
-    if cause is not None:
+    if isinstance(cause, Exception):
         # Raised by a validator of one field, which says itself what is allowed.
         return refusal(_path(at, path), found, str(cause))
     if problem["type"] == "union_tag_invalid":

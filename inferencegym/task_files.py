@@ -1,4 +1,4 @@
-"""JSON forms of the serving family: a task's entry, its measured constants, and the settings of an episode.
+"""Pydantic models of the serving family's files: a task's entry, its measured constants, settings of an episode.
 
 ``TASK_AUTHORING.md`` explains the keys; :mod:`inferencegym.tasks` makes the program's own records of them.
 """
@@ -233,6 +233,10 @@ class TaskEntry(Message):
         given = self.output_mean_tokens
         means = given if isinstance(given, list) else [given]
         return means if len(means) == _CLASSES else means * _CLASSES
+
+    def baseline_range(self) -> tuple[float, float] | None:
+        """The lowest and the highest score that the naive baseline is expected to reach."""
+        return None if self.expected_baseline is None else (self.expected_baseline[0], self.expected_baseline[1])
 
     def _require_order(self, low: str, high: str) -> None:
         if getattr(self, low) > getattr(self, high):

@@ -1,4 +1,4 @@
-"""Tasks as data: what traffic comes, which fleet serves it, which knobs are live, how it is rewarded and graded.
+"""Tasks of the serving family: their traffic, fleet, live knobs, reward and grade, as data.
 
 A task is one entry of ``simulator/data/workload_configs.json`` or of a user's file of the same form (setting
 ``INFERENCEGYM_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
@@ -97,7 +97,7 @@ class RewardWeights:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """What a reset may override: the reward weights and the episode's length in steps."""
+    """Settings of an episode: the weights of its reward, and its length in steps."""
 
     weights: RewardWeights
     episode_length: int
@@ -203,8 +203,8 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
     path = Path(path)
     constants = CALIBRATION_FILE if path.parent == DATA_DIR else path.with_suffix(".calibration.json")
 
-    def parse(task_id: str, entry: object) -> TaskSpec:
-        return replace(parse_task(task_id, entry, base=path.parent), calibration_file=str(constants))
+    def parse(task_id: str, raw: object) -> TaskSpec:
+        return replace(parse_task(task_id, raw, base=path.parent), calibration_file=str(constants))
 
     return list(load_entries(path, "task file", parse).values())
 
@@ -230,87 +230,87 @@ def _registry(user_files: str) -> dict[str, TaskSpec]:
 # ---------------------------------------------------------------- parsing
 
 
-def parse_task(key: str, entry: object, base: Path = DATA_DIR) -> TaskSpec:
+def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
     """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
-    c = read_entry(TaskEntry, entry)
+    entry = read_entry(TaskEntry, raw)
     return TaskSpec(
         task_id=int(key) if key.isdecimal() else key,
-        name=c.name,
-        gym_id=gym_id_of(key, c.gym_id),
-        difficulty=c.difficulty,
-        description=c.description,
-        active_actions=tuple(c.active_actions),
-        classes=_classes(c),
-        arrival_rate_rps=c.arrival_rate_rps,
-        burst=_burst(c),
-        slo_target_ms=c.slo_target_ms,
+        name=entry.name,
+        gym_id=gym_id_of(key, entry.gym_id),
+        difficulty=entry.difficulty,
+        description=entry.description,
+        active_actions=tuple(entry.active_actions),
+        classes=_classes(entry),
+        arrival_rate_rps=entry.arrival_rate_rps,
+        burst=_burst(entry),
+        slo_target_ms=entry.slo_target_ms,
         fleet=Fleet(
-            n_replicas=c.n_replicas,
-            queue_limit=c.queue_limit,
-            base_accept_rate=c.base_accept_rate,
-            restart_s=c.restart_s,
-            load_gb_per_s=c.load_gb_per_s,
+            n_replicas=entry.n_replicas,
+            queue_limit=entry.queue_limit,
+            base_accept_rate=entry.base_accept_rate,
+            restart_s=entry.restart_s,
+            load_gb_per_s=entry.load_gb_per_s,
         ),
-        reward=_weights("reward", RewardWeights(), c.reward),
-        grade=c.grade.model_dump(),
-        memory_hard_limit_gb=c.memory_hard_limit_gb,
-        cost_budget=c.cost_budget_episode,
-        episode_length=c.episode_length,
-        expected_baseline=None if c.expected_baseline is None else (c.expected_baseline[0], c.expected_baseline[1]),
-        trace=_trace(c.trace, base),
-        recorded=c.recorded,
-        calibration=None if c.calibration is None else Calibration(**c.calibration.model_dump()),
+        reward=_weights("reward", RewardWeights(), entry.reward),
+        grade=entry.grade.model_dump(),
+        memory_hard_limit_gb=entry.memory_hard_limit_gb,
+        cost_budget=entry.cost_budget_episode,
+        episode_length=entry.episode_length,
+        expected_baseline=entry.baseline_range(),
+        trace=_trace(entry.trace, base),
+        recorded=entry.recorded,
+        calibration=None if entry.calibration is None else Calibration(**entry.calibration.model_dump()),
     )
 
 
-def _burst(c: TaskEntry) -> Burst | None:
-    if c.burst_enabled is False:
+def _burst(entry: TaskEntry) -> Burst | None:
+    if entry.burst_enabled is False:
         return None
-    if c.burst_period_steps is not None and c.arrival_rate_burst is not None:  # two rates in turn
-        period = c.burst_period_steps
-        return Burst(c.arrival_rate_burst, 2 * period, period, _first(c, period))
-    interval, duration, multiplier = c.burst_interval_steps, c.burst_duration_steps, c.burst_multiplier
+    if entry.burst_period_steps is not None and entry.arrival_rate_burst is not None:  # two rates in turn
+        period = entry.burst_period_steps
+        return Burst(entry.arrival_rate_burst, 2 * period, period, _first(entry, period))
+    interval, duration, multiplier = entry.burst_interval_steps, entry.burst_duration_steps, entry.burst_multiplier
     if interval is None or duration is None or multiplier is None:
         return None
     # A multiple of the rate, now and then.
-    return Burst(c.arrival_rate_rps * multiplier, interval, duration, _first(c, interval - duration))
+    return Burst(entry.arrival_rate_rps * multiplier, interval, duration, _first(entry, interval - duration))
 
 
-def _first(c: TaskEntry, default: int) -> int:
+def _first(entry: TaskEntry, default: int) -> int:
     """The step at which the first flood starts."""
-    return default if c.burst_offset_steps is None else c.burst_offset_steps
+    return default if entry.burst_offset_steps is None else entry.burst_offset_steps
 
 
-def _classes(c: TaskEntry) -> tuple[RequestClass, ...]:
-    objectives_ms = [c.slo_interactive_ms, c.slo_batch_ms, c.slo_best_effort_ms]
+def _classes(entry: TaskEntry) -> tuple[RequestClass, ...]:
+    objectives_ms = [entry.slo_interactive_ms, entry.slo_batch_ms, entry.slo_best_effort_ms]
     if all(objective is None for objective in objectives_ms):
-        objectives_ms = [c.slo_target_ms] * len(PRIORITY_CLASSES)
-    means = c.mean_output_tokens()
+        objectives_ms = [entry.slo_target_ms] * len(PRIORITY_CLASSES)
+    means = entry.mean_output_tokens()
     return tuple(
         RequestClass(
             name=name,
-            share=c.priority_mix[i],
-            burst_share=(c.burst_priority_mix or c.priority_mix)[i],
+            share=entry.priority_mix[i],
+            burst_share=(entry.burst_priority_mix or entry.priority_mix)[i],
             slo_ms=math.inf if (objective := objectives_ms[i]) is None else objective,
-            prompt=_prompt(c, i),
-            output=_output_dist(means[i], c.output_cv, c.output_max_tokens),
-            complexity_penalty=c.complexity_penalty[i],
+            prompt=_prompt(entry, i),
+            output=_output_dist(means[i], entry.output_cv, entry.output_max_tokens),
+            complexity_penalty=entry.complexity_penalty[i],
         )
         for i, name in enumerate(PRIORITY_CLASSES)
     )
 
 
-def _prompt(c: TaskEntry, class_index: int) -> LengthDist:
-    if c.prompt_len_dist == "trace":
+def _prompt(entry: TaskEntry, class_index: int) -> LengthDist:
+    if entry.prompt_len_dist == "trace":
         return LengthDist("trace")
-    if c.prompt_len_mu is not None and c.prompt_len_sigma is not None and c.prompt_len_dist == "lognormal":
-        low, high = c.prompt_len_clamp_min, c.prompt_len_clamp_max
-        return LengthDist("lognormal", low, high, c.prompt_len_mu, c.prompt_len_sigma)
-    if c.prompt_len_dist == "uniform":
-        return LengthDist("uniform", c.prompt_len_min, c.prompt_len_max)
-    if c.class_prompt[class_index] == "short":
-        return LengthDist("uniform", c.short_prompt_min, c.short_prompt_max)
-    return LengthDist("uniform", c.long_prompt_min, c.long_prompt_max)
+    if entry.prompt_len_mu is not None and entry.prompt_len_sigma is not None and entry.prompt_len_dist == "lognormal":
+        low, high = entry.prompt_len_clamp_min, entry.prompt_len_clamp_max
+        return LengthDist("lognormal", low, high, entry.prompt_len_mu, entry.prompt_len_sigma)
+    if entry.prompt_len_dist == "uniform":
+        return LengthDist("uniform", entry.prompt_len_min, entry.prompt_len_max)
+    if entry.class_prompt[class_index] == "short":
+        return LengthDist("uniform", entry.short_prompt_min, entry.short_prompt_max)
+    return LengthDist("uniform", entry.long_prompt_min, entry.long_prompt_max)
 
 
 def _trace(name: str | None, base: Path) -> str | None:

@@ -1,8 +1,8 @@
-"""The traffic controller's vocabulary: its four actions, what it sees, its settings, and its tasks as data.
+"""Traffic controller: its four actions, its state, the settings of its server model, and its tasks as data.
 
 A controller stands before one server and decides each second which share of the incoming requests it lets through.
-Field names follow the published HTTP document of that environment. The tables below are the only home of bounds, units
-and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form (setting
+Field names follow the published HTTP document of that environment. The tables below are the only home of their bounds,
+units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form (setting
 ``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
 """
 
@@ -375,26 +375,26 @@ def load_traffic_tasks(path: str | Path) -> list[TrafficTask]:
     return list(load_entries(Path(path), "task file", parse_traffic_task).values())
 
 
-def parse_traffic_task(task_id: str, entry: object) -> TrafficTask:
+def parse_traffic_task(task_id: str, raw: object) -> TrafficTask:
     """Build a task from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
-    c = read_entry(TrafficTaskEntry, entry)
+    entry = read_entry(TrafficTaskEntry, raw)
     return TrafficTask(
         task_id=task_id,
-        name=c.name,
-        gym_id=gym_id_of(task_id, c.gym_id),
-        difficulty=c.difficulty,
-        description=c.description,
-        episode_length=c.episode_length,
-        pattern=_pattern(c.pattern),
-        grade=GradeSpec(c.grade.kind, c.grade.model_dump(exclude={"kind"})),
-        config=traffic_config(c.config),
+        name=entry.name,
+        gym_id=gym_id_of(task_id, entry.gym_id),
+        difficulty=entry.difficulty,
+        description=entry.description,
+        episode_length=entry.episode_length,
+        pattern=_pattern(entry.pattern),
+        grade=GradeSpec(entry.grade.kind, entry.grade.model_dump(exclude={"kind"})),
+        config=traffic_config(entry.config),
     )
 
 
-def _pattern(c: PatternEntry) -> TrafficPattern:
-    segments = sorted(c.segments, key=lambda segment: segment.start_step)
+def _pattern(entry: PatternEntry) -> TrafficPattern:
+    segments = sorted(entry.segments, key=lambda segment: segment.start_step)
     return TrafficPattern(
-        c.base_rps,
+        entry.base_rps,
         tuple(
             RateSegment(s.start_step, s.end_step, s.rps, s.rps if s.end_rps is None else s.end_rps) for s in segments
         ),
