@@ -1,4 +1,4 @@
-"""What task files of both families share: how they are read, how their mistakes are told, and ids that are taken."""
+"""Task files and registries of tasks by id, for both families."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MISSING: Final = object()
 
 
 def read_entry(model: type[M], entry: object) -> M:
-    """A task's entry as a message; raises :class:`InvalidConfigError` naming the key at fault."""
+    """An entry of a file as a message; raises :class:`InvalidConfigError` naming the key at fault."""
     if not isinstance(entry, dict):
         raise refusal("", entry, allowed_object(model))
     return read(model, entry, refusal, missing=MISSING)
@@ -43,7 +43,7 @@ def read_entry(model: type[M], entry: object) -> M:
 # ---------------------------------------------------------------- files
 
 
-class _TaskFile(Message):
+class _File(Message):
     tasks: dict[str, Any]
 
 
@@ -54,7 +54,7 @@ def load_entries(path: Path, kind: str, parse: Callable[[str, object], Entry]) -
     """
     try:
         text = path.read_text(encoding="utf-8")
-        raw = read_entry(_TaskFile, parse_json(text, InvalidConfigError, finite=False)).tasks
+        raw = read_entry(_File, parse_json(text, InvalidConfigError, finite=False)).tasks
     except (OSError, UnicodeDecodeError, InvalidConfigError) as error:
         raise InvalidConfigError(
             f"{path}: not a {kind} ({error}); it must hold an object with the key 'tasks'"

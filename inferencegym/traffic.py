@@ -2,8 +2,8 @@
 
 A controller stands before one server and decides each second which share of the incoming requests it lets through.
 Field names follow the published HTTP document of that environment. The tables below are the only home of their bounds,
-units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form (setting
-``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
+units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form
+(setting ``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
 """
 
 from __future__ import annotations
