@@ -99,6 +99,31 @@ def allowed_object(model: type[BaseModel]) -> str:
     return f"an object with the fields {', '.join(model.model_fields)}"
 
 
+def plain_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema of a model in one piece: definitions in their places, no generated titles, whole bounds as integers.
+
+    pydantic and FastAPI write bounds as doubles, and 2^63 as 9.223372036854776e+18, which is another number.
+    """
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if not isinstance(value, dict):
+            return int(value) if isinstance(value, float) and value.is_integer() else value
+        if "$ref" in value:
+            return {**plain(definitions[value["$ref"].rsplit("/", 1)[1]]), **plain(_without(value, "$ref"))}
+        return {key: plain(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}
+
+    made: dict[str, Any] = plain(schema)
+    return made
+
+
+def _without(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != key}
+
+
 # ---------------------------------------------------------------- paths and words
 
 

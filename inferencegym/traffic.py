@@ -16,9 +16,12 @@ from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import pydantic
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, UnknownTaskError
+from inferencegym.messages import Message, read
 from inferencegym.models import Field
 from inferencegym.task_files import (
     TEXT,
@@ -77,20 +80,21 @@ ACCEPT_SHARES: Final[dict[str, float]] = {
 ACTION_NAMES: Final = tuple(ACCEPT_SHARES)
 
 
+class TrafficActionMessage(Message):
+    """JSON form of an action."""
+
+    action: Annotated[
+        Literal["allow_all", "throttle_70", "throttle_40", "drop_aggressive"],
+        pydantic.Field(description="share of the incoming requests that is let through"),
+    ]
+
+
 def parse_action(value: object) -> TrafficAction:
     """Read ``{"action": name}``, a name or a :class:`TrafficAction`; raises :class:`InvalidActionError`."""
     if isinstance(value, TrafficAction):
         return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if key != "action":
-                raise InvalidActionError(str(key), value[key], "left out: the only field is action")
-        if "action" not in value:
-            raise InvalidActionError("action", None, _one_of(ACTION_NAMES))
-        return parse_action(value["action"])
-    if isinstance(value, str) and value in ACCEPT_SHARES:
-        return TrafficAction(value)
-    raise InvalidActionError("action", value, _one_of(ACTION_NAMES))
+    given = value if isinstance(value, Mapping) else {"action": value}
+    return TrafficAction(read(TrafficActionMessage, given, InvalidActionError).action)
 
 
 # ---------------------------------------------------------------- what the controller sees
@@ -369,7 +373,3 @@ def _grade(values: dict[str, Any]) -> GradeSpec:
     if kind == "survival_latency":
         check_order(params, "full_score_ms", "floor_ms", where="grade.", strict=True)
     return GradeSpec(kind, params)
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return "one of " + ", ".join(names)
