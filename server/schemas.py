@@ -64,9 +64,7 @@ class GradeRequest(Message):
     session_id: Annotated[SessionId | None, Field(description="grade this session's episode")] = None
     seed: Seed | None = None
     config: dict[str, Any] | None = None
-    verify: Annotated[
-        bool, Field(description="replay the log's actions and refuse a log that differs")
-    ] = False
+    verify: Annotated[bool, Field(description="replay the log's actions and refuse a log that differs")] = False
 
     def check(self) -> None:
         """Raise InvalidRequestError where fields do not belong together."""
