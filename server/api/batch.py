@@ -259,6 +259,9 @@ class BatchSessions:
         return len(self._sessions) < self._most and held + wanted <= self._most_row_steps
 
 
+_SEEDS: Final = Allowed(f"an array of 1 to {MAX_ROWS} seeds")
+
+
 class BatchResetRequest(Message):
     """Body of POST /reset/batch."""
 
@@ -268,7 +271,7 @@ class BatchResetRequest(Message):
         Annotated[int, Field(ge=0, lt=MAX_FIRST_SEED + 1), WHOLE] | None,
         Field(description="rows play seed, seed + 1, ..."),
     ] = None
-    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_ROWS)] | None = None
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_ROWS), _SEEDS] | None = None
     config: dict[str, Any] | None = None
     autoreset: Annotated[
         bool,

@@ -57,10 +57,10 @@ class EpisodeRoutes:
         all_tasks = {"name": "all", "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
         yaml: dict[int | str, dict[str, Any]] = {200: {"content": {family.http.manifest_type: {"schema": any_object}}}}
         routes = [
-            self._post("/step", self.step, "Play one second", schemas.step_schema(family), self._stepped),
-            self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), self._started),
+            self._post("/step", self.step, "Play one second", schemas.step_schema(family), self._stepped, 400, 409),
+            self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), self._started, 400),
             self._get("/state", self.state, "Where an episode stands", (404, 503), parameters=[session_id]),
-            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), any_object),
+            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), any_object, 400, 409),
             self._get("/health", self.health, "Is the server ready?", (503,)),
             self._get("/tasks", self.tasks, "What can be played", (), parameters=[all_tasks]),
             self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
@@ -80,9 +80,15 @@ class EpisodeRoutes:
         return schemas.reset_answer_schema(self._family)
 
     def _post(
-        self, path: str, endpoint: Endpoint, summary: str, request: schemas.Schema, answer: schemas.Schema
+        self,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        request: schemas.Schema,
+        answer: schemas.Schema,
+        *statuses: int,
     ) -> JsonRoute:
-        answers = documented(answer, 400, 404, 409, 429, 503)
+        answers = documented(answer, 404, 429, 503, *statuses)
         required = bool(request.get("required")) or "oneOf" in request
         return self._route("POST", path, endpoint, summary, answers, request_schema=request, body_required=required)
 

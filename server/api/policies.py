@@ -121,8 +121,8 @@ class PolicyRoutes:
         return gzipped(request, await self._cache.get(episode.key(), episode.play))
 
     async def policies(self, request: Request) -> Response:
-        task_id = request.query_params.get("task_id", str(self._family.default_task))
-        names = await asyncio.to_thread(available, self._family, task_id)
+        named = request.query_params.get("task_id", str(self._family.default_task))
+        task_id, names = await asyncio.to_thread(available, self._family, named)
         texts = self._family.policies
         described = [{"name": name, "description": texts[name]} for name in names]
         return reply({"task_id": task_id, "policies": described})
@@ -184,8 +184,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def available(family: Family, task_id: TaskId) -> list[str]:
-    """Policies that can play this task: a user's own task has no stored ones until it is calibrated.
+def available(family: Family, task_id: TaskId) -> tuple[TaskId, list[str]]:
+    """A task's id and the policies that can play it: a user's own has no stored ones until it is calibrated.
 
     Raises :class:`UnknownTaskError`.
     """
@@ -199,4 +199,4 @@ def available(family: Family, task_id: TaskId) -> list[str]:
         except InferenceGymError:
             continue
         found.append(name)
-    return found
+    return env.task_id, found

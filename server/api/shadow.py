@@ -161,7 +161,7 @@ def _playable_policies(family: Family, wanted: ShadowRequest) -> list[str]:
         possible = [name for name in family.policies if name not in STORED_POLICIES]
         more = ", unless task_id names the task whose stored policy is meant"
     else:
-        possible, more = available(family, wanted.task_id), f" for task {wanted.task_id!r}"
+        possible, more = available(family, wanted.task_id)[1], f" for task {wanted.task_id!r}"
     for name in wanted.asked:
         if name not in possible:
             raise InvalidRequestError("policies", name, f"one of {', '.join(possible)}{more}")
