@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Annotated, Any, Final, Protocol, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -136,6 +137,31 @@ def allowed_object(model: type[BaseModel]) -> str:
     return f"an object with the fields {', '.join(model.model_fields)}"
 
 
+def plain_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema of a model in one piece: definitions in their places, no generated titles, whole bounds as integers.
+
+    pydantic and FastAPI write bounds as doubles, and 2^63 as 9.223372036854776e+18, which is another number.
+    """
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if not isinstance(value, dict):
+            return int(value) if isinstance(value, float) and value.is_integer() else value
+        if "$ref" in value:
+            return {**plain(definitions[value["$ref"].rsplit("/", 1)[1]]), **plain(_without(value, "$ref"))}
+        return {key: plain(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}
+
+    made: dict[str, Any] = plain(schema)
+    return made
+
+
+def _without(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != key}
+
+
 # ---------------------------------------------------------------- paths and words
 
 
@@ -204,9 +230,9 @@ def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
         annotation = Annotated[annotation, Field(discriminator=field.discriminator)]
     for _ in path[last + 1 :]:
         annotation = _entries(annotation)
-    for note in getattr(annotation, "__metadata__", ()):
-        if isinstance(note, Allowed):
-            return str(note)
+    note = _note(annotation)
+    if note is not None:
+        return note
     schema = TypeAdapter(annotation).json_schema()
     return words(schema, schema.get("$defs", {}))
 
@@ -216,6 +242,15 @@ def _entries(annotation: Any) -> Any:
     if get_origin(annotation) in (list, tuple, dict, Sequence):
         return next(part for part in reversed(get_args(annotation)) if part is not ...)
     return next((one for part in get_args(annotation) if (one := _entries(part)) is not None), None)
+
+
+def _note(annotation: Any) -> str | None:
+    """The words of :class:`Allowed` that an annotation carries, itself or in a branch of a union."""
+    for note in getattr(annotation, "__metadata__", ()):
+        if isinstance(note, Allowed):
+            return str(note)
+    branches = get_args(annotation) if get_origin(annotation) in (Annotated, Union, UnionType) else ()
+    return next((found for part in branches if (found := _note(part)) is not None), None)
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:

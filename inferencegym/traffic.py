@@ -74,20 +74,21 @@ ACCEPT_SHARES: Final[dict[str, float]] = {
 ACTION_NAMES: Final = tuple(ACCEPT_SHARES)
 
 
+class TrafficActionMessage(Message):
+    """JSON form of an action."""
+
+    action: Annotated[
+        Literal["allow_all", "throttle_70", "throttle_40", "drop_aggressive"],
+        pydantic.Field(description="share of the incoming requests that is let through"),
+    ]
+
+
 def parse_action(value: object) -> TrafficAction:
     """Read ``{"action": name}``, a name or a :class:`TrafficAction`; raises :class:`InvalidActionError`."""
     if isinstance(value, TrafficAction):
         return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if key != "action":
-                raise InvalidActionError(str(key), value[key], "left out: the only field is action")
-        if "action" not in value:
-            raise InvalidActionError("action", None, _one_of(ACTION_NAMES))
-        return parse_action(value["action"])
-    if isinstance(value, str) and value in ACCEPT_SHARES:
-        return TrafficAction(value)
-    raise InvalidActionError("action", value, _one_of(ACTION_NAMES))
+    given = value if isinstance(value, Mapping) else {"action": value}
+    return TrafficAction(read(TrafficActionMessage, given, InvalidActionError).action)
 
 
 # ---------------------------------------------------------------- what the controller sees
@@ -399,7 +400,3 @@ def _pattern(entry: PatternEntry) -> TrafficPattern:
             RateSegment(s.start_step, s.end_step, s.rps, s.rps if s.end_rps is None else s.end_rps) for s in segments
         ),
     )
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return "one of " + ", ".join(names)
