@@ -76,6 +76,9 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         headers.append((b"retry-after", str(seconds).encode()))
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.http_status in (408, 413):
+        # The rest of the body is not waited for.
+        headers.append((b"connection", b"close"))
     return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
 
 
