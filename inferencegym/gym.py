@@ -6,14 +6,15 @@
 
 One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. With ``inferencegym.gym:`` before it, an id
 makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
-formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
-:mod:`env.vector_env`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` play the same episodes on a server.
+formats of observations and actions are those of :mod:`inferencegym.spaces.formats`, autoreset modes those of
+:mod:`inferencegym.vector_env`, seeds those of :mod:`inferencegym.seeds`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` (from
+:mod:`inferencegym.client.gym`) play the same episodes on a server, under the id :data:`REMOTE_ID`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -21,28 +22,26 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.autoreset import episode_seed
 from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic.env import TrafficBatch
-from env.vector_env import (
+from env.vector_env import VectorInferenceEnv
+from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import SPEC_LENGTHS
+from inferencegym.seeds import episode_seed
+from inferencegym.tasks import Calibration, TaskId, list_tasks
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
+from inferencegym.vector_env import (
     AutoresetVectorEnv,
     BoolArray,
     Float32Array,
     FloatArray,
     Info,
-    VectorInferenceEnv,
+    register,
     registered_id,
 )
-from inferencegym.client.gym import HTTPGymEnv, HTTPVectorEnv
-from inferencegym.errors import InvalidConfigError
-from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import Calibration, TaskId, list_tasks
-from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
 from simulator.tables import ServingTables
 from simulator.traffic import QUEUE_LATENCY_MS
-
-REMOTE_ID: Final = registered_id("HTTP")
-"""Any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
@@ -266,22 +265,13 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
 
 
 def register_envs() -> None:
-    """Register one id per task of both families and :data:`REMOTE_ID`; ids that are registered stay as they are."""
+    """Register one id per task of both families; ids that are registered stay as they are."""
     for task in list_tasks(include_recorded=True):
-        _register(registered_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
+        env_id = registered_id(task.gym_id)
+        register(env_id, __name__, "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
     for traffic in list_traffic_tasks():
-        _register(registered_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
-    _register(REMOTE_ID, "HTTPGymEnv", "HTTPVectorEnv")
-
-
-def _register(env_id: str, scalar: str, vector: str, **kwargs: Any) -> None:
-    if env_id not in gymnasium.registry:
-        gymnasium.register(
-            id=env_id,
-            entry_point=f"inferencegym.gym:{scalar}",
-            vector_entry_point=f"inferencegym.gym:{vector}",
-            kwargs=kwargs,
-        )
+        env_id = registered_id(traffic.gym_id)
+        register(env_id, __name__, "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
 
 
 register_envs()

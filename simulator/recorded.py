@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.seeds import check_seed
 from inferencegym.tasks import TaskSpec
 from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
@@ -32,7 +33,6 @@ from simulator.workload import (
     ClassStats,
     Workload,
     bin_requests,
-    check_seed,
     class_stats,
     draw_noise,
     listed_work_ms,

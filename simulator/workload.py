@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PHASES, PRIORITY_CLASSES, PROMPT_BUCKET_EDGES, ServeAction, WorkloadState
+from inferencegym.seeds import check_seed, generators
 from inferencegym.tasks import LengthDist, TaskId, TaskSpec, get_task
-from simulator.seeding import generators
 from simulator.tables import FloatArray, ServingTables, load_tables
 
-MAX_SEED: Final = 2**63 - 1
 NOISE_STD: Final = 0.05
 """Relative standard deviation of the jitter on TTFT and TPOT."""
 POOL_SIZE: Final = 1 << 16
@@ -112,13 +111,6 @@ def stacked(loads: Sequence[Workload]) -> Workload:
         np.stack([load.phase for load in loads]),
         saved,
     )
-
-
-def check_seed(seed: object) -> int:
-    """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
-    if isinstance(seed, (bool, float)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
-    return int(seed)
 
 
 # ---------------------------------------------------------------- synthetic traffic

@@ -17,7 +17,6 @@ import pytest
 from numpy.typing import NDArray
 
 from env.action import ACTION_HIGH, ACTION_LOW, from_row, snap
-from env.autoreset import episode_seed
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.observation import to_array
@@ -38,6 +37,7 @@ from inferencegym.errors import (
     StepConflictError,
     UnknownSessionError,
 )
+from inferencegym.seeds import episode_seed
 from inferencegym.tasks import get_task
 from server.api.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
 from server.app import create_app

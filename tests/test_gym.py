@@ -20,10 +20,9 @@ from hypothesis.extra.numpy import arrays
 
 import inferencegym.gym as ig
 from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
-from env.autoreset import AutoresetBatch, episode_seed
+from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.spaces import LEVELS, ObservationCodec, action_codec, schedule_features
 from grader.grader import GraderModule
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -35,6 +34,8 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec, schedule_features
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from tests.servers import RunningServer, running_server

@@ -17,17 +17,28 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.action import ACTION_SIZE, action_mask, from_row, snap
-from env.autoreset import SeedSeries
-from env.observation import OBSERVATION_SIZE, to_array
-from env.spaces import ObservationCodec, action_codec
-from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError
+from inferencegym.seeds import SeedSeries
+from inferencegym.spaces.actions import ACTION_SIZE, action_mask, from_row, snap
+from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.spaces.observations import OBSERVATION_SIZE, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task
+from inferencegym.vector_env import (
+    AutoresetVectorEnv,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    Info,
+    register,
+    registered_id,
+)
 
 log = logging.getLogger(__name__)
+
+REMOTE_ID: Final = registered_id("HTTP")
+"""Gymnasium id of any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 STEPS_AGAIN: Final = 65_536
 """Steps of all episodes in one request when lost episodes are played again."""
 
@@ -155,7 +166,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """One episode at a time of a serving task on a server at ``url``; equals :class:`inferencegym.gym.InferenceGymEnv`.
 
     ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` scores the session under that id. The
-    session outlives the server's process. Seeds of resets are those of :func:`env.autoreset.episode_seed`.
+    session outlives the server's process. Seeds of resets are those of :func:`inferencegym.seeds.episode_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -220,3 +231,6 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, "session_id": self.session_id, "seed": self._seed}
+
+
+register(REMOTE_ID, __name__, "HTTPGymEnv", "HTTPVectorEnv")

@@ -1,6 +1,7 @@
 """The allowed action nearest to five numbers, in compiled code: for arrays, and straight into a fleet's knobs.
 
-Plain Python that the build compiles to C (types in ``snapping.pxd``). :func:`env.action.snap` says what is nearest.
+Plain Python that the build compiles to C (types in ``snapping.pxd``); :func:`inferencegym.spaces.actions.snap` defines
+which value is nearest.
 """
 
 from __future__ import annotations
