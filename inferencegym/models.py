@@ -13,6 +13,9 @@ from typing import Any, Final
 
 from inferencegym.errors import InvalidActionError
 
+ENV_NAME: Final = "inference_gym"
+"""Name of the serving environment in OpenEnv's manifest and Task API; OpenEnv derives class names from it."""
+
 
 class QuantTier(Enum):
     """Precision of weights and matrix products: FP16, INT8 (W8A8) or INT4 (W4A16)."""

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
-from inferencegym.client.http import DEFAULT_URL, json_of, key_header
+from inferencegym.client.answers import json_of
+from inferencegym.client.http import DEFAULT_URL, key_header
 from inferencegym.client.retries import Retries
 from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
 

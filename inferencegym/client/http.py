@@ -14,52 +14,15 @@ from typing import Any, Final, Self
 
 import httpx
 
-from inferencegym import errors
+from inferencegym.client.answers import json_of
 from inferencegym.client.retries import Retries
-from inferencegym.errors import (
-    InferenceGymError,
-    InvalidActionError,
-    InvalidConfigError,
-    NotResetError,
-    RemoteError,
-    ServerUnavailableError,
-)
+from inferencegym.errors import NotResetError
 from inferencegym.models import ServeAction, ServeObservation
 
 DEFAULT_URL: Final = "http://localhost:7860"
 GO_ON: Final = "Nothing is lost: call the same method again, or resume(session_id) later"
 
 Step = tuple[ServeObservation, float, bool, dict[str, Any]]
-
-
-class ServerError(RemoteError):
-    """The server answered with an error that has no class of its own here; ``code`` is the server's word for it."""
-
-    def __init__(self, message: str, code: str, status: int) -> None:
-        super().__init__(message, status)
-        self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
-
-
-def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
-    """The exception that local use would have raised, made from what a server said."""
-    detail = detail or {}
-    if code == InvalidActionError.code:
-        error = InvalidActionError(str(detail.get("field", "action")), None, str(detail.get("allowed", "")))
-        error.args = (message,)
-        return error
-    found = _CLASSES.get(code)
-    if found is not None:
-        return found(message)
-    if http_status == InvalidConfigError.http_status:
-        return InvalidConfigError(message)
-    return ServerError(message, code, http_status)
-
-
-_CLASSES: Final[dict[str, type[InferenceGymError]]] = {
-    found.code: found
-    for found in vars(errors).values()
-    if isinstance(found, type) and issubclass(found, InferenceGymError) and found is not InvalidActionError
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +92,6 @@ class _Episode:
     def was_resumed(self, session_id: str, answer: Mapping[str, Any]) -> ServeObservation:
         self.session_id, self.steps = session_id, answer["step_count"]
         return ServeObservation(**answer["observation"])
-
-
-def json_of(answer: httpx.Response) -> dict[str, Any]:
-    """The body of a good answer. Raises the error that a bad one stands for."""
-    try:
-        body = answer.json()
-    except ValueError as error:
-        raise ServerUnavailableError(
-            f"{answer.url} answered {answer.status_code} with no JSON: is this an InferenceGym server?"
-        ) from error
-    if answer.status_code == 200 and isinstance(body, dict):
-        return body
-    detail = body.get("detail") if isinstance(body, dict) else None
-    if not isinstance(detail, dict) or "code" not in detail:
-        raise ServerError(f"{answer.url} answered {answer.status_code}: {body}", "http_error", answer.status_code)
-    message = f"{detail.get('message')}; {detail.get('next')}"
-    raise error_of(detail["code"], message, answer.status_code, detail)
 
 
 class _Client:
