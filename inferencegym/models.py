@@ -1,7 +1,7 @@
-"""What an agent sets, what it sees and what a step measured: the vocabulary every other room shares.
+"""Actions, observations and metrics of the serving environment as dataclasses, with bounds, units and defaults.
 
 Field names, types and order follow the published plan of InferenceGym. ``ACTION_FIELDS`` and ``OBSERVATION_FIELDS`` are
-the only home of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
+the only place of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class QuantTier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One number an agent sets or sees: bounds (both included), unit, default and meaning."""
+    """One number of an action or observation: bounds (both included), unit, default and meaning."""
 
     name: str
     low: float
@@ -49,7 +49,7 @@ class Field:
 SPEC_LENGTHS: Final = (0, 1, 2, 4, 8)
 PRIORITY_CLASSES: Final = ("interactive", "batch", "best_effort")
 PROMPT_BUCKET_EDGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Edges, in tokens, that map a prompt length to its bucket 0-7 (``numpy.digitize`` semantics)."""
+"""Edges, in tokens, between the buckets 0-7 of prompt lengths (as ``numpy.digitize`` counts them)."""
 PHASES: Final = ("warmup", "steady", "burst", "cooldown")
 
 ACTION_FIELDS: Final[dict[str, Field]] = {
@@ -91,7 +91,7 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
 
 @dataclass
 class ServeAction:
-    """The five live knobs, applied to every replica of the fleet for one step of one second."""
+    """Action: the five knobs, applied to every replica of the fleet for one step of one second."""
 
     kv_budget: float
     spec_length: int
@@ -101,7 +101,7 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
-        # Almost every action is right and of the plain types; any other is looked at field by field.
+        # Fast path: almost every action is valid and has exactly these types. Others are checked field by field.
         plain = _is_plain(self.kv_budget, self.spec_length, self.batch_size, self.prefill_disagg)
         if plain and isinstance(self.quant_tier, QuantTier):
             return True
@@ -132,7 +132,7 @@ class ServeAction:
         """
         if not isinstance(data, dict):
             raise InvalidActionError("action", data, "an object with the fields " + ", ".join(ACTION_FIELDS))
-        # As in validate: almost every action is right and of the plain types.
+        # Fast path, as in validate.
         knobs = _DEFAULTS | data
         if len(knobs) == len(_DEFAULTS):
             kv_budget, spec_length, batch_size, prefill_disagg, tier = knobs.values()
@@ -155,7 +155,7 @@ class ServeAction:
 
 
 def _is_plain(kv_budget: object, spec_length: object, batch_size: object, prefill_disagg: object) -> bool:
-    """Whether these knobs are allowed, and exactly of the types that :class:`ServeAction` names."""
+    """Whether these knobs are in range and have exactly the types of :class:`ServeAction`."""
     return (
         type(kv_budget) is float
         and _KV_LOW <= kv_budget <= _KV_HIGH
@@ -201,13 +201,13 @@ def _parse_flag(value: object) -> bool:
 NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
-"""An engine's defaults, left alone: what the baseline plays and what missing fields of an action mean."""
+"""Action of the naive baseline, and default of every field that an action leaves out."""
 _DEFAULTS: Final = NAIVE_ACTION.to_dict()
 
 
 @dataclass
 class MetricsSnapshot:
-    """What one step of the fleet measured. Times in milliseconds, memory in decimal GB per replica.
+    """Metrics of one step of the fleet. Times in milliseconds, memory in decimal GB per replica.
 
     TTFT is the time from a request's arrival to its first output token, queueing included; TPOT the mean time between
     two output tokens of a running request. ``cost_per_1k`` is normalised cost per 1,000 output tokens.
@@ -227,7 +227,7 @@ class MetricsSnapshot:
 
 @dataclass
 class ServeObservation:
-    """What the agent sees after a step; bounds and units in :data:`OBSERVATION_FIELDS`."""
+    """Observation after a step: twelve fields; bounds and units in :data:`OBSERVATION_FIELDS`."""
 
     queue_depth: float
     mean_prompt_len: float
@@ -245,7 +245,7 @@ class ServeObservation:
 
 @dataclass
 class WorkloadState:
-    """The traffic of one step: rate (requests/s), prompts (tokens), queue, class shares and phase."""
+    """Traffic of one step: rate (requests/s), prompts (tokens), queue (requests), class shares and phase."""
 
     arrival_rate: float
     mean_prompt_len: float

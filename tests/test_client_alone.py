@@ -80,7 +80,7 @@ from inferencegym.client import InferenceGymBatch
 
 with InferenceGymBatch(sys.argv[1]) as client:
     client.reset(2, 3, seed=5, config={"episode_length": 6})
-    played = client.play(np.tile([1.0, 0, 64, 0, 1], (1, 2, 1)), 6, float64=True)
+    played = client.step_many(np.tile([1.0, 0, 64, 0, 1], (1, 2, 1)), 6, float64=True)
 print(json.dumps(played.rewards.tolist()))
 """,
     )
