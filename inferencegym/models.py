@@ -13,9 +13,6 @@ from typing import Any, Final
 
 from inferencegym.errors import InvalidActionError
 
-ENV_NAME: Final = "inference_gym"
-"""Name of the serving environment in OpenEnv's manifest and Task API; OpenEnv derives class names from it."""
-
 
 class QuantTier(Enum):
     """Precision of weights and matrix products: FP16, INT8 (W8A8) or INT4 (W4A16)."""
@@ -101,7 +98,7 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
-        # Fast path: almost every action is valid and has exactly these types. Others are checked field by field.
+        # Almost every action is right and of the plain types; any other is looked at field by field.
         plain = _is_plain(self.kv_budget, self.spec_length, self.batch_size, self.prefill_disagg)
         if plain and isinstance(self.quant_tier, QuantTier):
             return True
@@ -132,7 +129,7 @@ class ServeAction:
         """
         if not isinstance(data, dict):
             raise InvalidActionError("action", data, "an object with the fields " + ", ".join(ACTION_FIELDS))
-        # Fast path, as in validate.
+        # As in validate: almost every action is right and of the plain types.
         knobs = _DEFAULTS | data
         if len(knobs) == len(_DEFAULTS):
             kv_budget, spec_length, batch_size, prefill_disagg, tier = knobs.values()
@@ -155,7 +152,7 @@ class ServeAction:
 
 
 def _is_plain(kv_budget: object, spec_length: object, batch_size: object, prefill_disagg: object) -> bool:
-    """Whether these knobs are in range and have exactly the types of :class:`ServeAction`."""
+    """Whether these knobs are allowed, and exactly of the types that :class:`ServeAction` names."""
     return (
         type(kv_budget) is float
         and _KV_LOW <= kv_budget <= _KV_HIGH
@@ -201,7 +198,7 @@ def _parse_flag(value: object) -> bool:
 NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
-"""Action of the naive baseline, and default of every field that an action leaves out."""
+"""An engine's defaults, left alone: what the baseline plays and what missing fields of an action mean."""
 _DEFAULTS: Final = NAIVE_ACTION.to_dict()
 
 

@@ -33,8 +33,6 @@ from inferencegym.task_files import (
     task_registry,
 )
 
-TRAFFIC_ENV_NAME: Final = "traffic_controller"
-"""Name of this environment in OpenEnv's manifest and Task API; OpenEnv derives class names from it."""
 DATA_FILE: Final = Path(__file__).resolve().parent.parent / "simulator" / "data" / "traffic_tasks.json"
 TASKS_ENV: Final = "INFERENCEGYM_TRAFFIC_TASKS"
 DEFAULT_TASK_ID: Final = "task_easy"

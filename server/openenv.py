@@ -26,6 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from env.inference_env import observation_dict
 from inferencegym import __version__
 from inferencegym.client.openenv_types import (
+    ENV_NAME,
+    TRAFFIC_ENV_NAME,
     InferenceGymAction,
     InferenceGymObservation,
     InferenceGymState,
@@ -36,9 +38,8 @@ from inferencegym.client.openenv_types import (
 )
 from inferencegym.error_text import write_error
 from inferencegym.errors import InferenceGymError, NotResetError, StepConflictError
-from inferencegym.models import ENV_NAME
 from inferencegym.tasks import list_tasks
-from inferencegym.traffic import TRAFFIC_ENV_NAME, list_traffic_tasks
+from inferencegym.traffic import list_traffic_tasks
 from server.api.serving import Context, documented_errors
 from server.families import SERVING, TRAFFIC
 from server.middleware import Callers, RateLimit

@@ -25,8 +25,7 @@ import websockets.exceptions
 import websockets.sync.client
 from starlette.testclient import TestClient
 
-from inferencegym.models import ENV_NAME
-from inferencegym.traffic import TRAFFIC_ENV_NAME
+from inferencegym.client.openenv_types import ENV_NAME, TRAFFIC_ENV_NAME
 from server.app import create_app
 from server.net.logs import LineLog
 from server.settings import Settings
