@@ -90,8 +90,8 @@ rounding then differs, which thresholds of the dynamics can make visible |
 | `-march=x86-64-v3`, `-fno-math-errno -fno-trapping-math`, `-funroll-loops`, `-O2` | rejected: +2, 0, -1, -2 % |
 | a fleet's constants made once instead of at every reset; draws of an episode as arrays | kept: half of a reset |
 | the episodes of a batch drawn together, only the random numbers one by one | kept: a third off a reset of 1,024 rows |
-| generators of a batch's episodes seeded together (`inferencegym/seeds.py`) | kept: half of a reset of 1,024 rows |
-| actions snapped in compiled code, straight into the knobs (`spaces/snapping.py`) | kept: 50 ns of a step in a batch |
+| generators of a batch's episodes seeded together (`simulator/seeding.py`) | kept: half of a reset of 1,024 rows |
+| actions snapped in compiled code, straight into the knobs (`env/snapping.py`) | kept: 50 ns of a step in a batch |
 | a digest of each request of /step/batch | replaced by comparing what is sent again: 16 ns a step |
 | large batches split over the cores (`ServingBatch.advance_all`) | kept |
 | the remote vector environment as a session per row | replaced by one request of arrays a step (`HTTPVectorEnv`) |
