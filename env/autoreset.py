@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, InvalidConfigError, NotResetError
+from simulator.load import check_seed
 from simulator.seeding import hashed
-from simulator.workload import check_seed
 
 MIN_ROWS_PER_THREAD: Final = 64
 """Fewer rows than this are not worth handing to a thread."""

@@ -20,7 +20,7 @@ from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
-from simulator.workload import Workload, traffic_of
+from simulator.workload import load_source
 
 ROWS_PER_THREAD: Final = 128
 """Rows that are worth a thread of their own: a step of so many takes several times what handing them over costs."""
@@ -62,7 +62,7 @@ class ServingBatch:
         self.tables = tables or load_tables()
         self.calibration = calibration or get_calibration(task.task_id)
         self.n_loads = n_rows if n_loads is None else n_loads
-        self.traffic = traffic_of(task, self.tables)
+        self.load_source = load_source(task, self.tables)
         params = params_of(task, self.tables, self.calibration.price)
         self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads, record)
         self.metric: Mapping[str, FloatArray] = self.fleet.metric
@@ -95,18 +95,14 @@ class ServingBatch:
         """
         chosen = range(self.n_loads) if rows is None else list(rows)
         playing = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
+        length = self.config.episode_length
         for at in range(0, len(playing), DRAWN_TOGETHER):
             some = chosen[at : at + DRAWN_TOGETHER]
-            self.fleet.set_load(some, self._drawn(playing[at : at + DRAWN_TOGETHER]))
+            self.fleet.set_load(some, self.load_source.draw(playing[at : at + DRAWN_TOGETHER], length))
             self.seeds[some] = playing[at : at + DRAWN_TOGETHER]
         self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
         self._write_first(range(self.n_rows) if rows is None else chosen)
         return self.observation
-
-    def _drawn(self, seeds: list[int]) -> Workload:
-        if len(seeds) == 1:
-            return self.traffic.draw(seeds[0], self.config.episode_length)
-        return self.traffic.draw_many(seeds, self.config.episode_length)
 
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Play one second with these actions (B, 5) and return the observations (B, 14).

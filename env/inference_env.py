@@ -13,9 +13,10 @@ from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
 from simulator.coverage import fleet_support
+from simulator.load import check_seed
 from simulator.tables import ServingTables, load_tables
 from simulator.trace_sim import TraceSimulator
-from simulator.workload import check_seed, prompt_bucket
+from simulator.workload import prompt_bucket
 
 REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
 

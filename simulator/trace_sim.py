@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
 from simulator.coverage import support_map
+from simulator.load import NOISE_STD
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
-from simulator.workload import NOISE_STD
 
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator

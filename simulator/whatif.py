@@ -11,11 +11,11 @@ import numpy as np
 from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.models import PRIORITY_CLASSES, ServeAction
 from simulator.coverage import LEVELS, fleet_support
+from simulator.load import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 from simulator.prefix import reuse_curve
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
-from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
