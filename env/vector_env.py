@@ -86,11 +86,11 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     def step(self, actions: NDArray[Any]) -> Stepped:
         """Play one second in every row: observation, reward, terminated, truncated, info."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            return self._restart_or_play(np.asarray(actions))
+            return self._restart_or_step(np.asarray(actions))
         if self._ended_before.any():
             row = int(np.argmax(self._ended_before))
             raise EpisodeDoneError(f'row {row}: the episode has ended; reset it with options={{"reset_mask": mask}}')
-        reward = self._play(np.asarray(actions), None)
+        reward = self._step_rows(np.asarray(actions), None)
         terminated, truncated = self._ended()
         ended = terminated | truncated
         observation, info = self._observe(), self._info()
@@ -102,12 +102,12 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
             observation, info = self._observe(), {**self._info(), **final}
         return observation, reward, terminated, truncated, info
 
-    def _restart_or_play(self, actions: NDArray[Any]) -> Stepped:
+    def _restart_or_step(self, actions: NDArray[Any]) -> Stepped:
         restart = self._ended_before
         if not restart.any():
-            reward = self._play(actions, None)
+            reward = self._step_rows(actions, None)
         else:
-            reward = np.where(restart, 0.0, 0.0 if restart.all() else self._play(actions, ~restart))
+            reward = np.where(restart, 0.0, 0.0 if restart.all() else self._step_rows(actions, ~restart))
             self._start(None, restart)
         terminated, truncated = self._ended()
         self._ended_before = terminated | truncated
@@ -120,7 +120,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         """Start episodes in all rows or those of the mask."""
 
     @abstractmethod
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         """Play one second in all rows or those of the mask; a fresh array of rewards (B,)."""
 
     @abstractmethod
@@ -165,8 +165,8 @@ class VectorInferenceEnv(AutoresetVectorEnv):
             raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
         self.task = get_task(task_id)
         self.config = self.task.config(config)
-        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration)
-        self._episodes = AutoresetBatch(self.batch, n_threads)
+        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)
+        self._episodes = AutoresetBatch(self.batch)
         self._actions = action_codec(action)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
@@ -176,14 +176,10 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         """Seed of each row's current episode, (B,)."""
         return self._episodes.seeds.copy()
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """Release the threads."""
-        self._episodes.close()
-
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         self._episodes.reset(seeds, rows)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         self._episodes.step(self._actions.decode(actions), rows)
         return self.batch.reward.copy()
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import SPEC_LENGTHS, MetricsSnapshot
+from inferencegym.models import MetricsSnapshot
 from inferencegym.tasks import TaskSpec
 from simulator.load import (
     CLASS_WINDOW_STEPS,
@@ -471,6 +471,3 @@ class ServingFleet:
         return MetricsSnapshot(
             ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, round(evicted), round(late), oom > 0.0
         )
-
-
-SPEC_INDEX: Final = {k: i for i, k in enumerate(SPEC_LENGTHS)}
