@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from agents.protocol import Agent, FloatArray
-from env.action import snap, write_actions
+from env.action import snap
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
 from grader.grader import SCORES, unit
@@ -82,8 +82,7 @@ def play(
     agent.reset(batch.n_rows)
     for t in range(steps):
         actions[t] = snap(agent.act(observation), batch.mask)
-        write_actions(batch.fleet, actions[t])
-        batch.advance_all()
+        observation = batch.step(actions[t])
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]

@@ -91,11 +91,11 @@ rounding then differs, which thresholds of the dynamics can make visible |
 | a fleet's constants made once instead of at every reset; draws of an episode as arrays | kept: half of a reset |
 | the episodes of a batch drawn together, only the random numbers one by one | kept: a third off a reset of 1,024 rows |
 | generators of a batch's episodes seeded together (`simulator/seeding.py`) | kept: half of a reset of 1,024 rows |
-| actions snapped in compiled code, straight into the knobs (`env/snapping.py`) | kept: 50 ns of a step in a batch |
+| actions snapped in compiled code, straight into the knobs (`simulator/knobs.py`) | kept: 50 ns of a step in a batch |
 | a digest of each request of /step/batch | replaced by comparing what is sent again: 16 ns a step |
-| large batches split over the cores (`ServingBatch.advance_all`) | kept |
+| large batches split over the cores (`env/threads.py`) | kept |
 | the remote vector environment as a session per row | replaced by one request of arrays a step (`HTTPVectorEnv`) |
-| K steps played by blocks of 64 rows whose history stays in cache (`ServingBatch.play`) | kept: see "played together" |
+| K steps by blocks of 64 rows whose history stays in cache (`ServingBatch.step_many`) | kept: see "played together" |
 | FastAPI's own request handling | replaced by routes without dependency solving (`server/net/json_io.py`) |
 | Starlette's BaseHTTPMiddleware | replaced by plain ASGI |
 | the way through FastAPI's router for /reset and /step | kept short (`Shortcut`): a third off a request |
@@ -149,7 +149,7 @@ and no tokens that nobody wrote |
 
 def vector_ours(task_id: int) -> Callable[[float], float]:
     batch = ServingBatch(get_task(task_id), ROWS)
-    episodes = AutoresetBatch(batch, n_threads=os.cpu_count() or 1)
+    episodes = AutoresetBatch(batch)
     episodes.reset(list(range(ROWS)))
     actions = constant_actions(ROWS)
 
@@ -181,7 +181,7 @@ def played_together(task_id: int) -> Callable[[float], float]:
         def step() -> None:
             if batch.seeds[0] < 0 or batch.time[0] + STEPS_A_REQUEST > batch.config.episode_length:
                 batch.reset(seeds)
-            batch.play(actions, observations, rewards)
+            batch.step_many(actions, observations, rewards)
 
         return rate(step, seconds, ROWS * STEPS_A_REQUEST)
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from env.action import mask_action, write_action
+from env.action import mask_action
 from env.batch import ServingBatch
 from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
@@ -118,7 +118,7 @@ class InferenceEnv:
         else:
             action = ServeAction.from_dict(dict(action))
         applied = mask_action(action, self.task.active_actions)
-        write_action(batch.fleet, 0, applied)
+        batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()
         self.actions.append(applied_json)

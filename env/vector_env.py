@@ -48,8 +48,8 @@ class VectorInferenceEnv(AutoresetVectorEnv):
             raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
         self.task = get_task(task_id)
         self.config = self.task.config(config)
-        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration)
-        self._episodes = AutoresetBatch(self.batch, n_threads)
+        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)
+        self._episodes = AutoresetBatch(self.batch)
         self._actions = action_codec(action)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
@@ -59,14 +59,10 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         """Seed of each row's current episode, (B,)."""
         return self._episodes.seeds.copy()
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """Release the threads."""
-        self._episodes.close()
-
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         self._episodes.reset(seeds, rows)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         self._episodes.step(self._actions.decode(actions), rows)
         return self.batch.reward.copy()
 

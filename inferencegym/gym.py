@@ -179,7 +179,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         self.batch.reset(rows)
         self._measured = self._measured & ~(self._everywhere if rows is None else rows)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         result = self.batch.step(actions)  # ended rows stay as they are
         self._metrics = result.metrics
         self._measured = self._everywhere if rows is None else rows

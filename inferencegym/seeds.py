@@ -125,6 +125,9 @@ def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> N
 
 def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[np.random.Generator, ...]]:
     """``default_rng([seed, stream])`` of every stream, seed by seed."""
+    if len(seeds) == 1:  # arrays of so few numbers cost more than they save
+        yield tuple(np.random.default_rng([seeds[0], stream]) for stream in streams)
+        return
     states = hashed(np.repeat(np.asarray(seeds, dtype=np.uint64), len(streams)), np.tile(streams, len(seeds)))
     for each in states.reshape(len(seeds), len(streams), -1):
         yield tuple(np.random.Generator(np.random.PCG64(_Seeded(state))) for state in each)  # type: ignore[arg-type]

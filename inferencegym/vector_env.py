@@ -87,11 +87,11 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     def step(self, actions: NDArray[Any]) -> Stepped:
         """Play one second in every row: observation, reward, terminated, truncated, info."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            return self._restart_or_play(np.asarray(actions))
+            return self._restart_or_step(np.asarray(actions))
         if self._ended_before.any():
             row = int(np.argmax(self._ended_before))
             raise EpisodeDoneError(f'row {row}: the episode has ended; reset it with options={{"reset_mask": mask}}')
-        reward = self._play(np.asarray(actions), None)
+        reward = self._step_rows(np.asarray(actions), None)
         terminated, truncated = self._ended()
         ended = terminated | truncated
         observation, info = self._observe(), self._info()
@@ -103,12 +103,12 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
             observation, info = self._observe(), {**self._info(), **final}
         return observation, reward, terminated, truncated, info
 
-    def _restart_or_play(self, actions: NDArray[Any]) -> Stepped:
+    def _restart_or_step(self, actions: NDArray[Any]) -> Stepped:
         restart = self._ended_before
         if not restart.any():
-            reward = self._play(actions, None)
+            reward = self._step_rows(actions, None)
         else:
-            reward = np.where(restart, 0.0, 0.0 if restart.all() else self._play(actions, ~restart))
+            reward = np.where(restart, 0.0, 0.0 if restart.all() else self._step_rows(actions, ~restart))
             self._start(None, restart)
         terminated, truncated = self._ended()
         self._ended_before = terminated | truncated
@@ -121,7 +121,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         """Start episodes in all rows or those of the mask."""
 
     @abstractmethod
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         """Play one second in all rows or those of the mask; a fresh array of rewards (B,)."""
 
     @abstractmethod

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from simulator.load import REUSE_LOG2_FIRST
 from simulator.requests import RequestLog
 from simulator.tables import FloatArray
-from simulator.workload import REUSE_LOG2_FIRST
 
 CAPACITY_TOKENS: Final = 2.0 ** (REUSE_LOG2_FIRST + np.arange(21))
 """Cache sizes of a reuse curve: 1,024 tokens to 2**30, doubling."""

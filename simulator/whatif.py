@@ -9,14 +9,15 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, ServeAction
 from inferencegym.seeds import MAX_SEED
+from inferencegym.spaces.knobs import KnobKernel
 from simulator.coverage import LEVELS, fleet_support
+from simulator.load import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 from simulator.prefix import reuse_curve
 from simulator.requests import MAX_REQUESTS, RequestLog
-from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
+from simulator.serving import EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
-from simulator.workload import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
@@ -201,11 +202,7 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)
-    fleet.kv_budget[:] = action.kv_budget
-    fleet.spec_index[:] = SPEC_INDEX[action.spec_length]
-    fleet.batch_size[:] = action.batch_size
-    fleet.disagg[:] = action.prefill_disagg
-    fleet.tier[:] = action.quant_tier.value
+    KnobKernel([True] * len(ACTION_FIELDS), fleet).write_action(0, action)
     return fleet
 
 

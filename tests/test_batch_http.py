@@ -320,11 +320,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPlay]:
     begun, released = threading.Event(), threading.Event()
 
     class Held(ServingBatch):
-        def play(self, actions: NDArray[np.float64], *out: NDArray[Any]) -> None:
-            assert len(actions) > 0, "a play of no steps never ends"
+        def step_many(self, actions: NDArray[np.float64], *out: NDArray[Any]) -> None:
+            assert len(actions) > 0, "a request of no steps never ends"
             begun.set()
             assert released.wait(30)
-            super().play(actions, *out)
+            super().step_many(actions, *out)
 
     monkeypatch.setattr("server.api.batch.ServingBatch", Held)
     app = create_app(Settings(store_url="memory://", access_log="off"))

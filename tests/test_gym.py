@@ -249,7 +249,7 @@ def test_a_row_of_the_vector_the_scalar_face_and_inference_env_play_the_same_epi
 
 
 def test_threads_change_nothing() -> None:
-    one, two = (ig.VectorInferenceEnv(200, 2, config=SHORT, n_threads=n) for n in (1, 2))
+    one, two = (ig.VectorInferenceEnv(300, 2, config=SHORT, n_threads=n) for n in (1, 2))
     one.action_space.seed(3)
     one.reset(seed=0)
     two.reset(seed=0)

@@ -26,7 +26,7 @@ from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
 from simulator.tables import ServingTables, load_tables
-from simulator.workload import traffic_of
+from simulator.workload import load_source
 
 CALM_MARGIN: Final = 1.1
 """Planned capacity of the calm setting over the usual load."""
@@ -47,7 +47,7 @@ class HeuristicAgent:
 
     def __init__(self, task: TaskSpec, tables: ServingTables | None = None) -> None:
         tables = tables or load_tables()
-        stats = traffic_of(task, tables).stats
+        stats = load_source(task, tables).stats
         live = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
         named = len(live) == len(stats.names)
         usual = np.array([c.share for c in live]) if named else stats.shares

@@ -19,7 +19,7 @@ from agents.policies.constant import ConstantAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
-from env.action import snap, write_actions
+from env.action import snap
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
@@ -205,9 +205,9 @@ def _play(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibr
     actions = np.zeros((n_steps, len(ACTION_FIELDS)))
     levels = dict.fromkeys(LEVELS, 0)
     for t in range(n_steps):
-        actions[t] = snap(agent.act(observation), batch.mask)[0]
-        write_actions(batch.fleet, actions[t : t + 1])
-        batch.advance()
+        applied = snap(agent.act(observation), batch.mask)
+        actions[t] = applied[0]
+        observation = batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]
         levels[fleet_support(batch.fleet)] += 1

@@ -128,7 +128,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
     def _reset(self, seeds: Sequence[int]) -> FloatArray:
         return self._client.reset(task_id=self.task.task_id, seeds=seeds, config=self._remote.overrides)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         knobs = self._remote.knobs(actions, self.num_envs)
         try:
             played = self._client.step(knobs, float64=True)

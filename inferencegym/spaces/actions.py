@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, SPEC_LENGTHS, QuantTier, ServeAction
-from inferencegym.spaces.snapping import SnapKernel
+from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, QuantTier, ServeAction
+from inferencegym.spaces.knobs import KNOB_DEFAULTS, KNOB_HIGH, KNOB_LOW, KnobKernel, action_values
 
 ACTION_SIZE: Final = len(ACTION_FIELDS)
-ACTION_LOW: Final = np.array([f.low for f in ACTION_FIELDS.values()])
-ACTION_HIGH: Final = np.array([f.high for f in ACTION_FIELDS.values()])
-FORCED: Final = np.array([f.default for f in ACTION_FIELDS.values()])
+ACTION_LOW: Final = KNOB_LOW
+ACTION_HIGH: Final = KNOB_HIGH
+FORCED: Final = KNOB_DEFAULTS
 """Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
-
-SPEC_VALUES: Final = np.array(SPEC_LENGTHS, dtype=np.float64)
-# Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
-_SPEC_EDGES = np.exp(0.5 * (np.log1p(SPEC_VALUES[1:]) + np.log1p(SPEC_VALUES[:-1]))) - 1.0
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
@@ -42,25 +38,13 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.fl
     if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
         raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
     snapped = np.empty(actions.shape)
-    _snap_kernel(tuple(mask.tolist())).snap(np.asarray(actions, dtype=np.float64), snapped)
+    _kernel(tuple(mask.tolist())).snap(np.asarray(actions, dtype=np.float64), snapped)
     return snapped
 
 
 @lru_cache(maxsize=32)
-def _snap_kernel(offered: tuple[bool, ...]) -> SnapKernel:
-    return SnapKernel(snap_constants(offered), {})
-
-
-def snap_constants(offered: Sequence[bool]) -> dict[str, NDArray[Any]]:
-    """Constants of :class:`~inferencegym.spaces.snapping.SnapKernel` for a task that offers these knobs (5,)."""
-    return {
-        "low": ACTION_LOW,
-        "high": ACTION_HIGH,
-        "forced": FORCED,
-        "offered": np.array(offered, dtype=np.int64),
-        "spec_values": SPEC_VALUES,
-        "spec_edges": _SPEC_EDGES,
-    }
+def _kernel(offered: tuple[bool, ...]) -> KnobKernel:
+    return KnobKernel(offered)
 
 
 def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
@@ -77,11 +61,8 @@ def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeActi
 
 
 def to_row(action: ServeAction) -> NDArray[np.float64]:
-    """The five numbers of an action."""
-    return np.array(
-        [action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value],
-        dtype=np.float64,
-    )
+    """The five numbers of an action, (5,)."""
+    return np.array(action_values(action), dtype=np.float64)
 
 
 def from_row(row: NDArray[np.float64]) -> ServeAction:

@@ -148,7 +148,7 @@ class BatchSession:
             if len(actions) != upto - at:
                 actions = np.broadcast_to(actions, (upto - at, *actions.shape[1:]))
             seen = observations if steps.last else observations[at:upto]
-            self.batch.play(actions, seen, rewards[at:upto])
+            self.batch.step_many(actions, seen, rewards[at:upto])
             at = upto
             if self.steps_left == 0:
                 done[at - 1] = True
