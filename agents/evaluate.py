@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
@@ -77,10 +77,10 @@ def evaluate(agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT
     """Play an agent (an object or a registered name) on a task, one episode per seed."""
     player = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
-    return of_played(label, play(task, player, seeds))
+    return evaluation_of(label, run_episodes(task, player, seeds))
 
 
-def of_played(label: str, played: Played) -> Evaluation:
+def evaluation_of(label: str, played: EpisodeResults) -> Evaluation:
     """Grade finished episodes, one row per seed."""
     return Evaluation(label, played.task, played.seeds, played.scores(), played.returns, played.breakdown())
 

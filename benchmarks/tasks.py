@@ -15,17 +15,18 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import compare, evaluate, interval, paired
-from agents.policies.switching_policy import ModeParams, read_policy
+from agents.policies.stored import policy_path, read_policy
+from agents.policies.switching_policy import ModeParams
 from agents.registry import make_agent
 from agents.search.ablation import ablate
-from agents.search.calibration import policy_path
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
-from agents.search.solver import QUICK, Budget, with_budget
+from agents.search.solver import QUICK, Budget
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
@@ -35,7 +36,7 @@ FIGURES = HERE / "figures"
 ABLATED_TASK = 3
 CONFIRMED = ("random", "naive", "heuristic", "best_static", "best_adaptive")
 DRAWN_SEED = HELD_OUT_SEEDS[0]
-ABLATION = with_budget(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10)
+ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10)
 """Every search starts from the free policy, so it needs less than finding that one did."""
 
 
@@ -220,14 +221,14 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     arrivals: list[float] = []
-    played = play(
+    played = run_episodes(
         task,
         make_agent("best_adaptive", task),
         [DRAWN_SEED],
         keep=("queue_requests", "ttft_p99_ms"),
         watch=lambda t, batch: arrivals.append(float(batch.fleet.arrivals[0, t].sum())),
     )
-    naive = play(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
+    naive = run_episodes(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
     figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
     axes[0].plot(arrivals, color="#444444", linewidth=1)
     axes[0].set_ylabel("arrivals/s")
@@ -247,7 +248,7 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     save(figure, path)
 
 
-def draw_knobs(axis: Any, played: Played) -> None:
+def draw_knobs(axis: Any, played: EpisodeResults) -> None:
     knobs = played.actions[:, 0]
     scales = {
         "kv_budget": 1.0,

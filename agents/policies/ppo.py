@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.policies.stored import POLICY_DIR
 from agents.protocol import FloatArray
 from env.spaces import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.errors import DataFormatError, InvalidConfigError
@@ -22,7 +23,6 @@ from inferencegym.models import ACTION_FIELDS
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 1
-POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
