@@ -221,7 +221,7 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     arrivals: list[float] = []
-    played = run_episodes(
+    adaptive = run_episodes(
         task,
         make_agent("best_adaptive", task),
         [DRAWN_SEED],
@@ -232,24 +232,24 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
     axes[0].plot(arrivals, color="#444444", linewidth=1)
     axes[0].set_ylabel("arrivals/s")
-    axes[1].plot(played.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[1].plot(adaptive.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
     axes[1].plot(naive.metrics["queue_requests"][:, 0], label="naive", color="#b0b0b0")
     axes[1].set_ylabel("queue")
     axes[1].legend(fontsize=7)
-    axes[2].plot(played.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[2].plot(adaptive.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
     axes[2].plot(naive.metrics["ttft_p50_ms"][:, 0], label="naive", color="#b0b0b0")
     axes[2].axhline(task.slo_target_ms, color="#b22222", linestyle="--", linewidth=1, label="objective")
     axes[2].set_yscale("log")
     axes[2].set_ylabel("TTFT p50, ms")
     axes[2].legend(fontsize=7)
-    draw_knobs(axes[3], played)
+    draw_knobs(axes[3], adaptive)
     axes[3].set_xlabel("second of the episode")
     figure.suptitle(f"Task {task.task_id}, seed {DRAWN_SEED}: one episode of the best adaptive policy", fontsize=10)
     save(figure, path)
 
 
-def draw_knobs(axis: Any, played: EpisodeResults) -> None:
-    knobs = played.actions[:, 0]
+def draw_knobs(axis: Any, results: EpisodeResults) -> None:
+    knobs = results.actions[:, 0]
     scales = {
         "kv_budget": 1.0,
         "spec_length / 8": 8.0,

@@ -109,17 +109,16 @@ def batch_one() -> FloatArray:
 
 def measure_price(task: TaskSpec) -> float:
     """Cost units per GPU and thousand tokens per second at which the naive agent spends the whole budget."""
-    played = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
-    return float(task.cost_budget / played.metrics["cost_per_1k"].sum(axis=0).mean())
+    results = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
+    return float(task.cost_budget / results.metrics["cost_per_1k"].sum(axis=0).mean())
 
 
 def measure_throughput_of(task: TaskSpec, policy: FloatArray | ModeParams, price: float) -> tuple[float, float]:
     """Mean tokens per second of an action (5,) or policy over the calibration seeds, and its fastest second."""
     calibration = Calibration(0.0, 1.0, 1.0, price)
     params = policy if isinstance(policy, ModeParams) else constant_policy(policy)
-    tps = run_episodes(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration).metrics[
-        "tokens_per_sec"
-    ]
+    results = run_episodes(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration)
+    tps = results.metrics["tokens_per_sec"]
     return float(tps.mean()), float(tps.max())
 
 

@@ -86,14 +86,14 @@ Objective = Callable[[EpisodeResults, Calibration], FloatArray]
 """What to maximise, (B,) of finished episodes."""
 
 
-def score(played: EpisodeResults, calibration: Calibration) -> FloatArray:
+def score(results: EpisodeResults, calibration: Calibration) -> FloatArray:
     """The grade."""
-    return played.scores(calibration)
+    return results.scores(calibration)
 
 
-def throughput(played: EpisodeResults, calibration: Calibration) -> FloatArray:
+def throughput(results: EpisodeResults, calibration: Calibration) -> FloatArray:
     """Mean tokens per second."""
-    mean: FloatArray = played.metrics["tokens_per_sec"].mean(axis=0)
+    mean: FloatArray = results.metrics["tokens_per_sec"].mean(axis=0)
     return mean
 
 
@@ -180,8 +180,8 @@ class Solver:
         for start in range(0, n, at_once):
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
-            played = run_episodes(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration)
-            values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
+            results = run_episodes(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration)
+            values[part] = self._objective(results, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
     def race(self, params: ModeParams, finalists: int, seeds: Sequence[int] | None = None) -> FloatArray:
@@ -198,14 +198,14 @@ class Solver:
         finalists = min(finalists, len(params))
         shrink = (finalists / len(params)) ** (1.0 / max(1, len(rounds) - 1))
         field = np.arange(len(params))
-        total, played = np.zeros(len(params)), 0
+        total, n_played = np.zeros(len(params)), 0
         for i, part in enumerate(rounds):
             kept = max(finalists, round(len(params) * shrink**i))
             field = field[np.argsort(-total[field], kind="stable")[:kept]]
             total[field] += len(part) * self.values_of_policies(params.select(field), part)
-            played += len(part)
+            n_played += len(part)
         values = np.full(len(params), -np.inf)
-        values[field] = total[field] / played
+        values[field] = total[field] / n_played
         return values
 
     # ------------------------------------------------------------ constant actions
