@@ -14,9 +14,9 @@ from agents.policies.constant import ConstantAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
-from agents.policies.switching_policy import ModeAgent, ModeParams, read_policy
+from agents.policies.stored import policy_dir, policy_path, read_policy
+from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import Agent, AgentFactory
-from agents.search.calibration import policy_dir, policy_path
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec

@@ -169,7 +169,6 @@ def bin_requests(
     tables: ServingTables,
     n_steps: int,
     step_s: float = 1.0,
-    noise: FloatArray | None = None,
     reused_tokens: FloatArray | None = None,
 ) -> Workload:
     """Gather individual requests into steps; requests beyond ``n_steps`` are left out.
@@ -194,7 +193,7 @@ def bin_requests(
         arrivals=gather(np.ones(len(cell))),
         prompt_tokens=gather(prompt_tokens[inside]),
         prefill_work_ms=np.stack([gather(work[:, q]) for q in range(3)], axis=-1),
-        noise=np.ones((n_steps, 2)) if noise is None else noise,
+        noise=np.ones((n_steps, 2)),
         phase=phases(np.zeros(n_steps, dtype=bool)),
         saved_work_ms=saved,
     )

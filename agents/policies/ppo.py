@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.policies.stored import POLICY_DIR
 from agents.protocol import FloatArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
@@ -23,7 +24,6 @@ from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, action_
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 1
-POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,10 +9,8 @@ values instead of jumping.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -160,17 +158,3 @@ class ActionsAgent:
 
     def act(self, observation: FloatArray) -> FloatArray:
         return self._rows
-
-
-def read_policy(path: Path) -> dict[str, Any]:
-    """A stored policy file; raises :class:`InvalidConfigError` if it is missing or no JSON."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        # Servers pass this on to clients, whom the way to the folder does not concern.
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfigError(
-            f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "
-            "or name the folder that holds it, as in best_adaptive:FOLDER"
-        ) from error
-    return data

@@ -125,7 +125,7 @@ def _is_the_tasks_own(family: str, task_id: int | str, config: Any) -> bool:
 
 def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
     """A built-in agent's episodes, played in one batch per task and scored by replay."""
-    from agents.episodes import play
+    from agents.episodes import run_episodes
     from agents.registry import make_agent
     from agents.seeds import held_out_seeds
     from env.action import from_row
@@ -135,7 +135,7 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
 
     for task in map(get_task, task_ids):
         seeds = held_out_seeds(n_seeds)
-        played, here = play(task, make_agent(agent_name, task), seeds), simulator(SERVING, task.task_id)
+        played, here = run_episodes(task, make_agent(agent_name, task), seeds), simulator(SERVING, task.task_id)
         for row, seed in enumerate(seeds):
             actions = [from_row(played.actions[step, row]).to_dict() for step in range(task.episode_length)]
             score = replayed_score(task.task_id, seed, actions, replayer(SERVING), _score_of(SERVING))
