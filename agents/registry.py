@@ -13,10 +13,9 @@ from agents.policies.constant import ConstantAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
-from agents.policies.stored import read_constant_policy, read_switching_policy
+from agents.policies.stored import policy_dir, policy_path, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ModeAgent
 from agents.protocol import Agent, AgentFactory
-from agents.search.calibration import policy_dir, policy_path
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction

@@ -11,12 +11,11 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from agents.episodes import play
-from agents.evaluate import Evaluation, evaluate, of_played, paired
-from agents.policies.stored import read_constant_policy, read_switching_policy
+from agents.episodes import run_episodes
+from agents.evaluate import Evaluation, evaluate, evaluation_of, paired
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ActionsAgent, ModeAgent
 from agents.protocol import Agent, FloatArray
-from agents.search.calibration import policy_path
 from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
 from env.action import to_row
@@ -45,7 +44,7 @@ def test_the_calibration_was_measured_on_the_table_that_ships() -> None:
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_no_agent_is_much_faster_than_the_calibrated_optimum(task_id: int) -> None:
     for agent in ("heuristic", "best_static", "best_adaptive"):
-        tps = play(get_task(task_id), _agent(agent, task_id), HELD_OUT_SEEDS[:10]).metrics["tokens_per_sec"]
+        tps = run_episodes(get_task(task_id), _agent(agent, task_id), HELD_OUT_SEEDS[:10]).metrics["tokens_per_sec"]
         assert tps.mean() < 1.02 * get_calibration(task_id).optimal_tps
         assert tps.max() < 1.25 * get_calibration(task_id).max_throughput_tps
 
@@ -92,7 +91,7 @@ def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
     near[:, 2] = np.clip(near[:, 2] * np.exp(rng.normal(0.0, 0.5, 40)), 1, 512)
     actions = np.vstack([near, random_settings(160, task, seed=9)])
     seeds = HELD_OUT_SEEDS[:6]
-    played = play(task, ActionsAgent(actions, len(seeds)), seeds, n_rows=len(actions) * len(seeds))
+    played = run_episodes(task, ActionsAgent(actions, len(seeds)), seeds, n_rows=len(actions) * len(seeds))
     best = played.scores().reshape(-1, len(seeds)).mean(axis=1).max()
     assert best <= held_out("best_adaptive", 3).scores[: len(seeds)].mean() - 0.03
 
@@ -168,11 +167,11 @@ ADVERSARIES = {
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_abusing_the_score_does_not_pay(task_id: int, name: str) -> None:
     task = get_task(task_id)
-    abuse = of_played(name, play(task, ADVERSARIES[name], HELD_OUT_SEEDS))
+    abuse = evaluation_of(name, run_episodes(task, ADVERSARIES[name], HELD_OUT_SEEDS))
     heuristic = held_out("heuristic", task_id)
     if name.startswith("toggling") and "quant_tier" not in task.active_actions:
         # The knob is not live there, so this is a constant action that a constant agent may well play.
-        assert np.ptp(play(task, ADVERSARIES[name], HELD_OUT_SEEDS[:2]).actions[..., 4]) == 0.0
+        assert np.ptp(run_episodes(task, ADVERSARIES[name], HELD_OUT_SEEDS[:2]).actions[..., 4]) == 0.0
         return
     assert paired(heuristic.scores, abuse.scores).low > 0.0
     assert paired(heuristic.returns, abuse.returns).low > 0.0

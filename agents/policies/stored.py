@@ -1,21 +1,40 @@
-"""Files of solved policies: a task's best constant action, and its best switching policy.
+"""Stored policies: where the files of a task's solved and trained policies lie, and how they are read.
 
-``inferencegym calibrate`` writes them; :func:`agents.search.calibration.policy_path` says where.
+``inferencegym calibrate`` writes a task's best constant action and its best switching policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from agents.policies.switching_policy import ModeParams
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import Message, parse_json
 from inferencegym.models import ServeAction
 from inferencegym.task_registry import read_entry
+from inferencegym.tasks import CALIBRATION_FILE, TaskId, TaskSpec
 
 Policy = TypeVar("Policy")
+
+POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
+"""Policies of the tasks that ship."""
+
+
+def policy_dir(task: TaskSpec) -> Path:
+    """Folder of a task's solved policies: beside the agents, or beside the file of a task of one's own.
+
+    As the constants of ``my_tasks.json`` lie in ``my_tasks.calibration.json``, its policies lie in
+    ``my_tasks.policies``.
+    """
+    constants = Path(task.calibration_file)
+    return POLICY_DIR if constants == CALIBRATION_FILE else constants.with_suffix("").with_suffix(".policies")
+
+
+def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
+    """File of a solved policy (``best_static``, ``best_adaptive``) of a task."""
+    return directory / f"{name}-task-{task_id}.json"
 
 
 class StoredAction(Message):
