@@ -13,9 +13,11 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from contextlib import contextmanager
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,23 +30,28 @@ from env.traffic_env import TrafficEnv
 from grader.grader import GraderModule
 from grader.traffic_grader import grade_traffic
 from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import TaskId, list_tasks
+from inferencegym.tasks import TASKS_ENV, TaskId, list_tasks
 from inferencegym.traffic import ACTION_NAMES, get_traffic_task, list_traffic_tasks
 
 FOLDER: Final = Path(__file__).resolve().parent.parent / "tests" / "golden"
 EPISODES_FILE: Final = FOLDER / "episodes.json"
 CHANGES_FILE: Final = FOLDER / "CHANGES.md"
+EXTREME_TASKS_FILE: Final = FOLDER / "extreme_tasks.json"
+"""Tasks that reach what the registered ones do not: prompts longer than a KV pool, thousands of requests a second."""
 
-SEEDS: Final = (7, 3_000_000_000_019)
-"""One seed of a single 32-bit word and one of two; the second plays with a configuration of its own."""
-SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 160}
+SEEDS: Final = (7, 3_000_000_000_250)
+"""One seed of a single 32-bit word and one of two, whose noise is cut; the second has a configuration of its own."""
+TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
+"""These tasks have no randomness: each seed stands for other actions."""
+SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
 TRAFFIC_CONFIG: Final = {
-    "server_capacity": 90.0,
-    "base_latency": 160.0,
-    "crash_load_ratio": 2.6,
-    "max_queue": 130,
-    "traffic_scale": 1.1,
+    "server_capacity": 120.0,
+    "base_latency": 320.0,
+    "crash_load_ratio": 3.0,
+    "max_queue": 100,
+    "traffic_scale": 1.8,
 }
+"""At most exactly the load and the queue that are still allowed, with rates whose products are not whole in binary."""
 RELATIVE_TOLERANCE: Final = 1e-9
 ABSOLUTE_TOLERANCE: Final = 1e-12
 SIGNIFICANT_DIGITS: Final = 12
@@ -65,7 +72,21 @@ def play(episode: Mapping[str, Any]) -> tuple[list[Row], dict[str, Row]]:
     """
     actions = [action for n_steps, action in episode["actions"] for _ in range(n_steps)]
     playing = _play_serving if episode["family"] == "serving" else _play_traffic
-    return playing(episode["task_id"], episode["seed"], episode["config"], actions)
+    with _extreme_tasks():
+        return playing(episode["task_id"], episode["seed"], episode["config"], actions)
+
+
+@contextmanager
+def _extreme_tasks() -> Iterator[None]:
+    """Registers the extreme tasks."""
+    before = os.environ.get(TASKS_ENV)
+    os.environ[TASKS_ENV] = str(EXTREME_TASKS_FILE)
+    try:
+        yield
+    finally:
+        del os.environ[TASKS_ENV]
+        if before is not None:
+            os.environ[TASKS_ENV] = before
 
 
 def _play_serving(
@@ -254,16 +275,18 @@ def _compact(value: Any) -> str:
 
 
 def planned() -> Iterator[Episode]:
-    """The episodes of every registered task, with their actions."""
-    for serving in list_tasks(include_recorded=True):
+    """The episodes of every registered task and of the extreme ones, with their actions."""
+    with _extreme_tasks():
+        serving_tasks = list_tasks(include_recorded=True)
+    for serving in serving_tasks:
         for seed, config in zip(SEEDS, ({}, SERVING_CONFIG), strict=True):
             n_steps = serving.config(config).episode_length
             actions = _serving_actions(_generator(serving.task_id, seed), n_steps)
             yield _episode("serving", serving.task_id, seed, config, actions)
     for traffic in list_traffic_tasks():
         n_steps = get_traffic_task(traffic.task_id).episode_length
-        for seed, config in zip(SEEDS, ({}, TRAFFIC_CONFIG), strict=True):
-            actions = _traffic_actions(_generator(traffic.task_id, seed), n_steps)
+        for seed, config in product(TRAFFIC_SEEDS, ({}, TRAFFIC_CONFIG)):
+            actions = _traffic_actions(_generator(f"{traffic.task_id} {len(config)}", seed), n_steps)
             yield _episode("traffic", traffic.task_id, seed, config, actions)
 
 

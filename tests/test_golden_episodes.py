@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any
@@ -19,7 +20,8 @@ SHOWN = 12
 
 
 def name_of(episode: golden.Episode) -> str:
-    return f"{episode['family']}-{episode['task_id']}-{episode['seed']}"
+    words = [episode["family"], str(episode["task_id"]), str(episode["seed"])]
+    return "-".join([*words, "own-config"] if episode["config"] else words)
 
 
 def rows_of(family: str, *tasks: Any) -> list[golden.Row]:
@@ -42,9 +44,11 @@ def test_an_episode_gives_its_golden_numbers(episode: golden.Episode) -> None:
 def test_every_task_has_golden_episodes_of_two_seeds() -> None:
     serving = {("serving", task.task_id) for task in list_tasks(include_recorded=True)}
     traffic = {("traffic", task.task_id) for task in list_traffic_tasks()}
-    recorded = [(episode["family"], episode["task_id"]) for episode in EPISODES]
-    assert set(recorded) == serving | traffic
-    assert all(recorded.count(task) == len(golden.SEEDS) for task in recorded)
+    by_task: dict[tuple[str, Any], set[int]] = defaultdict(set)
+    for episode in EPISODES:
+        by_task[episode["family"], episode["task_id"]].add(episode["seed"])
+    assert set(by_task) >= serving | traffic
+    assert all(len(seeds) >= 2 for seeds in by_task.values())
 
 
 def test_golden_fleets_overflow_their_queue_run_out_of_memory_and_preempt() -> None:
