@@ -47,9 +47,9 @@ SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15
 TRAFFIC_CONFIG: Final = {
     "server_capacity": 120.0,
     "base_latency": 320.0,
-    "crash_load_ratio": 3.0,
+    "crash_load_ratio": 2.0,
     "max_queue": 100,
-    "traffic_scale": 1.8,
+    "traffic_scale": 1.2,
 }
 """At most exactly the load and the queue that are still allowed, with rates whose products are not whole in binary."""
 RELATIVE_TOLERANCE: Final = 1e-9
