@@ -26,7 +26,7 @@ import numpy as np
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.observation import normalise
-from env.traffic_env import TrafficEnv
+from env.traffic.env import TrafficEnv
 from grader.grader import GraderModule
 from grader.traffic_grader import grade_traffic
 from inferencegym.models import SPEC_LENGTHS
