@@ -1,4 +1,4 @@
-"""Actions between their three forms: the dataclass, JSON, and rows of five numbers.
+"""Conversion of actions between the dataclass, JSON and rows of five numbers.
 
 HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). The array codec for learners clamps to
 the bounds and snaps to the nearest allowed value, and says so here: a policy that explores must not crash an episode.
@@ -21,18 +21,18 @@ ACTION_SIZE: Final = len(ACTION_FIELDS)
 ACTION_LOW: Final = KNOB_LOW
 ACTION_HIGH: Final = KNOB_HIGH
 FORCED: Final = KNOB_DEFAULTS
-"""Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
+"""Values of the knobs that a task does not offer: the naive defaults."""
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
-    """True (5,) for every knob that a task offers."""
+    """Mask (5,) of the knobs that a task offers."""
     return np.array([name in active_actions for name in ACTION_FIELDS])
 
 
 def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Allowed actions nearest to rows of five numbers (B, 5); masked knobs take their forced values.
+    """Nearest allowed actions (B, 5) to rows of five numbers (B, 5); masked knobs take their forced values.
 
-    What is nearest says :class:`simulator.knobs.KnobKernel`; NaN counts as the forced value.
+    :class:`simulator.knobs.KnobKernel` documents the rounding. NaN counts as the forced value.
     """
     if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
         raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
@@ -65,6 +65,6 @@ def to_row(action: ServeAction) -> NDArray[np.float64]:
 
 
 def from_row(row: NDArray[np.float64]) -> ServeAction:
-    """The action of five allowed numbers."""
+    """The action with these five allowed values, (5,)."""
     kv, spec, batch, disagg, tier = row.tolist()
     return ServeAction(kv, int(spec), int(batch), disagg >= 0.5, QuantTier(int(tier)))

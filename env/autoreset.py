@@ -1,7 +1,7 @@
-"""Episodes that follow one another: a batch whose rows start their next episode by themselves.
+"""Automatic reset of the rows of a batch, and the seeds of the episodes that follow one another.
 
-Seeds: the first episode of a row plays the seed it was reset with, and its k-th restart plays
-``episode_seed(first, k)``. So any episode of a run can be played again alone, and ``seeds`` names it.
+The first episode of a row has the seed that it was reset with, and its k-th restart ``episode_seed(first, k)``. So any
+episode of a run can be repeated alone, and ``seeds`` names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def episode_seeds(first: Sequence[int] | NDArray[np.int64], episode: int | NDArr
 
 
 class SeedSeries:
-    """Which seed each row plays next."""
+    """Series of episode seeds, one per row."""
 
     def __init__(self, n_rows: int) -> None:
         self._first: NDArray[np.int64] = np.full(n_rows, -1, dtype=np.int64)
@@ -50,7 +50,7 @@ class SeedSeries:
     def next(
         self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None
     ) -> tuple[list[int], list[int]]:
-        """The rows that start an episode now (all, or those of the mask) and the seeds that they play.
+        """The rows that start an episode now (all, or those of the mask) and the seeds of these episodes.
 
         A row with a seed starts a new series with it. A row without one (None) goes on to the next episode of its
         series; if it has none yet, it starts one with a seed drawn from the operating system.
@@ -83,11 +83,11 @@ class AutoresetBatch:
 
     def reset(self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None) -> None:
         """Start episodes in all rows, or in those of the mask ``rows``; seeds as in :meth:`SeedSeries.next`."""
-        chosen, playing = self._series.next(seeds, rows)
-        self.batch.reset(playing, rows=None if rows is None else chosen)
+        chosen, started = self._series.next(seeds, rows)
+        self.batch.reset(started, rows=None if rows is None else chosen)
 
     def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
-        """Play one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
+        """Take one step of one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
 
         Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
         """

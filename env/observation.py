@@ -1,4 +1,4 @@
-"""What the agent sees: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, cut to their bounds.
+"""Observations: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, clipped to their bounds.
 
 Plain Python that the build compiles to C (types in ``observation.pxd``); :func:`to_observation` gives the dataclass
 form and :func:`normalise` the scaled form for learners.
@@ -18,7 +18,7 @@ OBSERVATION_SIZE = len(OBSERVATION_FIELDS)
 OBSERVATION_LOW = np.array([f.low for f in OBSERVATION_FIELDS.values()])
 OBSERVATION_HIGH = np.array([f.high for f in OBSERVATION_FIELDS.values()])
 
-# Scales for learners: what counts as large. Numbers spread over decades enter by their logarithm.
+# Scales for learners. Numbers that span decades enter by their logarithm.
 _LOG_FIELDS = ("queue_depth", "mean_prompt_len", "arrival_rate", "ttft_p50", "tpot_p50")
 _LOG_SCALE = {
     "queue_depth": 512.0,
@@ -31,7 +31,7 @@ _LINEAR_SCALE = {"gpu_memory_used_gb": 40.0}
 
 
 class ObservationKernel:
-    """Writes observations of rows of a fleet batch.
+    """Kernel that writes the observations of rows of a fleet batch.
 
     ``observation`` (B, 14) is written; state and metric arrays are only read.
     """
@@ -75,8 +75,8 @@ class ObservationKernel:
 
 def to_observation(row: NDArray[np.float64]) -> ServeObservation:
     """The dataclass form of one flat observation (14,)."""
-    queue, prompt, rate, kv, ttft, tpot, late, memory, accept, p0, p1, p2, step, cost = row.tolist()
-    return ServeObservation(queue, prompt, rate, kv, ttft, tpot, late, memory, accept, [p0, p1, p2], int(step), cost)
+    queue, prompt, rate, kv, ttft, tpot, missed, memory, accept, p0, p1, p2, step, cost = row.tolist()
+    return ServeObservation(queue, prompt, rate, kv, ttft, tpot, missed, memory, accept, [p0, p1, p2], int(step), cost)
 
 
 def to_array(observation: ServeObservation) -> NDArray[np.float64]:

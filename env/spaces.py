@@ -1,11 +1,11 @@
-"""What learners meet: observations and actions as arrays with declared bounds, for one row or many.
+"""Gymnasium spaces: codecs of actions and observations as bounded arrays, for one row or many.
 
 Three action formats stand over the same codec (:func:`env.action.snap` has the last word in all of them), each with all
 five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task; knobs that a task does not offer are
 ignored there.
 
-- ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
-  evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
+- ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs divide
+  the interval evenly (``spec_length`` over its five choices, ``quant_tier`` over its three).
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
 
@@ -50,7 +50,7 @@ LEVELS: Final[dict[str, FloatArray]] = {
 
 
 class ActionCodec(Protocol):
-    """Turns a learner's actions into rows of five knobs."""
+    """Conversion between a learner's actions and rows of five knobs."""
 
     @property
     def space(self) -> spaces.Space[Any]:
@@ -62,7 +62,7 @@ class ActionCodec(Protocol):
         ...
 
     def encode(self, knobs: FloatArray) -> NDArray[Any]:
-        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can say."""
+        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can express."""
         ...
 
 
@@ -157,7 +157,7 @@ _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
 def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
-    """Where each step stands in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+    """Position of each step in the task's flood schedule, (T + 1, 3), every number in [0, 1].
 
     Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
     once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
@@ -209,7 +209,7 @@ class ObservationCodec:
         return spaces.Box(self.low, self.high, dtype=np.float32)
 
     def encode(self, observation: FloatArray) -> Float32Array:
-        """A fresh float32 array in this format, cut to the bounds (which costs a rounding error at most)."""
+        """A fresh float32 array in this format, clipped to the bounds (a rounding error at most)."""
         scaled = self._scale(observation).astype(np.float32)
         if self._schedule is not None:
             step = observation[:, _TIMESTEP].astype(np.int64)

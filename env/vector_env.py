@@ -1,4 +1,4 @@
-"""Vectorised environments with Gymnasium's interface: one autoreset for every family, and the native serving batch."""
+"""Vector environments with Gymnasium's interface: autoreset for every family, and the serving environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def registered_id(gym_id: str) -> str:
 
 
 class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):
-    """What a family fills in, and Gymnasium's three autoreset modes over it.
+    """Base class of vector environments: Gymnasium's three autoreset modes over what a family fills in.
 
     ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
     returns the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step
@@ -63,7 +63,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         self.single_action_space = action_space
         self.observation_space = batch_space(observation_space, num_envs)
         self.action_space = batch_space(action_space, num_envs)
-        self._everywhere: BoolArray = np.ones(num_envs, dtype=np.bool_)
+        self._all_rows: BoolArray = np.ones(num_envs, dtype=np.bool_)
         self._ended_before: BoolArray = np.zeros(num_envs, dtype=np.bool_)
         self.closed = False
 
@@ -84,7 +84,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         return self._observe(), self._info()
 
     def step(self, actions: NDArray[Any]) -> Stepped:
-        """Play one second in every row: observation, reward, terminated, truncated, info."""
+        """Take one step in every row: observation, reward, terminated, truncated, info."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             return self._restart_or_step(np.asarray(actions))
         if self._ended_before.any():
@@ -121,7 +121,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
 
     @abstractmethod
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
-        """Play one second in all rows or those of the mask; a fresh array of rewards (B,)."""
+        """Take one step in all rows or those of the mask; a fresh array of rewards (B,)."""
 
     @abstractmethod
     def _ended(self) -> tuple[BoolArray, BoolArray]:
@@ -191,7 +191,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
 
     def _info(self) -> Info:
         metrics = dict(zip(METRICS, self.batch.fleet.metrics.copy(), strict=True))
-        return {"metrics": metrics, "_metrics": self._everywhere, "seed": self.seeds, "_seed": self._everywhere}
+        return {"metrics": metrics, "_metrics": self._all_rows, "seed": self.seeds, "_seed": self._all_rows}
 
 
 def _reset_mask(options: Mapping[str, Any] | None, num_envs: int) -> BoolArray | None:
