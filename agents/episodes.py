@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,11 +65,10 @@ def run_episodes(
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
     keep: Sequence[str] = (),
-    watch: Callable[[int, ServingBatch], None] | None = None,
 ) -> EpisodeResults:
     """Play whole episodes with an agent: one row per seed, or ``n_rows`` rows that share the seeds' traffic.
 
-    ``keep`` names further metrics to record; ``watch(step, batch)`` is called after every step.
+    ``keep`` names further metrics to record.
     """
     batch = ServingBatch(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     steps = batch.config.episode_length
@@ -84,6 +83,4 @@ def run_episodes(
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]
-        if watch is not None:
-            watch(t, batch)
     return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

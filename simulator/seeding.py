@@ -1,4 +1,4 @@
-"""Random generators for many seeds at once: those of ``numpy.random.default_rng([seed, stream])``, sooner.
+"""Random generators of many seeds at once, equal to ``numpy.random.default_rng([seed, stream])`` and faster.
 
 NumPy's :class:`numpy.random.SeedSequence` mixes a seed's words with 32-bit integer arithmetic (M. E. O'Neill's
 ``seed_seq_fe``; its output is fixed by NumPy's compatibility policy). The same arithmetic on arrays does it for all
@@ -58,7 +58,7 @@ def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[n
 
 
 class _Seeded(ISeedSequence):
-    """What a bit generator asks a seed for, known beforehand."""
+    """Seed sequence whose state words are computed beforehand."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
