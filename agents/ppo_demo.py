@@ -40,12 +40,12 @@ from agents.policies.ppo import PolicyFile
 from agents.protocol import Agent
 from agents.registry import make_agent
 from env.action import action_mask, snap
-from env.autoreset import episode_seed
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
-from env.vector_env import AutoresetVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import EpisodeConfig, TaskSpec
+from inferencegym.vector_env import AutoresetVectorEnv
 
 OBSERVATION: Final = "scheduled"
 ACTION: Final = "discrete"

@@ -315,7 +315,7 @@ def batched(target: Target) -> Callable[[float], float]:
     client = InferenceGymBatch(target.url)
     client.reset(ROWS, 1, seed=0, autoreset=True)
     actions = np.repeat(constant_actions(ROWS)[None], STEPS_A_REQUEST, axis=0).astype(np.float32)
-    return lambda seconds: rate(lambda: client.play(actions), seconds, ROWS * STEPS_A_REQUEST)
+    return lambda seconds: rate(lambda: client.step_many(actions), seconds, ROWS * STEPS_A_REQUEST)
 
 
 def remote_vector(target: Target, rows: int) -> Callable[[float], float]:

@@ -15,8 +15,8 @@ from env.reward import RewardKernel
 from env.threads import CORES, RowRange, split_rows
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.spaces.knobs import KnobKernel
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
-from simulator.knobs import KnobKernel
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
 from simulator.workload import load_source

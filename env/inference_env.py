@@ -11,9 +11,9 @@ from env.batch import ServingBatch
 from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
+from inferencegym.seeds import check_seed
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
 from simulator.coverage import fleet_support
-from simulator.load import check_seed
 from simulator.tables import ServingTables, load_tables
 from simulator.trace_sim import TraceSimulator
 from simulator.workload import prompt_bucket

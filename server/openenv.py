@@ -35,8 +35,8 @@ from inferencegym.client.openenv_types import (
     TrafficControllerObservation,
     TrafficControllerState,
     without_gradio,
-    write_error,
 )
+from inferencegym.error_text import write_error
 from inferencegym.errors import InferenceGymError, NotResetError, StepConflictError
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks

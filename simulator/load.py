@@ -14,11 +14,9 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidConfigError
 from inferencegym.models import PHASES
 from simulator.tables import FloatArray, ServingTables
 
-MAX_SEED: Final = 2**63 - 1
 NOISE_STD: Final = 0.05
 """Relative standard deviation of the jitter on TTFT and TPOT."""
 NOISE_STREAM: Final = 2
@@ -98,13 +96,6 @@ class LoadSource(Protocol):
         Raises :class:`InvalidConfigError` for a seed that :func:`check_seed` refuses.
         """
         ...
-
-
-def check_seed(seed: object) -> int:
-    """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
-    if isinstance(seed, (bool, float)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
-    return int(seed)
 
 
 def noise_factors(z: FloatArray) -> FloatArray:

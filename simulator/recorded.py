@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.seeds import check_seed, generators
 from inferencegym.tasks import TaskSpec
 from simulator.load import (
     NOISE_STREAM,
     ClassStats,
     Workload,
     bin_requests,
-    check_seed,
     class_stats,
     listed_work_ms,
     noise_factors,
@@ -38,7 +38,6 @@ from simulator.load import (
 )
 from simulator.prefix import reuse_curve
 from simulator.requests import RequestLog
-from simulator.seeding import generators
 from simulator.tables import FloatArray, ServingTables
 
 TRACE_VERSION: Final = 1

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import check_seed, generators
 from inferencegym.tasks import LengthDist, TaskSpec
-from simulator.load import NOISE_STREAM, Workload, check_seed, class_stats, listed_work_ms, noise_factors, phases
-from simulator.seeding import generators
+from simulator.load import NOISE_STREAM, Workload, class_stats, listed_work_ms, noise_factors, phases
 from simulator.tables import FloatArray, ServingTables
 
 POOL_SIZE: Final = 1 << 16

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
+from inferencegym.spaces.knobs import action_values
 from simulator.coverage import support_map
-from simulator.knobs import action_values
 from simulator.load import NOISE_STD
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
 

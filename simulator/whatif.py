@@ -10,9 +10,10 @@ import numpy as np
 
 from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, ServeAction
+from inferencegym.seeds import MAX_SEED
+from inferencegym.spaces.knobs import KnobKernel
 from simulator.coverage import LEVELS, fleet_support
-from simulator.knobs import KnobKernel
-from simulator.load import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
+from simulator.load import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 from simulator.prefix import reuse_curve
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.serving import EngineParams, ServingFleet, ServingParams

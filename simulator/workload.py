@@ -6,6 +6,7 @@ from bisect import bisect_right
 from functools import lru_cache
 
 from inferencegym.models import PHASES, PRIORITY_CLASSES, PROMPT_BUCKET_EDGES, ServeAction, WorkloadState
+from inferencegym.seeds import check_seed
 from inferencegym.tasks import TaskId, TaskSpec, get_task
 from simulator.load import (
     CLASS_WINDOW_STEPS,
@@ -14,7 +15,6 @@ from simulator.load import (
     ClassStats,
     LoadSource,
     Workload,
-    check_seed,
 )
 from simulator.recorded import RecordedLoad
 from simulator.synthetic import SyntheticLoad

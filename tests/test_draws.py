@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import generators, hashed
 from inferencegym.tasks import TaskId, get_task, list_tasks
-from simulator.seeding import generators, hashed
 from simulator.tables import load_tables
 from simulator.workload import load_source
 

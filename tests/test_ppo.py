@@ -29,11 +29,11 @@ from agents.ppo_demo import (
 )
 from agents.registry import make_agent
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from tests.servers import RunningServer
 

@@ -27,7 +27,7 @@ from agents.search.solver import Budget, Progress, Solver, constant_policy, scor
 from agents.seeds import CALIBRATION_SEEDS
 from env.action import from_row, to_row
 from inferencegym.errors import DataFormatError
-from inferencegym.files import atomic_write, make_place
+from inferencegym.files import atomic_write, prepare_output
 from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
 from simulator.tables import load_tables
 
@@ -147,7 +147,7 @@ class CalibrationFiles:
     def check(self) -> None:
         """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
         for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
-            make_place(path)
+            prepare_output(path)
         self._stored()
 
     def store(self, solved: Solved) -> None:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.autoreset import episode_seeds
 from env.batch import ServingBatch
 from inferencegym.batch_format import (
     HOLD,
@@ -42,6 +41,7 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.models import ACTION_FIELDS
+from inferencegym.seeds import episode_seeds
 from inferencegym.tasks import EpisodeConfig, TaskId, get_task
 from server import schemas
 from server.api.serving import Context, documented

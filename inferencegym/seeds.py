@@ -1,4 +1,7 @@
-"""Random generators of many seeds at once, equal to ``numpy.random.default_rng([seed, stream])`` and faster.
+"""Seeds of episodes: which are allowed, which one follows another, and random generators for many of them at once.
+
+The first episode of a row plays the seed it was reset with, and its k-th restart plays ``episode_seed(first, k)``. So
+any episode of a run can be played again alone.
 
 NumPy's :class:`numpy.random.SeedSequence` mixes a seed's words with 32-bit integer arithmetic (M. E. O'Neill's
 ``seed_seq_fe``; its output is fixed by NumPy's compatibility policy). The same arithmetic on arrays does it for all
@@ -14,7 +17,11 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
+from inferencegym.errors import InvalidConfigError, NotResetError
+
 Words = NDArray[np.uint32]
+
+MAX_SEED: Final = 2**63 - 1
 
 _POOL_WORDS: Final = 4
 _STATE_WORDS: Final = 8
@@ -22,6 +29,75 @@ _FIRST_IN, _FACTOR_IN = 0x43B0D7E5, 0x931E8875
 _FIRST_OUT, _FACTOR_OUT = 0x8B51F9DD, 0x58F38DED
 _MIX_INTO, _MIX_FROM = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
 _HALF: Final = np.uint32(16)
+
+
+def check_seed(seed: object) -> int:
+    """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
+    if isinstance(seed, (bool, float)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) <= MAX_SEED:
+        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
+    return int(seed)
+
+
+# ---------------------------------------------------------------- episodes that follow one another
+
+
+def episode_seed(first: int, episode: int) -> int:
+    """Seed of the ``episode``-th restart of a row that was first reset with ``first``; the 0-th is ``first`` itself.
+
+    A 63-bit hash of the pair: seeds that people choose (small numbers) are never met by accident, so a learner trained
+    here has not seen held-out seeds.
+    """
+    if episode == 0:
+        return first
+    return int(np.random.SeedSequence([first, episode]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def episode_seeds(first: Sequence[int] | NDArray[np.int64], episode: int | NDArray[np.int64]) -> list[int]:
+    """:func:`episode_seed` of many rows at once; ``episode`` is one for each, or one for all."""
+    later = (hashed(first, episode)[:, 0] >> np.uint64(1)).astype(np.int64)
+    seeds: list[int] = np.where(np.equal(episode, 0), first, later).tolist()
+    return seeds
+
+
+class SeedSeries:
+    """Which seed each row plays next."""
+
+    def __init__(self, n_rows: int) -> None:
+        self._first: NDArray[np.int64] = np.full(n_rows, -1, dtype=np.int64)
+        self._episode: NDArray[np.int64] = np.zeros(n_rows, dtype=np.int64)
+
+    @property
+    def started(self) -> bool:
+        """Whether every row has an episode."""
+        return bool(self._first.min() >= 0)
+
+    def next(
+        self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The rows that start an episode now (all, or those of the mask) and the seeds that they play.
+
+        A row with a seed starts a new series with it. A row without one (None) goes on to the next episode of its
+        series; if it has none yet, it starts one with a seed drawn from the operating system.
+        """
+        n_rows = len(self._first)
+        chosen = np.arange(n_rows) if rows is None else np.flatnonzero(rows)
+        if seeds is not None and len(seeds) != n_rows:
+            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each")
+        given = {row: check_seed(s) for row in chosen.tolist() if seeds is not None and (s := seeds[row]) is not None}
+        if len(chosen) < n_rows and not self.started:
+            raise NotResetError("the first reset must start all episodes")
+        self._episode[chosen] += 1
+        for row in {*given, *chosen[self._first[chosen] < 0].tolist()}:
+            self._first[row] = given[row] if row in given else _fresh_seed()
+            self._episode[row] = 0
+        return chosen.tolist(), episode_seeds(self._first[chosen], self._episode[chosen])
+
+
+def _fresh_seed() -> int:
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+# ---------------------------------------------------------------- generators of many seeds at once
 
 
 def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> NDArray[np.uint64]:
@@ -58,7 +134,7 @@ def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[n
 
 
 class _Seeded(ISeedSequence):
-    """Seed sequence whose state words are computed beforehand."""
+    """What a bit generator asks a seed for, known beforehand."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state

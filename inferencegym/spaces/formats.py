@@ -1,18 +1,17 @@
-"""Gymnasium spaces: codecs of actions and observations as bounded arrays, for one row or many.
+"""Formats of actions and observations for learners: Gymnasium spaces with declared bounds, for one row or many.
 
-Three action formats stand over the same codec (:func:`env.action.snap` has the last word in all of them), each with all
-five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task; knobs that a task does not offer are
-ignored there.
+Three action formats, each with all five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task;
+knobs that a task does not offer are ignored there. What a format decodes to is clamped and snapped by
+:func:`inferencegym.spaces.actions.snap`.
 
-- ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs divide
-  the interval evenly (``spec_length`` over its five choices, ``quant_tier`` over its three).
+- ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
+  evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
 
 Three observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
-(:func:`env.observation.normalise`) and ``"scheduled"``, which adds to the normalised ones where the next step stands in
-the task's announced flood schedule (:func:`schedule_features`): a function of the timestep, spared a small network.
-Gymnasium is imported when a space is asked for, not before.
+(:func:`inferencegym.spaces.observations.normalise`) and ``"scheduled"``, which adds the position of the next step in
+the task's announced flood schedule (:func:`schedule_features`). Gymnasium is imported when a space is asked for.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
-from env.observation import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
 from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
+from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ LEVELS: Final[dict[str, FloatArray]] = {
 
 
 class ActionCodec(Protocol):
-    """Conversion between a learner's actions and rows of five knobs."""
+    """Turns a learner's actions into rows of five knobs."""
 
     @property
     def space(self) -> spaces.Space[Any]:
@@ -62,7 +61,7 @@ class ActionCodec(Protocol):
         ...
 
     def encode(self, knobs: FloatArray) -> NDArray[Any]:
-        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can express."""
+        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can say."""
         ...
 
 
@@ -157,7 +156,7 @@ _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
 def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
-    """Position of each step in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+    """Where each step stands in the task's flood schedule, (T + 1, 3), every number in [0, 1].
 
     Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
     once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
@@ -209,7 +208,7 @@ class ObservationCodec:
         return spaces.Box(self.low, self.high, dtype=np.float32)
 
     def encode(self, observation: FloatArray) -> Float32Array:
-        """A fresh float32 array in this format, clipped to the bounds (a rounding error at most)."""
+        """A fresh float32 array in this format, cut to the bounds (which costs a rounding error at most)."""
         scaled = self._scale(observation).astype(np.float32)
         if self._schedule is not None:
             step = observation[:, _TIMESTEP].astype(np.int64)
