@@ -1,4 +1,4 @@
-"""Stored policies: where the files of a task's solved and trained policies lie, and how one is read."""
+"""Stored policies: paths and reader of the files of a task's solved policies."""
 
 from __future__ import annotations
 
