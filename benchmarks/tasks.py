@@ -21,14 +21,12 @@ from typing import Any
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import compare, evaluate, interval, paired
-from agents.policies.stored import policy_path, read_policy
-from agents.policies.switching_policy import ModeParams
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.registry import make_agent
 from agents.search.ablation import ablate
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
 from agents.search.solver import QUICK, Budget
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
 from simulator.tables import load_tables
 from simulator.workload import load_source
@@ -95,8 +93,8 @@ def confirm(task: TaskSpec) -> dict[str, Any]:
 
 
 def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
-    adaptive = ModeParams.from_dict(read_policy(policy_path("best_adaptive", task.task_id)))
-    static = ServeAction.from_dict(read_policy(policy_path("best_static", task.task_id))["action"])
+    adaptive = read_switching_policy(policy_path("best_adaptive", task.task_id))
+    static = read_constant_policy(policy_path("best_static", task.task_id))
     return ablate(task, adaptive, static, budget)
 
 

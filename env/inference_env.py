@@ -64,6 +64,11 @@ class InferenceEnv:
         return self._episode_log
 
     @property
+    def episode_length(self) -> int:
+        """Steps of a whole episode."""
+        return self.config.episode_length
+
+    @property
     def done(self) -> bool:
         """Whether the episode has ended."""
         return len(self.actions) >= self.config.episode_length

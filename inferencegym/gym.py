@@ -22,15 +22,17 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from env.family import Family, GymCodec, GymFaces, TaskEntry
 from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic.env import TrafficBatch
 from env.vector_env import VectorInferenceEnv
 from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.families import FAMILIES
 from inferencegym.models import SPEC_LENGTHS
-from inferencegym.seeds import episode_seed
-from inferencegym.tasks import Calibration, TaskId, list_tasks
-from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
+from inferencegym.seeds import SeedSeries, episode_seed
+from inferencegym.tasks import Calibration, TaskId
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
 from inferencegym.vector_env import (
     AutoresetVectorEnv,
     BoolArray,
@@ -262,23 +264,70 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
     return np.array([scale.get(name, 1.0) for name in STATE_FIELDS], dtype=np.float64)
 
 
+# ---------------------------------------------------------------- any family
+
+
+class EpisodeGymEnv(gymnasium.Env[Any, Any]):
+    """One episode at a time of any family whose record has a :class:`env.family.GymCodec`.
+
+    ``info`` is the family's own, with ``seed``; seeds of resets are those of
+    :func:`inferencegym.seeds.episode_seed`. The end is ``terminated``: the episode's length is part of the task.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+
+    def __init__(self, family: str, task_id: TaskId, *, config: Mapping[str, Any] | None = None) -> None:
+        codec = FAMILIES[family].gym
+        if not isinstance(codec, GymCodec):
+            raise InvalidConfigError(f"family {family!r} has Gymnasium environments of its own")
+        FAMILIES[family].check_config(task_id, config)
+        self._codec = codec
+        self._task_id, self._config = task_id, config
+        self._episode = FAMILIES[family].make()
+        self._series = SeedSeries(1)
+        self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        _, [playing] = self._series.next([seed])
+        first = self._episode.reset(seed=playing, task_id=self._task_id, config=self._config)
+        return self._codec.encode(first), {"seed": playing}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Play one step."""
+        observation, reward, done, info = self._episode.step(self._codec.decode(action))
+        return self._codec.encode(observation), reward, done, False, {**info, "seed": self._episode.seed}
+
+    @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The episode so far, as graders and ``POST /grader`` read it."""
+        return self._episode.episode_log
+
+
 # ---------------------------------------------------------------- registration
 
 
 def register_envs() -> None:
-    """Register one id per task of both families; ids that are registered stay as they are."""
-    for task in list_tasks(include_recorded=True):
-        env_id = registered_id(task.gym_id)
-        register(env_id, __name__, "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
-    for traffic in list_traffic_tasks():
-        env_id = registered_id(traffic.gym_id)
-        register(env_id, __name__, "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
+    """Register one id per task of every family; ids that are registered stay as they are."""
+    for family in FAMILIES.values():
+        for task in family.tasks():
+            _register_task(family, task)
+
+
+def _register_task(family: Family, task: TaskEntry) -> None:
+    env_id = registered_id(task.gym_id)
+    if isinstance(family.gym, GymFaces):
+        register(env_id, family.gym.scalar, family.gym.vector, task_id=task.task_id)
+    elif family.gym is not None:
+        register(env_id, "inferencegym.gym:EpisodeGymEnv", None, family=family.name, task_id=task.task_id)
 
 
 register_envs()
 
 __all__ = [
     "REMOTE_ID",
+    "EpisodeGymEnv",
     "HTTPGymEnv",
     "HTTPVectorEnv",
     "InferenceGymEnv",

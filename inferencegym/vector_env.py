@@ -29,12 +29,10 @@ def registered_id(gym_id: str) -> str:
     return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
 
 
-def register(env_id: str, module: str, scalar: str, vector: str, **kwargs: Any) -> None:
-    """Register two classes of a module under one id, for ``make`` and ``make_vec``; a known id stays as it is."""
+def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> None:
+    """Register entry points (``module:Class``) for ``make`` and ``make_vec``; a known id stays as it is."""
     if env_id not in gymnasium.registry:
-        gymnasium.register(
-            id=env_id, entry_point=f"{module}:{scalar}", vector_entry_point=f"{module}:{vector}", kwargs=kwargs
-        )
+        gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
 
 
 class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):

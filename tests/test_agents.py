@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,8 +263,39 @@ def test_a_mode_policy_survives_its_file() -> None:
     assert_array_equal(back.stay, params.stay)
     ramped = replace(params, ramp=np.array([0.125]))
     assert ModeParams.from_dict(ramped.to_dict()).ramp.tolist() == [0.125]
-    with pytest.raises(InvalidConfigError, match="is not 'modes'"):
-        ModeParams.from_dict({"kind": "constant"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "constant"}, "kind='constant' is not allowed: it must be \"modes\""),
+        ({"stays": 1}, "stays=1 is not allowed: it must be left out (did you mean stay?)"),
+        ({"stay": "x"}, "stay='x' is not allowed: it must be a number"),
+        ({"modes": []}, "modes=[] is not allowed: it must be an array of at least 1"),
+        ({"modes": [{"knobs": {}, "gate": {}}]}, "modes[0].knobs.kv_budget is missing: it must be a number from 0.1"),
+        (
+            {"modes": [{"knobs": {}, "gate": {"queue_depht": 1}}]},
+            "modes[0].gate.queue_depht=1 is not allowed: it must be",
+        ),
+        (
+            {"modes": [{"knobs": {"volts": 1}, "gate": {}}]},
+            "modes[0].knobs.volts=1 is not allowed: it must be left out",
+        ),
+        ({"modes": [{"knobs": {}, "gate": {"one": "x"}}]}, "modes[0].gate.one='x' is not allowed: it must be a number"),
+        (
+            {"modes": [{"knobs": {}, "gates": {}}]},
+            "modes[0].gates={} is not allowed: it must be left out (did you mean g",
+        ),
+    ],
+)
+def test_a_stored_policy_with_a_mistake_is_refused_with_file_field_and_what_is_allowed(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "best_adaptive-task-1.json"
+    path.write_text(json.dumps({**two_modes(window_gate(-3, 10, 120)).to_dict(), **change}))
+    with pytest.raises(InvalidConfigError, match=re.escape(said)) as refused:
+        make_agent(f"best_adaptive:{tmp_path}", get_task(1))
+    assert f"{tmp_path.name}/{path.name}: no stored policy (" in str(refused.value)
 
 
 def test_the_phase_points_forward_when_a_flood_begins() -> None:

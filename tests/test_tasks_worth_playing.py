@@ -13,13 +13,13 @@ import pytest
 
 from agents.episodes import run_episodes
 from agents.evaluate import Evaluation, evaluate, evaluation_of, paired
-from agents.policies.stored import policy_path, read_policy
-from agents.policies.switching_policy import ActionsAgent, ModeAgent, ModeParams
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
+from agents.policies.switching_policy import ActionsAgent, ModeAgent
 from agents.protocol import Agent, FloatArray
 from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
 from env.action import to_row
-from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.models import ACTION_FIELDS
 from inferencegym.tasks import CALIBRATION_FILE, get_calibration, get_task, list_tasks
 from simulator.tables import load_tables
 
@@ -84,7 +84,7 @@ def test_adapting_beats_the_best_constant_action(task_id: int, least: float) -> 
 
 def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
     task = get_task(3)
-    static = ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"])
+    static = read_constant_policy(policy_path("best_static", 3))
     near = np.tile(to_row(static), (40, 1))
     rng = np.random.default_rng(1)
     near[:, 0] = np.clip(near[:, 0] + rng.normal(0.0, 0.15, 40), 0.1, 1.0)
@@ -99,7 +99,7 @@ def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
 def cost_of_freezing(knob: str, value: float) -> float:
     """Lower end of the paired interval of what the best adaptive policy loses with one knob held at a value."""
     task = get_task(3)
-    free = ModeParams.from_dict(read_policy(policy_path("best_adaptive", 3)))
+    free = read_switching_policy(policy_path("best_adaptive", 3))
     settings = free.settings.copy()
     settings[..., list(ACTION_FIELDS).index(knob)] = value
     frozen = evaluate(ModeAgent(free.with_settings(settings), task), task)
@@ -115,7 +115,7 @@ def test_leaving_any_knob_at_the_engine_default_costs_on_the_hard_task(knob: str
 @pytest.mark.parametrize("knob", ["kv_budget", "spec_length", "prefill_disagg"])
 def test_pool_speculation_and_prefill_placement_have_to_follow_the_load_on_the_hard_task(knob: str) -> None:
     index = list(ACTION_FIELDS).index(knob)
-    static = to_row(ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"]))
+    static = to_row(read_constant_policy(policy_path("best_static", 3)))
     assert cost_of_freezing(knob, float(static[index])) > 0.0
 
 

@@ -1,13 +1,22 @@
-"""Stored policies: paths and reader of the files of a task's solved policies."""
+"""Stored policies: paths and readers of the files of a task's solved and trained policies.
+
+``inferencegym calibrate`` writes a task's best constant action and its best switching policy.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar
 
+from agents.policies.switching_policy import ModeParams
 from inferencegym.errors import InvalidConfigError
+from inferencegym.messages import Message, parse_json
+from inferencegym.models import ServeAction
+from inferencegym.task_registry import read_entry
 from inferencegym.tasks import CALIBRATION_FILE, TaskId, TaskSpec
+
+Policy = TypeVar("Policy")
 
 POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 """Policies of the tasks that ship."""
@@ -28,10 +37,29 @@ def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Pat
     return directory / f"{name}-task-{task_id}.json"
 
 
-def read_policy(path: Path) -> dict[str, Any]:
-    """A stored policy file; raises :class:`InvalidConfigError` if it is missing or no JSON."""
+class StoredAction(Message):
+    """JSON form of a constant policy; all but the action says how it was found."""
+
+    kind: Literal["constant"]
+    action: dict[str, Any]
+    training_score: float | None = None
+    task: str | None = None
+    table_sha256: str | None = None
+
+
+def read_constant_policy(path: Path) -> ServeAction:
+    """The action of a stored constant policy; raises :class:`InvalidConfigError` if there is none."""
+    return _read(path, lambda data: ServeAction.from_dict(read_entry(StoredAction, data).action))
+
+
+def read_switching_policy(path: Path) -> ModeParams:
+    """A stored switching policy; raises :class:`InvalidConfigError` if there is none."""
+    return _read(path, ModeParams.from_dict)
+
+
+def _read(path: Path, parse: Callable[[Mapping[str, Any]], Policy]) -> Policy:
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return parse(parse_json(path.read_text(encoding="utf-8"), InvalidConfigError))
     except (OSError, ValueError) as error:
         # Servers pass this on to clients, whom the way to the folder does not concern.
         reason = error.strerror if isinstance(error, OSError) else error
@@ -39,4 +67,3 @@ def read_policy(path: Path) -> dict[str, Any]:
             f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "
             "or name the folder that holds it, as in best_adaptive:FOLDER"
         ) from error
-    return data

@@ -26,8 +26,9 @@ from agents.protocol import FloatArray
 from agents.search.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from agents.seeds import CALIBRATION_SEEDS
 from env.action import from_row, to_row
-from inferencegym.errors import DataFormatError
+from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write, prepare_output
+from inferencegym.task_registry import load_entries
 from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
 from simulator.tables import load_tables
 
@@ -173,9 +174,6 @@ class CalibrationFiles:
         if not self.constants.exists():
             return {"tasks": {}}
         try:
-            data = json.loads(self.constants.read_text(encoding="utf-8"))
-            return {**data, "tasks": {**data["tasks"]}}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataFormatError(
-                f"{self.constants}: not a calibration file ({error!r}); name another with --out, or move it away"
-            ) from error
+            return {"tasks": load_entries(self.constants, "calibration file", lambda _, entry: entry)}
+        except InvalidConfigError as error:
+            raise DataFormatError(f"{error}; name another with --out, or move it away") from error

@@ -1,7 +1,7 @@
 """Shadow mode: each policy on a recorded log, compared with a fixed configuration.
 
 The log is replayed once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
-the fleet is simulated: see ENVIRONMENT.md for how far that is from hardware.
+the fleet is simulated: docs/fidelity.md says how far that is from hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from env.action import snap
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
-from inferencegym.tasks import MAX_EPISODE_LENGTH, Calibration, TaskSpec, parse_task
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import Calibration, TaskSpec, parse_task
 from simulator.coverage import LEVELS, fleet_support
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog

@@ -166,6 +166,11 @@ class TrafficEnv:
         return self._config
 
     @property
+    def episode_length(self) -> int:
+        """Steps of a whole episode."""
+        return self._task.episode_length
+
+    @property
     def done(self) -> bool:
         """Whether the episode is over, by a crash or because its steps are taken; False before the first reset."""
         return self._batch is not None and bool(self._batch.done[0])

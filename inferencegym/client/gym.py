@@ -234,4 +234,4 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         return {**info, "session_id": self.session_id, "seed": self._seed}
 
 
-register(REMOTE_ID, __name__, "HTTPGymEnv", "HTTPVectorEnv")
+register(REMOTE_ID, f"{__name__}:HTTPGymEnv", f"{__name__}:HTTPVectorEnv")

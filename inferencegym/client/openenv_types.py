@@ -67,10 +67,6 @@ def _checked(check: Callable[[Any], V]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-def _number(name: str) -> BeforeValidator:
-    return _checked(lambda value: models.check_action_number(name, value))
-
-
 def _described(field: models.Field) -> dict[str, Any]:
     return {"description": f"{field.description} ({field.unit})"}
 
@@ -83,54 +79,18 @@ def _seen(field: models.Field) -> Any:
     return Field(json_schema_extra=schema, **_described(field))
 
 
-def _knob(name: str, **schema: Any) -> WithJsonSchema:
-    return WithJsonSchema({**schema, **_described(models.ACTION_FIELDS[name])})
-
-
-_ACTION: Final = models.ACTION_FIELDS
 _SEEN: Final = models.OBSERVATION_FIELDS
 _STATE: Final = traffic.STATE_FIELDS
-_NAIVE: Final = models.NAIVE_ACTION.to_dict()
 
 # ---------------------------------------------------------------- serving fleet
 
 
-class InferenceGymAction(Action):  # type: ignore[misc]
+class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[misc]
     """The five knobs; what is left out takes the naive baseline's value.
 
     ``quant_tier`` is 0, 1, 2 or "FP16", "INT8", "INT4". ``metadata["step"]`` may number the step, counting from 1: sent
     again, the same step with the same knobs gives the same answer and is not played twice.
     """
-
-    kv_budget: Annotated[
-        float,
-        _number("kv_budget"),
-        _knob("kv_budget", type="number", minimum=_ACTION["kv_budget"].low, maximum=_ACTION["kv_budget"].high),
-    ] = _NAIVE["kv_budget"]
-    spec_length: Annotated[
-        int, _number("spec_length"), _knob("spec_length", type="integer", enum=list(models.SPEC_LENGTHS))
-    ] = _NAIVE["spec_length"]
-    batch_size: Annotated[
-        int,
-        _number("batch_size"),
-        _knob("batch_size", type="integer", minimum=_ACTION["batch_size"].low, maximum=_ACTION["batch_size"].high),
-    ] = _NAIVE["batch_size"]
-    prefill_disagg: Annotated[
-        bool,
-        _checked(lambda value: models.ServeAction.from_dict({"prefill_disagg": value}).prefill_disagg),
-        _knob("prefill_disagg", anyOf=[{"type": "boolean"}, {"type": "integer", "enum": [0, 1]}]),
-    ] = _NAIVE["prefill_disagg"]
-    quant_tier: Annotated[
-        int,
-        _checked(lambda value: models.parse_quant_tier(value).value),
-        _knob(
-            "quant_tier",
-            anyOf=[
-                {"type": "integer", "enum": [tier.value for tier in models.QuantTier]},
-                {"type": "string", "enum": [tier.name for tier in models.QuantTier]},
-            ],
-        ),
-    ] = _NAIVE["quant_tier"]
 
 
 class InferenceGymObservation(Observation):  # type: ignore[misc]
