@@ -1,8 +1,8 @@
 """Build steps that pyproject.toml cannot express: one published package, compiled modules, the packaged manifest.
 
-In a clone the rooms (``simulator``, ``env``, ``grader``, ``agents``, ``server``) are folders beside ``inferencegym`` and
-are imported by these names. As top-level packages of an installed distribution they would overwrite those of others, so
-a wheel holds them inside: ``inferencegym.simulator`` and so on. The build copies them there and writes the longer name
+In a clone the rooms (``simulator``, ``env``, ``grader``, ``agents``, ``server``) are folders beside ``inferencegym``,
+imported by these names. As top-level packages of an installed distribution they would overwrite those of others, so a
+wheel holds them inside: ``inferencegym.simulator`` and so on. The build copies them there and writes the longer name
 wherever a source names a room's module. An editable install and ``build_ext --inplace`` leave the clone's names.
 
 A module is compiled when a ``NAME.pxd`` with its C types lies next to ``NAME.py``. The Python file stays the only
@@ -78,7 +78,10 @@ def check_published(path: Path) -> None:
     else:
         left = DECLARATION.findall(text)
     if left:
-        raise SyntaxError(f"{path}: {left[0].strip()!r} is not rewritten for the wheel; write `from ROOM... import ...`")
+        found = left[0].strip()
+        raise SyntaxError(
+            f"{path}: {found!r} has no form that the wheel's build rewrites; write `from ROOM import ...`"
+        )
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -130,13 +133,14 @@ class BuildSources(build_py):
         if self.editable_mode:
             shutil.copyfile(ROOT / MANIFEST, ROOT / PACKAGE / MANIFEST)
             return
+        for room in ROOMS:
+            if (ROOT / PACKAGE / room).exists() or (ROOT / PACKAGE / f"{room}.py").exists():
+                raise FileExistsError(f"{PACKAGE}/{room} stands where the wheel holds the room {room}: rename it")
         # A wheel packs all that lies there, so nothing of an earlier build may.
         for root in (PACKAGE, *ROOMS):
             shutil.rmtree(Path(self.build_lib) / root, ignore_errors=True)
         super().run()
         built = Path(self.build_lib) / PACKAGE
-        if clash := {path.name for path in (ROOT / PACKAGE).glob("*")} & {f"{r}{s}" for r in ROOMS for s in ("", ".py")}:
-            raise FileExistsError(f"{PACKAGE}/{min(clash)} stands where the wheel holds the room of this name: rename it")
         shutil.copyfile(ROOT / MANIFEST, built / MANIFEST)
         for path in sorted(built.rglob("*")):
             if path.suffix in {".py", ".pxd", ".yaml"}:
@@ -168,7 +172,7 @@ class BuildExtensions(build_ext):
 
     def finalize_options(self) -> None:
         self.in_clone = bool(self.inplace or self.editable_mode)
-        self.distribution.ext_modules = extensions(published=not self.in_clone)
+        self.distribution.ext_modules = list(extensions(published=not self.in_clone))
         super().finalize_options()
 
     def run(self) -> None:

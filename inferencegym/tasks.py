@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError
+from inferencegym.installation import room_folder
 from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES
 from inferencegym.task_files import (
     FLAG,
@@ -38,7 +39,7 @@ from inferencegym.task_files import (
 
 TaskId = int | str
 
-DATA_DIR: Final = Path(__file__).resolve().parent.parent / "simulator" / "data"
+DATA_DIR: Final = room_folder("simulator") / "data"
 CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
 EPISODE_LENGTH: Final = 200

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, UnknownTaskError
+from inferencegym.installation import room_folder
 from inferencegym.models import Field
 from inferencegym.task_files import (
     TEXT,
@@ -33,7 +34,7 @@ from inferencegym.task_files import (
     task_registry,
 )
 
-DATA_FILE: Final = Path(__file__).resolve().parent.parent / "simulator" / "data" / "traffic_tasks.json"
+DATA_FILE: Final = room_folder("simulator") / "data" / "traffic_tasks.json"
 TASKS_ENV: Final = "INFERENCEGYM_TRAFFIC_TASKS"
 DEFAULT_TASK_ID: Final = "task_easy"
 MAX_EPISODE_LENGTH: Final = 5_000

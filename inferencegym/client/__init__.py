@@ -54,8 +54,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'inferencegym.client' has no attribute {name!r}; it offers {', '.join(__all__)}")
     import importlib
 
+    from inferencegym.installation import install_hint
+
     if name == "InferenceGymBatch":
         room = "inferencegym.client.batch"
     else:
         room = "inferencegym.client.openenv" if name in _CLIENTS else "inferencegym.client.openenv_types"
-    return getattr(importlib.import_module(room), name)
+    try:
+        return getattr(importlib.import_module(room), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} cannot be imported: {install_hint(error) or error}") from error
