@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import cython
+try:
+    import cython
+except ModuleNotFoundError:
+    from inferencegym import plain_cython as cython
 import numpy as np
 from numpy.typing import NDArray
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import cython
+try:
+    import cython
+except ModuleNotFoundError:
+    from inferencegym import plain_cython as cython
 
 if not cython.compiled:  # compiled, the same name is the C library's (see reward.pxd)
     from math import log1p
