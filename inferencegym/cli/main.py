@@ -34,7 +34,7 @@ COMMANDS: Final[dict[str, str]] = {
 """Every command and its line of help; the module is the name with ``-`` as ``_``."""
 
 INTERPRETED: Final = (
-    "inferencegym: running as plain Python, TIMES slower than compiled, with the same results. "
+    "inferencegym: running as plain Python: the same results as compiled, tens of times slower. "
     "Install a C compiler and Python's header files, then this package again (in a clone: make build)."
 )
 
