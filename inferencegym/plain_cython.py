@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 Number = TypeVar("Number")
 
 compiled: Final = False
-int: Final = builtins.int  # noqa: A001 - the name that Cython gives it
+int: Final = builtins.int
 longlong: Final = builtins.int
 Py_ssize_t: Final = builtins.int
 nogil: Final[AbstractContextManager[None]] = nullcontext()
