@@ -54,8 +54,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'inferencegym.client' has no attribute {name!r}; it offers {', '.join(__all__)}")
     import importlib
 
-    from inferencegym.installation import install_hint
-
     if name == "InferenceGymBatch":
         room = "inferencegym.client.batch"
     else:
@@ -63,4 +61,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(room), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} cannot be imported: {install_hint(error) or error}") from error
+        raise ImportError(
+            f"{name} is OpenEnv's and {error.name} is not installed; get both with: pip install "
+            "'openenv-inferencegym[openenv]'"
+        ) from error
