@@ -7,7 +7,8 @@ wherever a source names a room's module. An editable install and ``build_ext --i
 
 A module is compiled when a ``NAME.pxd`` with its C types lies next to ``NAME.py``. The Python file stays the only
 source: it runs unchanged without the extension, and ships beside it. Where a wheel is built without a C compiler the
-modules stay interpreted, and the command line says so; a build in a clone fails instead.
+modules stay interpreted, with ``inferencegym.plain_cython`` where Cython is not installed either, and the command line
+says so; a build in a clone fails instead.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ IMPORT = re.compile(rf"\bfrom (?=(?:{'|'.join(ROOMS)})(?:\.\w+)* c?import\b)")
 """``from env.batch import ...`` and the ``cimport`` of declaration files, also in examples and in programs as text."""
 MENTION = re.compile(rf"(?:(?<=[\"'`])|(?<=-m )|(?<=app: ))(?=({'|'.join(ROOMS)})\.(\w+))")
 """A dotted name at the start of a string or of a quoted word, after ``python -m``, and as the manifests' ``app``."""
+CYTHON = re.compile(r"^import cython$", re.MULTILINE)
+WITHOUT_CYTHON = (
+    f"try:\n    import cython\nexcept ModuleNotFoundError:\n    from {PACKAGE} import plain_cython as cython"
+)
 DECLARATION = re.compile(rf"^\s*(?:from|cimport|import)\s+(?:{'|'.join(ROOMS)})\b.*", re.MULTILINE)
 
 
@@ -62,6 +67,7 @@ def published_name(name: str) -> str:
 
 def published_source(text: str) -> str:
     """The text with the published names of the rooms' modules. A name that is no module of a room stays."""
+    text = CYTHON.sub(WITHOUT_CYTHON, text)
     text = IMPORT.sub(f"from {PACKAGE}.", text)
     return MENTION.sub(lambda found: f"{PACKAGE}." if _is_module(found[1], found[2]) else "", text)
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    import cython
-except ModuleNotFoundError:
-    from inferencegym import plain_cython as cython
+import cython
 import numpy as np
 from numpy.typing import NDArray
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    import cython
-except ModuleNotFoundError:
-    from inferencegym import plain_cython as cython
+import cython
 
 if not cython.compiled:  # compiled, the same name is the C library's (see snapping.pxd)
     rint = round

@@ -1,6 +1,7 @@
 """Stand-in for the module ``cython`` where a compiled module runs as plain Python and Cython is not installed.
 
-It offers what the modules with a ``.pxd`` use: types are conversions, and there is no lock to release.
+It offers what the modules with a ``.pxd`` use: types are conversions, and there is no lock to release. A wheel's build
+writes the import of it beside theirs of ``cython`` (setup.py); a clone has Cython.
 """
 
 from __future__ import annotations

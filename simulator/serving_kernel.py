@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    import cython
-except ModuleNotFoundError:
-    from inferencegym import plain_cython as cython
+import cython
 
 if not cython.compiled:  # compiled, the same names are the C library's (see serving_kernel.pxd)
     from math import erfc, exp, log, sqrt

@@ -21,12 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cython
 import httpx
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import inferencegym
+from inferencegym import plain_cython
 from tests.checkout import PACKAGES, ROOMS, ROOT, copy_of_the_tree, declared_modules, pins
 from tests.servers import START_TIMEOUT_S, RunningServer, free_port, wait_for_health
 
@@ -74,6 +76,30 @@ def build() -> ModuleType:
 def test_the_build_writes_the_published_name_of_a_rooms_module(build: ModuleType, clone: str, wheel: str) -> None:
     assert build.published_source(clone) == wheel
     assert build.published_source(wheel) == wheel
+
+
+def test_a_published_module_that_imports_cython_does_without_it(build: ModuleType) -> None:
+    scope: dict[str, Any] = {}
+    without = build.published_source("import cython\n").replace("import cython\n", "raise ModuleNotFoundError\n", 1)
+    exec(without, scope)
+    assert scope["cython"] is plain_cython
+
+
+@pytest.mark.parametrize("value", [2.0, 2.7, -2.7])
+@pytest.mark.parametrize("kind", ["int", "longlong", "Py_ssize_t"])
+def test_the_stand_in_for_cython_converts_as_cython_does(kind: str, value: float) -> None:
+    assert (
+        plain_cython.cast(getattr(plain_cython, kind), value) == cython.cast(getattr(cython, kind), value) == int(value)
+    )
+    assert plain_cython.compiled is cython.compiled is False
+    with plain_cython.nogil, cython.nogil:
+        pass
+
+
+def test_the_stand_in_for_cython_offers_what_compiled_modules_use() -> None:
+    sources = [ROOT / Path(*module.split(".")).with_suffix(".py") for module in declared_modules()]
+    used = {name for path in sources for name in re.findall(r"\bcython\.(\w+)", path.read_text(encoding="utf-8"))}
+    assert {name for name in used if not hasattr(plain_cython, name)} == set()
 
 
 @pytest.mark.parametrize(
