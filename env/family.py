@@ -178,7 +178,8 @@ class Family:
     constants: Callable[[TaskId], Mapping[str, Any]]
     """What a task's numbers depend on beside release and table, for the digest of :mod:`grader.verify`."""
     check_config: Callable[[TaskId, Mapping[str, Any] | None], object]
-    """Raises UnknownTaskError or InvalidConfigError."""
+    """The task's configuration with these settings, equal where episodes are played alike. Raises UnknownTaskError or
+    InvalidConfigError."""
     log_entries: Callable[[Any], Sequence[Entry]] = list
     """A log's steps as entries; answers of POST /step are read as well."""
     table_sha256: Callable[[], str | None] = lambda: None
@@ -224,6 +225,13 @@ class Family:
         if not isinstance(values, list) or len(values) != len(self.action_fields):
             raise DataFormatError(f"{action[:200]!r} is not a JSON array of {', '.join(self.action_fields)}")
         return dict(zip(self.action_fields, values, strict=True))
+
+    def is_own_config(self, task_id: TaskId, config: Mapping[str, Any] | None) -> bool:
+        """Whether these settings change nothing of the task's own configuration, so that scores compare.
+
+        Raises UnknownTaskError or InvalidConfigError.
+        """
+        return self.check_config(task_id, config) == self.check_config(task_id, None)
 
     def episode(
         self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]

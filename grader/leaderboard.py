@@ -9,9 +9,9 @@ The file is JSON Lines, UTF-8, one episode per line::
 ``family`` and ``task`` say what was played, in the task's own configuration; ``agent`` is a name of the submitter's
 choice; ``actions`` are those of a whole episode in order; ``release``, ``table_sha256`` (null where a family has no
 table) and ``constants_sha256`` (the task's definition and calibration; lines of old lack it) name the simulator that
-gave the score. Replaying the actions from the seed gives the score again, to the last digit, or the line is refused.
-Agents are ranked by their mean score over a task's held-out seeds; one that lacks some of these seeds is listed without
-a rank.
+gave the score. Replaying the actions from the seed gives the score again (to 1e-9, for text may lose digits), or the
+line is refused; what counts is the score of the replay. Agents are ranked by their mean score over a task's held-out
+seeds; one that lacks some of these seeds is listed without a rank.
 
 What a replay proves is that these actions reach this score. It cannot prove how they were chosen: on published seeds
 they may have been searched for. Ask for the agent, and run it on seeds of your own.
@@ -23,7 +23,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from grader.verify import RELATIVE_TOLERANCE, replayed_score
@@ -147,8 +147,8 @@ def checked_name(name: str) -> str:
     return name
 
 
-def check_submission(submission: Submission, simulator: Simulator, family: Family) -> None:
-    """Return if replaying the actions gives the score.
+def replay_submission(submission: Submission, simulator: Simulator, family: Family) -> Submission:
+    """The submission with the score that its actions reach, which is the claimed one but for lost digits.
 
     Raises :class:`ForgedLogError` if it gives another, and :class:`DataFormatError` if another release, table or
     calibration was played, which this one cannot judge.
@@ -160,6 +160,7 @@ def check_submission(submission: Submission, simulator: Simulator, family: Famil
         raise ForgedLogError(
             f"score is {submission.score!r} in the file, and {true!r} when the actions are replayed{why}", field="score"
         )
+    return replace(submission, score=true)
 
 
 @dataclass(frozen=True, slots=True)

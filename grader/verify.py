@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from env.family import EpisodeEnv, Family
 
 RELATIVE_TOLERANCE: Final = 1e-9
-"""Room for the digits that a log may lose on its way through text; the replay itself is exact."""
+"""Room for the digits that floats of a log may lose on their way through text; the replay itself is exact."""
 ABSOLUTE_TOLERANCE: Final = 1e-12
 
 Entry = Mapping[str, Any]
@@ -122,11 +122,12 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
 
 def _same(claimed: Any, true: Any) -> bool:
     if isinstance(true, (bool, str)) or true is None:
-        # 0/1 and false/true are one value in an action: both spellings are read alike.
-        return bool(claimed == true)
+        return type(claimed) is type(true) and bool(claimed == true)
     if isinstance(claimed, bool) or not isinstance(claimed, (int, float)):
         return False
-    return math.isclose(claimed, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    close = math.isclose(claimed, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    # Text loses no digits of a count, and grades have thresholds at some of them.
+    return close and (isinstance(true, float) or claimed == true)
 
 
 def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:

@@ -54,6 +54,11 @@ class EpisodeLog:
         """Whether the file says on which constants it was played, so that a difference can only be a forgery."""
         return self.simulator is not None and self.simulator.constants_sha256 is not None
 
+    @property
+    def own_config(self) -> bool:
+        """Whether it was played in the task's own configuration, so that its score compares with others."""
+        return self.family.is_own_config(self.task_id, self.config)
+
     def entries(self) -> Sequence[Entry]:
         """The steps as graders read them."""
         return self.family.log_entries(self.steps)

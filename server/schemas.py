@@ -172,6 +172,23 @@ def grade_schema(family: Family) -> Schema:
     }
 
 
+def grade_answer_schema() -> Schema:
+    """Answer of POST /grader."""
+    told: Mapping[str, Schema] = {
+        "score": {"type": "number", "minimum": 0, "maximum": 1},
+        "verified": {"type": "boolean", "description": "the server played these steps itself"},
+        "own_config": {
+            "type": "boolean",
+            "description": "the configuration (as sent, where nothing is verified) is the task's own: scores compare",
+        },
+    }
+    more: Mapping[str, Schema] = {
+        "done": {"type": "boolean", "description": "of a session: its episode has ended"},
+        "steps": {"type": "integer", "description": "of a session: steps that count"},
+    }
+    return {"type": "object", "required": list(told), "properties": {**told, **more}}
+
+
 def plain_seed() -> Schema:
     """A seed."""
     return {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_SEED + 1}

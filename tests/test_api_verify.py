@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from env.inference_env import InferenceEnv
+from env.traffic.env import TrafficEnv
 from inferencegym.tasks import list_tasks
 from server.app import create_app
 from server.settings import Settings
@@ -53,6 +54,87 @@ def test_digits_lost_on_the_way_are_no_forgery(client: TestClient, honest: Log) 
     assert grade(client, rounded).json()["verified"] is True
 
 
+def stretched(value: Any) -> Any:
+    """All floats larger by less than what may be lost in text."""
+    if isinstance(value, dict):
+        return {name: stretched(part) for name, part in value.items()}
+    return value * (1 + 9e-10) if isinstance(value, float) else value
+
+
+def test_a_score_within_the_tolerance_of_digits_is_the_replays_and_not_the_claimed_one(
+    client: TestClient, honest: Log
+) -> None:
+    claimed = [{**entry, "metrics": stretched(entry["metrics"])} for entry in honest]
+    true = grade(client, honest).json()["score"]
+    assert grade(client, claimed, verify=False).json()["score"] != true
+    assert grade(client, claimed).json()["score"] == true
+
+
+def traffic_log_of(task_id: str, seed: int, action: str, **config: float) -> Log:
+    env = TrafficEnv(task_id)
+    env.reset(seed=seed, config=config)
+    while not env.done:
+        env.step(action)
+    return list(json.loads(json.dumps(env.episode_log)))
+
+
+def traffic_grade(client: TestClient, task_id: str, seed: int, log: Log, **more: Any) -> Any:
+    body = {"task_id": task_id, "episode_log": log, "seed": seed, "verify": True, **more}
+    return client.post("/traffic/grader", json=body)
+
+
+def test_a_traffic_score_is_the_replays_too(client: TestClient) -> None:
+    honest = traffic_log_of("task_hard", 3, "throttle_40")
+    claimed = copy.deepcopy(honest)
+    for entry in claimed:
+        entry["metrics"]["allowed_requests"] *= 1 - 9e-10
+    true = traffic_grade(client, "task_hard", 3, honest).json()["score"]
+    assert traffic_grade(client, "task_hard", 3, claimed, verify=False).json()["score"] != true
+    assert traffic_grade(client, "task_hard", 3, claimed).json()["score"] == true
+
+
+def test_a_latency_just_below_a_threshold_scores_what_the_replay_scores(client: TestClient) -> None:
+    config = {"server_capacity": 1e6, "base_latency": 300}
+    log = traffic_log_of("task_easy", 0, "allow_all", **config)
+    for entry in log:
+        entry["metrics"]["avg_latency"] *= 1 - 9e-10
+    scores = [
+        traffic_grade(client, "task_easy", 0, log, config=config, verify=verify).json()["score"]
+        for verify in (False, True)
+    ]
+    assert scores == [1.0, 0.5]
+
+
+def test_a_queue_just_below_the_limit_that_counts_is_no_lost_digit(client: TestClient) -> None:
+    """A queue of 100 is not a short one, and 99.99999991 would be: counts are compared exactly."""
+    claimed = traffic_log_of("task_hard", 3, "throttle_70")
+    step = next(i for i, entry in enumerate(claimed) if entry["metrics"]["queue_length"] > 0)
+    claimed[step]["metrics"]["queue_length"] *= 1 - 9e-10
+    detail = traffic_grade(client, "task_hard", 3, claimed).json()["detail"]
+    assert (detail["code"], detail["field"]) == ("forged_log", "metrics.queue_length")
+
+
+def test_the_answer_says_whether_the_configuration_is_the_tasks_own(client: TestClient, honest: Log) -> None:
+    assert grade(client, honest).json()["own_config"] is False
+    easy = {"server_capacity": 1e6, "base_latency": 300}
+    log = traffic_log_of("task_easy", 0, "allow_all", **easy)
+    verified = traffic_grade(client, "task_easy", 0, log, config=easy).json()
+    assert (verified["verified"], verified["own_config"]) == (True, False)
+    for config in ({}, None, {"server_capacity": 100}):
+        own = traffic_grade(client, "task_easy", 0, traffic_log_of("task_easy", 0, "allow_all"), config=config).json()
+        assert (own["verified"], own["own_config"]) == (True, True)
+    assert traffic_grade(client, "task_easy", 0, log, config=easy, verify=False).json()["own_config"] is False
+
+
+@pytest.mark.parametrize(("config", "own"), [({}, True), ({"episode_length": 200}, True), (CONFIG, False)])
+def test_a_sessions_grade_says_whether_the_configuration_is_the_tasks_own(
+    client: TestClient, config: dict[str, Any], own: bool
+) -> None:
+    session_id = client.post("/reset", json={"task_id": 3, "config": config}).json()["session_id"]
+    graded = client.post("/grader", json={"session_id": session_id}).json()
+    assert (graded["verified"], graded["own_config"]) == (True, own)
+
+
 def test_the_answers_of_step_are_a_log_too(client: TestClient) -> None:
     session_id = client.post("/reset", json={"task_id": 3, "seed": 11, "config": CONFIG}).json()["session_id"]
     log = [client.post("/step", json={"session_id": session_id}).json() for _ in range(LENGTH)]
@@ -91,6 +173,28 @@ def flip(log: Log) -> None:
     log[9]["metrics"]["oom"] = not log[9]["metrics"]["oom"]
 
 
+def as_number(log: Log) -> None:
+    log[9]["metrics"]["oom"] = int(log[9]["metrics"]["oom"])
+
+
+def as_truth(log: Log) -> None:
+    assert log[0]["timestep"] == 1
+    log[0]["timestep"] = True
+
+
+def as_truth_in_an_action(log: Log) -> None:
+    assert log[4]["action"]["quant_tier"] == 1
+    log[4]["action"]["quant_tier"] = True
+
+
+def stretch_a_count(log: Log) -> None:
+    log[8]["action"]["batch_size"] *= 1 + 1e-12
+
+
+def stretch_a_timestep(log: Log) -> None:
+    log[8]["timestep"] *= 1 + 9e-10
+
+
 @pytest.mark.parametrize(
     ("forge", "step", "field"),
     [
@@ -102,6 +206,9 @@ def flip(log: Log) -> None:
         (set_timestep, 5, "timestep"),
         (swap, 1, "timestep"),
         (flip, 9, "metrics.oom"),
+        (as_number, 9, "metrics.oom"),
+        (as_truth, 0, "timestep"),
+        (stretch_a_timestep, 8, "timestep"),
     ],
 )
 def test_a_forged_log_is_refused_with_step_and_field(
@@ -115,6 +222,25 @@ def test_a_forged_log_is_refused_with_step_and_field(
     assert detail["code"] == "forged_log"
     assert f"step {step}: {field}" in detail["message"]
     assert grade(client, forged, verify=False).status_code in (200, 422)
+
+
+@pytest.mark.parametrize("forge", [as_truth_in_an_action, stretch_a_count])
+def test_an_action_that_is_spelled_as_another_kind_of_number_is_refused(
+    client: TestClient, honest: Log, forge: Callable[[Log], None]
+) -> None:
+    forged = copy.deepcopy(honest)
+    forge(forged)
+    assert grade(client, forged).json()["detail"]["code"] == "forged_log"
+
+
+def test_whole_floats_may_lose_their_point_on_the_way_through_json(client: TestClient, honest: Log) -> None:
+    def as_javascript_writes(text: str) -> float | int:
+        return int(float(text)) if float(text).is_integer() else float(text)
+
+    assert honest[0]["action"]["kv_budget"] == 1.0
+    log = json.loads(json.dumps(honest), parse_float=as_javascript_writes)
+    assert type(log[0]["action"]["kv_budget"]) is int
+    assert grade(client, log).json()["verified"] is True
 
 
 @pytest.mark.parametrize("change", [{"seed": 12}, {"task_id": 2}, {"config": {"episode_length": LENGTH, "alpha": 0.9}}])

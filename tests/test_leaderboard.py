@@ -102,6 +102,26 @@ def test_an_honest_board_is_ranked(
     assert "1 seeds missing" in capsys.readouterr().out
 
 
+def test_a_copy_whose_score_is_a_digit_higher_is_ranked_by_its_replay(
+    tmp_path: Path, made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [line for line in made if line["agent"] == "naive"]
+    copies = [{**line, "agent": "copier", "score": line["score"] * (1 + 9e-10)} for line in own]
+    assert copies[0]["score"] > own[0]["score"]
+    status, report = checked(write(tmp_path / "board.jsonl", [*own, *copies]), capsys)
+    assert (status, report["refused"]) == (0, [])
+    [task] = report["tasks"]
+    mean = sum(line["score"] for line in own) / 2
+    assert [(one["rank"], one["agent"], one["mean"]) for one in task["standings"]] == [
+        (1, "copier", mean),
+        (1, "naive", mean),
+    ]
+    board = tmp_path / "new.jsonl"
+    assert main(["leaderboard", "add", str(board), write(tmp_path / "theirs.jsonl", copies)]) == 0
+    entered = [json.loads(line)["score"] for line in board.read_text(encoding="utf-8").splitlines()]
+    assert entered == [line["score"] for line in own], "a board is given the score of the replay"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -145,6 +165,8 @@ def test_a_line_that_is_there_twice_counts_once(
         {"format": 2},
         {"score": 1.5},
         {"seed": -1},
+        {"seed": 2**63},
+        {"seed": True},
         {"agent": " x"},
         {"agent": ""},
         {"actions": [1]},
@@ -159,6 +181,10 @@ def test_a_line_in_another_form_is_named_with_status_2(
     path = write(tmp_path / "board.jsonl", [made[0], {**made[1], **damage}])
     assert main(["leaderboard", "check", path]) == 2
     assert f"board.jsonl:2: {next(iter(damage))}" in capsys.readouterr().err
+
+
+def test_the_largest_seed_is_a_seed(made: list[dict[str, Any]]) -> None:
+    assert Submission.from_dict({**made[0], "seed": 2**63 - 1}).seed == 2**63 - 1
 
 
 def test_a_line_of_old_that_names_no_constants_counts_while_its_score_is_replayed(

@@ -46,6 +46,38 @@ def test_an_honest_log_is_verified_and_its_score_printed(
     assert f"task 3, seed 11: verified, {LENGTH} steps, score 0." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("capacity", [100.0, 90.0])
+def test_the_verdict_says_whether_the_configuration_is_the_tasks_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: float
+) -> None:
+    env = TrafficEnv("task_easy")
+    env.reset(config={"server_capacity": capacity})
+    while not env.done:
+        env.step("throttle_40")
+    path = write(tmp_path / "log.json", saved(env))
+    assert main(["verify", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["own_config"] is (capacity == 100.0)
+    assert main(["verify", path]) == 0
+    assert ("not in the task's own configuration" in capsys.readouterr().out) is (capacity != 100.0)
+
+
+def test_the_score_is_the_replays_where_a_log_claims_a_digit_more(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed = copy.deepcopy(honest)
+    for entry in claimed["steps"]:
+        entry["metrics"]["tokens_per_sec"] *= 1 + 9e-10
+    scores = []
+    for log in (honest, claimed):
+        assert main(["verify", write(tmp_path / "log.json", log), "--json"]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["score"])
+    assert scores[0] == scores[1]
+
+
+def as_truth(log: Log) -> None:
+    log["steps"][0]["timestep"] = True
+
+
 def bad_reward(log: Log) -> None:
     log["steps"][0]["reward"] += 1e-6
 
@@ -94,6 +126,7 @@ def bad_score(log: Log) -> None:
         (bad_seed, 0, ""),
         (bad_config, 0, "reward"),
         (bad_score, None, "score"),
+        (as_truth, 0, "timestep"),
     ],
 )
 def test_a_forged_log_ends_in_status_1_with_step_and_field(

@@ -14,7 +14,6 @@ from inferencegym.cli import seed_count
 
 if TYPE_CHECKING:
     from grader.leaderboard import Standing, Submission
-    from inferencegym.verification import EpisodeLog
 
 EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256,
 constants_sha256 (the task's definition and calibration) and the actions. A submission is a log (see `inferencegym
@@ -80,12 +79,12 @@ def _submitted(args: argparse.Namespace) -> Iterator[tuple[str, Submission]]:
     for path in args.submissions:
         for place, submission in _read_board(path) if _is_board(path) else _from_logs(path, args.agent):
             try:
-                _replay_check(submission)
+                checked = _replayed(submission)
             except ForgedLogError as error:
                 raise ForgedLogError(f"{place}: {error}", error.step, error.field) from error
             except DataFormatError as error:
                 raise DataFormatError(f"{place}: {error}") from error
-            yield place, submission
+            yield place, checked
     if args.play is not None:
         for submission in _played(args.play, args.task or ["1", "2", "3"], args.seeds):
             yield args.play, submission
@@ -99,9 +98,9 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
     if agent is None:
         raise DataFormatError(f"{path} is a log: name its agent with --agent")
     for log in read_episodes(path):
-        if log.config and not _is_the_tasks_own(log):
+        if not log.own_config:
             raise DataFormatError(
-                f"{log.place}: config={dict(log.config)} is not the task's own: scores would not compare"
+                f"{log.place}: config={dict(log.config or {})} is not the task's own: scores would not compare"
             )
         try:
             grade = verify_episode(log)
@@ -113,13 +112,6 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
             log.place,
             Submission(log.family.name, log.task_id, checked_name(agent), log.seed, grade["score"], here, actions),
         )
-
-
-def _is_the_tasks_own(log: EpisodeLog) -> bool:
-    env = log.family.make()
-    env.reset(task_id=log.task_id, seed=0)
-    own = env.config_dict()
-    return all(own.get(name) == value for name, value in (log.config or {}).items())
 
 
 def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
@@ -169,12 +161,12 @@ def _check(args: argparse.Namespace) -> int:
         try:
             if submission.key in seen:
                 raise DataFormatError("there is a line with the same task, agent and seed before it")
-            _replay_check(submission)
+            checked = _replayed(submission)
         except InferenceGymError as error:
             refused.append({"line": place, "agent": submission.agent, "reason": str(error), "code": error.code})
             continue
         seen.add(submission.key)
-        tasks.setdefault(submission.key[:2], []).append(submission)
+        tasks.setdefault(submission.key[:2], []).append(checked)
     seeds = held_out_seeds(args.seeds)
     standings = {key: rank(entries, seeds) for key, entries in sorted(tasks.items())}
     if args.json:
@@ -229,10 +221,11 @@ def _is_board(path: Path) -> bool:
     return isinstance(first, dict) and "format" in first and "actions" in first
 
 
-def _replay_check(submission: Submission) -> None:
-    from grader.leaderboard import check_submission
+def _replayed(submission: Submission) -> Submission:
+    """The submission with the score of its replay. Raises ForgedLogError and DataFormatError as the replay does."""
+    from grader.leaderboard import replay_submission
     from inferencegym.families import family_of
     from inferencegym.verification import simulator
 
     family = family_of(submission.task_id, submission.family)
-    check_submission(submission, simulator(family, submission.task_id), family)
+    return replay_submission(submission, simulator(family, submission.task_id), family)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader takes it; a file
-holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared to
-1e-9 of it. A log may name what it was played on (release, table_sha256, constants_sha256). Exit status: 0 all verified,
+holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared: floats
+to 1e-9, integers and booleans exactly. The score is that of the replay. A log may name what it was played on (release, table_sha256, constants_sha256). Exit status: 0 all verified,
 1 one is forged (its first differing step and field are named) or, if it names nothing, was played elsewhere, 2 one
 cannot be read or judged here."""
 
@@ -48,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
                 verdict = {"verified": False, "step": error.step, "field": error.field, "message": str(error)}
                 text = f"{'FORGED' if episode.names_constants else 'NOT VERIFIED'}: {error}"
             else:
-                verdict = {"verified": True, "steps": len(episode.steps), "score": grade["score"]}
-                text = f"verified, {len(episode.steps)} steps, score {grade['score']:.6f}"
+                steps, score, own = len(episode.steps), grade["score"], episode.own_config
+                verdict = {"verified": True, "steps": steps, "score": score, "own_config": own}
+                text = f"verified, {steps} steps, score {score:.6f}"
+                text += "" if own else ", not in the task's own configuration"
             if args.json:
                 print(json.dumps({**about, **verdict}))
             else:

@@ -60,7 +60,7 @@ class EpisodeRoutes:
             self._post("/step", self.step, "Play one second", schemas.step_schema(family), self._stepped, 400, 409),
             self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), self._started, 400),
             self._get("/state", self.state, "Where an episode stands", (404, 503), parameters=[session_id]),
-            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), any_object, 400, 409),
+            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), self._graded, 400, 409),
             self._get("/health", self.health, "Is the server ready?", (503,)),
             self._get("/tasks", self.tasks, "What can be played", (), parameters=[all_tasks]),
             self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
@@ -78,6 +78,10 @@ class EpisodeRoutes:
     @property
     def _started(self) -> schemas.Schema:
         return schemas.reset_answer_schema(self._family)
+
+    @property
+    def _graded(self) -> schemas.Schema:
+        return schemas.grade_answer_schema()
 
     def _post(
         self,
@@ -184,17 +188,19 @@ class EpisodeRoutes:
         family, task_id = self._family, wanted.task_id
         assert wanted.episode_log is not None
         assert task_id is not None
-        family.check_config(task_id, wanted.config)
+        own_config = family.is_own_config(task_id, wanted.config)
         entries = family.log_entries(wanted.episode_log)
         if not wanted.verify or not entries:
-            return {**family.grade(task_id, entries), "verified": False}
+            return {**family.grade(task_id, entries), "verified": False, "own_config": own_config}
         assert wanted.seed is not None
         replayed = verify_log(family, task_id, wanted.seed, wanted.config, entries)
-        return {**family.grade(task_id, replayed.episode_log), "verified": True}
+        return {**family.grade(task_id, replayed.episode_log), "verified": True, "own_config": own_config}
 
     async def _grade_session(self, request: Request, session_id: str, task_id: TaskId | None) -> Grade:
         live = await self._live(request, session_id)
-        played_id = live.record.task_id
+        # Taken now: another request may restart the session while this one is graded on a thread.
+        record = live.record
+        played_id = record.task_id
         if task_id is not None and str(task_id) != str(played_id):
             raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {task_id!r}")
         # The log never left the server, so there is nothing to verify it against but itself.
@@ -203,7 +209,8 @@ class EpisodeRoutes:
             grade = await asyncio.to_thread(self._family.grade, played_id, played)
         else:
             grade = self._family.grade(played_id, played)
-        return {**grade, "verified": True, "done": done, "steps": len(played)}
+        own_config = self._family.is_own_config(played_id, record.config)
+        return {**grade, "verified": True, "own_config": own_config, "done": done, "steps": len(played)}
 
     # ------------------------------------------------------------ telling
 
