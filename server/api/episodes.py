@@ -226,7 +226,7 @@ class EpisodeRoutes:
             "table_sha256": self._sessions.families[SERVING].table_sha256(),
         }
         try:
-            await self._sessions.store.ping()
+            await self._sessions.ping()
         except StoreError as error:
             return reply({**answer, "status": "degraded", "store_error": str(error)}, 503, [(b"retry-after", b"1")])
         return reply(answer)

@@ -30,6 +30,7 @@ from inferencegym import __version__
 from inferencegym.errors import (
     DataFormatError,
     EpisodeDoneError,
+    InferenceGymError,
     InvalidActionError,
     StepConflictError,
     StoreError,
@@ -52,6 +53,7 @@ WITHOUT_ACTIONS: Final = 2**31 - 1
 """First action to be read of a record whose start is enough."""
 MAX_ATTEMPTS: Final = 50
 MAINTENANCE_EVERY_S: Final = 10.0
+LOOK_AT_STORE_EVERY_S: Final = 1.0
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
@@ -155,6 +157,8 @@ class SessionManager:
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
         self._quota = UnfinishedQuota(store, settings.max_sessions_per_client)
         self._upkeep: set[asyncio.Task[None]] = set()
+        self._reopened = 0
+        """What :meth:`SessionStore.reopened` was when all sessions in memory were last known to be stored."""
 
     def __len__(self) -> int:
         """Environments in memory."""
@@ -290,16 +294,46 @@ class SessionManager:
             raise UnknownSessionError("no session was started from here: name one with session_id")
         return session_id
 
+    async def ping(self) -> None:
+        """Return if the store would take a write now and has the sessions in memory; raise StoreError otherwise."""
+        await self.store.ping()
+        if self._live and await self.store.reopened() != self._reopened:
+            raise StoreError(
+                f"the session store was opened anew: up to {len(self._live):,} sessions in memory are being stored again"
+            )
+
     async def maintain(self) -> None:
-        """Forget what has expired, now and then, until cancelled."""
+        """Keep the store complete, and forget what has expired, until cancelled."""
+        due = time.monotonic() + MAINTENANCE_EVERY_S
         while True:
-            await asyncio.sleep(MAINTENANCE_EVERY_S)
-            self._drop_idle()
+            await asyncio.sleep(LOOK_AT_STORE_EVERY_S)
             try:
-                await self.store.purge()
+                await self.store_again()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + MAINTENANCE_EVERY_S
+                    self._drop_idle()
+                    await self.store.purge()
             except StoreError as error:
                 self.counters.store_errors += 1
-                log.warning("expired sessions could not be forgotten: %s", error)
+                log.warning("the session store could not be looked after: %s", error)
+
+    async def store_again(self) -> None:
+        """Store what only this process has, where the store was opened anew: a file that was lost took it away."""
+        reopened = await self.store.reopened()
+        if reopened == self._reopened:
+            return
+        for live in list(self._live.values()):
+            async with live.lock:
+                if self._live.get(live.session_id) is not live:
+                    continue
+                try:
+                    if await self.store.position(live.session_id) != (live.token, len(live.actions)):
+                        await self._refresh(live)
+                except InferenceGymError as error:
+                    # Is it the store, or this session alone? The first raises here, and all is tried again.
+                    await self.store.ping()
+                    log.warning("session %s could not be stored again: %s", live.session_id[:8], error)
+        self._reopened = reopened
 
     # ------------------------------------------------------------ one step
 
@@ -417,7 +451,13 @@ class SessionManager:
         stored = await self.store.get(live.session_id, first=len(live.actions))
         if stored is None:
             # Forgotten while it was alive here (expired, made room, or the store was replaced). It is in use: it stays.
-            live.token = await self.store.put(live.session_id, live.record, live.caller)
+            token = await self.store.restore(live.session_id, live.record, live.caller)
+            if token is None:  # another process that has it in memory was first
+                await self._adopt(live, await self.store.get(live.session_id))
+                return
+            live.token = token
+            if live.env.done:
+                await self._touch(live)
         elif stored.token != live.token:
             await self._adopt(live, await self.store.get(live.session_id))
         elif stored.record.actions:
@@ -428,6 +468,12 @@ class SessionManager:
     async def _adopt(self, live: LiveSession, stored: StoredEpisode | None) -> None:
         if stored is None:
             raise StoreError("the session was being replaced; send the request again")
+        count = len(stored.record.actions)
+        if stored.record.reset_id == live.record.reset_id and stored.record.actions == live.actions[:count]:
+            # The same episode, stored again by a process that had played no more of it.
+            live.token = stored.token
+            await self._write_back(live)
+            return
         family = self._family_of(stored.record)
         env = await self._replay(family, stored.record, live.session_id)
         live.token = stored.token

@@ -47,6 +47,9 @@ class MemoryStore:
         self._rows[session_id] = row
         return row.token
 
+    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
+        return await self.put(session_id, record, caller) if self._row(session_id) is None else None
+
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         row = self._row(session_id)
         if row is None:
@@ -105,6 +108,9 @@ class MemoryStore:
             for _, session_id in finished[:excess]:
                 del self._rows[session_id]
         return before - len(self._rows)
+
+    async def reopened(self) -> int:
+        return 0
 
     async def ping(self) -> None:
         return

@@ -32,14 +32,17 @@ PURGE_CHUNK: Final = 200
 MAX_CONNECTIONS: Final = 64
 
 # KEYS: hash, list, by-age index, finished index, caller's latest, its client's unfinished.
-# ARGV: token, start, ttl, now, limit, id, actions...
+# ARGV: token, start, ttl, now, limit, id, whether an earlier episode is replaced, actions...
 _PUT: Final = """
-if redis.call('EXISTS', KEYS[1]) == 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return 0 end
-local before = redis.call('HGET', KEYS[1], 'unfinished')
-if before then redis.call('ZREM', before, ARGV[6]) end
+local known = redis.call('EXISTS', KEYS[1]) == 1
+if known and ARGV[7] == '0' then return 'known' end
+if not known and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return 'full' end
+local before = redis.call('HMGET', KEYS[1], 'unfinished', 'latest')
+if before[1] then redis.call('ZREM', before[1], ARGV[6]) end
+if before[2] and redis.call('GET', before[2]) == ARGV[6] then redis.call('DEL', before[2]) end
 redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2], 'unfinished', KEYS[6])
-for i = 7, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2], 'unfinished', KEYS[6], 'latest', KEYS[5])
+for i = 8, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
 redis.call('ZADD', KEYS[3], ARGV[4], ARGV[6])
@@ -47,7 +50,7 @@ redis.call('ZREM', KEYS[4], ARGV[6])
 redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[3])
 redis.call('ZADD', KEYS[6], ARGV[4], ARGV[6])
 redis.call('EXPIRE', KEYS[6], ARGV[3])
-return 1
+return 'stored'
 """
 # KEYS: hash, list.  ARGV: token, index, action, ttl, number of this append
 _APPEND: Final = """
@@ -74,10 +77,27 @@ if head[1] ~= ARGV[1] then return 0 end
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[3])
 if ARGV[4] == '1' then
   redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])
-  if head[2] then redis.call('ZREM', head[2], ARGV[3]) end
+  if head[2] then
+    redis.call('ZREM', head[2], ARGV[3])
+    -- A process that has not seen the end may still call it unfinished: there is no way back.
+    redis.call('HDEL', KEYS[1], 'unfinished')
+  end
 elseif head[2] then
   redis.call('ZADD', head[2], ARGV[2], ARGV[3])
   redis.call('EXPIRE', head[2], ARGV[5])
+end
+return 1
+"""
+# KEYS: by-age index, finished index, then hash and list of each session.  ARGV: ids
+_FORGET: Final = """
+for i, id in ipairs(ARGV) do
+  local head, actions = KEYS[2 * i + 1], KEYS[2 * i + 2]
+  local its = redis.call('HMGET', head, 'unfinished', 'latest')
+  if its[1] then redis.call('ZREM', its[1], id) end
+  if its[2] and redis.call('GET', its[2]) == id then redis.call('DEL', its[2]) end
+  redis.call('DEL', head, actions)
+  redis.call('ZREM', KEYS[1], id)
+  redis.call('ZREM', KEYS[2], id)
 end
 return 1
 """
@@ -111,6 +131,7 @@ class RedisStore:
         self._append = self._client.register_script(_APPEND)
         self._get = self._client.register_script(_GET)
         self._touch = self._client.register_script(_TOUCH)
+        self._forget = self._client.register_script(_FORGET)
 
     async def open(self) -> None:
         await self.ping()
@@ -121,16 +142,30 @@ class RedisStore:
     async def ping(self) -> None:
         await self._run(lambda: self._client.set(PREFIX + "ping", "1", ex=60))
 
+    async def reopened(self) -> int:
+        return 0
+
     async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
+        token = await self._store(session_id, record, caller, replace=True)
+        assert token is not None
+        return token
+
+    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
+        return await self._store(session_id, record, caller, replace=False)
+
+    async def _store(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool) -> str | None:
         token = secrets.token_hex(8)
         keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
         now = time.time()
-        args: list[Any] = [token, record.start_json(), self._ttl_s, now, self._limit, session_id, *record.actions]
-        if not await self._run(lambda: self._put(keys, args)):
+        args: list[Any] = [token, record.start_json(), self._ttl_s, now, self._limit, session_id, int(replace)]
+        args += record.actions
+        answer = await self._run(lambda: self._put(keys, args))
+        if answer == b"full":
             await self.purge()
-            if not await self._run(lambda: self._put(keys, args)):
-                raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
-        return token
+            answer = await self._run(lambda: self._put(keys, args))
+        if answer == b"full":
+            raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+        return token if answer == b"stored" else None
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         found = await self._run(lambda: self._get([_head(session_id), _actions(session_id)], [first]))
@@ -172,7 +207,10 @@ class RedisStore:
             return count
         most = count - limit + ROOM_CHUNK
         gone = await self._client.zrangebyscore(mine, 0, now - idle_s, start=0, num=most)
-        await self._forget(gone, mine, BY_AGE)
+        await self._forget_all(gone)
+        if gone:
+            # Those whose hash has expired no longer name this index.
+            await self._client.zrem(mine, *gone)
         return count - len(gone)
 
     async def latest(self, caller: str) -> str | None:
@@ -199,17 +237,13 @@ class RedisStore:
         excess = min(PURGE_CHUNK - len(gone), stored - len(gone) - self._limit + 1)
         if excess > 0:
             gone += await self._client.zrange(FINISHED, 0, excess - 1)
-        await self._forget(gone, BY_AGE, FINISHED)
+        await self._forget_all(gone)
         return len(gone)
 
-    async def _forget(self, gone: Sequence[bytes], *indexes: str) -> None:
-        if not gone:
-            return
-        async with self._client.pipeline(transaction=True) as pipe:
-            for index in indexes:
-                pipe.zrem(index, *gone)
-            pipe.delete(*(key(one.decode()) for one in gone for key in (_head, _actions)))
-            await pipe.execute()
+    async def _forget_all(self, gone: Sequence[bytes]) -> None:
+        if gone:
+            keys = [key(one.decode()) for one in gone for key in (_head, _actions)]
+            await self._forget([BY_AGE, FINISHED, *keys], gone)
 
     async def _run(self, operation: Callable[[], Awaitable[T]]) -> T:
         try:

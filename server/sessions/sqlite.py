@@ -3,6 +3,11 @@
 Write-ahead log, one row per step. A step is one statement that commits by itself (about 12 µs): the row goes into the
 log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
 of their own, so that their fsync does not hold up the event loop; in the mode ``full`` every commit syncs as well.
+
+Another process or a person may replace or remove the file while it is open here (a damaged one is set aside). What is
+written into the open file then reaches nobody else, so every operation first compares the path with the open file; of
+steps that follow each other, one a second does. A file that is no longer in its place is opened anew, and that is
+counted (:meth:`SqliteStore.reopened`), so that the sessions in memory are stored again.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 import random
 import secrets
 import sqlite3
@@ -66,6 +72,8 @@ _DAMAGED: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 CHECKPOINT_EVERY_S: Final = 1.0
 REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
 LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
+LOOK_EVERY_S: Final = 1.0
+"""Time between two looks at whether the path still leads to the open file, where steps follow each other."""
 PURGE_CHUNK: Final = 20
 """Sessions forgotten per transaction: about 4,000 rows, a few milliseconds."""
 
@@ -82,6 +90,10 @@ class SqliteStore:
         self._ttl_s = settings.session_ttl_s
         self._limit = settings.max_sessions
         self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the file that was opened last."""
+        self._look_at_s = 0.0
+        self._reopened = 0
         self._stored = 0
         self._checkpoints: _Checkpoints | None = None
 
@@ -103,6 +115,9 @@ class SqliteStore:
             self._checkpoints = None
         self._disconnect()
 
+    async def reopened(self) -> int:
+        return await self._run(lambda _: self._reopened)
+
     async def ping(self) -> None:
         # A full disk shows only when something is written.
         await self._run(lambda c: c.execute("UPDATE pings SET count = count + 1"))
@@ -110,15 +125,26 @@ class SqliteStore:
     # ------------------------------------------------------------ records
 
     async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
+        token = await self._store(session_id, record, caller, replace=True)
+        assert token is not None
+        return token
+
+    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
+        return await self._store(session_id, record, caller, replace=False)
+
+    async def _store(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool) -> str | None:
         if self._stored >= self._limit:
             await self.purge()
         token = secrets.randbits(62)
         start_json = record.start_json().decode()
         rows = [(token, n, action.decode()) for n, action in enumerate(record.actions)]
         now = time.time()
+        here_sql = "SELECT 1 FROM sessions WHERE id = ? AND touched > ?"
 
-        def write(connection: sqlite3.Connection) -> bool:
+        def write(connection: sqlite3.Connection) -> bool | None:
             with _transaction(connection):
+                if not replace and connection.execute(here_sql, (session_id, self._oldest())).fetchone():
+                    return None
                 known = _forget(connection, [session_id])
                 if not known and self._stored >= self._limit:
                     raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
@@ -130,6 +156,8 @@ class SqliteStore:
             return bool(known)
 
         replaced = await self._run(write)
+        if replaced is None:
+            return None
         self._stored += not replaced
         return str(token)
 
@@ -164,7 +192,7 @@ class SqliteStore:
         return await self._run(lambda c: c.execute(_APPEND, row).rowcount == 1)
 
     def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
-        if self._connection is None:
+        if self._connection is None or (time.monotonic() >= self._look_at_s and not self._in_place()):
             return False
         try:
             return self._connection.execute(_APPEND, (int(token), index, action.decode(), session_id)).rowcount == 1
@@ -234,7 +262,7 @@ class SqliteStore:
         while True:
             try:
                 return operation(self._connected())
-            except sqlite3.Error as error:
+            except (sqlite3.Error, BlockingIOError) as error:
                 self._check(error)
                 if time.monotonic() + pause > deadline:
                     raise StoreError(f"the session store stayed locked for {self._timeout_s:g} s") from error
@@ -242,8 +270,10 @@ class SqliteStore:
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 0.05)
 
-    def _check(self, error: sqlite3.Error) -> None:
+    def _check(self, error: sqlite3.Error | BlockingIOError) -> None:
         """Return if the operation is worth another attempt; raise StoreError if not. Leaves no transaction open."""
+        if isinstance(error, BlockingIOError):
+            return  # a damaged file is just being set aside
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _BUSY:
             return
@@ -256,7 +286,7 @@ class SqliteStore:
     def _set_aside(self, error: sqlite3.Error) -> None:
         """Move a damaged file out of the way, so that the server goes on; what it held can be looked at by hand."""
         try:
-            with _file_lock(self.path):
+            with _file_lock(self.path, fcntl.LOCK_EX):
                 if not _is_damaged(self.path):
                     return  # another process has replaced it already
                 aside = self.path.with_name(
@@ -272,12 +302,40 @@ class SqliteStore:
         log.error("the session store %s was damaged (%s); it was set aside as %s", self.path, error, aside)
 
     def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and not self._in_place():
+            log.error("the session store %s was replaced or removed while it was open: it is opened anew", self.path)
+            self._disconnect()
         if self._connection is None:
-            self._connection = self._connect()
+            connection, file = self._connect()
+            self._reopened += self._file is not None
+            self._connection, self._file = connection, file
             self._stored = self._connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
         return self._connection
 
-    def _connect(self) -> sqlite3.Connection:
+    def _in_place(self) -> bool:
+        """Whether the path leads to the open file."""
+        self._look_at_s = time.monotonic() + LOOK_EVERY_S
+        try:
+            return _identity(self.path) == self._file
+        except OSError:
+            return False
+
+    def _connect(self) -> tuple[sqlite3.Connection, tuple[int, int]]:
+        """Open the file, and make what it lacks.
+
+        Raises BlockingIOError while another process sets a damaged file aside.
+        """
+        try:
+            # Else the log of a file that is made here could be set aside with the damaged one.
+            with _file_lock(self.path, fcntl.LOCK_SH | fcntl.LOCK_NB):
+                connection = self._open_file()
+                return connection, _identity(self.path)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise StoreError(f"the session store cannot be used now: {error}") from error
+
+    def _open_file(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             # Before anything is written: the file keeps the size of its first pages.
@@ -331,10 +389,16 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
+def _file_lock(path: Path, mode: int) -> Iterator[None]:
     with path.with_name(path.name + ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, mode)
         yield
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    # An inode's number is not given again while the file is open, so equal numbers mean the same file.
+    found = os.stat(path)  # noqa: PTH116 - half the time of Path.stat
+    return found.st_dev, found.st_ino
 
 
 def _is_damaged(path: Path) -> bool:
@@ -369,7 +433,9 @@ class _Checkpoints(threading.Thread):
     def _checkpoint(self) -> None:
         if not self._log.exists() or self._log.stat().st_size == 0:
             return
-        with contextlib.closing(sqlite3.connect(self._path, timeout=1, isolation_level=None)) as connection:
+        # Not made where there is none: its log may just be set aside.
+        uri = self._path.absolute().as_uri() + "?mode=rw"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)) as connection:
             # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log
             # from being used from its start again, which costs less than letting it grow; so the rest, which is little
             # now, is moved while writers wait for a moment.

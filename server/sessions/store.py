@@ -56,6 +56,9 @@ class SessionStore(Protocol):
         Raises :class:`~inferencegym.errors.CapacityError` when the store is full of unfinished sessions.
         """
 
+    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
+        """As :meth:`put`, for a session that the store has lost; None, and nothing changed, where it has the session."""
+
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         """The session's episode with its actions from index ``first`` on, or None if there is none."""
 
@@ -85,6 +88,9 @@ class SessionStore(Protocol):
 
     async def purge(self) -> int:
         """Forget expired sessions, and the oldest finished ones above the limit; return how many went."""
+
+    async def reopened(self) -> int:
+        """How often the store has opened its file anew: what is in memory may be missing there since."""
 
     async def ping(self) -> None:
         """Return if the store would take a write now; raise StoreError otherwise."""
