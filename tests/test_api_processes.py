@@ -150,6 +150,120 @@ def test_two_servers_on_one_store_play_one_episode(tmp_path: Path, store_setting
         assert scores[0]["done"] is True
 
 
+class Stepper:
+    """Plays one episode on one server and knows what was acknowledged."""
+
+    def __init__(self, server: RunningServer, player: int) -> None:
+        self.server, self.player, self.length = server, player, 5000
+        self.session_id = server.post("/reset", Player.reset_body(player, self.length))["session_id"]
+        self.rewards: list[float] = []
+
+    def step(self) -> None:
+        number = len(self.rewards) + 1
+        body = {"session_id": self.session_id, "action": action(self.player, number), "step": number}
+        self.rewards.append(self.server.post("/step", body)["reward"])
+
+    def step_for(self, duration_s: float) -> None:
+        end = time.monotonic() + duration_s
+        while time.monotonic() < end:
+            self.step()
+            time.sleep(0.01)
+
+    def check(self, server: RunningServer) -> None:
+        """All that was acknowledged is known there, and the episode goes on as if nothing had been."""
+        assert server.get("/state", session_id=self.session_id)["step_count"] == len(self.rewards)
+        self.server = server
+        self.step()
+        assert self.rewards == expected_rewards(self.player, self.length, len(self.rewards))
+
+
+@contextlib.contextmanager
+def two_on_one_file(directory: Path) -> Iterator[tuple[RunningServer, RunningServer]]:
+    settings = {"store_url": f"sqlite://{directory}/sessions.db"}
+    homes = [directory / name for name in ("one", "two")]
+    for home in homes:
+        home.mkdir()
+    with running_server(homes[0], **settings) as one, running_server(homes[1], **settings) as two:
+        yield one, two
+
+
+SEEN_AND_STORED_S = 2.5
+"""Longer than it takes to see that a file was replaced, and to store again what is in memory."""
+
+
+def healthy(server: RunningServer) -> bool:
+    return server.client.get("/health").status_code == 200
+
+
+def wait_until_healthy(server: RunningServer) -> None:
+    deadline = time.monotonic() + 30
+    while not healthy(server):
+        assert time.monotonic() < deadline, "the server did not become ready again"
+        time.sleep(0.02)
+
+
+def test_a_file_removed_under_two_servers_costs_no_acknowledged_step(tmp_path: Path) -> None:
+    with two_on_one_file(tmp_path) as (one, two):
+        playing, resting = [Stepper(one, 1), Stepper(two, 2)], [Stepper(one, 3), Stepper(two, 4)]
+        for stepper in (*playing, *resting):
+            stepper.step_for(0.1)
+        for file in tmp_path.glob("sessions.db*"):
+            file.unlink()
+        begun = time.monotonic()
+        while time.monotonic() - begun < SEEN_AND_STORED_S:
+            for stepper in playing:
+                stepper.step_for(0.05)
+        for server in (one, two):
+            wait_until_healthy(server)
+        for server in (one, two):
+            server.kill()
+        one.start()
+        for stepper in (*playing, *resting):
+            stepper.check(one)
+
+
+def test_a_server_goes_on_in_the_file_that_another_one_put_in_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    with two_on_one_file(tmp_path) as (one, two):
+        playing, resting = Stepper(two, 1), Stepper(two, 2)
+        for stepper in (playing, resting):
+            stepper.step_for(0.2)
+        one.kill()
+        damaged = tmp_path / "damaged"
+        damaged.write_bytes(b"this is not a database at all" * 400)
+        damaged.replace(tmp_path / "sessions.db")
+        (tmp_path / "sessions.db-wal").unlink()
+        one.start()
+        assert list(tmp_path.glob("sessions.db.damaged-*"))
+        begun_on_one = Stepper(one, 3)
+        begun_on_one.step_for(0.1)
+        playing.step_for(SEEN_AND_STORED_S)
+        wait_until_healthy(two)
+        two.kill()
+        for stepper in (playing, resting):
+            stepper.check(one)
+        two.start()
+        begun_on_one.check(two)
+
+
+def test_a_server_without_a_place_for_its_sessions_is_not_ready_and_loses_nothing(tmp_path: Path) -> None:
+    with running_server(tmp_path, store_url=f"sqlite://{tmp_path}/sessions.db") as server:
+        stepper = Stepper(server, 5)
+        stepper.step_for(0.1)
+        for file in tmp_path.glob("sessions.db*"):
+            file.unlink()
+        (tmp_path / "sessions.db").mkdir()
+        answer = server.client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "degraded")
+        assert "cannot be used now" in answer.json()["store_error"]
+        refused = server.client.post("/step", json={"session_id": stepper.session_id})
+        assert refused.status_code == 503
+        (tmp_path / "sessions.db").rmdir()
+        wait_until_healthy(server)
+        server.kill()
+        server.start()
+        stepper.check(server)
+
+
 class Connection:
     """One keep-alive connection; it stays with the worker that accepted it."""
 

@@ -361,6 +361,74 @@ def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) 
     asyncio.run(scenario())
 
 
+def test_all_that_is_too_much_is_forgotten_at_once_however_much_it_is(store_url: str) -> None:
+    """More than the chunks in which stores forget."""
+    count = {"sqlite": 90, "memory": 90, "redis": 450}[store_url.split(":")[0]]
+
+    async def scenario() -> None:
+        record = EpisodeRecord(SERVING, 1, 7, {})
+        async with manager_on(store_url) as manager:
+            store = manager.store
+            for n in range(count):
+                await store.touch(f"s{n}", await store.put(f"s{n}", record, "me"), True)
+            store._limit = 11  # type: ignore[attr-defined]
+            assert await store.purge() == count - 10
+            left = [n for n in range(count) if await store.position(f"s{n}") is not None]
+            assert left == list(range(count - 10, count)), "the oldest go"
+            assert await store.purge() == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_has_ended_is_not_unfinished_again_where_a_process_has_not_seen_its_end(store_url: str) -> None:
+    async def scenario() -> None:
+        record = EpisodeRecord(SERVING, 1, 7, {})
+        async with manager_on(store_url) as manager:
+            store = manager.store
+            token = await store.put("a", record, "me")
+            assert await store.make_room("me", 10, 600) == 1
+            for finished in (True, False):
+                await store.touch("a", token, finished)
+                assert await store.make_room("me", 10, 600) == 0
+            # A restart is another episode.
+            await store.put("a", record, "me")
+            assert await store.make_room("me", 10, 600) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lost", [1, 3, 8])
+def test_the_last_steps_that_a_store_has_lost_are_stored_again(shared_url: str, lost: int) -> None:
+    """As when a replica takes over that lacks them."""
+
+    async def scenario() -> None:
+        actions = actions_of(SERVING, 10)
+        expected = await undisturbed(SERVING, 3, actions)
+        async with manager_on(shared_url) as manager, manager_on(shared_url) as other:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+            told = [await step(manager, live.session_id, action) for action in actions[:8]]
+            store: Any = manager.store
+            if store.name == "sqlite":
+                store._connection.execute("DELETE FROM steps WHERE n >= ?", (8 - lost,))
+            else:
+                await store._client.ltrim(f"inferencegym:actions:{live.session_id}", 0, 7 - lost)
+                if lost == 8:
+                    await store._client.delete(f"inferencegym:actions:{live.session_id}")
+            assert await store.position(live.session_id) == (live.token, 8 - lost)
+            told.append(await step(manager, live.session_id, actions[8]))
+            assert await store.position(live.session_id) == (live.token, 9)
+            # Somebody who has nothing in memory plays the same episode on.
+            told.append(await step(other, live.session_id, actions[9], 10))
+            assert told == expected
+            stored = await store.get(live.session_id)
+            assert stored is not None
+            assert [live.family.action_json(one)["batch_size"] for one in stored.record.actions] == [
+                action["batch_size"] for action in actions
+            ]
+
+    asyncio.run(scenario())
+
+
 def test_a_client_has_room_for_so_many_unfinished_episodes_and_others_keep_theirs(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import multiprocessing
 import sqlite3
 import subprocess
@@ -294,6 +295,23 @@ def test_steps_that_follow_each_other_go_on_in_the_new_file_within_a_second(
     asyncio.run(scenario())
 
 
+def test_a_file_is_not_opened_while_another_process_sets_a_damaged_one_aside(tmp_path: Path) -> None:
+    """Else the log of the new file could be moved away with the damaged one."""
+
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path), store_timeout_s=0.2) as store:
+            replace_file(file_of(tmp_path), "removed")
+            with (tmp_path / "sessions.db.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with pytest.raises(StoreError, match="locked for"):
+                    await store.ping()
+                assert not file_of(tmp_path).exists()
+            await store.ping()
+            assert file_of(tmp_path).exists()
+
+    asyncio.run(scenario())
+
+
 def test_a_path_that_leads_to_no_database_is_a_store_error_until_it_does(tmp_path: Path) -> None:
     path = file_of(tmp_path)
 
@@ -331,7 +349,7 @@ def test_all_sessions_in_memory_are_stored_again_in_a_new_file_and_until_then_th
             await manager.ping()
             replace_file(path, how)
             for _ in range(2):
-                with pytest.raises(StoreError, match="up to 3 sessions in memory are being stored again"):
+                with pytest.raises(StoreError, match="3 sessions in memory are being stored again"):
                     await manager.ping()
             await manager.store_again()
             await manager.ping()
@@ -531,6 +549,76 @@ def test_sessions_in_use_survive_a_redis_that_forgot_everything(redis_server: Re
         redis_server.empty()
         assert (await manager.step(live.session_id, {}, 2)).number == 2
         assert (await store.position(live.session_id)) == (live.token, 2)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_restarts_by_ever_other_callers_leave_no_more_keys_than_one(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url))
+        await store.put("a", START, "client.0")
+        with redis_server.client() as client:
+            before = int(client.dbsize())
+            for n in range(1, 2001):
+                # Every tenth of them from another address.
+                await store.put("a", START, f"client{n // 10}.{n}")
+            assert client.dbsize() == before
+        assert await store.latest("client.0") is None
+        assert await store.latest("client200.2000") == "a"
+        assert await store.make_room("client199", 10, 600) == 0
+        assert await store.make_room("client200", 10, 600) == 1
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_takes_only_its_own_session_from_the_earlier_caller(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url))
+        await store.put("a", START, "me")
+        await store.put("b", START, "me")
+        await store.put("a", START, "you")
+        assert (await store.latest("me"), await store.latest("you")) == ("b", "a")
+        await store.put("b", START, "me")
+        assert await store.latest("me") == "b"
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("by", ["room", "purge"])
+def test_a_forgotten_session_leaves_no_key(redis_server: RedisServer, by: str) -> None:
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url))
+        with redis_server.client() as client:
+            for n in range(20):
+                token = await store.put(f"s{n}", START, f"client.{n}")
+                assert await store.append(f"s{n}", token, 0, b"[]")
+                if by == "purge":
+                    await store.touch(f"s{n}", token, True)
+            if by == "room":
+                assert await store.make_room("client", 1, 0) == 0
+            else:
+                small = RedisStore(Settings(store_url=redis_server.url, max_sessions=1))
+                assert await small.purge() == 20
+                await small.close()
+            assert client.keys() == []
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_redis_restores_only_what_it_lacks(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url))
+        token = await store.put("a", START, "me")
+        assert await store.append("a", token, 0, b"[1]")
+        assert await store.restore("a", START, "me") is None
+        assert await store.position("a") == (token, 1)
+        restored = await store.restore("b", START, "me")
+        assert restored is not None
+        assert await store.position("b") == (restored, 0)
         await store.close()
 
     asyncio.run(scenario())

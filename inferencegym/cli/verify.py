@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader takes it; a file
-holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared: floats
-to 1e-9, integers and booleans exactly. The score is that of the replay. A log may name what it was played on (release, table_sha256, constants_sha256). Exit status: 0 all verified,
-1 one is forged (its first differing step and field are named) or, if it names nothing, was played elsewhere, 2 one
-cannot be read or judged here."""
+holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared, floats
+to 1e-9 of it, integers and booleans exactly; the score is the replay's. A log may name what it was played on (release,
+table_sha256, constants_sha256). Exit status: 0 all verified, 1 one is forged (its first differing step and field are
+named) or, if it names nothing, was played elsewhere, 2 one cannot be read or judged here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

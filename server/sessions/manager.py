@@ -299,7 +299,7 @@ class SessionManager:
         await self.store.ping()
         if self._live and await self.store.reopened() != self._reopened:
             raise StoreError(
-                f"the session store was opened anew: up to {len(self._live):,} sessions in memory are being stored again"
+                f"the session store was opened anew: {len(self._live):,} sessions in memory are being stored again"
             )
 
     async def maintain(self) -> None:

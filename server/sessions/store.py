@@ -57,7 +57,7 @@ class SessionStore(Protocol):
         """
 
     async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
-        """As :meth:`put`, for a session that the store has lost; None, and nothing changed, where it has the session."""
+        """As :meth:`put`, for a session that the store has lost; None, and nothing changed, if it has the session."""
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         """The session's episode with its actions from index ``first`` on, or None if there is none."""
