@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import action_mask
-from env.observation import OBSERVATION_SIZE, ObservationKernel
+from env.observation import ObservationKernel
 from env.reward import RewardKernel
 from env.threads import CORES, RowRange, split_rows
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.spaces.actions import action_mask
 from inferencegym.spaces.knobs import KnobKernel
+from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
@@ -105,7 +106,8 @@ class ServingBatch:
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Take one step of one second with these actions (B, 5) and return the observations (B, 14).
 
-        Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
+        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if a
+        row has ended.
         """
         self._check_steps_left()
         self.write_knobs(actions)
