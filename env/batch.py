@@ -106,8 +106,8 @@ class ServingBatch:
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Take one step of one second with these actions (B, 5) and return the observations (B, 14).
 
-        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if a
-        row has ended.
+        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if
+        a row has ended.
         """
         self._check_steps_left()
         self.write_knobs(actions)
