@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import env.serving.family
-import env.traffic.family
 from agents.families import (
     SERVING_POLICIES,
     TRAFFIC_POLICIES,
@@ -21,11 +19,13 @@ from agents.families import (
     make_traffic_policy,
 )
 from env.family import Family
+from env.serving import family as serving
+from env.traffic import family as traffic
 from inferencegym.errors import DataFormatError, UnknownTaskError
 from inferencegym.tasks import TaskId
 
-SERVING: Final = env.serving.family.NAME
-TRAFFIC: Final = env.traffic.family.NAME
+SERVING: Final = serving.NAME
+TRAFFIC: Final = traffic.NAME
 
 
 def _baseline() -> Mapping[str, Any]:
@@ -38,14 +38,14 @@ FAMILIES: Final[dict[str, Family]] = {
     family.name: family
     for family in (
         replace(
-            env.serving.family.FAMILY,
+            serving.FAMILY,
             policies=SERVING_POLICIES,
             make_policy=make_serving_policy,
             compare=compare_serving,
             baseline=_baseline,
         ),
         replace(
-            env.traffic.family.FAMILY,
+            traffic.FAMILY,
             policies=TRAFFIC_POLICIES,
             make_policy=make_traffic_policy,
             compare=compare_traffic_agents,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError
+from inferencegym.installation import room_folder
 from inferencegym.messages import read
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.task_files import CalibrationEntry, ConfigOverrides, RewardOverrides, TaskEntry
@@ -23,7 +24,7 @@ from inferencegym.task_registry import gym_id_of, load_entries, read_entry, refu
 
 TaskId = int | str
 
-DATA_DIR: Final = Path(__file__).resolve().parent.parent / "simulator" / "data"
+DATA_DIR: Final = room_folder("simulator") / "data"
 CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
 

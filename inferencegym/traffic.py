@@ -22,6 +22,7 @@ import pydantic
 from pydantic import model_validator
 
 from inferencegym.errors import InvalidActionError, UnknownTaskError
+from inferencegym.installation import room_folder
 from inferencegym.messages import WHOLE, FieldError, Message, read
 from inferencegym.models import Field, bounds
 from inferencegym.task_registry import (
@@ -33,7 +34,7 @@ from inferencegym.task_registry import (
     task_registry,
 )
 
-DATA_FILE: Final = Path(__file__).resolve().parent.parent / "simulator" / "data" / "traffic_tasks.json"
+DATA_FILE: Final = room_folder("simulator") / "data" / "traffic_tasks.json"
 TASKS_ENV: Final = "INFERENCEGYM_TRAFFIC_TASKS"
 DEFAULT_TASK_ID: Final = "task_easy"
 

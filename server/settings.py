@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.families import FAMILIES, SERVING
 from inferencegym.files import make_folder
+from inferencegym.messages import Allowed
 
 PREFIX: Final = "INFERENCEGYM_"
 READ_ELSEWHERE: Final = frozenset(
@@ -38,7 +39,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
 
-    env: str = Field(
+    env: Annotated[str, Allowed("one of " + ", ".join(FAMILIES))] = Field(
         SERVING, description="Environment served at the root path; the other one stays under its own prefix."
     )
     host: str = Field("0.0.0.0", description="Address to listen on.")
@@ -316,6 +317,9 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
+    for note in field.metadata:
+        if isinstance(note, Allowed):
+            return str(note)
     choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
     if choices:
         return "one of " + ", ".join(str(choice) for choice in choices)

@@ -78,7 +78,7 @@ def test_the_benchmark_of_ray_leaves_itself_out_without_ray(tmp_path: Path) -> N
         "runpy.run_path('benchmarks/bench_ray.py', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Ray is not installed, nothing is measured: run `make ray`" in done.stdout
+    assert "Ray is not installed, nothing is measured: run `make dev`" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
