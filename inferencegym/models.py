@@ -100,7 +100,7 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
-        if type(self.prefill_disagg) is bool and type(self.quant_tier) is QuantTier and self._has_plain_numbers():
+        if self._is_plain():
             return True  # as almost every action is; any other is looked at field by field
         if not isinstance(self.quant_tier, QuantTier):
             raise InvalidActionError("quant_tier", self.quant_tier, "a QuantTier: FP16, INT8 or INT4")
@@ -109,10 +109,15 @@ class ServeAction:
         ServeAction.from_dict(vars(self))
         return True
 
-    def _has_plain_numbers(self) -> bool:
+    def _is_plain(self) -> bool:
         kv, spec, batch = self.kv_budget, self.spec_length, self.batch_size
+        # Dataclasses check no types: these may be anything.
+        flag: object = self.prefill_disagg
+        tier: object = self.quant_tier
         return (
-            type(kv) is float
+            type(flag) is bool
+            and type(tier) is QuantTier
+            and type(kv) is float
             and ACTION_FIELDS["kv_budget"].low <= kv <= ACTION_FIELDS["kv_budget"].high
             and type(spec) is int
             and spec in SPEC_LENGTHS
