@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -77,6 +78,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIterator[None]:
     # Read in a child process, so that the parquet library never enters this one.
     await asyncio.to_thread(partial(load_tables, isolated=True))
+    # Everything is imported now and stays. The garbage collector need not look at it again: each of its full rounds
+    # would hold up all clients.
+    gc.collect()
+    gc.freeze()
     async with _store_open(context.sessions.store), _maintained(context.sessions), context.metrics.shared():
         try:
             yield
