@@ -207,7 +207,7 @@ class Family:
 
     def parse_action(self, action: object) -> tuple[Any, Action]:
         """An action as the environment takes it and as records keep it. Raises InvalidActionError."""
-        if self.short_action is not None and isinstance(action, str):
+        if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
         if not isinstance(action, Mapping):
             raise InvalidActionError("action", action, allowed_object(self.action_model))

@@ -178,14 +178,22 @@ def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
         return allowed_object(model)
     fields = [field for _, field in _fields_along(model, path) if field is not None]
     field = fields[-1]
-    for note in field.metadata:
-        if isinstance(note, Allowed):
-            return str(note)
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    note = None if isinstance(path[-1], int) else _note(annotation)
+    if note is not None:
+        return note
     schema = TypeAdapter(annotation).json_schema()
     if isinstance(path[-1], int):
         schema = next((s for s in _branches(schema) if "items" in s), schema).get("items", schema)
     return words(schema, schema.get("$defs", {}))
+
+
+def _note(annotation: Any) -> str | None:
+    """The words of :class:`Allowed` that an annotation carries, itself or in a branch of a union."""
+    for note in getattr(annotation, "__metadata__", ()):
+        if isinstance(note, Allowed):
+            return str(note)
+    return next((found for part in get_args(annotation) if (found := _note(part)) is not None), None)
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:

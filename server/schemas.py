@@ -36,6 +36,9 @@ SessionId = Annotated[
 ]
 
 
+_LOG: Final = Allowed(f"an array of at most {MAX_EPISODE_LENGTH} log entries")
+
+
 class ResetRequest(Message):
     """Body of POST /reset."""
 
@@ -60,13 +63,11 @@ class GradeRequest(Message):
     """Body of POST /grader: a log with its task, or the session that holds it; a log to verify with its seed too."""
 
     task_id: TaskName | None = None
-    episode_log: Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH)] | None = None
+    episode_log: Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG] | None = None
     session_id: Annotated[SessionId | None, Field(description="grade this session's episode")] = None
     seed: Seed | None = None
     config: dict[str, Any] | None = None
-    verify: Annotated[
-        bool, Field(description="replay the log's actions and refuse a log that differs")
-    ] = False
+    verify: Annotated[bool, Field(description="replay the log's actions and refuse a log that differs")] = False
 
     def check(self) -> None:
         """Raise InvalidRequestError where fields do not belong together."""
@@ -85,7 +86,7 @@ class GradeRequest(Message):
 class PlayRequest(Message):
     """Body of POST /play."""
 
-    agent: str
+    agent: Annotated[str, Allowed("the name of a policy from GET /policies")]
     task_id: TaskName | None = None
     seed: Seed | None = DEFAULT_SEED
     config: dict[str, Any] | None = None

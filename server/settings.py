@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.families import FAMILIES, SERVING
 from inferencegym.files import make_folder
 
 PREFIX: Final = "INFERENCEGYM_"
@@ -37,8 +38,8 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
 
-    env: Literal["serving", "traffic"] = Field(
-        "serving", description="Environment served at the root path; the other one stays under its own prefix."
+    env: str = Field(
+        SERVING, description="Environment served at the root path; the other one stays under its own prefix."
     )
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(
@@ -183,6 +184,13 @@ class Settings(BaseSettings):
     shutdown_grace_s: int = Field(
         10, ge=0, le=600, description="Seconds that requests in flight get to finish after SIGTERM."
     )
+
+    @field_validator("env")
+    @classmethod
+    def _known_family(cls, value: str) -> str:
+        if value not in FAMILIES:
+            raise ValueError("must be one of " + ", ".join(FAMILIES))
+        return value
 
     @field_validator("trusted_proxies", mode="before")
     @classmethod

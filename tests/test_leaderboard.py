@@ -12,6 +12,7 @@ from env.inference_env import InferenceEnv
 from grader.leaderboard import Simulator, Submission, rank
 from inferencegym import __version__
 from inferencegym.cli.main import main
+from inferencegym.families import FAMILIES
 from inferencegym.verification import constants_sha256
 from simulator.tables import load_tables
 from tests.desk import Desk
@@ -82,7 +83,7 @@ def test_a_line_names_seed_actions_score_and_simulator(made: list[dict[str, Any]
             "actions",
         }
         assert (line["release"], line["table_sha256"]) == (__version__, load_tables().sha256)
-        assert line["constants_sha256"] == constants_sha256("serving", 1)
+        assert line["constants_sha256"] == constants_sha256(FAMILIES["serving"], 1)
         assert len(line["actions"]) == 200
         assert 0 <= line["score"] <= 1
 

@@ -184,11 +184,10 @@ class InferenceGymEnv(EpisodeClient):
     """
 
     def _step_payload(self, action: InferenceGymAction | ServeAction | Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(action, ServeAction):
+            return ServeAction.from_dict(action.to_dict()).to_dict()
         if isinstance(action, InferenceGymAction):
             return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
-        if isinstance(action, ServeAction):
-            action.validate()
-            return action.to_dict()
         return ServeAction.from_dict(dict(action)).to_dict()
 
     def _parse_result(self, payload: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from inferencegym import __version__
+from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 
 if TYPE_CHECKING:
@@ -203,8 +204,6 @@ def _requests(found: list[Snapshot]) -> Iterator[Metric]:
 def _processes(running: list[Snapshot]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    from server.families import served_tables
-
     memory = GaugeMetricFamily("inferencegym_resident_memory_bytes", "Memory of a worker", labels=["pid"])
     cpu = CounterMetricFamily("inferencegym_cpu_seconds", "Processor time of a worker", labels=["pid"])
     for one in running:
@@ -215,7 +214,7 @@ def _processes(running: list[Snapshot]) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "inferencegym_build",
         "Release and lookup table that are served",
-        value={"version": __version__, "table_sha256": served_tables().sha256},
+        value={"version": __version__, "table_sha256": str(FAMILIES[SERVING].table_sha256())},
     )
 
 

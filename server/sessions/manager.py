@@ -220,16 +220,8 @@ class SessionManager:
         is not simply the next one: :meth:`step` then waits for it, or says what is wrong.
         """
         live = self._live.get(session_id)
-        if live is None or live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
-            return None
-        if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
-            return None
-        parsed, wanted = live.family.parse_action(action)
-        if not self.store.append_at_once(session_id, live.token, len(live.actions), wanted):
-            return None
-        self._live.move_to_end(session_id)
-        result = self._take(live, parsed, wanted)
-        if self._touch_is_due(live):
+        result = None if live is None else self._try(live, action, number, family, reset_id)
+        if live is not None and result is not None and self._touch_is_due(live):
             self._soon(self._touch(live))
         return result
 
@@ -248,14 +240,16 @@ class SessionManager:
         family is an UnknownSessionError. Where ``reset_id`` is given, a session that was reset since that reset is a
         StepConflictError.
         """
-        result = self.try_step(session_id, action, number, family, reset_id)
-        if result is not None:
-            return result
         live = self._live.get(session_id)
         if live is None:
             live = await self._loaded(session_id)
-        else:
-            self._live.move_to_end(session_id)
+        result = self._try(live, action, number, family, reset_id)
+        if result is not None:
+            if self._touch_is_due(live):
+                # Nobody else's step may come before this one's info is asked for.
+                async with live.lock:
+                    await self._touch(live)
+            return result
         if family is not None:
             must_be(live.family.name, family, session_id)
         if live.waiting >= self._max_waiting:
@@ -308,6 +302,21 @@ class SessionManager:
                 log.warning("expired sessions could not be forgotten: %s", error)
 
     # ------------------------------------------------------------ one step
+
+    def _try(
+        self, live: LiveSession, action: Any, number: int | None, family: str | None, reset_id: str | None
+    ) -> StepResult | None:
+        """Take the next step if it is the one asked for and nothing has to be waited for."""
+        if live.session_id in self._live:
+            self._live.move_to_end(live.session_id)
+        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
+            return None
+        if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
+            return None
+        parsed, wanted = live.family.parse_action(action)
+        if not self.store.append_at_once(live.session_id, live.token, len(live.actions), wanted):
+            return None
+        return self._take(live, parsed, wanted)
 
     async def _step(self, live: LiveSession, action: Any, number: int | None, reset_id: str | None) -> StepResult:
         parsed, wanted = live.family.parse_action(action)
