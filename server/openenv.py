@@ -42,7 +42,7 @@ from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import JsonRoute, parse_object, read_body, read_object, reply
 from server.net.limits import RateLimit
 from server.net.problems import documented
-from server.schemas import StepNumber, TaskName
+from server.schemas import Seed, StepNumber, TaskName
 from server.sessions.manager import LiveSession, StepResult
 
 log = logging.getLogger(__name__)
@@ -138,10 +138,10 @@ FRAMES: Final[Mapping[str, type[Frame]]] = {
 
 
 class ResetArguments(Message):
-    """What a reset may be given. Ranges of ``seed`` and ``config`` are checked by the environment."""
+    """What a reset may be given; ``config`` is checked by the environment."""
 
     task_id: TaskName | None = None
-    seed: Annotated[int, WHOLE] | None = None
+    seed: Seed | None = None
     config: dict[str, Any] | None = None
     episode_id: str | None = None
     split: str | None = None
@@ -281,7 +281,8 @@ class PlayEndpoint:
         active = sum(connection.heard > since for connection in self._open)
         if active < most:
             return None
-        said = write_error(f"{active} connections play and {most} may", "capacity", NEXT["capacity"])
+        next_step = "close one, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server"
+        said = write_error(f"{active} connections play, and no more than {most} may", "capacity", next_step)
         counts = {"active_sessions": active, "max_sessions": most}
         return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
 
@@ -507,9 +508,7 @@ class InfoRoutes:
                 "POST", "num_tasks", self.num_tasks, "Number of tasks of a split", any_object, SplitRequest
             ),
             self._task_route("POST", "task", self.task, "One task of a split", any_object, TaskRequest),
-            self._task_route(
-                "POST", "task_range", self.task_range, "Some tasks of a split", any_object, TaskRangeRequest
-            ),
+            self._task_route("POST", "task_range", self.task_range, "Some tasks", any_object, TaskRangeRequest),
         ]
 
     def _route(
