@@ -16,7 +16,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from server.sessions.store import SessionStore, make_store
+from env.family import EpisodeRecord
+from server.sessions.store import SessionStore
+from server.sessions.stores import make_store
 from server.settings import Settings
 
 SESSIONS, ROUNDS = 50, 3

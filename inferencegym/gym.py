@@ -21,7 +21,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.autoreset import episode_seed
+from env.autoreset import SeedSeries, episode_seed
+from env.family import Family, GymCodec, GymFaces, TaskEntry
 from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic.env import TrafficBatch
 from env.vector_env import (
@@ -35,9 +36,10 @@ from env.vector_env import (
 )
 from inferencegym.client.gym import HTTPGymEnv, HTTPVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.families import FAMILIES
 from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import Calibration, TaskId, list_tasks
-from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
+from inferencegym.tasks import Calibration, TaskId
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
 from simulator.tables import ServingTables
 from simulator.traffic import QUEUE_LATENCY_MS
 
@@ -262,32 +264,76 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
     return np.array([scale.get(name, 1.0) for name in STATE_FIELDS], dtype=np.float64)
 
 
+# ---------------------------------------------------------------- any family
+
+
+class EpisodeGymEnv(gymnasium.Env[Any, Any]):
+    """One episode at a time of any family whose record has a :class:`env.family.GymCodec`.
+
+    ``info`` is the family's own, with ``seed``; seeds of resets are those of :func:`env.autoreset.episode_seed`. The
+    end is ``terminated``: the episode's length is part of the task.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+
+    def __init__(self, family: str, task_id: TaskId, *, config: Mapping[str, Any] | None = None) -> None:
+        codec = FAMILIES[family].gym
+        if not isinstance(codec, GymCodec):
+            raise InvalidConfigError(f"family {family!r} has Gymnasium environments of its own")
+        FAMILIES[family].check_config(task_id, config)
+        self._codec = codec
+        self._task_id, self._config = task_id, config
+        self._episode = FAMILIES[family].make()
+        self._series = SeedSeries(1)
+        self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        _, [playing] = self._series.next([seed])
+        first = self._episode.reset(seed=playing, task_id=self._task_id, config=self._config)
+        return self._codec.encode(first), {"seed": playing}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Play one step."""
+        observation, reward, done, info = self._episode.step(self._codec.decode(action))
+        return self._codec.encode(observation), reward, done, False, {**info, "seed": self._episode.seed}
+
+    @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The episode so far, as graders and ``POST /grader`` read it."""
+        return self._episode.episode_log
+
+
 # ---------------------------------------------------------------- registration
 
 
 def register_envs() -> None:
-    """Register one id per task of both families and :data:`REMOTE_ID`; ids that are registered stay as they are."""
-    for task in list_tasks(include_recorded=True):
-        _register(registered_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
-    for traffic in list_traffic_tasks():
-        _register(registered_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
-    _register(REMOTE_ID, "HTTPGymEnv", "HTTPVectorEnv")
+    """Register one id per task of every family and :data:`REMOTE_ID`; ids that are registered stay as they are."""
+    for family in FAMILIES.values():
+        for task in family.tasks():
+            _register_task(family, task)
+    _register(REMOTE_ID, "inferencegym.gym:HTTPGymEnv", "inferencegym.gym:HTTPVectorEnv")
 
 
-def _register(env_id: str, scalar: str, vector: str, **kwargs: Any) -> None:
+def _register_task(family: Family, task: TaskEntry) -> None:
+    env_id = registered_id(task.gym_id)
+    if isinstance(family.gym, GymFaces):
+        _register(env_id, family.gym.scalar, family.gym.vector, task_id=task.task_id)
+    elif family.gym is not None:
+        _register(env_id, "inferencegym.gym:EpisodeGymEnv", None, family=family.name, task_id=task.task_id)
+
+
+def _register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> None:
     if env_id not in gymnasium.registry:
-        gymnasium.register(
-            id=env_id,
-            entry_point=f"inferencegym.gym:{scalar}",
-            vector_entry_point=f"inferencegym.gym:{vector}",
-            kwargs=kwargs,
-        )
+        gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
 
 
 register_envs()
 
 __all__ = [
     "REMOTE_ID",
+    "EpisodeGymEnv",
     "HTTPGymEnv",
     "HTTPVectorEnv",
     "InferenceGymEnv",

@@ -217,15 +217,6 @@ def step_answer_schema(family: Family) -> Schema:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def detail_schema() -> Schema:
-    """Every error's body."""
-    text = {"type": "string"}
-    properties: Schema = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
-    properties["step"] = {"type": "integer", "description": "of a forged log: the first step that differs, from 0"}
-    detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
-    return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
-
-
 def played_schema() -> Schema:
     """Answer of POST /play."""
     columns = {"type": "object", "additionalProperties": {"type": "array"}}

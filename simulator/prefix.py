@@ -3,7 +3,7 @@
 An engine keeps the KV blocks of finished requests until others need the room, so a pool of N tokens holds what the last
 N tokens written (or read again) left: least recently used goes first. A block is found again if fewer than N tokens
 were touched since its last use. That number, the stack distance, depends on the traffic alone, so one curve (the share
-of repeated tokens found in a cache of N tokens) tells what any pool saves. See ENVIRONMENT.md, "Prefix reuse".
+of repeated tokens found in a cache of N tokens) tells what any pool saves. See docs/dynamics.md, "Prefix reuse".
 """
 
 from __future__ import annotations

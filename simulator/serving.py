@@ -62,7 +62,7 @@ METRICS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class EngineParams:
-    """How the modelled engine behaves; the source of each value is in ENVIRONMENT.md, "Serving dynamics"."""
+    """How the modelled engine behaves; the source of each value is in docs/dynamics.md, "Constants"."""
 
     disagg_limit: float = 0.98
     """Most of a prefill GPU's time that prefill may take."""

@@ -184,7 +184,7 @@ def test_wrong_shapes_and_closed_sessions_are_errors_of_their_own(server: Runnin
         ({"n": 0}, "n"),
         ({"n": 4097}, "n"),
         ({"seeds": []}, "seeds"),
-        ({"seeds": [1, None]}, "seeds"),
+        ({"seeds": [1, None]}, "seeds[1]"),
         ({"seeds": [1, -1]}, "seeds[1]"),
         ({"seeds": [1], "n": 1}, "n"),
         ({"n": 4096, "config": {"episode_length": 5000}}, "n"),
@@ -225,7 +225,7 @@ def test_wrong_json_actions_are_refused_by_place(server: RunningServer, actions:
 @pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
 def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
     """In an array of texts each is as long as the longest: these would take 1 GB and more."""
-    session = BatchSessions(Settings()).open(1, get_task(1).config(), n_rows=3_000)
+    session = BatchSessions(Settings()).open(get_task(1), get_task(1).config(), n_rows=3_000)
     text = orjson.dumps({"session_id": session.session_id, "actions": [[long, *[short] * 2_999]]})
     tracemalloc.start()
     try:

@@ -109,7 +109,7 @@ def test_an_honest_board_is_ranked(
         ("seed", 10_029, "score is"),
         ("task", 3, "played on other constants of the task: on"),
         ("actions", [{"batch_size": 256}] * 199, "end at step 199 of 200"),
-        ("actions", [{"batch_size": 256}] * 201, "more actions than the episode has steps"),
+        ("actions", [{"batch_size": 256}] * 201, "more steps than the episode has"),
         ("actions", [{"batch_size": 9999}] * 200, "batch_size=9999"),
         ("release", "0.0.1", "played on another release: on release 0.0.1"),
         ("table_sha256", "0" * 64, "with table 000000000000"),

@@ -1,7 +1,7 @@
 """Shadow mode: what each policy would have done on a recorded log, beside the configuration that was fixed.
 
 The log is played once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
-the fleet is simulated: see ENVIRONMENT.md for how far that is from hardware.
+the fleet is simulated: docs/fidelity.md says how far that is from hardware.
 """
 
 from __future__ import annotations

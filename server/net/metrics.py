@@ -24,10 +24,11 @@ import orjson
 
 from inferencegym import __version__
 from inferencegym.families import FAMILIES, SERVING
-from server.sessions.manager import SessionManager
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+
+    from server.sessions.manager import SessionManager
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; a step takes a few tenths of a millisecond."""

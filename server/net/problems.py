@@ -15,7 +15,6 @@ from inferencegym.errors import ForgedLogError, InferenceGymError
 from inferencegym.families import FAMILIES
 from server.net.errors import InvalidRequestError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
-from server.schemas import detail_schema
 
 NEXT: Final[dict[str, str]] = {
     "invalid_action": "correct the action and send the step again; nothing was changed",
@@ -76,6 +75,9 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         headers.append((b"retry-after", str(seconds).encode()))
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.http_status in (408, 413):
+        # The rest of the body is not waited for.
+        headers.append((b"connection", b"close"))
     return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
 
 
@@ -153,6 +155,15 @@ def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dic
     """The answer 200, the errors of these statuses, and those that any path with a body may give."""
     ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
     return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, *statuses)}
+
+
+def detail_schema() -> dict[str, Any]:
+    """Every error's body."""
+    text = {"type": "string"}
+    properties: dict[str, Any] = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
+    properties["step"] = {"type": "integer", "description": "of a forged log: the first step that differs, from 0"}
+    detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
+    return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
 
 
 def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
