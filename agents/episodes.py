@@ -9,19 +9,18 @@ from typing import Final
 import numpy as np
 
 from agents.protocol import Agent, FloatArray
-from env.action import snap, write_actions
+from env.action import snap
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
 from grader.grader import SCORES, unit
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
-from simulator.tables import ServingTables
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
 """Metrics of an episode that grading reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
+class EpisodeResults:
     """Finished episodes of B rows and T steps.
 
     ``metrics[name]`` (T, B) for the names of :data:`GRADED` and those asked for beside them, ``actions`` (T, B, 5) as
@@ -39,9 +38,9 @@ class Played:
         score, _ = self._scored(calibration)
         return unit(score)
 
-    def breakdown(self, calibration: Calibration | None = None) -> dict[str, FloatArray]:
+    def breakdown(self) -> dict[str, FloatArray]:
         """Each component of the grade, (B,)."""
-        _, parts = self._scored(calibration)
+        _, parts = self._scored(None)
         return parts
 
     def _scored(self, calibration: Calibration | None) -> Scored:
@@ -57,7 +56,7 @@ class Played:
         return Episode(**columns, batch_size=batch_size, kv_budget=kv_budget)
 
 
-def play(
+def run_episodes(
     task: TaskSpec,
     agent: Agent,
     seeds: Sequence[int],
@@ -65,15 +64,14 @@ def play(
     n_rows: int | None = None,
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
-    tables: ServingTables | None = None,
     keep: Sequence[str] = (),
     watch: Callable[[int, ServingBatch], None] | None = None,
-) -> Played:
+) -> EpisodeResults:
     """Play whole episodes with an agent: one row per seed, or ``n_rows`` rows that share the seeds' traffic.
 
     ``keep`` names further metrics to record; ``watch(step, batch)`` is called after every step.
     """
-    batch = ServingBatch(task, n_rows or len(seeds), config, tables, calibration, n_loads=len(seeds))
+    batch = ServingBatch(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     steps = batch.config.episode_length
     metrics = {name: np.empty((steps, batch.n_rows)) for name in (*GRADED, *keep)}
     actions = np.empty((steps, batch.n_rows, len(batch.mask)))
@@ -82,11 +80,10 @@ def play(
     agent.reset(batch.n_rows)
     for t in range(steps):
         actions[t] = snap(agent.act(observation), batch.mask)
-        write_actions(batch.fleet, actions[t])
-        batch.advance_all()
+        observation = batch.step(actions[t])
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]
         if watch is not None:
             watch(t, batch)
-    return Played(task, tuple(int(s) for s in seeds), metrics, actions, returns)
+    return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

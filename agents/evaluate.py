@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
@@ -77,12 +77,12 @@ def evaluate(agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT
     """Play an agent (an object or a registered name) on a task, one episode per seed."""
     player = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
-    return of_played(label, play(task, player, seeds))
+    return evaluation_of(label, run_episodes(task, player, seeds))
 
 
-def of_played(label: str, played: Played) -> Evaluation:
+def evaluation_of(label: str, results: EpisodeResults) -> Evaluation:
     """Grade finished episodes, one row per seed."""
-    return Evaluation(label, played.task, played.seeds, played.scores(), played.returns, played.breakdown())
+    return Evaluation(label, results.task, results.seeds, results.scores(), results.returns, results.breakdown())
 
 
 def agents_for(task: TaskSpec, names: Sequence[str]) -> list[str]:
@@ -120,13 +120,13 @@ def compare(
     extra = [n for n in ("naive", *REFERENCES) if n not in asked and _playable(n, task)]
     wanted = [*asked, *extra]
     results = [evaluate(name, task, seeds) for name in wanted] if evaluate_all is None else evaluate_all(wanted)
-    played = dict(zip(wanted, results, strict=True))
-    best = max(played.values(), key=lambda e: float(e.scores.mean()))
+    by_name = dict(zip(wanted, results, strict=True))
+    best = max(by_name.values(), key=lambda e: float(e.scores.mean()))
     entries = []
     for name in asked:
-        entry = played[name].to_dict()
-        entry["over_naive"] = paired(played[name].scores, played["naive"].scores).to_dict()
-        entry["regret"] = paired(best.scores, played[name].scores).to_dict()
+        entry = by_name[name].to_dict()
+        entry["over_naive"] = paired(by_name[name].scores, by_name["naive"].scores).to_dict()
+        entry["regret"] = paired(best.scores, by_name[name].scores).to_dict()
         entries.append(entry)
     return {
         "task": task.task_id,

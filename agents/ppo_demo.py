@@ -34,18 +34,18 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
 from stable_baselines3.common.utils import LinearSchedule
 
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.ppo import PolicyFile
 from agents.protocol import Agent
 from agents.registry import make_agent
 from env.action import action_mask, snap
-from env.autoreset import episode_seed
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
-from env.vector_env import AutoresetVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import EpisodeConfig, TaskSpec
+from inferencegym.vector_env import AutoresetVectorEnv
 
 OBSERVATION: Final = "scheduled"
 ACTION: Final = "discrete"
@@ -198,7 +198,7 @@ def start(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int, se
     candidates: list[Agent] = [Constants(search.best())]
     if settings.teacher:
         candidates.append(InLevels(make_agent(settings.teacher, task), task))
-    grades = [float(play(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
+    grades = [float(run_episodes(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
     imitate(model, watch(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
     return search.steps + watched_steps
 
@@ -395,18 +395,22 @@ def export(model: PPO, trained: dict[str, Any]) -> PolicyFile:
     return PolicyFile(layers, OBSERVATION, ACTION, trained)
 
 
-def rise(episodes: Sequence[tuple[int, float]], window: int = 5_000) -> dict[str, float]:
-    """Returns of PPO's first ``window`` steps against its last: means and the one-sided Mann-Whitney p-value.
+RISE_WINDOW: Final = 5_000
+"""Steps at either end of training whose returns are compared."""
+
+
+def rise(episodes: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Returns of the first ``RISE_WINDOW`` steps of PPO against the last: means, one-sided Mann-Whitney p-value.
 
     Steps that went into the start are in neither.
     """
     from scipy.stats import mannwhitneyu
 
     begin, end = (episodes[0][0], episodes[-1][0]) if episodes else (0, 0)
-    first = [value for step, value in episodes if step < begin + window]
-    last = [value for step, value in episodes if step > end - window]
-    if min(len(first), len(last)) < 2 or end - begin < window:
-        raise InvalidConfigError(f"a test of the rise needs two stretches of {window} steps; train longer")
+    first = [value for step, value in episodes if step < begin + RISE_WINDOW]
+    last = [value for step, value in episodes if step > end - RISE_WINDOW]
+    if min(len(first), len(last)) < 2 or end - begin < RISE_WINDOW:
+        raise InvalidConfigError(f"a test of the rise needs two stretches of {RISE_WINDOW} steps; train longer")
     p = float(mannwhitneyu(last, first, alternative="greater").pvalue)
     return {"first_mean": float(np.mean(first)), "last_mean": float(np.mean(last)), "p_value": p}
 

@@ -72,7 +72,7 @@ BARS: dict[str, tuple[float, bool]] = {
 
 def vector_ours(task_id: int) -> Callable[[float], float]:
     batch = ServingBatch(get_task(task_id), ROWS)
-    episodes = AutoresetBatch(batch, n_threads=os.cpu_count() or 1)
+    episodes = AutoresetBatch(batch)
     episodes.reset(list(range(ROWS)))
     actions = constant_actions(ROWS)
 
@@ -104,7 +104,7 @@ def played_together(task_id: int) -> Callable[[float], float]:
         def step() -> None:
             if batch.seeds[0] < 0 or batch.time[0] + STEPS_A_REQUEST > batch.config.episode_length:
                 batch.reset(seeds)
-            batch.play(actions, observations, rewards)
+            batch.step_many(actions, observations, rewards)
 
         return rate(step, seconds, ROWS * STEPS_A_REQUEST)
 
@@ -238,7 +238,7 @@ def batched(target: Target) -> Callable[[float], float]:
     client = InferenceGymBatch(target.url)
     client.reset(ROWS, 1, seed=0, autoreset=True)
     actions = np.repeat(constant_actions(ROWS)[None], STEPS_A_REQUEST, axis=0).astype(np.float32)
-    return lambda seconds: rate(lambda: client.play(actions), seconds, ROWS * STEPS_A_REQUEST)
+    return lambda seconds: rate(lambda: client.step_many(actions), seconds, ROWS * STEPS_A_REQUEST)
 
 
 def remote_vector(target: Target, rows: int) -> Callable[[float], float]:

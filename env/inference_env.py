@@ -6,16 +6,17 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from env.action import mask_action, write_action
+from env.action import mask_action
 from env.batch import ServingBatch
 from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
+from inferencegym.seeds import check_seed
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
 from simulator.coverage import fleet_support
 from simulator.tables import ServingTables, load_tables
 from simulator.trace_sim import TraceSimulator
-from simulator.workload import check_seed, prompt_bucket
+from simulator.workload import prompt_bucket
 
 REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
 
@@ -122,7 +123,7 @@ class InferenceEnv:
         else:
             action = ServeAction.from_dict(dict(action))
         applied = mask_action(action, self.task.active_actions)
-        write_action(batch.fleet, 0, applied)
+        batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()
         self.actions.append(applied_json)

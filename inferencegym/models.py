@@ -1,7 +1,7 @@
-"""What an agent sets, what it sees and what a step measured: the vocabulary every other room shares.
+"""Actions, observations and metrics of the serving environment as dataclasses, with bounds, units and defaults.
 
 Field names, types and order follow the published plan of InferenceGym. ``ACTION_FIELDS`` and ``OBSERVATION_FIELDS`` are
-the only home of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
+the only place of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QuantTier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One number an agent sets or sees: bounds (both included), unit, default and meaning."""
+    """One number of an action or observation: bounds (both included), unit, default and meaning."""
 
     name: str
     low: float
@@ -51,7 +51,7 @@ class Field:
 SPEC_LENGTHS: Final = (0, 1, 2, 4, 8)
 PRIORITY_CLASSES: Final = ("interactive", "batch", "best_effort")
 PROMPT_BUCKET_EDGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Edges, in tokens, that map a prompt length to its bucket 0-7 (``numpy.digitize`` semantics)."""
+"""Edges, in tokens, between the buckets 0-7 of prompt lengths (as ``numpy.digitize`` counts them)."""
 PHASES: Final = ("warmup", "steady", "burst", "cooldown")
 
 ACTION_FIELDS: Final[dict[str, Field]] = {
@@ -90,7 +90,7 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
 
 @dataclass
 class ServeAction:
-    """The five live knobs, applied to every replica of the fleet for one step of one second."""
+    """Action: the five knobs, applied to every replica of the fleet for one step of one second."""
 
     kv_budget: float
     spec_length: int
@@ -200,7 +200,7 @@ class ServeActionMessage(Message):
 
 @dataclass
 class MetricsSnapshot:
-    """What one step of the fleet measured. Times in milliseconds, memory in decimal GB per replica.
+    """Metrics of one step of the fleet. Times in milliseconds, memory in decimal GB per replica.
 
     TTFT is the time from a request's arrival to its first output token, queueing included; TPOT the mean time between
     two output tokens of a running request. ``cost_per_1k`` is normalised cost per 1,000 output tokens.
@@ -220,7 +220,7 @@ class MetricsSnapshot:
 
 @dataclass
 class ServeObservation:
-    """What the agent sees after a step; bounds and units in :data:`OBSERVATION_FIELDS`."""
+    """Observation after a step: twelve fields; bounds and units in :data:`OBSERVATION_FIELDS`."""
 
     queue_depth: float
     mean_prompt_len: float
@@ -238,7 +238,7 @@ class ServeObservation:
 
 @dataclass
 class WorkloadState:
-    """The traffic of one step: rate (requests/s), prompts (tokens), queue, class shares and phase."""
+    """Traffic of one step: rate (requests/s), prompts (tokens), queue (requests), class shares and phase."""
 
     arrival_rate: float
     mean_prompt_len: float

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from env.family import Family
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema, read
-from inferencegym.tasks import MAX_EPISODE_LENGTH
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from server.net.errors import InvalidRequestError
 
 DEFAULT_SEED: Final = 42

@@ -13,21 +13,23 @@ from typing import Final
 
 import numpy as np
 
+from simulator.load import REUSE_LOG2_FIRST
 from simulator.requests import RequestLog
 from simulator.tables import FloatArray
-from simulator.workload import REUSE_LOG2_FIRST
 
 CAPACITY_TOKENS: Final = 2.0 ** (REUSE_LOG2_FIRST + np.arange(21))
 """Cache sizes of a reuse curve: 1,024 tokens to 2**30, doubling."""
 
+BLOCK_TOKENS: Final = 512
+"""Tokens of a block of Mooncake's traces."""
+
 _PUBLISHED_BLOCKS: Final = (1_000, 50_000)
 _PUBLISHED_SHARE: Final = (0.30 / 0.50, 1.0)
-_PUBLISHED_BLOCK_TOKENS: Final = 512
 
 PUBLISHED_REUSE_HIT: Final = np.clip(
     np.interp(
         np.log2(CAPACITY_TOKENS),
-        np.log2(_PUBLISHED_BLOCK_TOKENS * np.array([1.0, *_PUBLISHED_BLOCKS])),
+        np.log2(BLOCK_TOKENS * np.array([1.0, *_PUBLISHED_BLOCKS])),
         [0.0, *_PUBLISHED_SHARE],
     ),
     0.0,
@@ -53,8 +55,7 @@ class PrefixReuse:
     Block ids stand for a block of tokens and everything before it, as in Mooncake's traces.
     """
 
-    def __init__(self, block_tokens: int = 512) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self) -> None:
         self._last_use: dict[Hashable, int] = {}
         self._touched = _RunningSums()
         self._found: FloatArray = np.zeros(len(CAPACITY_TOKENS) + 1)
@@ -64,11 +65,11 @@ class PrefixReuse:
         repeated = 0
         while repeated < len(blocks) and blocks[repeated] in self._last_use:
             repeated += 1
-        tokens = min(repeated * self._block_tokens, prompt_tokens)
+        tokens = min(repeated * BLOCK_TOKENS, prompt_tokens)
         self._note_distances([self._last_use[b] for b in blocks[:repeated]])
         for block in blocks[:repeated]:
-            self._touched.add(self._last_use[block], -self._block_tokens)
-        request = self._touched.append(max(prompt_tokens, len(blocks) * self._block_tokens) + output_tokens)
+            self._touched.add(self._last_use[block], -BLOCK_TOKENS)
+        request = self._touched.append(max(prompt_tokens, len(blocks) * BLOCK_TOKENS) + output_tokens)
         self._last_use.update(dict.fromkeys(blocks, request))
         return tokens
 
@@ -86,9 +87,9 @@ class PrefixReuse:
         for use in last_uses:
             # Everything touched since that request, and what this prompt has read of it already.
             distance = since.get(use)
-            distance = (self._touched.after(use) if distance is None else distance) + self._block_tokens
+            distance = (self._touched.after(use) if distance is None else distance) + BLOCK_TOKENS
             since[use] = distance
-            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += self._block_tokens
+            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += BLOCK_TOKENS
 
 
 class _RunningSums:

@@ -15,11 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import SPEC_LENGTHS, MetricsSnapshot
+from inferencegym.models import MetricsSnapshot
 from inferencegym.tasks import TaskSpec
-from simulator.serving_kernel import ServingKernel
-from simulator.tables import FloatArray, ServingTables
-from simulator.workload import (
+from simulator.load import (
     CLASS_WINDOW_STEPS,
     EMA_WEIGHT,
     PROMPT_WINDOW_STEPS,
@@ -28,8 +26,10 @@ from simulator.workload import (
     ClassStats,
     Workload,
     interp_log,
-    traffic_of,
 )
+from simulator.serving_kernel import ServingKernel
+from simulator.tables import FloatArray, ServingTables
+from simulator.workload import load_source
 
 IntArray = NDArray[np.int64]
 
@@ -255,11 +255,11 @@ def prefill_ratios(stats: ClassStats, tables: ServingTables) -> tuple[FloatArray
 @lru_cache(maxsize=64)
 def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingParams:
     """The fleet of a task on a table."""
-    traffic = traffic_of(task, tables)
+    source = load_source(task, tables)
     return ServingParams(
         tables=tables,
-        stats=traffic.stats,
-        nominal_rate_rps=traffic.nominal_rate_rps,
+        stats=source.stats,
+        nominal_rate_rps=source.nominal_rate_rps,
         n_replicas=task.fleet.n_replicas,
         queue_limit=task.fleet.queue_limit,
         base_accept_rate=task.fleet.base_accept_rate,
@@ -471,6 +471,3 @@ class ServingFleet:
         return MetricsSnapshot(
             ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, round(evicted), round(late), oom > 0.0
         )
-
-
-SPEC_INDEX: Final = {k: i for i, k in enumerate(SPEC_LENGTHS)}

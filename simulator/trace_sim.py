@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
+from inferencegym.spaces.knobs import action_values
 from simulator.coverage import support_map
+from simulator.load import NOISE_STD
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
-from simulator.workload import NOISE_STD
 
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator
@@ -42,10 +43,7 @@ class TraceSimulator:
     def simulate(self, action: ServeAction, workload: WorkloadState) -> MetricsSnapshot:
         """Metrics of one second of a saturated replica under ``action`` and ``workload``."""
         action.validate()
-        row = np.array(
-            [[action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value]],
-            dtype=np.float64,
-        )
+        row = np.array([action_values(action)], dtype=np.float64)
         at = {name: float(v[0]) for name, v in self.lookup(row, np.array([workload.mean_prompt_len])).items()}
         jitter = 1.0 + NOISE_STD * self._rng.standard_normal(3).clip(-4.0, 4.0)
         oom = at["gpu_mem_gb"] > OOM_THRESHOLD_GB

@@ -144,4 +144,4 @@ RULES: Final[dict[str, GradeRule]] = {
     "survival_latency": GradeRule(_survival_latency, lambda totals: -totals.latency_ms, False),
     "throughput_queue": GradeRule(_throughput_queue, lambda totals: totals.allowed, True),
 }
-"""Kind of grade (:data:`inferencegym.traffic.GRADE_PARAMS`) -> its rule."""
+"""Kind of grade, as :class:`inferencegym.traffic.TrafficTaskEntry` allows them -> its rule."""

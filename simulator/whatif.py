@@ -9,13 +9,15 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, ServeAction
+from inferencegym.seeds import MAX_SEED
+from inferencegym.spaces.knobs import KnobKernel
 from simulator.coverage import LEVELS, fleet_support
+from simulator.load import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 from simulator.prefix import reuse_curve
 from simulator.requests import MAX_REQUESTS, RequestLog
-from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
+from simulator.serving import EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
-from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
@@ -119,8 +121,6 @@ def serve_requests(
     closed_clients: int = 0,
     queue_limit: float = 1e12,
     base_accept_rate: float = 0.65,
-    slo_ms: float = 1e15,
-    engine: EngineParams | None = None,
     step_s: float = STEP_S,
 ) -> Served:
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
@@ -133,7 +133,7 @@ def serve_requests(
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
     params = ServingParams(
         tables=tables,
-        stats=log_stats(requests, tables, slo_ms),
+        stats=log_stats(requests, tables),
         nominal_rate_rps=len(requests.arrival_s) / max(float(requests.arrival_s.max()), 1.0),
         n_replicas=n_replicas,
         queue_limit=queue_limit,
@@ -142,9 +142,9 @@ def serve_requests(
         load_gb_per_s=1.0,
         step_s=step_s,
         closed_clients=closed_clients,
-        engine=_per_step(engine or EngineParams(), step_s),
+        engine=_per_step(EngineParams(), step_s),
     )
-    return _play(params, action, requests)
+    return _serve(params, action, requests)
 
 
 def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
@@ -152,7 +152,7 @@ def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
     return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
-def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> ClassStats:
+def log_stats(requests: RequestLog, tables: ServingTables) -> ClassStats:
     """Class statistics of a request log; a class without requests borrows those of all."""
     n_classes = int(requests.class_index.max()) + 1
     members = [requests.class_index == c for c in range(n_classes)]
@@ -161,7 +161,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     stats = class_stats(
         names=PRIORITY_CLASSES[:n_classes],
         shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
-        slo_ms=[slo_ms] * n_classes,
+        slo_ms=[np.inf] * n_classes,
         complexity_penalty=[0.0] * n_classes,
         prompts=[requests.prompt_tokens[m] for m in members],
         works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
@@ -170,7 +170,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     return replace(stats, reuse_hit=reuse_curve(requests))
 
 
-def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
+def _serve(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
     last = int(requests.arrival_s.max() / params.step_s) + 1
     n_steps = last + int(300 / params.step_s)
     while True:
@@ -200,11 +200,7 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)
-    fleet.kv_budget[:] = action.kv_budget
-    fleet.spec_index[:] = SPEC_INDEX[action.spec_length]
-    fleet.batch_size[:] = action.batch_size
-    fleet.disagg[:] = action.prefill_disagg
-    fleet.tier[:] = action.quant_tier.value
+    KnobKernel([True] * len(ACTION_FIELDS), fleet).write_action(0, action)
     return fleet
 
 

@@ -33,10 +33,9 @@ from inferencegym.client import (
 from inferencegym.client.openenv_types import (
     TrafficControllerAction,
     TrafficControllerObservation,
-    read_error,
     without_gradio,
-    write_error,
 )
+from inferencegym.error_text import read_error, write_error
 from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.constant import ConstantAgent
 from agents.policies.ppo import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
@@ -29,11 +29,11 @@ from agents.ppo_demo import (
 )
 from agents.registry import make_agent
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from tests.servers import RunningServer
 
@@ -154,7 +154,7 @@ def test_the_search_for_a_constant_finds_what_batches_and_counts_its_steps() -> 
     task = get_task(1)
     search = ConstantSearch(task, task.config(), n=8, seed=0)
     assert search.steps == 24 * 100 + 16 * 200
-    assert play(task, Constants(search.best()), [3_000, 3_001]).scores().min() > 0.6
+    assert run_episodes(task, Constants(search.best()), [3_000, 3_001]).scores().min() > 0.6
 
 
 def test_a_teacher_is_watched_in_the_levels_that_the_policy_can_choose() -> None:
@@ -223,8 +223,8 @@ def test_fifty_thousand_steps_beat_the_best_constant_action_of_the_hard_task(tmp
     trained = train(vector(3, 16), tmp_path, steps=50_000, seed=1, progress=False)
     assert rise(trained.episodes)["p_value"] < 0.01
     seeds = range(3_000, 3_010)
-    learned = play(task, PpoAgent(trained.policy, task), seeds).scores()
-    constant = play(task, make_agent("best_static", task), seeds).scores()
+    learned = run_episodes(task, PpoAgent(trained.policy, task), seeds).scores()
+    constant = run_episodes(task, make_agent("best_static", task), seeds).scores()
     assert learned.mean() > max(0.65, constant.mean())
 
 
@@ -245,7 +245,7 @@ def test_shipped_policies_beat_the_naive_agent(task_id: int) -> None:
     task = get_task(task_id)
     seeds = [3_000, 3_001, 3_002]
     assert task.expected_baseline is not None
-    assert play(task, make_ppo(task), seeds).scores().min() > task.expected_baseline[1]
+    assert run_episodes(task, make_ppo(task), seeds).scores().min() > task.expected_baseline[1]
 
 
 def test_a_task_without_a_shipped_policy_says_how_to_train_one() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from agents.evaluate import evaluate
 from agents.integrations.ray_workers import Fragment, Job, RolloutWorker, Workers, evaluate_jobs
-from env.autoreset import episode_seed
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.gym import VectorInferenceEnv
+from inferencegym.seeds import episode_seed
 from inferencegym.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@
 
     @solver
     def fleet(base_url="http://localhost:7860"):
-        return play_with_a_model(base_url, lambda text: ChatMessageUser(content=text))
+        return model_solver(base_url, lambda text: ChatMessageUser(content=text))
 
     eval(Task(dataset=[Sample(input=BRIEFING, metadata={"task_id": 3, "seed": 7})], solver=fleet(), scorer=...))
 
@@ -45,7 +45,7 @@ Message = Callable[[str], Any]
 Solve = Callable[[Any, Generate], Awaitable[Any]]
 
 
-def play_with_a_model(base_url: str, message: Message, seconds_per_answer: int = SECONDS_PER_ANSWER) -> Solve:
+def model_solver(base_url: str, message: Message, seconds_per_answer: int = SECONDS_PER_ANSWER) -> Solve:
     """A solver that plays the episode named by the sample's metadata: ``task_id``, ``seed`` and ``config``.
 
     The model sees the fleet every ``seconds_per_answer`` seconds, in a message that ``message`` makes of a text. An

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from agents.evaluate import Evaluation, evaluate
 from agents.registry import make_agent
 from env.action import snap
-from env.autoreset import AutoresetBatch, episode_seed
+from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import episode_seed
 from inferencegym.tasks import TaskId, get_task
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class RolloutWorker:
 
     def __init__(self, task_id: TaskId, agent: str, n_rows: int = 64, seed: int = 0, index: int = 0) -> None:
         self._task = get_task(task_id)
-        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows))
+        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows, n_threads=1))
         self._agent: Agent = make_agent(agent, self._task)
         self._seeds: list[int | None] = [episode_seed(episode_seed(seed, index + 1), row + 1) for row in range(n_rows)]
         self._rows.reset(self._seeds)

@@ -13,8 +13,9 @@ import numpy as np
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Burst, TaskSpec
+from simulator.load import interp_log
 from simulator.tables import ServingTables
-from simulator.workload import interp_log, traffic_of
+from simulator.workload import load_source
 
 MEMORY_MARGIN_GB = 0.05
 
@@ -47,7 +48,7 @@ class CapacityPlanner:
     """Plans one task on one table for a mix of request classes."""
 
     def __init__(self, task: TaskSpec, tables: ServingTables, mix: FloatArray) -> None:
-        stats = traffic_of(task, tables).stats
+        stats = load_source(task, tables).stats
         self._tables = tables
         self._fleet = task.fleet
         self._limit_gb = min(task.memory_hard_limit_gb or np.inf, float(tables.meta["memory_budget_gb"]))

@@ -395,15 +395,15 @@ def _loaded(part: str) -> object:
 class LlmAgent:
     """Asks a model for actions and keeps within the settings' limits."""
 
-    def __init__(self, settings: LlmSettings, model: ChatModel | None = None) -> None:
+    def __init__(self, settings: LlmSettings) -> None:
         self._settings = settings
-        self._model = model or ChatModel(settings)
+        self._model = ChatModel(settings)
 
     def close(self) -> None:
         """Close the connection to the model."""
         self._model.close()
 
-    def play(self, game: Game, seed: int = 42) -> LlmResult:
+    def run_episode(self, game: Game, seed: int = 42) -> LlmResult:
         """Play one episode to its end."""
         result = LlmResult()
         seen = game.reset(seed)

@@ -127,11 +127,9 @@ class TrafficOutcome:
     steps: IntArray
 
 
-def evaluate_traffic(
-    agent: TrafficAgent, task: TrafficTask, seeds: Sequence[int] = (42,), config: TrafficConfig | None = None
-) -> TrafficOutcome:
+def evaluate_traffic(agent: TrafficAgent, task: TrafficTask, seeds: Sequence[int] = (42,)) -> TrafficOutcome:
     """Play one episode per seed to its end. Only random agents differ between seeds: the traffic does not."""
-    batch = TrafficBatch(task, len(seeds), config)
+    batch = TrafficBatch(task, len(seeds))
     agent.reset(task, batch.config, seeds)
     observation, reward = batch.observation(), np.zeros(len(seeds))
     while not batch.done.all():

@@ -55,14 +55,14 @@ def plan_traffic(task: TrafficTask, config: TrafficConfig | None = None, objecti
     Where the play with the largest cumulative reward reaches the best score as well, it is the plan for both.
     """
     config = config or task.config
-    richest = play_traffic(task, _search(task, config, "return"), config)
+    richest = run_actions(task, _search(task, config, "return"), config)
     if objective == "return":
         return richest
-    plan = play_traffic(task, _search(task, config, "score"), config)
+    plan = run_actions(task, _search(task, config, "score"), config)
     return richest if richest.final_score == plan.final_score else plan
 
 
-def play_traffic(task: TrafficTask, actions: tuple[str, ...], config: TrafficConfig | None = None) -> TrafficPlan:
+def run_actions(task: TrafficTask, actions: tuple[str, ...], config: TrafficConfig | None = None) -> TrafficPlan:
     """Play a whole sequence of action names and report what it earned."""
     batch = TrafficBatch(task, 1, config)
     reward = 0.0

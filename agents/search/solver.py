@@ -16,14 +16,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
 from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import Calibration, TaskSpec
-from simulator.tables import ServingTables
 
 GRID: Final[dict[str, tuple[float, ...]]] = {
     "kv_budget": (0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0),
@@ -78,18 +77,23 @@ SMALL_FIELD: Final = 200
 SLOWEST_RAMP: Final = 0.04
 """A ramp takes 24 steps for the better part of the way at this share."""
 
-Objective = Callable[[Played, Calibration], FloatArray]
+GATE_GAIN: Final = 12.0
+"""Weight of a simple gate's feature: steep enough that nothing beside it decides."""
+
+POLISH_ROUNDS: Final = 6
+
+Objective = Callable[[EpisodeResults, Calibration], FloatArray]
 """What to maximise, (B,) of finished episodes."""
 
 
-def score(played: Played, calibration: Calibration) -> FloatArray:
+def score(results: EpisodeResults, calibration: Calibration) -> FloatArray:
     """The grade."""
-    return played.scores(calibration)
+    return results.scores(calibration)
 
 
-def throughput(played: Played, calibration: Calibration) -> FloatArray:
+def throughput(results: EpisodeResults, calibration: Calibration) -> FloatArray:
     """Mean tokens per second."""
-    mean: FloatArray = played.metrics["tokens_per_sec"].mean(axis=0)
+    mean: FloatArray = results.metrics["tokens_per_sec"].mean(axis=0)
     return mean
 
 
@@ -145,7 +149,6 @@ class Solver:
         *,
         objective: Objective = score,
         budget: Budget | None = None,
-        tables: ServingTables | None = None,
         frozen: dict[str, float] | None = None,
         progress: Progress = silent,
     ) -> None:
@@ -153,7 +156,6 @@ class Solver:
         self.calibration = calibration
         self.budget = budget or Budget()
         self._objective = objective
-        self._tables = tables
         self._frozen = frozen or {}
         self._progress = progress
         self._mask = action_mask(task.active_actions)
@@ -178,8 +180,8 @@ class Solver:
         for start in range(0, n, at_once):
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
-            played = play(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, tables=self._tables)
-            values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
+            results = run_episodes(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration)
+            values[part] = self._objective(results, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
     def race(self, params: ModeParams, finalists: int, seeds: Sequence[int] | None = None) -> FloatArray:
@@ -196,14 +198,14 @@ class Solver:
         finalists = min(finalists, len(params))
         shrink = (finalists / len(params)) ** (1.0 / max(1, len(rounds) - 1))
         field = np.arange(len(params))
-        total, played = np.zeros(len(params)), 0
+        total, n_played = np.zeros(len(params)), 0
         for i, part in enumerate(rounds):
             kept = max(finalists, round(len(params) * shrink**i))
             field = field[np.argsort(-total[field], kind="stable")[:kept]]
             total[field] += len(part) * self.values_of_policies(params.select(field), part)
-            played += len(part)
+            n_played += len(part)
         values = np.full(len(params), -np.inf)
-        values[field] = total[field] / played
+        values[field] = total[field] / n_played
         return values
 
     # ------------------------------------------------------------ constant actions
@@ -410,10 +412,10 @@ class Solver:
                 break
         return params, value
 
-    def polish(self, params: ModeParams, value: float, rounds: int = 6) -> tuple[ModeParams, float]:
+    def polish(self, params: ModeParams, value: float) -> tuple[ModeParams, float]:
         """Move one knob of one mode at a time to its neighbours for as long as it pays."""
         scale = 1.0
-        for _ in range(rounds):
+        for _ in range(POLISH_ROUNDS):
             tried = self._neighbours(params, scale)
             values = self.race(tried, 20)
             best = int(np.argmax(values))
@@ -444,8 +446,8 @@ class Solver:
     def _third_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode that comes on with a long queue; it starts out with the settings of the second."""
         gate = np.zeros((1, 1, Q))
-        gate[0, 0, FEATURES.index("queue_depth")] = 12.0
-        gate[0, 0, FEATURES.index("one")] = -12.0 * 0.8
+        gate[0, 0, FEATURES.index("queue_depth")] = GATE_GAIN
+        gate[0, 0, FEATURES.index("one")] = -GATE_GAIN * 0.8
         return ModeParams(
             np.concatenate([params.settings, params.settings[:, -1:]], axis=1),
             np.concatenate([params.gate, gate], axis=1),
@@ -557,15 +559,15 @@ def gate_library(task: TaskSpec) -> list[FloatArray]:
     return library
 
 
-def threshold_gate(feature: str, level: float, gain: float = 12.0) -> FloatArray:
+def threshold_gate(feature: str, level: float) -> FloatArray:
     """On while a feature is above ``level``."""
     gate = np.zeros(Q)
-    gate[FEATURES.index(feature)] = gain
-    gate[FEATURES.index("one")] = -gain * level
+    gate[FEATURES.index(feature)] = GATE_GAIN
+    gate[FEATURES.index("one")] = -GATE_GAIN * level
     return gate
 
 
-def window_gate(start: float, stop: float, period: float, gain: float = 12.0) -> FloatArray:
+def window_gate(start: float, stop: float, period: float, gain: float = GATE_GAIN) -> FloatArray:
     """On in the steps start <= t - offset < stop of every flood period."""
     half = np.pi * min(stop - start, period) / period
     centre = np.pi * (start + stop - 1.0) / period
@@ -586,8 +588,3 @@ def neighbours(name: str, value: float, scale: float) -> list[float]:
     else:
         near = [value * factor**scale for factor in (0.5, 0.7, 0.85, 0.95, 1.05, 1.18, 1.4, 2.0)]
     return [min(bounds.high, max(bounds.low, v)) for v in near]
-
-
-def with_budget(budget: Budget, **changes: object) -> Budget:
-    """A copy of a budget with some fields replaced."""
-    return replace(budget, **changes)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from simulator.prefix import reuse_curve
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
-from simulator.workload import traffic_of
+from simulator.workload import load_source
 
 HEADROOM: Final = 1.2
 """Planned capacity of the default fleet, at an engine's default precision, over the log's mean load."""
@@ -104,10 +104,10 @@ def check_id(task_id: str) -> None:
 def fleet_for(task: TaskSpec) -> int:
     """Replicas that serve a task's mean load at an engine's default precision with some headroom."""
     tables = load_tables()
-    traffic = traffic_of(task, tables)
-    plan = CapacityPlanner(task, tables, traffic.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
+    source = load_source(task, tables)
+    plan = CapacityPlanner(task, tables, source.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
     each = plan.capacity_rps / task.fleet.n_replicas
-    return max(1, math.ceil(HEADROOM * traffic.nominal_rate_rps / each))
+    return max(1, math.ceil(HEADROOM * source.nominal_rate_rps / each))
 
 
 def _entry(log: RequestLog, task_id: str, origin: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from agents.policies.constant import ConstantAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
-from env.action import snap, write_actions
+from env.action import snap
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
-from inferencegym.tasks import MAX_EPISODE_LENGTH, Calibration, TaskSpec, parse_task
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import Calibration, TaskSpec, parse_task
 from simulator.coverage import LEVELS, fleet_support
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
@@ -128,13 +129,13 @@ def shadow(
     with tempfile.TemporaryDirectory(prefix="inferencegym-shadow-") as folder:
         trace = save_trace(Path(folder) / "log.npz", log, {"once": True})
         played = _task(log, trace, span_s + DRAIN_S, n_replicas, slo_ms, task)
-        reference = _play(FIXED, ConstantAgent(fixed), played, tables, _NEUTRAL)
+        reference = _run_policy(FIXED, ConstantAgent(fixed), played, tables, _NEUTRAL)
         # Prices and peaks as the fixed configuration sets them: what learned policies see is scaled as in training.
         calibration = Calibration(
             0.0, reference.best_tps, reference.best_tps, played.cost_budget / reference.outcome.cost
         )
         players = [(FIXED, ConstantAgent(fixed)), *((_name(a), _agent(a, played)) for a in agents)]
-        runs = [_play(name, agent, played, tables, calibration) for name, agent in players]
+        runs = [_run_policy(name, agent, played, tables, calibration) for name, agent in players]
     return ShadowReport(
         log=log_summary(log),
         n_replicas=played.fleet.n_replicas,
@@ -196,7 +197,7 @@ class _Run:
     best_tps: float
 
 
-def _play(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> _Run:
+def _run_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> _Run:
     n_steps = task.episode_length
     batch = ServingBatch(task, 1, None, tables, calibration, record=PIECES_PER_STEP * n_steps)
     observation = batch.reset([0])
@@ -205,9 +206,9 @@ def _play(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibr
     actions = np.zeros((n_steps, len(ACTION_FIELDS)))
     levels = dict.fromkeys(LEVELS, 0)
     for t in range(n_steps):
-        actions[t] = snap(agent.act(observation), batch.mask)[0]
-        write_actions(batch.fleet, actions[t : t + 1])
-        batch.advance()
+        applied = snap(agent.act(observation), batch.mask)
+        actions[t] = applied[0]
+        observation = batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]
         levels[fleet_support(batch.fleet)] += 1

@@ -13,7 +13,6 @@ import inferencegym
 from env.family import Entry, EpisodeEnv, Family, Grade, GymFaces, HttpShape, TaskEntry
 from env.inference_env import InferenceEnv
 from env.serving.messages import (
-    ConfigMessage,
     MetricsMessage,
     ObservationMessage,
     WorkloadMessage,
@@ -24,6 +23,7 @@ from grader.grader import GraderModule
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
 from inferencegym.models import QuantTier, ServeAction, ServeActionMessage
+from inferencegym.task_files import ConfigOverrides
 from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks
 from simulator.coverage import coverage
 from simulator.tables import ServingTables, default_table_path, load_tables
@@ -145,7 +145,7 @@ FAMILY: Final = Family(
     make=_make,
     action_model=ServeActionMessage,
     observation_model=ObservationMessage,
-    config_model=ConfigMessage,
+    config_model=ConfigOverrides,
     log_entry_schema=log_entry_schema(),
     tasks=_tasks,
     default_task=1,

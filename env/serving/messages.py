@@ -1,4 +1,4 @@
-"""JSON forms of the serving fleet as pydantic models and schemas: observation, metrics, traffic, config, log entry."""
+"""JSON forms of the serving fleet as pydantic models and schemas: observation, metrics, traffic, log entry."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Field
 
 from grader.episode import GRADED_METRICS
-from inferencegym.messages import WHOLE, Message, plain_schema
+from inferencegym.messages import plain_schema
 from inferencegym.models import OBSERVATION_FIELDS, PRIORITY_CLASSES, ServeActionMessage, bounds
-from inferencegym.tasks import MAX_EPISODE_LENGTH
 
 _SEEN: Final = OBSERVATION_FIELDS
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Weight = Annotated[float, Field(ge=0, le=1)]
 
 
 class ObservationMessage(BaseModel):
@@ -67,16 +65,6 @@ class WorkloadMessage(BaseModel):
     priority_distribution: list[float]
     is_burst: bool
     phase: Literal["warmup", "steady", "burst", "cooldown"]
-
-
-class ConfigMessage(Message):
-    """Reward weights (beta + gamma + delta <= 1) and length; what is left out is the task's own."""
-
-    alpha: _Weight | None = None
-    beta: _Weight | None = None
-    gamma: _Weight | None = None
-    delta: _Weight | None = None
-    episode_length: Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH), WHOLE] | None = None
 
 
 class StepInfoMessage(BaseModel):

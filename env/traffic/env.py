@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
+from inferencegym.seeds import check_seed
 from inferencegym.traffic import (
     ACCEPT_SHARES,
     ACTION_NAMES,
@@ -40,8 +41,6 @@ from simulator.traffic import (
     step,
 )
 from simulator.traffic_score import EpisodeTotals, final_score, step_reward
-
-MAX_SEED: Final = 2**63 - 1
 
 _Rows = TypeVar("_Rows", TrafficServer, EpisodeTotals)
 
@@ -144,7 +143,7 @@ class TrafficEnv:
     def __init__(self, task_id: str = DEFAULT_TASK_ID, seed: int = 42, config: Mapping[str, Any] | None = None) -> None:
         self._task = get_traffic_task(task_id)
         self._config = traffic_config(config, self._task.config)
-        self.seed = _check_seed(seed)
+        self.seed = check_seed(seed)
         self.session_id = str(uuid.uuid4())
         self.actions: list[dict[str, Any]] = []
         self.episode_log: list[dict[str, Any]] = []
@@ -192,7 +191,7 @@ class TrafficEnv:
         task = self._task if task_id is None else get_traffic_task(task_id)
         kept = config is None and task.task_id == self.task_id
         checked = self._config if kept else traffic_config(config, task.config)
-        self.seed = self.seed if seed is None else _check_seed(seed)
+        self.seed = self.seed if seed is None else check_seed(seed)
         self._task, self._config = task, checked
         self.session_id = session_id or str(uuid.uuid4())
         self.actions, self.episode_log = [], []
@@ -301,12 +300,6 @@ class TrafficEnv:
                 f"the episode ended after {len(self.actions)} of {self._task.episode_length} steps: reset to start anew"
             )
         return batch
-
-
-def _check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
-    return seed
 
 
 def _merge(rows: BoolArray, chosen: _Rows, other: _Rows) -> _Rows:

@@ -10,13 +10,14 @@ from typing import Any, Final
 import inferencegym
 from env.family import Entry, Family, Grade, GymFaces, HttpShape, TaskEntry
 from env.traffic.env import TrafficEnv
-from env.traffic.messages import ConfigMessage, StateMessage, log_entry_schema, step_info_schema
+from env.traffic.messages import StateMessage, log_entry_schema, step_info_schema
 from grader.traffic_grader import grade_traffic, traffic_log
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import (
     DEFAULT_TASK_ID,
     TrafficAction,
     TrafficActionMessage,
+    TrafficConfigOverrides,
     get_traffic_task,
     list_traffic_tasks,
     traffic_config,
@@ -56,7 +57,7 @@ FAMILY: Final = Family(
     make=TrafficEnv,
     action_model=TrafficActionMessage,
     observation_model=StateMessage,
-    config_model=ConfigMessage,
+    config_model=TrafficConfigOverrides,
     log_entry_schema=log_entry_schema(),
     tasks=_tasks,
     default_task=DEFAULT_TASK_ID,

@@ -1,4 +1,4 @@
-"""JSON forms of the traffic controller as pydantic models and schemas: state, settings, step info, log entry."""
+"""JSON forms of the traffic controller as pydantic models and schemas: state, step info, log entry."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pydantic import BaseModel, Field
 
 from grader.episode import MAX_METRIC
 from grader.traffic_grader import SCORED
-from inferencegym.messages import WHOLE, Message, plain_schema
+from inferencegym.messages import plain_schema
 from inferencegym.models import bounds
-from inferencegym.traffic import ACCEPT_SHARES, CONFIG_FIELDS, STATE_FIELDS, TrafficActionMessage
+from inferencegym.traffic import ACCEPT_SHARES, STATE_FIELDS, TrafficActionMessage
 
 _STATE: Final = STATE_FIELDS
-_SET: Final = CONFIG_FIELDS
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -27,16 +26,6 @@ class StateMessage(BaseModel):
     avg_latency: Annotated[float, bounds(_STATE["avg_latency"])]
     step: Annotated[int, bounds(_STATE["step"])]
     crashed: Annotated[bool, Field(description=_STATE["crashed"].description)]
-
-
-class ConfigMessage(Message):
-    """The server model; what is left out is the task's own."""
-
-    server_capacity: Annotated[float, bounds(_SET["server_capacity"])] | None = None
-    base_latency: Annotated[float, bounds(_SET["base_latency"])] | None = None
-    crash_load_ratio: Annotated[float, bounds(_SET["crash_load_ratio"])] | None = None
-    max_queue: Annotated[int, bounds(_SET["max_queue"]), WHOLE] | None = None
-    traffic_scale: Annotated[float, bounds(_SET["traffic_scale"])] | None = None
 
 
 class StepInfoMessage(BaseModel):

@@ -12,7 +12,7 @@ from inferencegym.files import make_folder
 from inferencegym.tasks import get_task
 
 if TYPE_CHECKING:
-    from env.vector_env import AutoresetVectorEnv
+    from inferencegym.vector_env import AutoresetVectorEnv
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.autoreset import episode_seeds
 from env.batch import ServingBatch
 from env.family import Family
 from env.serving.family import tables
@@ -46,6 +45,7 @@ from inferencegym.errors import (
 )
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.models import ACTION_FIELDS
+from inferencegym.seeds import episode_seeds
 from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
@@ -166,7 +166,7 @@ class BatchSession:
             if len(actions) != upto - at:
                 actions = np.broadcast_to(actions, (upto - at, *actions.shape[1:]))
             seen = observations if steps.last else observations[at:upto]
-            self.batch.play(actions, seen, rewards[at:upto])
+            self.batch.step_many(actions, seen, rewards[at:upto])
             at = upto
             if self.steps_left == 0:
                 done[at - 1] = True

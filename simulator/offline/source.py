@@ -176,11 +176,11 @@ class Value:
             raise next(item for item in self.items() if type(item.value) is not int).wrong("is not an integer")
         return tuple(self.value)
 
-    def numbers(self, low: float = 0.0, high: float = MAX_NUMBER) -> FloatArray:
-        """A list of numbers within bounds, at least one."""
+    def numbers(self) -> FloatArray:
+        """A list of numbers from 0 to ``MAX_NUMBER``, at least one."""
         if not self.elements():
             raise self.source.wrong(f"{self.name} is empty")
-        return np.array([item.number(low, high) for item in self.items()])
+        return np.array([item.number() for item in self.items()])
 
     def _fields(self) -> dict[str, Any]:
         if not isinstance(self.value, dict):

@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import ndtri
 
-from inferencegym.files import atomic_write, make_place
+from inferencegym.files import atomic_write, prepare_output
 from simulator.hardware import measured
 from simulator.hardware.operators import (
     EXTRAPOLATED,
@@ -137,7 +137,7 @@ def build_table(
     when it is complete.
     """
     path = Path(out_path)
-    make_place(path)  # one that cannot be written to is told before minutes of work
+    prepare_output(path)  # one that cannot be written to is told before minutes of work
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:

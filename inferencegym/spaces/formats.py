@@ -1,8 +1,8 @@
-"""What learners meet: observations and actions as arrays with declared bounds, for one row or many.
+"""Formats of actions and observations for learners: Gymnasium spaces with declared bounds, for one row or many.
 
-Three action formats stand over the same codec (:func:`env.action.snap` has the last word in all of them), each with all
-five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task; knobs that a task does not offer are
-ignored there.
+Three action formats, each with all five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task;
+knobs that a task does not offer are ignored there. What a format decodes to is clamped and snapped by
+:func:`inferencegym.spaces.actions.snap`.
 
 - ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
   evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
@@ -10,9 +10,8 @@ ignored there.
 - ``"discrete"``: indices into :data:`LEVELS`.
 
 Three observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
-(:func:`env.observation.normalise`) and ``"scheduled"``, which adds to the normalised ones where the next step stands in
-the task's announced flood schedule (:func:`schedule_features`): a function of the timestep, spared a small network.
-Gymnasium is imported when a space is asked for, not before.
+(:func:`inferencegym.spaces.observations.normalise`) and ``"scheduled"``, which adds the position of the next step in
+the task's announced flood schedule (:func:`schedule_features`). Gymnasium is imported when a space is asked for.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
-from env.observation import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
 from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
+from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
 
 if TYPE_CHECKING:
