@@ -557,8 +557,11 @@ class InfoRoutes:
     @cached_property
     def _schemas(self) -> dict[str, Any]:
         family = self._family
-        metadata = (dict[str, Any], Field(default_factory=dict, description="step: number of the step, from 1"))
-        action = create_model("Action", __base__=family.action_model, metadata=metadata)
+        action = create_model(
+            "Action",
+            __base__=family.action_model,
+            metadata=(dict[str, Any], Field({}, description="step: number of the step, from 1")),
+        )
         observation = create_model(
             "Observation",
             __base__=family.observation_model,
