@@ -1,4 +1,4 @@
-"""The naive baseline: an engine's defaults, left alone whatever happens."""
+"""Naive baseline: one fixed action whatever happens, and its scores."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BASELINE_SEED: Final = 0
 
 
 class NaiveAgent(ConstantAgent):
-    """Plays :data:`BASELINE_ACTION` at every step."""
+    """Agent that takes :data:`BASELINE_ACTION` at every step."""
 
     def __init__(self) -> None:
         super().__init__(BASELINE_ACTION)
 
 
 def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED) -> dict[str, Any]:
-    """Play one episode with the naive action: ``{"task_id", "score", "breakdown", "action_config"}``."""
+    """Run one episode with the naive action: ``{"task_id", "score", "breakdown", "action_config"}``."""
     env = InferenceEnv(task_id=task_id, seed=seed)
     env.reset()
     while not env.done:
@@ -39,7 +39,7 @@ def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED) -> dict[str, Any]:
 
 
 def run_all_baselines() -> dict[str, Any]:
-    """The naive agent on every task that is not a recorded trace; the same numbers every time.
+    """Scores of the naive agent on every task that is not a recorded trace; deterministic.
 
     ``scores`` and ``breakdown`` are keyed ``task1``, ``task2``, ...; ``expected_range`` is the range that the task's
     data declare for this agent.

@@ -1,8 +1,8 @@
-"""Playing many episodes at once and grading them: agents x seeds, or thousands of candidate policies x seeds."""
+"""Whole episodes of an agent in one batch, and their grades: one row per seed, or candidate policies x seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,10 +21,10 @@ GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeResults:
-    """Finished episodes of B rows and T steps.
+    """Results of finished episodes, B rows of T steps.
 
     ``metrics[name]`` (T, B) for the names of :data:`GRADED` and those asked for beside them, ``actions`` (T, B, 5) as
-    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b played ``seeds[b % L]``.
+    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b has ``seeds[b % L]``.
     """
 
     task: TaskSpec
@@ -48,7 +48,7 @@ class EpisodeResults:
         return rule(self.task, calibration or get_calibration(self.task.task_id), self._episodes())
 
     def _episodes(self) -> Episode:
-        """What the grader sees of all rows; each row is contiguous, so that it is summed as if it were alone."""
+        """Input of the grader for all rows; each row is contiguous, so that it is summed as if it were alone."""
         columns = {name: np.ascontiguousarray(self.metrics[name].T) for name in GRADED}
         # Logs carry whole violations, see ServingFleet.snapshot.
         columns["slo_violations"] = np.rint(columns["slo_violations"])
@@ -65,11 +65,10 @@ def run_episodes(
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
     keep: Sequence[str] = (),
-    watch: Callable[[int, ServingBatch], None] | None = None,
 ) -> EpisodeResults:
-    """Play whole episodes with an agent: one row per seed, or ``n_rows`` rows that share the seeds' traffic.
+    """Run whole episodes of an agent: one row per seed, or ``n_rows`` rows that share the seeds' workloads.
 
-    ``keep`` names further metrics to record; ``watch(step, batch)`` is called after every step.
+    ``keep`` names further metrics to record.
     """
     batch = ServingBatch(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     steps = batch.config.episode_length
@@ -84,6 +83,4 @@ def run_episodes(
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]
-        if watch is not None:
-            watch(t, batch)
     return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

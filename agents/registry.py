@@ -1,4 +1,4 @@
-"""Agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
+"""Registry of agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
 A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
 """
@@ -22,11 +22,11 @@ from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
 
 AGENTS: Final[dict[str, AgentFactory]] = {}
-"""Every agent: its name to a function of the task and the text behind the name's colon."""
+"""Name of each agent -> factory."""
 
 
 def register(name: str, factory: AgentFactory) -> None:
-    """Make an agent known under a name."""
+    """Register an agent under a name."""
     AGENTS[name] = factory
 
 

@@ -28,6 +28,8 @@ from agents.search.reward_grade_agreement import correlation_over_constants, rew
 from agents.search.solver import QUICK, Budget
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from simulator.tables import load_tables
+from simulator.workload import load_source
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE / "figures"
@@ -218,17 +220,16 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     """One episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
     import matplotlib.pyplot as plt
 
-    arrivals: list[float] = []
+    load = load_source(task, load_tables()).draw([DRAWN_SEED], task.episode_length)
     adaptive = run_episodes(
         task,
         make_agent("best_adaptive", task),
         [DRAWN_SEED],
         keep=("queue_requests", "ttft_p99_ms"),
-        watch=lambda t, batch: arrivals.append(float(batch.fleet.arrivals[0, t].sum())),
     )
     naive = run_episodes(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
     figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
-    axes[0].plot(arrivals, color="#444444", linewidth=1)
+    axes[0].plot(load.arrivals[0].sum(axis=1), color="#444444", linewidth=1)
     axes[0].set_ylabel("arrivals/s")
     axes[1].plot(adaptive.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
     axes[1].plot(naive.metrics["queue_requests"][:, 0], label="naive", color="#b0b0b0")

@@ -1,4 +1,4 @@
-"""A serving batch whose rows start their next episode by themselves; seeds as in :mod:`inferencegym.seeds`."""
+"""Automatic reset of the rows of a serving batch; seeds of the episodes as in :mod:`inferencegym.seeds`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AutoresetBatch:
 
     def reset(self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None) -> None:
         """Start episodes in all rows, or in those of the mask ``rows``; seeds as in :meth:`SeedSeries.next`."""
-        chosen, playing = self._series.next(seeds, rows)
-        self.batch.reset(playing, rows=None if rows is None else chosen)
+        chosen, started = self._series.next(seeds, rows)
+        self.batch.reset(started, rows=None if rows is None else chosen)
 
     def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
-        """Play one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
+        """Take one step of one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
 
         Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
         """

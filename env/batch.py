@@ -1,4 +1,4 @@
-"""The only code that steps serving episodes: B rows of one task at once. Scalar and vector faces are thin."""
+"""Batch of serving episodes: the only code that steps them, under the scalar and the vector environment."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from simulator.tables import FloatArray, ServingTables, load_tables
 from simulator.workload import load_source
 
 ROWS_PER_THREAD: Final = 128
-"""Rows that are worth a thread of their own: a step of so many takes several times what handing them over costs."""
+"""Rows worth a thread of their own: one step of so many takes several times what handing them to a thread costs."""
 DRAWN_TOGETHER: Final = 64
 """Episodes whose workloads are drawn together: enough to share the work, few enough to stay in cache."""
 ROWS_PER_BLOCK: Final = 64
-"""Rows that take several steps together: few enough that what they remember stays in the processor's cache."""
+"""Rows that take several steps together: few enough for their state to stay in the processor's cache."""
 
 
 class ServingBatch:
-    """B episodes of one task, stepping together; rows are independent and identical to the same episode alone.
+    """B episodes of one task that step together; a row equals the same episode alone, to the last bit.
 
     ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]``
-    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays
-    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic. Each row records the
+    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b has
+    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same requests. Each row records the
     latencies of its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them). A large batch is
     split over at most ``n_threads`` threads (None: as many as there are cores); the result is the same.
     """
@@ -69,7 +69,7 @@ class ServingBatch:
         self.reward = np.zeros(n_rows)
         self.reward_terms = np.zeros((4, n_rows))
         self._n_threads = CORES if n_threads is None else n_threads
-        self._everywhere: list[RowRange] = [(0, n_rows)]
+        self._all_rows: list[RowRange] = [(0, n_rows)]
         self._observe = self._observation_kernel()
         self._reward = self._reward_kernel()
 
@@ -92,22 +92,22 @@ class ServingBatch:
         restart (which needs one workload per row).
         """
         chosen = range(self.n_loads) if rows is None else list(rows)
-        playing = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
+        started = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
         length = self.config.episode_length
-        for at in range(0, len(playing), DRAWN_TOGETHER):
+        for at in range(0, len(started), DRAWN_TOGETHER):
             some = chosen[at : at + DRAWN_TOGETHER]
-            self.fleet.set_load(some, self.load_source.draw(playing[at : at + DRAWN_TOGETHER], length))
-            self.seeds[some] = playing[at : at + DRAWN_TOGETHER]
+            self.fleet.set_load(some, self.load_source.draw(started[at : at + DRAWN_TOGETHER], length))
+            self.seeds[some] = started[at : at + DRAWN_TOGETHER]
         self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
         self._write_first(range(self.n_rows) if rows is None else chosen)
         return self.observation
 
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
-        """Play one second with these actions (B, 5) and return the observations (B, 14).
+        """Take one step of one second with these actions (B, 5) and return the observations (B, 14).
 
         Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
         """
-        self._check_playable()
+        self._check_steps_left()
         self.write_knobs(actions)
         self.advance_rows()
         return self.observation
@@ -119,20 +119,20 @@ class ServingBatch:
         self.knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
 
     def step_many(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
-        """Play K seconds in every row with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
+        """Take K steps with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
 
         ``rewards`` (K, B) is written. ``observations`` is (K, B, 14) for those of every second, or (1, B, 14) for the
-        last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action; nothing is played
-        then.
+        last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action, and
+        then takes no step.
         """
         actions = np.asarray(actions, dtype=np.float64)
         if actions.ndim != 3 or actions.shape[1:] != (self.n_rows, len(self.mask)):
             raise InvalidActionError(
                 "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
             )
-        self._check_playable(len(actions))
+        self._check_steps_left(len(actions))
         work = partial(self._step_block, actions, observations, rewards)
-        split_rows(work, self._everywhere, ROWS_PER_BLOCK, self._n_threads)
+        split_rows(work, self._all_rows, ROWS_PER_BLOCK, self._n_threads)
 
     def _step_block(
         self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int
@@ -150,17 +150,17 @@ class ServingBatch:
                 observations[0, lo:hi] = self.observation[lo:hi]
 
     def advance_rows(self, rows: NDArray[np.bool_] | None = None) -> None:
-        """Play one second in all rows, or in those of the mask ``rows`` (B,), with the knobs as they stand."""
-        split_rows(self.advance, self._everywhere if rows is None else _runs(rows), ROWS_PER_THREAD, self._n_threads)
+        """Take one step in all rows, or in those of the mask ``rows`` (B,), with the knobs as they stand."""
+        split_rows(self.advance, self._all_rows if rows is None else _runs(rows), ROWS_PER_THREAD, self._n_threads)
 
     def advance(self, lo: int = 0, hi: int | None = None) -> None:
-        """Play one second in rows ``lo`` to ``hi``, in this thread, with the knobs as they stand."""
+        """Take one step in rows ``lo`` to ``hi``, in this thread, with the knobs as they stand."""
         hi = self.n_rows if hi is None else hi
         self.fleet.step(lo, hi)
         self._reward.compute(lo, hi)
         self._observe.write(lo, hi)
 
-    def _check_playable(self, n_steps: int = 1) -> None:
+    def _check_steps_left(self, n_steps: int = 1) -> None:
         if self.seeds[0] < 0:
             raise NotResetError("step before reset: call reset first")
         ends = self.time + n_steps > self.config.episode_length
@@ -171,7 +171,7 @@ class ServingBatch:
             raise EpisodeDoneError(f"row {row}: {said}; reset it to start the next one")
 
     def _write_first(self, rows: Iterable[int]) -> None:
-        """An idle fleet with the naive knobs: what an agent sees before its first action."""
+        """Write the first observations: an idle fleet with the naive knobs."""
         index = np.fromiter(rows, dtype=np.int64)
         self.fleet.metrics[:, index] = 0.0
         first = idle_metrics(self.fleet)
@@ -215,13 +215,13 @@ class ServingBatch:
 
 
 def _runs(rows: NDArray[np.bool_]) -> list[RowRange]:
-    """Stretches of set rows."""
+    """Ranges of consecutive rows that are set in a mask (B,)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], rows, [False]))))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
 
 
 def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
-    """Metrics of an empty fleet with the naive knobs: one request at a time, nothing waiting."""
+    """Metrics of an idle fleet with the naive knobs: one request at a time, an empty queue."""
     params = fleet.params
     tables, stats = params.tables, params.stats
     scalars = params.constants

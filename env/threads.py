@@ -1,4 +1,4 @@
-"""Rows of a batch split over the processor's cores.
+"""Thread splitter: the rows of a batch divided over the processor's cores.
 
 The compiled kernels run without the interpreter's lock and rows never touch each other, so a result does not depend on
 the split.
@@ -20,7 +20,7 @@ RowRange = tuple[int, int]
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    """Threads for all large batches of this process, started when the first one steps."""
+    """Thread pool of all large batches of this process, started when the first one steps."""
     return ThreadPoolExecutor(max_workers=max(1, CORES - 1), thread_name_prefix="serving-batch")
 
 

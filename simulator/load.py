@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassStats:
-    """What the dynamics need to know of each occurring class beforehand; arrays are (C,) or (C, ...).
+    """Statistics of each occurring class that the dynamics need beforehand; arrays are (C,) or (C, ...).
 
     ``prompt_mean`` tokens, ``work_mean_ms`` (C, 3) mean listed prefill work, ``work_cv2`` squared coefficient of
     variation of that work, ``output_cdf_tokens`` (C, Q) output lengths at evenly spaced quantiles. ``reuse_hit`` (K,)
@@ -143,7 +143,7 @@ def listed_work_ms(prompt_tokens: FloatArray, tables: ServingTables) -> FloatArr
 
 
 def saved_work_ms(prompt_tokens: FloatArray, reused_tokens: FloatArray, tables: ServingTables) -> FloatArray:
-    """Prefill work (N, 3) in ms that prompts (N,) do not need when their first ``reused_tokens`` are in the cache.
+    """Prefill work (N, 3) in ms that prompts (N,) are spared when their first ``reused_tokens`` are in the cache.
 
     What is left still attends to the prefix, so the saving is the work of the prefix alone. One token is always
     computed.
@@ -153,7 +153,7 @@ def saved_work_ms(prompt_tokens: FloatArray, reused_tokens: FloatArray, tables: 
 
 
 def interp_log(x: FloatArray, points: FloatArray, values: FloatArray) -> FloatArray:
-    """Linear on the logarithms of both axes; the outermost slopes continue beyond the grid."""
+    """Interpolate linearly on the logarithms of both axes; the outermost slopes continue beyond the grid."""
     lx, lp, lv = np.log(np.maximum(x, 1.0)), np.log(points), np.log(values)
     i = np.clip(np.searchsorted(lp, lx) - 1, 0, len(lp) - 2)
     slope = (lv[i + 1] - lv[i]) / (lp[i + 1] - lp[i])

@@ -1,4 +1,4 @@
-"""Repeated prefixes: which leading tokens of a prompt were seen before, and how large a cache still holds them.
+"""Prefix reuse: which leading tokens of a prompt were seen before, and how large a cache still holds them.
 
 An engine keeps the KV blocks of finished requests until others need the room, so a pool of N tokens holds what the last
 N tokens written (or read again) left: least recently used goes first. A block is found again if fewer than N tokens
@@ -43,14 +43,14 @@ tokens finds 30 % of the prompt blocks, one of 50,000 finds 50 %, and more finds
 
 
 def reuse_curve(log: RequestLog) -> FloatArray | None:
-    """What caches of :data:`CAPACITY_TOKENS` find of a log's repeated tokens; None where nothing repeats."""
+    """Hit rate of caches of :data:`CAPACITY_TOKENS` on a log's repeated tokens; None where nothing repeats."""
     if not (log.reused_tokens > 0).any():
         return None
     return log.reuse_hit if len(log.reuse_hit) else PUBLISHED_REUSE_HIT
 
 
 class PrefixReuse:
-    """Reads prompts as lists of block ids, in order of arrival, and tells what they repeat.
+    """Counter of repeated prefixes and their stack distances, fed with prompts as block ids in order of arrival.
 
     Block ids stand for a block of tokens and everything before it, as in Mooncake's traces.
     """

@@ -1,6 +1,6 @@
-"""Recorded traffic: a packed request log as the load of a task.
+"""Recorded load: a packed request log as the load of a task.
 
-A trace file is a small ``.npz`` (numpy only, so that a server can play it) with the arrays ``arrival_s``,
+A trace file is a small ``.npz`` (numpy only, so that a server can read it) with the arrays ``arrival_s``,
 ``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier
 request of the log had in common), ``reuse_hit`` (see :class:`simulator.requests.RequestLog`; optional) and a JSON
 description under ``meta``.
@@ -47,7 +47,7 @@ _BURST_WINDOW_S: Final = 5
 _OUTPUT_POINTS: Final = 2048
 _START_STREAM: Final = 0
 _UNREADABLE: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What numpy, zip and JSON raise over a file that they cannot read; RuntimeError is what is encrypted or too deep."""
+"""Errors of numpy, zip and JSON over unreadable files; RuntimeError for encrypted or too deeply nested ones."""
 
 
 def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Path:
@@ -96,11 +96,11 @@ def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
 
 
 class RecordedLoad:
-    """A recorded log as a source of workloads.
+    """Load source that repeats a recorded log.
 
     The seed chooses the second of the log at which an episode starts; the log is repeated without end. Lengths and
     classes are those of the log; the output lengths of a class enter by their distribution. A log whose description
-    says ``"once": true`` is played from its first second, without jitter, and nothing comes after its end.
+    says ``"once": true`` starts with its first second, without jitter, and nothing comes after its end.
     """
 
     def __init__(self, task: TaskSpec, tables: ServingTables) -> None:
@@ -146,12 +146,12 @@ class RecordedLoad:
         )
 
     def _from_the_beginning(self, n_episodes: int, n_steps: int) -> Workload:
-        """The log once, then silence; the same in every episode."""
+        """The log once, then no more requests; the same in every episode."""
         load, kept = self._load, min(n_steps, len(self._load.arrivals))
 
         def padded(values: NDArray[Any]) -> NDArray[Any]:
-            silence = np.zeros((n_steps - kept, *values.shape[1:]), dtype=values.dtype)
-            once = np.concatenate([values[:kept], silence])
+            nothing = np.zeros((n_steps - kept, *values.shape[1:]), dtype=values.dtype)
+            once = np.concatenate([values[:kept], nothing])
             return np.broadcast_to(once, (n_episodes, *once.shape))
 
         return Workload(

@@ -59,7 +59,7 @@ class SyntheticLoad:
         counts = np.empty((len(checked), *rate.shape), dtype=np.int64)
         ends = np.empty((len(checked), n_steps + 1, rate.shape[1]), dtype=np.int64)
         z = np.empty((len(checked), n_steps, 2))
-        # NumPy draws the same numbers sooner when it need not look the rate up for each.
+        # NumPy draws the same numbers faster from a scalar rate than from an array of equal rates.
         lam = rate.item(0) if (rate == rate[0, 0]).all() else rate
         streams = generators(checked, (_ARRIVALS_STREAM, _PROMPTS_STREAM, NOISE_STREAM))
         for i, (arrivals, prompts, noise) in enumerate(streams):

@@ -1,4 +1,4 @@
-"""The lookup table as plain arrays.
+"""Lookup table of operator times as plain arrays.
 
 Reading parquet takes a library of 70 MB; a server that only steps episodes should not hold it. ``load_tables`` with
 ``isolated=True`` therefore reads the file in a short-lived child process and keeps nothing but the numbers.
@@ -140,7 +140,7 @@ _loaded: Final[dict[tuple[str, str], ServingTables]] = {}
 
 
 def _load(path: str, digest: str, isolated: bool) -> ServingTables:
-    # However it was read, it is the same table: what a server has read in a child process nobody reads again.
+    # However it was read, it is the same table, so it is read once.
     if (path, digest) not in _loaded:
         raw, meta = _read_in_child(path) if isolated and "pyarrow" not in sys.modules else read_columns(path)
         _loaded[path, digest] = _arrange(path, digest, raw, meta)

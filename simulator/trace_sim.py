@@ -25,7 +25,7 @@ OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "
 
 
 class TraceSimulator:
-    """What a saturated replica measures: ``batch_size`` requests always in flight at the workload's prompt length.
+    """Simulator of a saturated replica: ``batch_size`` requests always in flight at the workload's prompt length.
 
     ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Values between grid points are
     linear on the logarithm of the value over (log2 batch, KV budget, log2 prompt); spec length and precision take the
@@ -49,8 +49,8 @@ class TraceSimulator:
         oom = at["gpu_mem_gb"] > OOM_THRESHOLD_GB
         tps = at["tps"] * (0.5 if oom else 1.0)
         ttft = at["ttft_p50_ms"] * jitter[0]
-        waiting_too_many = max(0.0, action.batch_size - at["resident"])
-        violations = round(waiting_too_many)
+        beyond_kv_pool = max(0.0, action.batch_size - at["resident"])
+        violations = round(beyond_kv_pool)
         return MetricsSnapshot(
             ttft_p50_ms=float(ttft),
             ttft_p99_ms=float(max(ttft, at["ttft_p99_ms"] * jitter[1])),
@@ -59,7 +59,7 @@ class TraceSimulator:
             gpu_memory_gb=min(at["gpu_mem_gb"], OOM_THRESHOLD_GB),
             cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
             spec_accept_rate=at["spec_accept_rate"],
-            eviction_events=round(waiting_too_many),
+            eviction_events=round(beyond_kv_pool),
             slo_violations=max(OOM_PENALTY * violations, action.batch_size) if oom else violations,
             oom=oom,
         )

@@ -1,4 +1,4 @@
-"""What-if on a load outside any task: the same dynamics as the environment, asked about individual requests."""
+"""What-if questions: a load of one's own under a fixed action, with the environment's dynamics, request by request."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
 MAX_CV: Final = 100
 STEP_S: Final = 0.25
-"""Step of a what-if, finer than the second of the environment: short loads live in their first and last seconds."""
+"""Step of a what-if (s), finer than the environment's: short loads are mostly their first and last second."""
 _OUTPUT_POINTS: Final = 2048
 _WAIT_POINTS: Final = 15
-_HAIR: Final = 1e-6
-"""Requests: far above what rounding makes of their sums, far below one."""
+_TOLERANCE: Final = 1e-6
+"""Tolerance in requests: far above the rounding error of their sums, far below one."""
 # Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
@@ -84,7 +84,7 @@ def _lengths(rng: np.random.Generator, mean: float, cv: float, n: int) -> FloatA
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What a load would have met.
+    """Result of a what-if question.
 
     TTFT and TPOT are per request, in ms. ``makespan_s`` ends with the last request served. ``support`` is the share of
     busy steps whose operator times are measured, interpolated, modelled or extrapolated; ``classes`` the TTFT of each
@@ -257,7 +257,7 @@ class Served:
         )
 
     def makespan_s(self) -> float:
-        """When the last request is served.
+        """Seconds from the start until the last request is served.
 
         Every request is followed to its own end. Where some are refused it is unknown which: then half a request left
         marks the end, the fluid's counterpart.
@@ -291,7 +291,7 @@ class Served:
         return found
 
     def _since_sent(self, record: FloatArray) -> FloatArray:
-        """The record of a closed loop with waits that begin when a client sends, not with the run.
+        """Record of a closed loop with waits counted from when a client sends, not from the start of the run.
 
         Of N clients, the one whose answer is the k-th sends request N + k: no wait can be longer than the run so far.
         """
@@ -300,26 +300,26 @@ class Served:
         clock_ms = np.arange(len(answered)) * params.step_s * 1000.0
         found = []
         for c in np.unique(class_index):
-            early, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
-            admitted = np.concatenate([[0.0], np.cumsum(early[:, 1])])
+            at_start, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
+            admitted = np.concatenate([[0.0], np.cumsum(at_start[:, 1])])
             # Requests of the log, whatever their class, before the ends of each piece; then without the first ones.
-            place = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
-            after = place - params.closed_clients
+            position = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
+            after = position - params.closed_clients
             first = np.clip(-after[:-1] / np.maximum(np.diff(after), 1e-12), 0.0, 1.0)
-            late = early.copy()
-            early[:, 3] = late[:, 2] = early[:, 2] + first * (early[:, 3] - early[:, 2])
-            early[:, 1] *= first
-            late[:, 1] *= 1.0 - first
-            # A hair inside the piece: at its end itself, while nobody is answered, the curve tells no time.
-            for column, goal in ((2, np.maximum(after[:-1], 0.0) + _HAIR), (3, after[1:] - _HAIR)):
-                # An answer takes the prefill too, for which the fluid has no time: it decodes from admission on.
-                sent_ms = np.interp(goal, answered, clock_ms) + late[:, 4] + late[:, 5]
-                late[:, column] = np.maximum(late[:, column] - sent_ms, 0.0)
-            found += [early[first > 0.0], late[first < 1.0]]
+            later = at_start.copy()
+            at_start[:, 3] = later[:, 2] = at_start[:, 2] + first * (at_start[:, 3] - at_start[:, 2])
+            at_start[:, 1] *= first
+            later[:, 1] *= 1.0 - first
+            # Just inside the piece: at its very end, while nobody is answered, the curve has no definite time.
+            for column, goal in ((2, np.maximum(after[:-1], 0.0) + _TOLERANCE), (3, after[1:] - _TOLERANCE)):
+                # An answer takes the prefill too, which the fluid does not time: it decodes from admission on.
+                sent_ms = np.interp(goal, answered, clock_ms) + later[:, 4] + later[:, 5]
+                later[:, column] = np.maximum(later[:, column] - sent_ms, 0.0)
+            found += [at_start[first > 0.0], later[first < 1.0]]
         return np.concatenate(found)
 
     def _completions(self) -> tuple[FloatArray, FloatArray]:
-        """When each request is served (s) and its time per token (ms), (N,); NaN for those never admitted.
+        """Completion time (s) and time per token (ms) of each request, (N,); NaN for those never admitted.
 
         Requests of a class are admitted in order, and from then on gain the tokens that every running request gains.
         """

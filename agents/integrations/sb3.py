@@ -1,4 +1,4 @@
-"""Stable-Baselines3 over the native vector environments: an adapter, with no copy of an environment per row."""
+"""Stable-Baselines3 adapter over the vector environments, without a copy of an environment per row."""
 
 from __future__ import annotations
 

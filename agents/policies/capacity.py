@@ -1,4 +1,4 @@
-"""Capacity planning from the lookup table: what a replica can take at each setting, before any traffic comes.
+"""Capacity planning from the lookup table: the load that a fleet can take at each setting of its knobs.
 
 The same back-of-an-envelope that an operator does: prefill takes its share of the GPU, decoding gets the rest, Little's
 law says how many requests run at once, and those must fit into the batch and the KV pool.
@@ -22,7 +22,7 @@ MEMORY_MARGIN_GB = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What has to be chosen together: precision, speculation and where prefill runs."""
+    """Discrete knobs, chosen together: precision, speculation and where prefill runs."""
 
     tier: int
     spec_length: int

@@ -1,4 +1,4 @@
-"""Rules that an operator would write: plan capacity from the table, then react to floods.
+"""Rule-based agent: plan capacity from the table, then react to floods.
 
 - Calm: of the settings whose planned capacity leaves a margin over the usual load, one without GPUs for prefill alone
   if there is one (they double the fleet), and of those the one with the most capacity.
@@ -43,7 +43,7 @@ RESERVE_RAMP: Final = 0.08
 
 
 class HeuristicAgent:
-    """Two planned settings and a rule that switches between them; see the module's text."""
+    """Agent with two planned settings and a rule that switches between them; see the module's text."""
 
     def __init__(self, task: TaskSpec) -> None:
         tables = load_tables()

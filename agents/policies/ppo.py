@@ -28,7 +28,7 @@ FILE_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyFile:
-    """What a policy file holds: layers ``(weights (n_in, n_out), bias (n_out,))`` and the header."""
+    """Policy file: layers ``(weights (n_in, n_out), bias (n_out,))`` and the header."""
 
     layers: Sequence[tuple[FloatArray, FloatArray]]
     observation: str
@@ -64,7 +64,7 @@ class PolicyFile:
 
 
 class PpoAgent:
-    """Plays the central action of a trained policy."""
+    """Agent that takes the central action of a trained policy."""
 
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
@@ -84,7 +84,7 @@ class PpoAgent:
 
 
 def central(logits: FloatArray, knob: str) -> NDArray[np.int64]:
-    """The level (B,) that stands for a distribution over a knob's levels, given its logits (B, n).
+    """Central level (B,) of a distribution over a knob's levels, given its logits (B, n).
 
     The median where levels are amounts: the likeliest of many neighbours may lie at the edge of what is played. The
     likeliest where levels are different things.

@@ -1,4 +1,4 @@
-"""Stored policies: where the files of a task's solved and trained policies lie, and how they are read.
+"""Stored policies: paths and readers of the files of a task's solved and trained policies.
 
 ``inferencegym calibrate`` writes a task's best constant action and its best switching policy.
 """

@@ -1,4 +1,4 @@
-"""A small state-feedback policy that a search can fit: a few knob settings, and a gate that chooses among them.
+"""Switching policy: a few knob settings, and a gate with hysteresis that chooses among them by the observation.
 
 Each mode is one setting of the five knobs. The gate scores every mode by a weighted sum of the normalised observation
 (and of the phase of the task's announced flood period), adds a bonus to the mode that is on, and takes the highest: a
@@ -28,7 +28,7 @@ from inferencegym.tasks import TaskSpec
 TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 FEATURES: Final = (*OBSERVATION_FIELDS, "phase_sin", "phase_cos", "one")
-"""What the gate weighs: the normalised observation, the phase of the flood period, and a constant."""
+"""Inputs of the gate: the normalised observation, the phase of the flood period, and a constant."""
 
 Q: Final = len(FEATURES)
 
@@ -143,7 +143,7 @@ class ModeParams:
 
 
 class ModeAgent:
-    """Plays one policy in every row, or P policies side by side: row b plays policy ``b // rows_per_policy``."""
+    """Agent of one policy in every row, or of P policies side by side: row b has policy ``b // rows_per_policy``."""
 
     def __init__(self, params: ModeParams, task: TaskSpec, rows_per_policy: int | None = None) -> None:
         self.params = params
@@ -165,24 +165,24 @@ class ModeAgent:
         self._settings = self.params.settings[self._policy]
         self._stay = self.params.stay[self._policy]
         self._ramp = self.params.ramp[self._policy][:, None]
-        self._played: FloatArray | None = None
+        self._last_action: FloatArray | None = None
 
     def act(self, observation: FloatArray) -> FloatArray:
         phi = features(observation, self._task)
         scores = np.einsum("bkq,bq->bk", self._gate, phi)
-        if self._played is not None:
+        if self._last_action is not None:
             scores[self._rows, self._mode] += self._stay
         self._mode = scores.argmax(axis=1)
         chosen: FloatArray = self._settings[self._rows, self._mode]
-        if self._played is not None:
-            before = self._played[:, RAMPED]
+        if self._last_action is not None:
+            before = self._last_action[:, RAMPED]
             chosen[:, RAMPED] = before + self._ramp * (chosen[:, RAMPED] - before)
-        self._played = chosen
+        self._last_action = chosen
         return chosen.copy()
 
 
 class ActionsAgent:
-    """Plays N constant actions side by side: row b plays ``actions[b // rows_per_action]``."""
+    """Agent of N constant actions side by side: row b takes ``actions[b // rows_per_action]``."""
 
     def __init__(self, actions: FloatArray, rows_per_action: int) -> None:
         self._rows = np.repeat(np.clip(actions, ACTION_LOW, ACTION_HIGH), rows_per_action, axis=0)

@@ -1,4 +1,4 @@
-"""Measuring the constants of a task: floor, best and peak throughput, and the price of tokens.
+"""Calibration of a task: floor, best and peak throughput, and the price of tokens.
 
 A step costs ``price`` x GPUs / thousand tokens per second: what 1,000 tokens cost on the GPUs that made them.
 
@@ -35,7 +35,7 @@ from simulator.tables import load_tables
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """What calibrating a task found: its constants with their provenance, and the two best policies."""
+    """Result of calibrating a task: its constants with their provenance, and the two best policies."""
 
     calibration: Calibration
     provenance: dict[str, Any]
@@ -142,11 +142,11 @@ class CalibrationFiles:
 
     @classmethod
     def of(cls, task: TaskSpec, constants: Path | None = None, policies: Path | None = None) -> CalibrationFiles:
-        """Those that the task reads, unless others are named."""
+        """The files that the task reads, unless others are named."""
         return cls(task, constants or Path(task.calibration_file), policies or policy_dir(task))
 
     def check(self) -> None:
-        """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
+        """Check that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
         for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
             prepare_output(path)
         self._stored()
@@ -170,7 +170,7 @@ class CalibrationFiles:
         return policy_path(name, self.task.task_id, self.policies)
 
     def _stored(self) -> dict[str, Any]:
-        """What the calibration file holds now."""
+        """The calibration file as it is now."""
         if not self.constants.exists():
             return {"tasks": {}}
         try:

@@ -1,7 +1,7 @@
 """Rank correlation of return and grade over policies from bad to good: does the reward point where the grade does?
 
-The policies are a ladder of competence: the best adaptive policy that in a share of all five-second stretches plays
-something else instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
+The policies are a ladder of competence: the best adaptive policy that in a share of all five-second stretches takes
+other actions instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
 constant actions at growing distances from the best one, and every agent that ships. Most rungs have a small share: a
 grade that asks for a mean TTFT below a target is cut to 0 by a few bad stretches, and below that all policies tie,
 though the reward still tells them apart. Constants drawn over the whole range are reported apart for the same reason.
@@ -34,8 +34,8 @@ STRETCH_STEPS: Final = 5
 SEEDS: Final[Sequence[int]] = HELD_OUT_SEEDS[:10]
 
 
-class Diluted:
-    """N copies of an agent; copy i plays ``others[i]`` instead during a share ``shares[i]`` of the stretches."""
+class DilutedAgent:
+    """N copies of an agent; copy i takes ``others[i]`` instead during a share ``shares[i]`` of the stretches."""
 
     def __init__(self, agent: Agent, others: FloatArray, shares: FloatArray, rows_each: int, seed: int = 0) -> None:
         self._agent = agent
@@ -92,8 +92,8 @@ def ladder_of_policies(task: TaskSpec) -> tuple[FloatArray, FloatArray]:
     centre = static.act(np.zeros((1, 14)))[0]
     n = len(SEEDS)
     agents: list[tuple[Agent, int]] = [
-        (Diluted(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
-        (Diluted(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
+        (DilutedAgent(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
+        (DilutedAgent(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
         (ActionsAgent(settings_around(centre, RUNGS, task), n), RUNGS),
         *[(make_agent(name, task), 1) for name in SHIPPED],
     ]

@@ -1,6 +1,6 @@
-"""How well a task can be played: an exhaustive sweep of constant actions and a search over adaptive policies.
+"""Solver of a task: an exhaustive sweep of constant actions and a search over adaptive policies.
 
-Both play whole episodes on the batch engine, many candidates on the same traffic at once. The adaptive search builds a
+Both run whole episodes in the batch, many candidates on the same load at once. The adaptive search builds a
 :class:`agents.policies.switching_policy.ModeParams` policy: it tries a library of simple gates with every knob setting
 of a coarse grid in the other mode, polishes the settings knob by knob, and lets a cross-entropy search move everything
 at once. Then it tries what it found behind other gates, with other choices of the knobs that need a restart, and
@@ -60,7 +60,7 @@ STAGES: Final[tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]]
         "quant_tier": (0, 1, 2),
     },
 )
-"""Settings of the calm and of the flood that are tried together, where floods are announced."""
+"""Settings for calm and for flood that are tried together, where floods are announced."""
 
 STAGE_RAMP: Final = 0.1
 """Share of the way to the other setting that a step goes in these."""
@@ -83,35 +83,35 @@ GATE_GAIN: Final = 12.0
 POLISH_ROUNDS: Final = 6
 
 Objective = Callable[[EpisodeResults, Calibration], FloatArray]
-"""What to maximise, (B,) of finished episodes."""
+"""Objective to maximise: values (B,) of finished episodes."""
 
 
 def score(results: EpisodeResults, calibration: Calibration) -> FloatArray:
-    """The grade."""
+    """Objective: the grade, (B,)."""
     return results.scores(calibration)
 
 
 def throughput(results: EpisodeResults, calibration: Calibration) -> FloatArray:
-    """Mean tokens per second."""
+    """Objective: mean tokens per second, (B,)."""
     mean: FloatArray = results.metrics["tokens_per_sec"].mean(axis=0)
     return mean
 
 
 class Progress(Protocol):
-    """Told what is going on."""
+    """Callback that reports progress."""
 
     def __call__(self, what: str, share: float) -> None:
-        """``share`` of the work is done, ``what`` is going on."""
+        """Report that ``share`` of the work is done and ``what`` has begun."""
         ...
 
 
 def silent(what: str, share: float) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How hard to search."""
+    """Budget of a search: grids, seeds, and sizes of its stages."""
 
     grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRID))
     coarse: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(COARSE))
@@ -187,9 +187,9 @@ class Solver:
     def race(self, params: ModeParams, finalists: int, seeds: Sequence[int] | None = None) -> FloatArray:
         """Mean objective of the mode policies (P) that lead, (P,); -inf for those that fell behind.
 
-        The same traffic tells good policies from bad ones early: all play the first seed, the better ones of them the
-        other quick seeds, and ``finalists`` the rest of ``seeds`` (by default the training seeds). Where few start, all
-        play all quick seeds.
+        The same load tells good policies from bad ones early: all run on the first seed, the better ones of them on the
+        other quick seeds, and ``finalists`` on the rest of ``seeds`` (by default the training seeds). Where few start,
+        all run on all quick seeds.
         """
         quick = list(self.budget.quick_seeds)
         rest = [s for s in (self.budget.seeds if seeds is None else seeds) if s not in quick]
@@ -198,14 +198,14 @@ class Solver:
         finalists = min(finalists, len(params))
         shrink = (finalists / len(params)) ** (1.0 / max(1, len(rounds) - 1))
         field = np.arange(len(params))
-        total, n_played = np.zeros(len(params)), 0
+        total, n_seeds = np.zeros(len(params)), 0
         for i, part in enumerate(rounds):
             kept = max(finalists, round(len(params) * shrink**i))
             field = field[np.argsort(-total[field], kind="stable")[:kept]]
             total[field] += len(part) * self.values_of_policies(params.select(field), part)
-            n_played += len(part)
+            n_seeds += len(part)
         values = np.full(len(params), -np.inf)
-        values[field] = total[field] / n_played
+        values[field] = total[field] / n_seeds
         return values
 
     # ------------------------------------------------------------ constant actions
@@ -223,7 +223,7 @@ class Solver:
     def best_static(self) -> tuple[FloatArray, float]:
         """The best constant action (5,) and its value on the training seeds.
 
-        A race of the whole grid, of which 48 play all seeds; then the best one is moved off the grid knob by knob.
+        A race of the whole grid, of which 48 run on all seeds; then the best one is moved off the grid knob by knob.
         """
         budget = self.budget
         self._progress("constant actions: grid", 0.0)
@@ -281,7 +281,7 @@ class Solver:
         return self._chosen(candidates)
 
     def validated(self, params: ModeParams) -> float:
-        """What a policy is worth on the validation seeds."""
+        """Mean objective of a policy on the validation seeds."""
         return self._value(params, self.budget.validation)
 
     def _chosen(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
@@ -312,7 +312,7 @@ class Solver:
         return float(self.values_of_policies(params, seeds)[0])
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
-        """The static action and a second setting, either behind each gate of the library; the best few pairs."""
+        """Best pairs of the static action and a second setting, in either order behind each gate of the library."""
         self._progress("adaptive: gates", 0.1)
         settings = self.grid(self.budget.coarse)
         gates = gate_library(self.task)
@@ -368,7 +368,7 @@ class Solver:
     def _winners(
         self, params: ModeParams, ways: FloatArray, finalists: int, seeds: Sequence[int] | None = None
     ) -> list[tuple[float, ModeParams]]:
-        """Of the policies (P) that go the same way (P, W) about something: the winner of their race, with its value."""
+        """Race the policies (P) in groups that agree in ``ways`` (P, W); the value and the winner of each group."""
         found = []
         for way in np.unique(ways, axis=0):
             entrants = params.select(np.flatnonzero((ways == way).all(axis=1)))
@@ -466,14 +466,14 @@ class Solver:
         budget = self.budget
         rng = np.random.default_rng(20_260_101)
         mean = self._encode(start)
-        spread = self._spread(start)
+        deviation = self._initial_deviation(start)
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
         elite: list[ModeParams] = []
         for generation in range(budget.generations):
             share = 0.6 + 0.2 * generation / budget.generations
             self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
-            drawn = mean + spread * rng.standard_normal((budget.population, len(mean)))
+            drawn = mean + deviation * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
             drawn[1] = self._encode(best)
             params = self._decode(drawn, start.n_modes)
@@ -481,7 +481,7 @@ class Solver:
             order = np.argsort(-values, kind="stable")[:elite_size]
             elite = [params.pick(int(i)) for i in order]
             mean = 0.3 * mean + 0.7 * drawn[order].mean(axis=0)
-            spread = 0.3 * spread + 0.7 * drawn[order].std(axis=0)
+            deviation = 0.3 * deviation + 0.7 * drawn[order].std(axis=0)
             if values[order[0]] > best_value:
                 best, best_value = params.pick(int(order[0])), float(values[order[0]])
         best, _ = self.polish(best, best_value)
@@ -493,7 +493,7 @@ class Solver:
         settings[:, 2] = np.log2(np.maximum(settings[:, 2], 1.0))
         return np.concatenate([settings.ravel(), params.gate[0, 1:].ravel(), params.stay, np.log2(params.ramp)])
 
-    def _spread(self, params: ModeParams) -> FloatArray:
+    def _initial_deviation(self, params: ModeParams) -> FloatArray:
         settings = np.tile([0.1, 0.5, 0.5, 0.3, 0.4], (params.n_modes, 1))
         settings[:, ~self._mask] = 0.0
         for name in self._frozen:
@@ -526,7 +526,7 @@ def constant_policies(actions: FloatArray) -> ModeParams:
 
 
 def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> ModeParams:
-    """Policies that play ``calm`` until ``gate`` asks for ``flood``: settings (N, 5) or (5,), gates (N, Q) or (Q,)."""
+    """Policies in ``calm`` until ``gate`` switches to ``flood``: settings (N, 5) or (5,), gates (N, Q) or (Q,)."""
     both = np.stack(np.broadcast_arrays(calm, flood), axis=1)
     n = len(both)
     gates = np.zeros((n, 2, Q))
@@ -548,7 +548,7 @@ def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModePar
 
 
 def gate_library(task: TaskSpec) -> list[FloatArray]:
-    """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the hours of the announced floods."""
+    """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the steps of the announced floods."""
     flood = 3.0 if task.burst is None else task.burst.rate_rps / task.arrival_rate_rps
     rates = [1.0 + x * (flood - 1.0) for x in (0.08, 0.25, 0.6)]
     library = [threshold_gate("arrival_rate", np.log1p(r * task.arrival_rate_rps) / np.log1p(1000.0)) for r in rates]

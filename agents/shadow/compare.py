@@ -1,6 +1,6 @@
-"""Shadow mode: what each policy would have done on a recorded log, beside the configuration that was fixed.
+"""Shadow mode: each policy on a recorded log, compared with a fixed configuration.
 
-The log is played once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
+The log is replayed once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
 the fleet is simulated: docs/fidelity.md says how far that is from hardware.
 """
 
@@ -47,13 +47,13 @@ PIECES_PER_STEP: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutcome:
-    """What one policy would have made of a log.
+    """Outcome of one policy on a log.
 
     Latencies in ms per request (TTFT) and per token (TPOT, weighted by tokens). ``slo_miss_share`` counts requests that
-    came late, were refused or were not served by the end; ``goodput_rps`` is the rest per second of the log. ``cost``
-    is the sum of cost per 1,000 tokens over the seconds, in units in which the fixed configuration spends 5.
-    ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` the share of seconds
-    by how well measurements cover them.
+    missed their objective, were refused or were not served by the end; ``goodput_rps`` is the rest per second of the
+    log. ``cost`` is the sum of cost per 1,000 tokens over the seconds, in units in which the fixed configuration
+    spends 5. ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` the share of
+    seconds by how well measurements cover them.
     """
 
     policy: str
@@ -112,7 +112,7 @@ def shadow(
     task: TaskSpec | None = None,
     tables: ServingTables | None = None,
 ) -> ShadowReport:
-    """Play a log under a fixed configuration and under each agent.
+    """Replay a log under a fixed configuration and under each agent.
 
     ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` lends fleet, objectives and
     stored policies of a task that was made of such traffic; without it the fleet is sized to the log unless
@@ -128,18 +128,18 @@ def shadow(
     tables = tables or load_tables()
     with tempfile.TemporaryDirectory(prefix="inferencegym-shadow-") as folder:
         trace = save_trace(Path(folder) / "log.npz", log, {"once": True})
-        played = _task(log, trace, span_s + DRAIN_S, n_replicas, slo_ms, task)
-        reference = _run_policy(FIXED, ConstantAgent(fixed), played, tables, _NEUTRAL)
+        as_task = _task(log, trace, span_s + DRAIN_S, n_replicas, slo_ms, task)
+        reference = _run_policy(FIXED, ConstantAgent(fixed), as_task, tables, _NEUTRAL)
         # Prices and peaks as the fixed configuration sets them: what learned policies see is scaled as in training.
         calibration = Calibration(
-            0.0, reference.best_tps, reference.best_tps, played.cost_budget / reference.outcome.cost
+            0.0, reference.best_tps, reference.best_tps, as_task.cost_budget / reference.outcome.cost
         )
-        players = [(FIXED, ConstantAgent(fixed)), *((_name(a), _agent(a, played)) for a in agents)]
-        runs = [_run_policy(name, agent, played, tables, calibration) for name, agent in players]
+        players = [(FIXED, ConstantAgent(fixed)), *((_name(a), _agent(a, as_task)) for a in agents)]
+        runs = [_run_policy(name, agent, as_task, tables, calibration) for name, agent in players]
     return ShadowReport(
         log=log_summary(log),
-        n_replicas=played.fleet.n_replicas,
-        slo_ms=played.slo_target_ms,
+        n_replicas=as_task.fleet.n_replicas,
+        slo_ms=as_task.slo_target_ms,
         table_sha256=tables.sha256,
         hardware=str(tables.meta["hardware"]),
         fixed_action=fixed.to_dict(),
@@ -154,7 +154,7 @@ _NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 def _task(
     log: RequestLog, trace: Path, n_steps: int, n_replicas: int | None, slo_ms: float | None, like: TaskSpec | None
 ) -> TaskSpec:
-    """The task that the log is played as."""
+    """The log as a task."""
     entry: dict[str, Any] = {
         "name": "Shadow",
         "trace": trace.name,
@@ -190,7 +190,7 @@ def _name(agent: str | Agent) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A played log: the outcome, requests that arrived per second, and the highest throughput of a second."""
+    """Run of one policy: the outcome, requests that arrived per second, and the highest throughput of a second."""
 
     outcome: PolicyOutcome
     arrivals: FloatArray

@@ -1,4 +1,4 @@
-"""The traffic controller as an environment: one batch that steps B episodes, and its scalar face.
+"""Environment of the traffic controller: a batch that steps B episodes, and the scalar environment over it.
 
 The tasks have no randomness: their traffic is fixed, so every seed gives the same episode. A seed is accepted and
 recorded all the same, because ``(task_id, seed, config, actions)`` is what an episode of any family is made of.
@@ -49,7 +49,7 @@ _SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
 
 @dataclass(frozen=True, slots=True)
 class TrafficStep:
-    """What one step of B episodes gave.
+    """Result of one step of B episodes.
 
     ``observation`` is ``(B, 7)`` in the order of :data:`inferencegym.traffic.STATE_FIELDS`, ``reward`` and ``done`` are
     ``(B,)``, ``metrics`` holds ``(B,)`` arrays under the names of a log entry.
@@ -64,7 +64,7 @@ class TrafficStep:
 class TrafficBatch:
     """B episodes of one task and one configuration, stepped together.
 
-    A row equals the same episode played alone, bit for bit. A row whose episode is over stays as it is, with reward 0,
+    A row equals the same episode alone, to the last bit. A row whose episode is over stays as it is, with reward 0,
     until it is reset; the metrics of such a step mean nothing.
     """
 
@@ -132,10 +132,10 @@ class TrafficBatch:
 
 
 class TrafficEnv:
-    """One episode at a time: the scalar face, with the words of the published HTTP document.
+    """Scalar traffic environment: one episode, in the words of the published HTTP document.
 
     ``actions`` holds the actions accepted so far in their JSON form; with task, seed and configuration they are the
-    episode, and playing them again gives it back. ``episode_log`` is what graders read.
+    episode, and repeating them gives it back. ``episode_log`` is what graders read.
     """
 
     family: Final = "traffic"
@@ -226,7 +226,7 @@ class TrafficEnv:
         return self.observation(), reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """More about the last step; at the end also ``final_score`` and ``episode_done``.
+        """Details of the last step; at the end also ``final_score`` and ``episode_done``.
 
         Raises :class:`NotResetError` before the first step.
         """
@@ -265,7 +265,7 @@ class TrafficEnv:
         return self.observation().to_dict()
 
     def state(self) -> dict[str, Any]:
-        """The current state and where the episode stands, flat, in JSON form."""
+        """The current state and metadata of the episode, flat, in JSON form."""
         seen = self.observation()
         return {
             **seen.to_dict(),

@@ -1,4 +1,4 @@
-"""Knobs of a fleet: the one writer, which moves every action to the nearest allowed one.
+"""Knobs of a fleet: the one writer, which clamps and rounds every action to the nearest allowed one.
 
 Plain Python that the build compiles to C (types in ``knobs.pxd``).
 """
@@ -31,7 +31,7 @@ def action_values(action: ServeAction) -> tuple[float, float, float, float, floa
 
 
 class KnobKernel:
-    """Moves rows of five numbers to the nearest allowed actions, as arrays or into the knobs of a fleet.
+    """Kernel that rounds rows of five numbers to the nearest allowed actions, as arrays or into a fleet's knobs.
 
     ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
     clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,

@@ -1,4 +1,4 @@
-"""Reads request logs in the formats that serving traces and load generators use.
+"""Importers of request logs in the formats of serving traces and load generators.
 
 ========== ====================================================================================================
 format     what is read
@@ -32,7 +32,7 @@ import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES
-from simulator.offline.source import Source, Value, shown
+from simulator.offline.source import Source, Value, value_text
 from simulator.prefix import PrefixReuse
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.tables import FloatArray
@@ -77,7 +77,7 @@ class Imported:
     tick_s: float
 
     def describe(self) -> dict[str, Any]:
-        """What a packed trace says of its origin."""
+        """Origin of the log, for the description of a packed trace."""
         return {"format": self.format, "skipped": dict(self.skipped), "tick_s": self.tick_s}
 
 
@@ -144,7 +144,7 @@ def detect_format(path: Path) -> str:
     if names & {"Metric", "Benchmark", "Run Info"}:
         raise DataFormatError(f"{path}: holds summaries, not requests; give the tool's per-request file")
     raise DataFormatError(
-        f"{path}: the columns {shown(first)} are those of no known log; known are "
+        f"{path}: the columns {value_text(first)} are those of no known log; known are "
         "TIMESTAMP,ContextTokens,GeneratedTokens (azure), Timestamp,Request tokens,Response tokens (burstgpt) and "
         "arrival_s,prompt_tokens,output_tokens (csv)"
     )
@@ -283,7 +283,7 @@ def _read_aiperf(source: Source) -> Iterator[_Row]:
 
 
 def aiperf_metrics(record: Value) -> Value | None:
-    """What AIPerf measured of a request; None if the request failed."""
+    """A request as AIPerf measured it; None if the request failed."""
     error, metrics = record.find("error"), record.find("metrics")
     if metrics is None or metrics.value == {} or (error is not None and error.value):
         return None
@@ -317,7 +317,7 @@ _GUIDELLM_STARTS: Final = (
 
 
 def guidellm_start(request: Value) -> float:
-    """When GuideLLM sent a request (s); the field has moved between its versions."""
+    """Time at which GuideLLM sent a request (s); the field has moved between its versions."""
     for keys in _GUIDELLM_STARTS:
         found = request.find(*keys)
         if found is not None:
