@@ -48,6 +48,8 @@ from server.sessions.manager import LiveSession, StepResult
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+# Any index of a list may be asked for, so that it can be said which are there.
+Index = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 
 IDLE_SLOT_S: Final = 900.0
 """A connection silent for so long does not count against the limit of connections. It may speak again, and counts again
@@ -145,7 +147,7 @@ class ResetArguments(Message):
     config: dict[str, Any] | None = None
     episode_id: str | None = None
     split: str | None = None
-    index: Annotated[int, WHOLE] | None = None
+    index: Index | None = None
     resume: bool | None = None
     info: bool | None = None
 
@@ -461,14 +463,14 @@ class SplitRequest(Message):
 class TaskRequest(SplitRequest):
     """Names one task of a split, counting from 0."""
 
-    index: Annotated[int, WHOLE]
+    index: Index
 
 
 class TaskRangeRequest(SplitRequest):
     """Names the tasks from ``start`` up to ``stop`` of a split, as a Python slice."""
 
-    start: Annotated[int, WHOLE] | None = None
-    stop: Annotated[int, WHOLE] | None = None
+    start: Index | None = None
+    stop: Index | None = None
 
 
 class StateMessage(BaseModel):
@@ -500,7 +502,7 @@ class InfoRoutes:
         return [
             self._route("GET", "/metadata", self.metadata, "Name, description and version", any_object),
             self._route("GET", "/schema", self.schema, "Schemas of action, observation and state", any_object),
-            self._route("POST", "/mcp", self.mcp, "Says that there are no MCP tools", any_object, any_object),
+            self._route("POST", "/mcp", self.mcp, "Says that there are no MCP tools", any_object),
             self._route("GET", "/list_environments", self.environments, "Names for the Task API", names),
             self._task_route("GET", "splits", self.splits, "Splits that have tasks", listed),
             self._task_route("POST", "tasks", self.tasks, "Tasks of a split", any_object, SplitRequest),
@@ -543,6 +545,7 @@ class InfoRoutes:
         request: type[Message] | None = None,
     ) -> JsonRoute:
         env_name = {"name": "env_name", "in": "path", "required": True, "schema": {"type": "string"}}
+        env_name["example"] = self._family.env_name
         schema = None if request is None else plain_schema(request)
         path = f"/{{env_name}}/{name}"
         return self._route(method, path, endpoint, summary, answer, schema, (400, 404), parameters=[env_name])
