@@ -82,7 +82,7 @@ def test_its_policies_play_for_visitors(client: TestClient) -> None:
 
 
 def test_openenvs_protocol_serves_it(client: TestClient) -> None:
-    splits = client.get("/thermostat/thermostat/splits").json()["splits"]
+    splits = client.get("/thermostat/thermostat/splits").json()
     assert [split["name"] for split in splits] == ["train"]
     assert "inside_c" in json.dumps(client.get("/thermostat/schema").json()["observation"])
     _, answers = played(client)
