@@ -1,7 +1,7 @@
 """A fleet of identical replicas behind one queue, B independent fleets (rows) at once.
 
 ``ServingParams`` holds what never changes, ``ServingState`` what one second changes, and
-:class:`simulator.serving_kernel.ServingKernel` the dynamics. :class:`ServingFleet` ties the three together: write the
+:class:`simulator.kernel.ServingKernel` the dynamics. :class:`ServingFleet` ties the three together: write the
 knobs, call :meth:`ServingFleet.step`, read the metrics.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from inferencegym.models import SPEC_LENGTHS, MetricsSnapshot
 from inferencegym.tasks import TaskSpec
-from simulator.serving_kernel import ServingKernel
+from simulator.kernel import ServingKernel
 from simulator.tables import FloatArray, ServingTables
 from simulator.workload import (
     CLASS_WINDOW_STEPS,

@@ -338,8 +338,8 @@ def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
 
 def interpreted_kernel() -> ModuleType:
     """The kernel's source, not compiled."""
-    source = Path(serving.__file__).with_name("serving_kernel.py")
-    spec = importlib.util.spec_from_file_location("interpreted_serving_kernel", source)
+    source = Path(serving.__file__).with_name("kernel.py")
+    spec = importlib.util.spec_from_file_location("interpreted_kernel", source)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -371,7 +371,7 @@ def test_a_quantile_of_ttft_is_where_the_weight_below_reaches_its_share(seed: in
 
 
 def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_numbers() -> None:
-    import simulator.serving_kernel as compiled
+    import simulator.kernel as compiled
 
     assert not str(compiled.__file__).endswith(".py"), "run `make install`: the serving kernel is not compiled"
     interpreted = interpreted_kernel()

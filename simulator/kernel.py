@@ -1,6 +1,6 @@
 """One second of a serving fleet, row by row: the only implementation of the serving dynamics.
 
-Plain Python that the build compiles to C (types in ``serving_kernel.pxd``). A row is one fleet; rows never touch each
+Plain Python that the build compiles to C (types in ``kernel.pxd``). A row is one fleet; rows never touch each
 other, so a row of a batch equals the same episode alone, whatever the batch size or the number of threads.
 
 In flight is an exact fluid. ``progress[s]`` is the number of tokens a request would have gained from the start of the
@@ -18,7 +18,7 @@ from typing import Any
 
 import cython
 
-if not cython.compiled:  # compiled, the same names are the C library's (see serving_kernel.pxd)
+if not cython.compiled:  # compiled, the same names are the C library's (see kernel.pxd)
     from math import erfc, exp, log, sqrt
 
 SWEEPS = 3

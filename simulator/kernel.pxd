@@ -1,4 +1,4 @@
-# C types of serving_kernel.py; arrays are documented in serving.py.
+# C types of kernel.py; arrays are documented in serving.py.
 cimport cython
 from libc.math cimport erfc, exp, log, sqrt
 
