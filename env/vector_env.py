@@ -17,7 +17,7 @@ from env.batch import ServingBatch
 from env.spaces import ObservationCodec, action_codec
 from inferencegym.errors import EpisodeDoneError, InvalidConfigError
 from inferencegym.tasks import Calibration, TaskId, get_task
-from simulator.serving import METRICS
+from simulator.arrays import METRICS
 from simulator.tables import ServingTables
 
 Float32Array = NDArray[np.float32]
@@ -144,7 +144,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
     :func:`env.autoreset.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its budget
     is an episode's, and the step is observed), so its end is ``terminated`` and nothing is ever truncated.
 
-    ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.serving.METRICS`) and ``seed`` (B,), the seed of each
+    ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.arrays.METRICS`) and ``seed`` (B,), the seed of each
     row's current episode.
     """
 

@@ -128,7 +128,6 @@ def _same(claimed: Any, true: Any) -> bool:
 
 def _forged(step: int, path: str, claimed: Any, true: Any) -> ForgedLogError:
     message = (
-        f"step {step}: {path} is {short_repr(claimed)} in the log, and {short_repr(true)} when its actions are "
-        "replayed"
+        f"step {step}: {path} is {short_repr(claimed)} in the log, and {short_repr(true)} when its actions are replayed"
     )
     return ForgedLogError(message, step, path)
