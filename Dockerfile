@@ -16,12 +16,11 @@ WORKDIR /src
 # The requirements change seldom, so their layers are built once.
 COPY requirements-build.txt requirements.txt ./
 RUN python3 -m venv /opt/build \
-    && /opt/build/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements-build.txt
-# The lists are complete (--no-deps): what OpenEnv asks for and the server does not use is left out. Files are
-# byte-compiled here, because the running server may not write. The packages' own tests, and Arrow's headers and
-# network protocols are dead weight.
+    && /opt/build/bin/pip install --no-cache-dir --require-hashes -r requirements-build.txt
+# Files are byte-compiled here, because the running server may not write. The packages' own tests, and Arrow's headers
+# and network protocols are dead weight.
 RUN python3 -m venv --without-pip /opt/venv \
-    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
+    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --require-hashes \
         -r requirements.txt \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
     && find /opt/venv/lib/python3.11/site-packages/pyarrow -maxdepth 1 \
@@ -41,7 +40,7 @@ RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --whe
 # What docker-compose.yml uses for development: the compiler stays, the checkout is mounted on /src and built in place.
 FROM builder AS development
 
-RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --require-hashes \
+RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --require-hashes \
         -r requirements-build.txt
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -56,8 +55,10 @@ FROM python:3.11-slim
 RUN useradd --uid 1000 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin gym
 
 COPY --from=builder /opt/venv /opt/venv
-# Cloud providers of OpenEnv look for the manifest here and start the server from this directory.
-COPY openenv.yaml README.md /app/env/
+# Cloud providers of OpenEnv look for the manifest here and start the server from this directory. The package's own
+# manifest names the application as it is installed.
+COPY --from=builder /opt/venv/lib/python3.11/site-packages/inferencegym/openenv.yaml /app/env/
+COPY README.md /app/env/
 WORKDIR /app/env
 
 # OpenEnv's providers expect port 8000, Spaces expect 7860: the server listens on both. The web page is always on;
@@ -77,4 +78,4 @@ EXPOSE 7860 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['INFERENCEGYM_PORT']}/health\", timeout=4)"]
 
-CMD ["server"]
+CMD ["inferencegym", "serve"]

@@ -12,6 +12,8 @@ BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which build of torch: uv takes the one for this machine's GPU, or the small one where there is none. Another choice:
 # name a file (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
 TORCH ?= torch==2.13.0
+# What benchmarks/bench_speed.py compares with; no requirement file holds it.
+PEERS ?= envpool==1.2.5
 TESTS ?= tests
 
 BIN := $(VENV)/bin
@@ -22,11 +24,11 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' inferencegym/__init__.
 # A module is compiled when its .pxd lies beside it; changing either of the two rebuilds.
 DECLARATIONS := $(foreach package,$(PACKAGES),$(shell find $(package) -name '*.pxd' 2>/dev/null))
 COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
-# Requirement files are complete and hashed, so pip has nothing to resolve (and OpenEnv's unused dependencies stay out).
+# Requirement files are hashed, so pip takes nothing but what they pin. Which there are: scripts/pin_requirements.sh.
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
-PINNED := $(PIP_INSTALL) --no-deps --require-hashes
+PINNED := $(PIP_INSTALL) --require-hashes
 
-.PHONY: help serve install dev rl ray peers test test-fast soak check lint types tidy documents format bench openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers test test-fast soak check lint types tidy documents format bench openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
@@ -37,8 +39,7 @@ help:
 install: $(STAMPS)/package
 dev: $(STAMPS)/dev $(STAMPS)/package
 rl: $(STAMPS)/rl $(STAMPS)/package
-ray: $(STAMPS)/ray $(STAMPS)/package
-peers: $(STAMPS)/peers $(STAMPS)/ray $(STAMPS)/package
+peers: $(STAMPS)/peers $(STAMPS)/rl $(STAMPS)/package
 build: $(STAMPS)/package
 
 $(PYTHON):
@@ -59,28 +60,23 @@ $(STAMPS)/server: requirements.txt $(STAMPS)/build
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/server
-	@echo 'Installing the tests and linters'
+	@echo 'Installing the tests and linters, OpenEnv and Ray (once, some minutes)'
 	@$(PINNED) -r requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
 	@echo 'Installing what trains agents ($(TORCH) and Stable-Baselines3)'
-	@$(PINNED) -r requirements-rl.txt
 	@if [ "$(origin TORCH)" != file ] || [ -n "$$PIP_FIND_LINKS" ]; then $(PIP_INSTALL) '$(TORCH)'; \
 	elif ! $(BIN)/uv pip install --quiet --python $(PYTHON) --torch-backend=auto '$(TORCH)'; then \
 		echo 'torch made for this machine cannot be had: installing the default, on Linux several GB'; \
 		$(PIP_INSTALL) '$(TORCH)'; \
 	fi
+	@$(PINNED) -r requirements-rl.txt
 	@touch $@
 
-$(STAMPS)/ray: requirements-ray.txt $(STAMPS)/rl
-	@echo 'Installing Ray and RLlib'
-	@$(PINNED) -r requirements-ray.txt
-	@touch $@
-
-$(STAMPS)/peers: requirements-bench.txt $(STAMPS)/dev
+$(STAMPS)/peers: $(STAMPS)/dev
 	@echo 'Installing what `make bench` compares with (EnvPool: 750 MB)'
-	@$(PINNED) -r requirements-bench.txt
+	@$(PIP_INSTALL) '$(PEERS)'
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
@@ -93,7 +89,7 @@ $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(ST
 
 serve: $(STAMPS)/package
 	@echo 'Serving on http://localhost:$(PORT) (page: /web, interface: /docs); Ctrl-C ends it, PORT=... serves elsewhere'
-	@INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/server
+	@INFERENCEGYM_PORT=$(PORT) INFERENCEGYM_WORKERS=$(WORKERS) exec $(BIN)/inferencegym serve
 
 # What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
@@ -102,7 +98,7 @@ bench: $(STAMPS)/dev $(STAMPS)/package
 # --- Checking ------------------------------------------------------------------------------------------------------
 
 # The quick tests first, on two processes; the slow ones only when those pass. What they start is asked for before.
-test: $(STAMPS)/test-servers $(STAMPS)/ray $(STAMPS)/package
+test: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
 
@@ -133,7 +129,7 @@ documents: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/render_docs.py --check
 
 # With the training libraries installed, so that their types are checked too.
-types: $(STAMPS)/ray
+types: $(STAMPS)/rl
 	$(BIN)/mypy
 
 format: $(STAMPS)/dev
@@ -145,9 +141,9 @@ openenv: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/openenv_check.py
 	PYTHON=$(PYTHON) scripts/openenv_oldest.sh
 
-# The Gymnasium environments on the version that RLlib asks for.
-gymnasium: $(STAMPS)/ray $(STAMPS)/package
-	PYTHON=$(PYTHON) scripts/gymnasium_of_rllib.sh
+# The Gymnasium environments on a newer version than RLlib lets the pins have.
+gymnasium: $(STAMPS)/dev $(STAMPS)/package
+	PYTHON=$(PYTHON) scripts/newest_gymnasium.sh
 
 # What the server is made of, as CycloneDX: build/sbom.cdx.json, the same file for the same pins.
 sbom: $(STAMPS)/dev

@@ -1,1 +1,1 @@
-"""Policies, from naive to learned, and their evaluation."""
+"""Agents: policies from naive to learned, their search, training, evaluation and comparison on recorded logs."""

@@ -1,4 +1,4 @@
-"""The naive baseline: an engine's defaults, left alone whatever happens."""
+"""Naive baseline: one fixed action whatever happens, and its scores."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BASELINE_SEED: Final = 0
 
 
 class NaiveAgent(ConstantAgent):
-    """Plays :data:`BASELINE_ACTION` at every step."""
+    """Agent that takes :data:`BASELINE_ACTION` at every step."""
 
     def __init__(self) -> None:
         super().__init__(BASELINE_ACTION)
 
 
 def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED) -> dict[str, Any]:
-    """Play one episode with the naive action: ``{"task_id", "score", "breakdown", "action_config"}``."""
+    """Run one episode with the naive action: ``{"task_id", "score", "breakdown", "action_config"}``."""
     env = InferenceEnv(task_id=task_id, seed=seed)
     env.reset()
     while not env.done:
         env.step(BASELINE_ACTION)
-    grade = GraderModule().score(task_id, env._episode_log)
+    grade = GraderModule().score(task_id, env.episode_log)
     return {
         "task_id": env.task_id,
         "score": grade["score"],
@@ -38,18 +38,18 @@ def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED) -> dict[str, Any]:
     }
 
 
-def run_all_baselines(seed: int = BASELINE_SEED) -> dict[str, Any]:
-    """The naive agent on every task that is not a recorded trace; the same numbers every time.
+def run_all_baselines() -> dict[str, Any]:
+    """Scores of the naive agent on every task that is not a recorded trace; deterministic.
 
     ``scores`` and ``breakdown`` are keyed ``task1``, ``task2``, ...; ``expected_range`` is the range that the task's
     data declare for this agent.
     """
     tasks = list_tasks()
-    results = {f"task{task.task_id}": run_baseline(task.task_id, seed) for task in tasks}
+    results = {f"task{task.task_id}": run_baseline(task.task_id) for task in tasks}
     return {
         "scores": {key: result["score"] for key, result in results.items()},
         "expected_range": {f"task{t.task_id}": list(t.expected_baseline) for t in tasks if t.expected_baseline},
         "breakdown": {key: result["breakdown"] for key, result in results.items()},
         "action_config": BASELINE_ACTION.to_dict(),
-        "seed": seed,
+        "seed": BASELINE_SEED,
     }

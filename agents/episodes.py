@@ -1,31 +1,30 @@
-"""Playing many episodes at once and grading them: agents x seeds, or thousands of candidate policies x seeds."""
+"""Whole episodes of an agent in one batch, and their grades: one row per seed, or candidate policies x seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from agents.protocol import Agent, FloatArray
-from env.action import snap, write_actions
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
 from grader.grader import SCORES, unit
+from inferencegym.spaces.actions import snap
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
-from simulator.tables import ServingTables
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
 """Metrics of an episode that grading reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
-    """Finished episodes of B rows and T steps.
+class EpisodeResults:
+    """Results of finished episodes, B rows of T steps.
 
     ``metrics[name]`` (T, B) for the names of :data:`GRADED` and those asked for beside them, ``actions`` (T, B, 5) as
-    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b played ``seeds[b % L]``.
+    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b has ``seeds[b % L]``.
     """
 
     task: TaskSpec
@@ -39,9 +38,9 @@ class Played:
         score, _ = self._scored(calibration)
         return unit(score)
 
-    def breakdown(self, calibration: Calibration | None = None) -> dict[str, FloatArray]:
+    def breakdown(self) -> dict[str, FloatArray]:
         """Each component of the grade, (B,)."""
-        _, parts = self._scored(calibration)
+        _, parts = self._scored(None)
         return parts
 
     def _scored(self, calibration: Calibration | None) -> Scored:
@@ -49,7 +48,7 @@ class Played:
         return rule(self.task, calibration or get_calibration(self.task.task_id), self._episodes())
 
     def _episodes(self) -> Episode:
-        """What the grader sees of all rows; each row is contiguous, so that it is summed as if it were alone."""
+        """Input of the grader for all rows; each row is contiguous, so that it is summed as if it were alone."""
         columns = {name: np.ascontiguousarray(self.metrics[name].T) for name in GRADED}
         # Logs carry whole violations, see ServingFleet.snapshot.
         columns["slo_violations"] = np.rint(columns["slo_violations"])
@@ -57,7 +56,7 @@ class Played:
         return Episode(**columns, batch_size=batch_size, kv_budget=kv_budget)
 
 
-def play(
+def run_episodes(
     task: TaskSpec,
     agent: Agent,
     seeds: Sequence[int],
@@ -65,15 +64,13 @@ def play(
     n_rows: int | None = None,
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
-    tables: ServingTables | None = None,
     keep: Sequence[str] = (),
-    watch: Callable[[int, ServingBatch], None] | None = None,
-) -> Played:
-    """Play whole episodes with an agent: one row per seed, or ``n_rows`` rows that share the seeds' traffic.
+) -> EpisodeResults:
+    """Run whole episodes of an agent: one row per seed, or ``n_rows`` rows that share the seeds' workloads.
 
-    ``keep`` names further metrics to record; ``watch(step, batch)`` is called after every step.
+    ``keep`` names further metrics to record.
     """
-    batch = ServingBatch(task, n_rows or len(seeds), config, tables, calibration, n_loads=len(seeds))
+    batch = ServingBatch(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     steps = batch.config.episode_length
     metrics = {name: np.empty((steps, batch.n_rows)) for name in (*GRADED, *keep)}
     actions = np.empty((steps, batch.n_rows, len(batch.mask)))
@@ -82,11 +79,8 @@ def play(
     agent.reset(batch.n_rows)
     for t in range(steps):
         actions[t] = snap(agent.act(observation), batch.mask)
-        write_actions(batch.fleet, actions[t])
-        batch.advance_all()
+        observation = batch.step(actions[t])
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]
-        if watch is not None:
-            watch(t, batch)
-    return Played(task, tuple(int(s) for s in seeds), metrics, actions, returns)
+    return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

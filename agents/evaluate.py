@@ -1,7 +1,7 @@
 """Scores of agents on held-out traffic: means, confidence intervals, paired differences, regret.
 
-Every agent plays the same seeds, so differences between agents are paired: the traffic's luck cancels. Intervals are
-95 % Student t intervals of the mean over seeds.
+Every agent runs on the same seeds, so differences between agents are paired: the luck of the load cancels. Intervals
+are 95 % Student t intervals of the mean over seeds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
@@ -47,13 +47,13 @@ def interval(values: FloatArray) -> Interval:
 
 
 def paired(a: FloatArray, b: FloatArray) -> Interval:
-    """Mean of ``a - b`` and its 95 % interval; both were played on the same seeds."""
+    """Mean of ``a - b`` and its 95 % interval; both are of the same seeds."""
     return interval(a - b)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """One agent on one task: ``scores`` and ``returns`` (n,) by seed, ``breakdown`` (n,) by component of the grade."""
+    """Results of an agent on a task: ``scores``, ``returns`` (n,) by seed, ``breakdown`` (n,) by part of the grade."""
 
     agent: str
     task: TaskSpec
@@ -74,29 +74,29 @@ class Evaluation:
 
 
 def evaluate(agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "") -> Evaluation:
-    """Play an agent (an object or a registered name) on a task, one episode per seed."""
-    player = make_agent(agent, task) if isinstance(agent, str) else agent
+    """Evaluate an agent (an object or a registered name) on a task, one episode per seed."""
+    chosen = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
-    return of_played(label, play(task, player, seeds))
+    return evaluation_of(label, run_episodes(task, chosen, seeds))
 
 
-def of_played(label: str, played: Played) -> Evaluation:
-    """Grade finished episodes, one row per seed."""
-    return Evaluation(label, played.task, played.seeds, played.scores(), played.returns, played.breakdown())
+def evaluation_of(label: str, results: EpisodeResults) -> Evaluation:
+    """Evaluation of finished episodes, one row per seed."""
+    return Evaluation(label, results.task, results.seeds, results.scores(), results.returns, results.breakdown())
 
 
 def agents_for(task: TaskSpec, names: Sequence[str]) -> list[str]:
-    """Agent names with ``all`` spelled out: every registered agent that can play the task without an argument."""
+    """Agent names with ``all`` expanded to every registered agent that runs on the task without an argument."""
     chosen: list[str] = []
     for name in names:
         for each in AGENTS if name == "all" else [name]:
-            if each in chosen or (name == "all" and not _playable(each, task)):
+            if each in chosen or (name == "all" and not _runs_on(each, task)):
                 continue
             chosen.append(each)
     return chosen
 
 
-def _playable(name: str, task: TaskSpec) -> bool:
+def _runs_on(name: str, task: TaskSpec) -> bool:
     try:
         make_agent(name, task)
     except InferenceGymError:  # needs an argument, or no policy of this task is stored
@@ -110,23 +110,23 @@ def compare(
     seeds: Sequence[int] = HELD_OUT_SEEDS,
     evaluate_all: Callable[[Sequence[str]], Sequence[Evaluation]] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate agents side by side on the same seeds; ``evaluate_all`` may spread the agents over workers.
+    """Evaluate agents side by side on the same seeds; ``evaluate_all`` may distribute them over workers.
 
     Each agent's entry holds its score with interval, the paired difference to the naive agent, and its regret: the
     paired difference of the best known agent to it. Best known is the best mean among the agents asked for and the
     solver's stored policies.
     """
     asked = agents_for(task, names)
-    extra = [n for n in ("naive", *REFERENCES) if n not in asked and _playable(n, task)]
+    extra = [n for n in ("naive", *REFERENCES) if n not in asked and _runs_on(n, task)]
     wanted = [*asked, *extra]
     results = [evaluate(name, task, seeds) for name in wanted] if evaluate_all is None else evaluate_all(wanted)
-    played = dict(zip(wanted, results, strict=True))
-    best = max(played.values(), key=lambda e: float(e.scores.mean()))
+    by_name = dict(zip(wanted, results, strict=True))
+    best = max(by_name.values(), key=lambda e: float(e.scores.mean()))
     entries = []
     for name in asked:
-        entry = played[name].to_dict()
-        entry["over_naive"] = paired(played[name].scores, played["naive"].scores).to_dict()
-        entry["regret"] = paired(best.scores, played[name].scores).to_dict()
+        entry = by_name[name].to_dict()
+        entry["over_naive"] = paired(by_name[name].scores, by_name["naive"].scores).to_dict()
+        entry["regret"] = paired(best.scores, by_name[name].scores).to_dict()
         entries.append(entry)
     return {
         "task": task.task_id,

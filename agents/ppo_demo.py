@@ -34,18 +34,19 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
 from stable_baselines3.common.utils import LinearSchedule
 
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.ppo import PolicyFile
+from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent
 from agents.registry import make_agent
-from env.action import action_mask, snap
-from env.autoreset import episode_seed
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
-from env.vector_env import AutoresetVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import action_mask, snap
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import EpisodeConfig, TaskSpec
+from inferencegym.vector_env import AutoresetVectorEnv
 
 OBSERVATION: Final = "scheduled"
 ACTION: Final = "discrete"
@@ -53,7 +54,7 @@ ACTION: Final = "discrete"
 
 @dataclass(frozen=True, slots=True)
 class PpoSettings:
-    """Everything that is tuned; steps are seconds of one fleet."""
+    """Hyperparameters; a step is one second of one fleet."""
 
     n_envs: int = 16
     n_steps: int = 200
@@ -68,19 +69,19 @@ class PpoSettings:
     reward_scale: float = 0.1
     hidden: tuple[int, ...] = (64, 64)
     teacher: str = "heuristic"
-    """Agent whose play may be where training starts; empty for none."""
+    """Agent that pretraining may imitate; empty for none."""
     start_share: float = 0.3
-    """No start is sought where it would take more than this share of all steps."""
+    """Largest share of all steps that pretraining may take; else there is none."""
     smoothing: float = 0.05
-    """Probability that the start leaves to all levels of a knob together."""
+    """Probability that pretraining leaves to all levels of a knob together (label smoothing)."""
     passes: int = 3_000
-    """Gradient steps that the start is fitted with."""
+    """Gradient steps of pretraining."""
     torch_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Where a training run left its files, and what it earned: episodes as (step, return)."""
+    """Result of a training run: its files, and its episodes as (step, return)."""
 
     model: PPO
     policy: PolicyFile
@@ -117,7 +118,7 @@ def train(
         model, episodes = _resumed(venv, out)
     else:
         model, episodes = _fresh(venv, settings, seed, out), []
-        model.num_timesteps = start(model, venv, settings, steps, seed)
+        model.num_timesteps = pretrain(model, venv, settings, steps, seed)
     (out / "settings.json").write_text(json.dumps({"steps": steps, "seed": seed, **asdict(settings)}, indent=1) + "\n")
 
     recorder = EpisodeRecorder(out / "episodes.csv", episodes, steps, progress, label or "PPO")
@@ -170,7 +171,7 @@ def _resumed(venv: ScaledRewards, out: Path) -> tuple[PPO, list[tuple[int, float
     model = PPO.load(found[-1], env=venv, device="cpu")
     with (out / "episodes.csv").open(newline="") as lines:
         kept = [(int(row["step"]), float(row["return"])) for row in csv.DictReader(lines)]
-    # What was played after the checkpoint is played again.
+    # Episodes after the checkpoint are run again.
     kept = [(step, value) for step, value in kept if step <= model.num_timesteps]
     _write_episodes(out, kept)
     # Its first episodes must not repeat those that the first part was trained on.
@@ -178,11 +179,11 @@ def _resumed(venv: ScaledRewards, out: Path) -> tuple[PPO, list[tuple[int, float
     return model, kept
 
 
-# ---------------------------------------------------------------- where training starts
+# ---------------------------------------------------------------- pretraining
 
 
-def start(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int, seed: int) -> int:
-    """Fit the model to a constant setting or to the teacher, whichever is graded higher; the steps that this took.
+def pretrain(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int, seed: int) -> int:
+    """Fit the model to the best constant setting or to the teacher, whichever is graded higher; returns the steps used.
 
     Nothing is done where it would take more than ``start_share`` of all steps.
     """
@@ -190,21 +191,21 @@ def start(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int, se
     config: EpisodeConfig = venv.get_attr("config")[0]
     search = ConstantSearch(task, config, venv.num_envs, seed)
     rows = max(2, venv.num_envs // 2)
-    watched_steps = rows * config.episode_length * (1 + bool(settings.teacher))
-    if search.steps + watched_steps > settings.start_share * steps:
+    demonstration_steps = rows * config.episode_length * (1 + bool(settings.teacher))
+    if search.steps + demonstration_steps > settings.start_share * steps:
         return 0
-    # Both are watched on the same traffic, which the search has not met: a lucky draw must not decide.
+    # Both are graded on the same loads, which the search has not met: a lucky draw must not decide.
     seeds = [episode_seed(seed, row + 1) for row in range(rows)]
-    candidates: list[Agent] = [Constants(search.best())]
+    candidates: list[Agent] = [ActionsAgent(search.best(), rows)]
     if settings.teacher:
-        candidates.append(InLevels(make_agent(settings.teacher, task), task))
-    grades = [float(play(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
-    imitate(model, watch(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
-    return search.steps + watched_steps
+        candidates.append(OnLevels(make_agent(settings.teacher, task), task))
+    grades = [float(run_episodes(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
+    imitate(model, demonstrate(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
+    return search.steps + demonstration_steps
 
 
 class ConstantSearch:
-    """The best constant setting of the knobs, by successive halving.
+    """Search for the best constant setting of the knobs, by successive halving.
 
     Many settings are tried for half an episode (a Latin hypercube over all levels), the best ``n`` of them for a whole
     one, and then ``n`` variations of the best three.
@@ -219,7 +220,7 @@ class ConstantSearch:
 
     def best(self) -> NDArray[np.float64]:
         """The knobs (1, 5)."""
-        many = self._spread(3 * self._n)
+        many = self._latin_hypercube(3 * self._n)
         few = many[np.argsort(self._returns(many, self._short))[-self._n :]]
         earned = self._returns(few, self._config.episode_length)
         varied = self._varied(few[np.argsort(earned)[-3:]])
@@ -227,7 +228,7 @@ class ConstantSearch:
         returns = np.concatenate([earned, self._returns(varied, self._config.episode_length)])
         return action_codec(ACTION).decode(tried[returns.argmax()][None])
 
-    def _spread(self, n: int) -> NDArray[np.int64]:
+    def _latin_hypercube(self, n: int) -> NDArray[np.int64]:
         strata = self._rng.permuted(np.tile(np.arange(n), (len(self._sizes), 1)), axis=1).T
         levels: NDArray[np.int64] = ((strata + self._rng.random(strata.shape)) / n * self._sizes).astype(np.int64)
         return levels
@@ -240,7 +241,7 @@ class ConstantSearch:
         return within
 
     def _returns(self, levels: NDArray[np.int64], n_steps: int) -> NDArray[np.float64]:
-        """What each setting earns in the first steps of one and the same episode."""
+        """Return of each setting in the first steps of one and the same episode."""
         batch = ServingBatch(self._task, len(levels), self._config, n_loads=1)
         batch.reset([episode_seed(self._seed, 1_000)])
         knobs = action_codec(ACTION).decode(levels)
@@ -252,16 +253,16 @@ class ConstantSearch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watched:
-    """What an agent saw and did in T steps of B episodes: observations (T, B, n), levels (T, B, 5), rewards (T, B)."""
+class Demonstrations:
+    """Demonstrations of an agent, T steps of B episodes: observations (T, B, n), levels (T, B, 5), rewards (T, B)."""
 
     observations: NDArray[np.float32]
     levels: NDArray[np.int64]
     rewards: NDArray[np.float64]
 
 
-def watch(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], agent: Agent) -> Watched:
-    """Whole episodes of an agent, one per seed."""
+def demonstrate(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], agent: Agent) -> Demonstrations:
+    """Whole episodes of an agent as demonstrations, one per seed."""
     batch = ServingBatch(task, len(seeds), config)
     seen, actions = ObservationCodec(task, config, batch.calibration, OBSERVATION), action_codec(ACTION)
     observations, levels, rewards = [], [], []
@@ -273,31 +274,18 @@ def watch(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], agent: Ag
         levels.append(actions.encode(knobs))
         observation = batch.step(knobs)
         rewards.append(batch.reward.copy())
-    return Watched(np.array(observations), np.array(levels), np.array(rewards))
+    return Demonstrations(np.array(observations), np.array(levels), np.array(rewards))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constants:
-    """Plays one setting (1, 5) in every row."""
-
-    knobs: NDArray[np.float64]
-
-    def reset(self, n_rows: int) -> None:
-        """Nothing to forget."""
-
-    def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.repeat(self.knobs, len(observation), axis=0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InLevels:
-    """An agent whose knobs are moved to the nearest levels that the policy can choose."""
+class OnLevels:
+    """Agent that wraps another and moves its knobs to the nearest levels that the policy can choose."""
 
     agent: Agent
     task: TaskSpec
 
     def reset(self, n_rows: int) -> None:
-        """New episodes begin."""
+        """Start new episodes."""
         self.agent.reset(n_rows)
 
     def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -306,16 +294,16 @@ class InLevels:
         return codec.decode(codec.encode(knobs))
 
 
-def imitate(model: PPO, watched: Watched, settings: PpoSettings, reward_scale: float) -> None:
-    """Fit the policy to the levels that were chosen, and the value function to what they earned."""
+def imitate(model: PPO, demonstrations: Demonstrations, settings: PpoSettings, reward_scale: float) -> None:
+    """Fit the policy to the levels of demonstrations, and the value function to their returns."""
     policy: Any = model.policy
-    togo = np.zeros_like(watched.rewards)
-    after = np.zeros(watched.rewards.shape[1])
+    togo = np.zeros_like(demonstrations.rewards)
+    after = np.zeros(demonstrations.rewards.shape[1])
     for t in reversed(range(len(togo))):
-        after = watched.rewards[t] * reward_scale + settings.gamma * after
+        after = demonstrations.rewards[t] * reward_scale + settings.gamma * after
         togo[t] = after
-    x = torch.as_tensor(watched.observations.reshape(-1, watched.observations.shape[-1]))
-    y = torch.as_tensor(watched.levels.reshape(-1, watched.levels.shape[-1]))
+    x = torch.as_tensor(demonstrations.observations.reshape(-1, demonstrations.observations.shape[-1]))
+    y = torch.as_tensor(demonstrations.levels.reshape(-1, demonstrations.levels.shape[-1]))
     z = torch.as_tensor(togo.reshape(-1, 1).astype(np.float32))
     sizes = [len(levels) for levels in LEVELS.values()]
     weights = [p for name, p in policy.named_parameters() if "log_std" not in name]
@@ -336,7 +324,7 @@ def _write_episodes(out: Path, episodes: Sequence[tuple[int, float]]) -> None:
 
 
 class ScaledRewards(SB3VecEnv):
-    """Rewards times a constant; reported returns stay as they are."""
+    """Vector environment with rewards times a constant; reported returns stay as they are."""
 
     def __init__(self, envs: AutoresetVectorEnv, scale: float) -> None:
         super().__init__(envs)
@@ -348,7 +336,7 @@ class ScaledRewards(SB3VecEnv):
 
 
 class EpisodeRecorder(BaseCallback):
-    """Writes every finished episode to a CSV file and moves the progress bar."""
+    """Callback that writes every finished episode to a CSV file and moves the progress bar."""
 
     def __init__(self, path: Path, episodes: list[tuple[int, float]], steps: int, progress: bool, label: str) -> None:
         super().__init__()
@@ -395,18 +383,22 @@ def export(model: PPO, trained: dict[str, Any]) -> PolicyFile:
     return PolicyFile(layers, OBSERVATION, ACTION, trained)
 
 
-def rise(episodes: Sequence[tuple[int, float]], window: int = 5_000) -> dict[str, float]:
-    """Returns of PPO's first ``window`` steps against its last: means and the one-sided Mann-Whitney p-value.
+RISE_WINDOW: Final = 5_000
+"""Steps at either end of training whose returns are compared."""
 
-    Steps that went into the start are in neither.
+
+def rise(episodes: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Returns of the first ``RISE_WINDOW`` steps of PPO against the last: means, one-sided Mann-Whitney p-value.
+
+    Steps that went into pretraining are in neither.
     """
     from scipy.stats import mannwhitneyu
 
     begin, end = (episodes[0][0], episodes[-1][0]) if episodes else (0, 0)
-    first = [value for step, value in episodes if step < begin + window]
-    last = [value for step, value in episodes if step > end - window]
-    if min(len(first), len(last)) < 2 or end - begin < window:
-        raise InvalidConfigError(f"a test of the rise needs two stretches of {window} steps; train longer")
+    first = [value for step, value in episodes if step < begin + RISE_WINDOW]
+    last = [value for step, value in episodes if step > end - RISE_WINDOW]
+    if min(len(first), len(last)) < 2 or end - begin < RISE_WINDOW:
+        raise InvalidConfigError(f"a test of the rise needs two stretches of {RISE_WINDOW} steps; train longer")
     p = float(mannwhitneyu(last, first, alternative="greater").pvalue)
     return {"first_mean": float(np.mean(first)), "last_mean": float(np.mean(last)), "p_value": p}
 

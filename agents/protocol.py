@@ -1,4 +1,4 @@
-"""What an agent is: a function from observations to knobs, for many episodes at once."""
+"""Protocol of agents: a function from observations to knobs, for many episodes at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FloatArray = NDArray[np.float64]
 
 
 class Agent(Protocol):
-    """Plays B episodes side by side, seeing nothing but their observations.
+    """Agent for B episodes side by side, which sees nothing but their observations.
 
     Rows are independent: what an agent does in one never depends on another, so scores do not depend on B.
     """
 
     def reset(self, n_rows: int) -> None:
-        """New episodes begin in all ``n_rows`` rows; forget the old ones."""
+        """Start ``n_rows`` new episodes; forget the old ones."""
         ...
 
     def act(self, observation: FloatArray) -> FloatArray:
@@ -32,4 +32,4 @@ class Agent(Protocol):
 
 
 AgentFactory = Callable[[TaskSpec, str], Agent]
-"""Makes an agent for a task; the text is what stood behind the colon of its name (``random:7``), or empty."""
+"""Factory of an agent for a task; the text is the part of its name after the colon (``random:7``), or empty."""

@@ -1,32 +1,32 @@
-"""Agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
+"""Registry of agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
 A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from agents.baseline import NaiveAgent
 from agents.policies.constant import ConstantAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
-from agents.policies.switching_policy import ModeAgent, ModeParams, read_policy
+from agents.policies.stored import policy_dir, policy_path, read_constant_policy, read_switching_policy
+from agents.policies.switching_policy import ModeAgent
 from agents.protocol import Agent, AgentFactory
-from agents.search.calibration import policy_dir, policy_path
 from inferencegym.errors import InvalidConfigError
+from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
 
 AGENTS: Final[dict[str, AgentFactory]] = {}
-"""Every agent: its name to a function of the task and the text behind the name's colon."""
+"""Name of each agent -> factory."""
 
 
 def register(name: str, factory: AgentFactory) -> None:
-    """Make an agent known under a name."""
+    """Register an agent under a name."""
     AGENTS[name] = factory
 
 
@@ -48,11 +48,9 @@ def _naive(task: TaskSpec, argument: str) -> Agent:
 
 def _constant(task: TaskSpec, argument: str) -> Agent:
     try:
-        data = json.loads(argument)
-    except ValueError as error:
-        raise InvalidConfigError(
-            f"constant:{argument}: not JSON ({error}); write constant:'{{\"batch_size\": 256}}'"
-        ) from error
+        data = parse_json(argument, InvalidConfigError)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"constant:{argument}: {error}; write constant:'{{\"batch_size\": 256}}'") from error
     return ConstantAgent(ServeAction.from_dict(data))
 
 
@@ -63,15 +61,15 @@ def _random(task: TaskSpec, argument: str) -> Agent:
 
 
 def _best_static(task: TaskSpec, argument: str) -> Agent:
-    return ConstantAgent(ServeAction.from_dict(_stored("best_static", task, argument)["action"]))
+    return ConstantAgent(read_constant_policy(_path("best_static", task, argument)))
 
 
 def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
-    return ModeAgent(ModeParams.from_dict(_stored("best_adaptive", task, argument)), task)
+    return ModeAgent(read_switching_policy(_path("best_adaptive", task, argument)), task)
 
 
-def _stored(name: str, task: TaskSpec, folder: str) -> dict[str, Any]:
-    return read_policy(policy_path(name, task.task_id, Path(folder) if folder else policy_dir(task)))
+def _path(name: str, task: TaskSpec, folder: str) -> Path:
+    return policy_path(name, task.task_id, Path(folder) if folder else policy_dir(task))
 
 
 def _heuristic(task: TaskSpec, argument: str) -> Agent:

@@ -1,23 +1,23 @@
-"""Which seeds are for what; they never overlap, so nothing is reported on traffic that it was fitted to."""
+"""Seed ranges by purpose; they never overlap, so nothing is reported on a load that it was fitted to."""
 
 from __future__ import annotations
 
 from typing import Final
 
 CALIBRATION_SEEDS: Final = range(1_000, 1_016)
-"""Floors, prices and peaks are measured on these."""
+"""For measuring floors, prices and peaks."""
 
 TRAINING_SEEDS: Final = range(2_000, 2_016)
-"""The solver and learners fit policies to these."""
+"""For fitting policies, by the solver and by learners."""
 
 VALIDATION_SEEDS: Final = range(3_000, 3_016)
-"""Chooses among what was fitted."""
+"""For choosing among fitted policies."""
 
 HELD_OUT_SEEDS: Final = range(10_000, 10_030)
-"""Every score that is reported."""
+"""For every score that is reported."""
 
 CONFIRMATION_SEEDS: Final = range(40_000, 40_030)
-"""Confirm what the held-out seeds say: tasks were still tuned when those had been seen, these were not."""
+"""For confirming the held-out scores: tasks were still tuned after those had been seen, but not after these."""
 
 
 def held_out_seeds(n: int) -> range:

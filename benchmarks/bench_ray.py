@@ -5,7 +5,7 @@
 Beside steps per second stands the processor time that a step takes in all processes together (this one, the actors,
 Ray's own), which says what Ray costs where other work disturbs the clock. Every actor owns 64 episodes of the hard
 task, played by the naive agent: the cheapest agent, so that what Ray costs shows most. Fragments travel whole to this
-process, as a learner would take them. Needs Ray (`make ray`, the extra `ray`); without it nothing is measured, and that
+process, as a learner would take them. Needs Ray (`make dev`, the extra `ray`); without it nothing is measured, and that
 is said.
 """
 
@@ -133,7 +133,7 @@ def main() -> None:
     if 1 not in options.actors:
         parser.error("--actors must have 1 in it: all others are compared with it")
     if not importlib.util.find_spec("ray"):
-        print("Ray is not installed, nothing is measured: run `make ray`, or install the extra 'ray'")
+        print("Ray is not installed, nothing is measured: run `make dev`, or install the extra 'ray'")
         return
     report = measured(options.actors, options.seconds, options.rounds)
     options.out.parent.mkdir(exist_ok=True)

@@ -34,7 +34,6 @@ import gymnasium
 import numpy as np
 from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running
 
-from env.action import ACTION_HIGH, ACTION_LOW
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
@@ -42,6 +41,7 @@ from env.vector_env import VectorInferenceEnv
 from inferencegym.client import InferenceGymBatch
 from inferencegym.client.gym import HTTPVectorEnv
 from inferencegym.models import NAIVE_ACTION
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.tasks import get_task
 
 HERE = Path(__file__).resolve().parent
@@ -67,89 +67,12 @@ BARS: dict[str, tuple[float, bool]] = {
 }
 """What is to be reached, and whether more is better."""
 
-TRIED = """\
-| tried | outcome |
-|---|---|
-| numba for the kernels | rejected: 125 MB of memory in the server |
-| Cython in augmenting form (plain Python files with `.pxd`) | kept: all kernels |
-| integrals of one grid cell side by side, edges looked up once | kept: a third off the serving kernel |
-| requests and positions of a cohort side by side, so that they are computed as a pair; classes that cannot be \
-subclassed | kept: a tenth off the serving kernel |
-| rows stepped eight at a time, phase by phase | rejected: 0 to 6 % of the kernel, more code |
-| table cells found by counting points instead of searching | rejected: no change |
-| the edges of cohorts located once for all classes, in a loop without branches that is compiled to packed \
-instructions; one row of `length_int` per class | kept: 13 % off the serving kernel on task 3, same numbers to the bit |
-| searches in the operator tables begun where the last one ended; what the gain does not change, once per step | \
-kept: 3 %, same numbers to the bit |
-| quantiles of TTFT solved on the line between ends of pieces instead of 18 bisections | kept: 13, 23 and 9 % off \
-tasks 1, 2 and 3; exact, where the bisections were off by up to four millionths of the longest wait |
-| survivors as a line in the gain, taken from the sweep before while no edge leaves its cell | rejected: 0 to 9 %, and \
-rounding then differs, which thresholds of the dynamics can make visible |
-| half the table of length integrals, slopes taken as differences | rejected: no change, same numbers |
-| sweeps ended when the gain no longer changes | rejected: after three it still moves by a millionth to a thousandth |
-| `-march=x86-64-v3`, `-fno-math-errno -fno-trapping-math`, `-funroll-loops`, `-O2` | rejected: +2, 0, -1, -2 % |
-| a fleet's constants made once instead of at every reset; draws of an episode as arrays | kept: half of a reset |
-| the episodes of a batch drawn together, only the random numbers one by one | kept: a third off a reset of 1,024 rows |
-| generators of a batch's episodes seeded together (`simulator/seeding.py`) | kept: half of a reset of 1,024 rows |
-| actions snapped in compiled code, straight into the knobs (`env/snapping.py`) | kept: 50 ns of a step in a batch |
-| a digest of each request of /step/batch | replaced by comparing what is sent again: 16 ns a step |
-| large batches split over the cores (`ServingBatch.advance_all`) | kept |
-| the remote vector environment as a session per row | replaced by one request of arrays a step (`HTTPVectorEnv`) |
-| K steps played by blocks of 64 rows whose history stays in cache (`ServingBatch.play`) | kept: see "played together" |
-| FastAPI's own request handling | replaced by routes without dependency solving (`server/net/json_io.py`) |
-| Starlette's BaseHTTPMiddleware | replaced by plain ASGI |
-| the way through FastAPI's router for /reset and /step | kept short (`Shortcut`): a third off a request |
-| OpenEnv's four models per WebSocket step | answered before its handler (`Frames`), errors left to it |
-| one growing record per session in SQLite | rejected: cost grows with the episode (`bench_store.py`) |
-| a WebSocket step through uvicorn's parser, a queue, a task and twenty coroutines | replaced where nothing has to be \
-waited for (`EagerProtocol`): 50 us of the server instead of 80 |
-| a step's lock and coroutines | left out where nothing has to be waited for (`SessionManager.step_at_once`) |
-| head and body of an answer in two writes | one (`OneWrite`): with the row above a tenth more steps on one connection |
-| everything imported looked at by each full garbage collection | frozen: 10 us a step, and pauses of 0.1 to 0.3 s |
-| higher thresholds of the garbage collector | rejected: its frequent rounds take 0.7 us a step |
-| FastAPI asking at each request whether its telemetry is listened to | off: 5 us a request |
-| SQLite with a simpler condition, pages of 1 or 2 KiB, `mmap_size`, or through apsw | rejected: 0 to 1.5 us of 13 |
-| steps of several sessions in one SQLite transaction | rejected: 4 at once gain 1 us of 15, 8 at once 2 us |
-| SQLite's `locking_mode=EXCLUSIVE` | rejected: 4 us less, but a second process could not use the file |
-| picows instead of websockets | rejected: a server of its own, beside uvicorn and its routes |
-| per-message compression of WebSocket frames | off: frames are small and local |
-| OpenEnv's import (three quarters of a start) | moved behind the first answers, onto a thread (`LateOpenEnv`) |
-| reading the parquet table in the server | rejected: 68 MB stay; a short-lived child reads it |
-| usual actions checked in one go, the observation built once per step | kept |
-| usual actions read from JSON in one go, as they are checked | kept: 0.8 us instead of 5.4 |
-| a step's info built only for those who ask (`InferenceEnv.play`) | kept: 4 us of a WebSocket step |
-| an HTTP step through a task, FastAPI and the middleware | answered where it arrives, if nothing has to be waited \
-for (`PatientProtocol`, `AtOnce`): a third off the server's time with one connection, a quarter with eight |
-| a body that follows its head in a second piece | waited for before a task is started, which is part of the row \
-above: many clients send so |
-| actions stored without the names of their fields, in pages of 2 KiB | kept: 13 us per append instead of 15.5, and \
-half of the log |
-| SQLite's log used from its start again every second, after a passive checkpoint | kept: 2 us per append; writers \
-that never pause wait 65 ms of a second for checkpoints instead of 200 |
-| a second passive checkpoint before that | rejected: no change |
-| SQLite's condition as one look-up of the step before | rejected: 0.5 us of 12.5 |
-| steps under one ascending number instead of token and index | rejected: 2 us of 20 under load, and tokens could not \
-be random |
-| WebSocket answers written to the socket at once, not at the end of the loop's turn | rejected: no change |
-| the Python modules of a step compiled as they are | rejected: 5 us of 48 in a loop, 0 to 6 of 80 under load |
-| many episodes graded one by one, in Python | replaced by one pass over arrays: a tenth off the solver |
-| every candidate of the solver on every training seed | replaced by races (`Solver.race`), and the last best tenth is \
-validated too: under half of the episodes for the same score on task 3 |
-| races with fewer gates in the first round, or cross-entropy searches that compete for the generations | rejected: a \
-quarter of the episodes, but 0.006 to 0.012 of the score lost, together |
-| the candidates of a search spread over threads, or over processes | rejected: 0.9x and 0.8x to 1.2x on two cores, \
-whose threads share a step's rows already |
-| tokens counted as requests write them, in a pass of its own over a step's cohorts | kept: 5 to 15 % of the kernel, \
-and no tokens that nobody wrote |
-"""
-
-
 # ---------------------------------------------------------------- in process
 
 
 def vector_ours(task_id: int) -> Callable[[float], float]:
     batch = ServingBatch(get_task(task_id), ROWS)
-    episodes = AutoresetBatch(batch, n_threads=os.cpu_count() or 1)
+    episodes = AutoresetBatch(batch)
     episodes.reset(list(range(ROWS)))
     actions = constant_actions(ROWS)
 
@@ -181,7 +104,7 @@ def played_together(task_id: int) -> Callable[[float], float]:
         def step() -> None:
             if batch.seeds[0] < 0 or batch.time[0] + STEPS_A_REQUEST > batch.config.episode_length:
                 batch.reset(seeds)
-            batch.play(actions, observations, rewards)
+            batch.step_many(actions, observations, rewards)
 
         return rate(step, seconds, ROWS * STEPS_A_REQUEST)
 
@@ -315,7 +238,7 @@ def batched(target: Target) -> Callable[[float], float]:
     client = InferenceGymBatch(target.url)
     client.reset(ROWS, 1, seed=0, autoreset=True)
     actions = np.repeat(constant_actions(ROWS)[None], STEPS_A_REQUEST, axis=0).astype(np.float32)
-    return lambda seconds: rate(lambda: client.play(actions), seconds, ROWS * STEPS_A_REQUEST)
+    return lambda seconds: rate(lambda: client.step_many(actions), seconds, ROWS * STEPS_A_REQUEST)
 
 
 def remote_vector(target: Target, rows: int) -> Callable[[float], float]:
@@ -520,7 +443,6 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
     lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
     lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
-    lines += ["", "### What was tried", "", TRIED]
     return "\n".join(lines)
 
 

@@ -16,12 +16,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from server.sessions.store import EpisodeStart, SessionStore, make_store
+from env.family import EpisodeRecord
+from server.sessions.store import SessionStore
+from server.sessions.stores import make_store
 from server.settings import Settings
 
 SESSIONS, ROUNDS = 50, 3
 ACTION = b"[0.8,2,64,false,1]"
-START = EpisodeStart("serving", 3, 7, {"episode_length": 200})
+START = EpisodeRecord("serving", 3, 7, {"episode_length": 200})
 
 Round = Callable[[], Awaitable[float]]
 

@@ -24,7 +24,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from agents.evaluate import compare, evaluate, interval, paired
-from agents.policies.ppo import POLICY_DIR, PpoAgent
+from agents.policies.ppo import PpoAgent
+from agents.policies.stored import POLICY_DIR
 from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, rise, train
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 from env.vector_env import VectorInferenceEnv

@@ -15,27 +15,28 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import compare, evaluate, interval, paired
-from agents.policies.switching_policy import ModeParams, read_policy
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.registry import make_agent
 from agents.search.ablation import ablate
-from agents.search.calibration import policy_path
 from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
-from agents.search.solver import QUICK, Budget, with_budget
+from agents.search.solver import QUICK, Budget
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
-from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from simulator.tables import load_tables
+from simulator.workload import load_source
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE / "figures"
 ABLATED_TASK = 3
 CONFIRMED = ("random", "naive", "heuristic", "best_static", "best_adaptive")
 DRAWN_SEED = HELD_OUT_SEEDS[0]
-ABLATION = with_budget(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10)
+ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10)
 """Every search starts from the free policy, so it needs less than finding that one did."""
 
 
@@ -92,8 +93,8 @@ def confirm(task: TaskSpec) -> dict[str, Any]:
 
 
 def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
-    adaptive = ModeParams.from_dict(read_policy(policy_path("best_adaptive", task.task_id)))
-    static = ServeAction.from_dict(read_policy(policy_path("best_static", task.task_id))["action"])
+    adaptive = read_switching_policy(policy_path("best_adaptive", task.task_id))
+    static = read_constant_policy(policy_path("best_static", task.task_id))
     return ablate(task, adaptive, static, budget)
 
 
@@ -219,36 +220,35 @@ def draw_episode(task: TaskSpec, path: Path) -> None:
     """One episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
     import matplotlib.pyplot as plt
 
-    arrivals: list[float] = []
-    played = play(
+    load = load_source(task, load_tables()).draw([DRAWN_SEED], task.episode_length)
+    adaptive = run_episodes(
         task,
         make_agent("best_adaptive", task),
         [DRAWN_SEED],
         keep=("queue_requests", "ttft_p99_ms"),
-        watch=lambda t, batch: arrivals.append(float(batch.fleet.arrivals[0, t].sum())),
     )
-    naive = play(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
+    naive = run_episodes(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
     figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
-    axes[0].plot(arrivals, color="#444444", linewidth=1)
+    axes[0].plot(load.arrivals[0].sum(axis=1), color="#444444", linewidth=1)
     axes[0].set_ylabel("arrivals/s")
-    axes[1].plot(played.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[1].plot(adaptive.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
     axes[1].plot(naive.metrics["queue_requests"][:, 0], label="naive", color="#b0b0b0")
     axes[1].set_ylabel("queue")
     axes[1].legend(fontsize=7)
-    axes[2].plot(played.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[2].plot(adaptive.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
     axes[2].plot(naive.metrics["ttft_p50_ms"][:, 0], label="naive", color="#b0b0b0")
     axes[2].axhline(task.slo_target_ms, color="#b22222", linestyle="--", linewidth=1, label="objective")
     axes[2].set_yscale("log")
     axes[2].set_ylabel("TTFT p50, ms")
     axes[2].legend(fontsize=7)
-    draw_knobs(axes[3], played)
+    draw_knobs(axes[3], adaptive)
     axes[3].set_xlabel("second of the episode")
     figure.suptitle(f"Task {task.task_id}, seed {DRAWN_SEED}: one episode of the best adaptive policy", fontsize=10)
     save(figure, path)
 
 
-def draw_knobs(axis: Any, played: Played) -> None:
-    knobs = played.actions[:, 0]
+def draw_knobs(axis: Any, results: EpisodeResults) -> None:
+    knobs = results.actions[:, 0]
     scales = {
         "kv_budget": 1.0,
         "spec_length / 8": 8.0,

@@ -1,1 +1,1 @@
-"""Episode engine: batch first, with scalar and vector faces."""
+"""Environments: the batch that steps episodes, and scalar and vector environments over it."""

@@ -1,120 +1,31 @@
-"""Actions between their three forms: the dataclass, JSON, and rows of five numbers.
+"""Actions of the serving environment as rows of five numbers: bounds, clamping and conversions.
 
-HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). The array codec for learners clamps to
-the bounds and snaps to the nearest allowed value, and says so here: a policy that explores must not crash an episode.
+These are those of :mod:`inferencegym.spaces.actions`, which remote environments use as well. The module stands where
+the plan has it; rows are written into a fleet by :class:`inferencegym.spaces.knobs.KnobKernel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Final
+from inferencegym.spaces.actions import (
+    ACTION_HIGH,
+    ACTION_LOW,
+    ACTION_SIZE,
+    FORCED,
+    action_mask,
+    from_row,
+    mask_action,
+    snap,
+    to_row,
+)
 
-import numpy as np
-from numpy.typing import NDArray
-
-from env.snapping import SnapKernel
-from inferencegym.errors import InvalidActionError
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, SPEC_LENGTHS, QuantTier, ServeAction
-from simulator.serving import SPEC_INDEX, ServingFleet
-
-ACTION_SIZE: Final = len(ACTION_FIELDS)
-ACTION_LOW: Final = np.array([f.low for f in ACTION_FIELDS.values()])
-ACTION_HIGH: Final = np.array([f.high for f in ACTION_FIELDS.values()])
-FORCED: Final = np.array([f.default for f in ACTION_FIELDS.values()])
-"""Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
-
-_SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
-# Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
-_SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[:-1]))) - 1.0
-
-
-def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
-    """True (5,) for every knob that a task offers."""
-    return np.array([name in active_actions for name in ACTION_FIELDS])
-
-
-def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Allowed actions nearest to rows of five numbers (B, 5); masked knobs take their forced values.
-
-    NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
-    ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on above 0.5.
-    """
-    if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
-        raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
-    snapped = np.empty(actions.shape)
-    _snap_kernel(tuple(mask.tolist())).snap(np.asarray(actions, dtype=np.float64), snapped)
-    return snapped
-
-
-@lru_cache(maxsize=32)
-def _snap_kernel(offered: tuple[bool, ...]) -> SnapKernel:
-    return SnapKernel(_constants(offered), {})
-
-
-def knob_writer(fleet: ServingFleet, mask: NDArray[np.bool_]) -> SnapKernel:
-    """Writes rows of five numbers into a fleet's knobs as :func:`snap` and :func:`write_actions` would."""
-    knobs = {
-        "kv_budget": fleet.kv_budget,
-        "spec": fleet.spec_index,
-        "batch_size": fleet.batch_size,
-        "disagg": fleet.disagg,
-        "tier": fleet.tier,
-    }
-    return SnapKernel(_constants(mask.tolist()), knobs)
-
-
-def _constants(offered: Sequence[bool]) -> dict[str, NDArray[Any]]:
-    return {
-        "low": ACTION_LOW,
-        "high": ACTION_HIGH,
-        "forced": FORCED,
-        "offered": np.array(offered, dtype=np.int64),
-        "spec_values": _SPEC_VALUES,
-        "spec_edges": _SPEC_EDGES,
-    }
-
-
-def write_actions(fleet: ServingFleet, actions: NDArray[np.float64]) -> None:
-    """Set the knobs of all rows from allowed actions (B, 5)."""
-    fleet.kv_budget[:] = actions[:, 0]
-    fleet.spec_index[:] = np.searchsorted(_SPEC_VALUES, actions[:, 1])
-    fleet.batch_size[:] = actions[:, 2]
-    fleet.disagg[:] = actions[:, 3]
-    fleet.tier[:] = actions[:, 4]
-
-
-def write_action(fleet: ServingFleet, row: int, action: ServeAction) -> None:
-    """Set the knobs of one row from a valid action."""
-    fleet.kv_budget[row] = action.kv_budget
-    fleet.spec_index[row] = SPEC_INDEX[action.spec_length]
-    fleet.batch_size[row] = action.batch_size
-    fleet.disagg[row] = action.prefill_disagg
-    fleet.tier[row] = action.quant_tier.value
-
-
-def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
-    """The action with the knobs that a task does not offer set to their forced values."""
-    if len(active_actions) == ACTION_SIZE:
-        return action
-    return ServeAction(
-        kv_budget=action.kv_budget if "kv_budget" in active_actions else NAIVE_ACTION.kv_budget,
-        spec_length=action.spec_length if "spec_length" in active_actions else NAIVE_ACTION.spec_length,
-        batch_size=action.batch_size if "batch_size" in active_actions else NAIVE_ACTION.batch_size,
-        prefill_disagg=action.prefill_disagg if "prefill_disagg" in active_actions else NAIVE_ACTION.prefill_disagg,
-        quant_tier=action.quant_tier if "quant_tier" in active_actions else NAIVE_ACTION.quant_tier,
-    )
-
-
-def to_row(action: ServeAction) -> NDArray[np.float64]:
-    """The five numbers of an action."""
-    return np.array(
-        [action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value],
-        dtype=np.float64,
-    )
-
-
-def from_row(row: NDArray[np.float64]) -> ServeAction:
-    """The action of five allowed numbers."""
-    kv, spec, batch, disagg, tier = row.tolist()
-    return ServeAction(kv, int(spec), int(batch), disagg >= 0.5, QuantTier(int(tier)))
+__all__ = [
+    "ACTION_HIGH",
+    "ACTION_LOW",
+    "ACTION_SIZE",
+    "FORCED",
+    "action_mask",
+    "from_row",
+    "mask_action",
+    "snap",
+    "to_row",
+]

@@ -1,49 +1,43 @@
-"""The only code that steps serving episodes: B rows of one task at once. Scalar and vector faces are thin."""
+"""Batch of serving episodes: the only code that steps them, under the scalar and the vector environment."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import action_mask, knob_writer
-from env.observation import OBSERVATION_SIZE, ObservationKernel
+from env.observation import ObservationKernel
 from env.reward import RewardKernel
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
+from env.threads import CORES, RowRange, split_rows
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.spaces.actions import action_mask
+from inferencegym.spaces.knobs import KnobKernel
+from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
-from simulator.workload import Workload, traffic_of
+from simulator.workload import load_source
 
 ROWS_PER_THREAD: Final = 128
-"""Rows that are worth a thread of their own: a step of so many takes several times what handing them over costs."""
+"""Rows worth a thread of their own: one step of so many takes several times what handing them to a thread costs."""
 DRAWN_TOGETHER: Final = 64
 """Episodes whose workloads are drawn together: enough to share the work, few enough to stay in cache."""
 ROWS_PER_BLOCK: Final = 64
-"""Rows that play several steps together: few enough that what they remember stays in the processor's cache."""
-_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    """Threads for all large batches of this process, started when the first one steps."""
-    return ThreadPoolExecutor(max_workers=max(1, _CORES - 1), thread_name_prefix="serving-batch")
+"""Rows that take several steps together: few enough for their state to stay in the processor's cache."""
 
 
 class ServingBatch:
-    """B episodes of one task, stepping together; rows are independent and identical to the same episode alone.
+    """B episodes of one task that step together; a row equals the same episode alone, to the last bit.
 
     ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]``
-    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b plays
-    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same traffic. Each row records the
-    latencies of its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them).
+    (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b has
+    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same requests. Each row records the
+    latencies of its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them). A large batch is
+    split over at most ``n_threads`` threads (None: as many as there are cores); the result is the same.
     """
 
     def __init__(
@@ -55,23 +49,28 @@ class ServingBatch:
         calibration: Calibration | None = None,
         n_loads: int | None = None,
         record: int = 0,
+        n_threads: int | None = None,
     ) -> None:
+        if n_threads is not None and n_threads < 1:
+            raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1")
         self.task = task
         self.n_rows = n_rows
         self.config = config or task.config()
         self.tables = tables or load_tables()
         self.calibration = calibration or get_calibration(task.task_id)
         self.n_loads = n_rows if n_loads is None else n_loads
-        self.traffic = traffic_of(task, self.tables)
+        self.load_source = load_source(task, self.tables)
         params = params_of(task, self.tables, self.calibration.price)
         self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads, record)
         self.metric: Mapping[str, FloatArray] = self.fleet.metric
         self.mask = action_mask(task.active_actions)
-        self._knobs = knob_writer(self.fleet, self.mask)
+        self.knobs = KnobKernel(self.mask.tolist(), self.fleet)
         self.seeds = np.full(self.n_loads, -1, dtype=np.int64)
         self.observation = np.zeros((n_rows, OBSERVATION_SIZE))
         self.reward = np.zeros(n_rows)
         self.reward_terms = np.zeros((4, n_rows))
+        self._n_threads = CORES if n_threads is None else n_threads
+        self._all_rows: list[RowRange] = [(0, n_rows)]
         self._observe = self._observation_kernel()
         self._reward = self._reward_kernel()
 
@@ -94,59 +93,57 @@ class ServingBatch:
         restart (which needs one workload per row).
         """
         chosen = range(self.n_loads) if rows is None else list(rows)
-        playing = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
-        for at in range(0, len(playing), DRAWN_TOGETHER):
+        started = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
+        length = self.config.episode_length
+        for at in range(0, len(started), DRAWN_TOGETHER):
             some = chosen[at : at + DRAWN_TOGETHER]
-            self.fleet.set_load(some, self._drawn(playing[at : at + DRAWN_TOGETHER]))
-            self.seeds[some] = playing[at : at + DRAWN_TOGETHER]
+            self.fleet.set_load(some, self.load_source.draw(started[at : at + DRAWN_TOGETHER], length))
+            self.seeds[some] = started[at : at + DRAWN_TOGETHER]
         self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
         self._write_first(range(self.n_rows) if rows is None else chosen)
         return self.observation
 
-    def _drawn(self, seeds: list[int]) -> Workload:
-        if len(seeds) == 1:
-            return self.traffic.draw(seeds[0], self.config.episode_length)
-        return self.traffic.draw_many(seeds, self.config.episode_length)
-
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
-        """Play one second with these actions (B, 5) and return the observations (B, 14).
+        """Take one step of one second with these actions (B, 5) and return the observations (B, 14).
 
-        Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
+        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if
+        a row has ended.
         """
-        self._check_playable()
+        self._check_steps_left()
         self.write_knobs(actions)
-        self.advance_all()
+        self.advance_rows()
         return self.observation
 
     def write_knobs(self, actions: NDArray[np.float64]) -> None:
         """Set the knobs of all rows to the allowed actions nearest to these (B, 5)."""
         if actions.shape != (self.n_rows, len(self.mask)):
             raise InvalidActionError("actions", actions.shape, f"an array of shape ({self.n_rows}, {len(self.mask)})")
-        self._knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
+        self.knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
 
-    def play(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
-        """Play K seconds with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
+    def step_many(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
+        """Take K steps with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
 
         ``rewards`` (K, B) is written. ``observations`` is (K, B, 14) for those of every second, or (1, B, 14) for the
-        last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action; nothing is played
-        then.
+        last ones alone. Raises :class:`EpisodeDoneError` if a row would end before its last action, and
+        then takes no step.
         """
         actions = np.asarray(actions, dtype=np.float64)
         if actions.ndim != 3 or actions.shape[1:] != (self.n_rows, len(self.mask)):
             raise InvalidActionError(
                 "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
             )
-        self._check_playable(len(actions))
-        self._on_cores(ROWS_PER_BLOCK, partial(self._play_rows, actions, observations, rewards))
+        self._check_steps_left(len(actions))
+        work = partial(self._step_block, actions, observations, rewards)
+        split_rows(work, self._all_rows, ROWS_PER_BLOCK, self._n_threads)
 
-    def _play_rows(
+    def _step_block(
         self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int
     ) -> None:
         n_steps, every = len(rewards), len(observations) == len(rewards)
         for lo in range(first, end, ROWS_PER_BLOCK):
             hi = min(lo + ROWS_PER_BLOCK, end)
             for k in range(n_steps):
-                self._knobs.write(actions[k], lo, hi)
+                self.knobs.write(actions[k], lo, hi)
                 self.advance(lo, hi)
                 rewards[k, lo:hi] = self.reward[lo:hi]
                 if every:
@@ -154,34 +151,18 @@ class ServingBatch:
             if not every:
                 observations[0, lo:hi] = self.observation[lo:hi]
 
-    def advance_all(self) -> None:
-        """Play one second in every row; a large batch is split over the processor's cores.
-
-        The compiled kernels run without the interpreter's lock and rows never touch each other, so the result does not
-        depend on the split.
-        """
-        self._on_cores(ROWS_PER_THREAD, self.advance)
-
-    def _on_cores(self, rows_each: int, work: Callable[[int, int], None]) -> None:
-        """Do ``work(lo, hi)`` for all rows, in as many parts as there are cores and ``rows_each`` rows for each."""
-        parts = min(_CORES, self.n_rows // rows_each)
-        if parts < 2:
-            work(0, self.n_rows)
-            return
-        edges = [self.n_rows * i // parts for i in range(parts + 1)]
-        others = [_threads().submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
-        work(edges[0], edges[1])
-        for other in others:
-            other.result()
+    def advance_rows(self, rows: NDArray[np.bool_] | None = None) -> None:
+        """Take one step in all rows, or in those of the mask ``rows`` (B,), with the knobs as they stand."""
+        split_rows(self.advance, self._all_rows if rows is None else _runs(rows), ROWS_PER_THREAD, self._n_threads)
 
     def advance(self, lo: int = 0, hi: int | None = None) -> None:
-        """Play one second in rows ``lo`` to ``hi`` with the knobs as they stand in the fleet."""
+        """Take one step in rows ``lo`` to ``hi``, in this thread, with the knobs as they stand."""
         hi = self.n_rows if hi is None else hi
         self.fleet.step(lo, hi)
         self._reward.compute(lo, hi)
         self._observe.write(lo, hi)
 
-    def _check_playable(self, n_steps: int = 1) -> None:
+    def _check_steps_left(self, n_steps: int = 1) -> None:
         if self.seeds[0] < 0:
             raise NotResetError("step before reset: call reset first")
         ends = self.time + n_steps > self.config.episode_length
@@ -192,7 +173,7 @@ class ServingBatch:
             raise EpisodeDoneError(f"row {row}: {said}; reset it to start the next one")
 
     def _write_first(self, rows: Iterable[int]) -> None:
-        """An idle fleet with the naive knobs: what an agent sees before its first action."""
+        """Write the first observations: an idle fleet with the naive knobs."""
         index = np.fromiter(rows, dtype=np.int64)
         self.fleet.metrics[:, index] = 0.0
         first = idle_metrics(self.fleet)
@@ -235,8 +216,14 @@ class ServingBatch:
         return RewardKernel(constants, {**arrays, "reward": self.reward, "terms": self.reward_terms})
 
 
+def _runs(rows: NDArray[np.bool_]) -> list[RowRange]:
+    """Ranges of consecutive rows that are set in a mask (B,)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], rows, [False]))))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
 def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
-    """Metrics of an empty fleet with the naive knobs: one request at a time, nothing waiting."""
+    """Metrics of an idle fleet with the naive knobs: one request at a time, an empty queue."""
     params = fleet.params
     tables, stats = params.tables, params.stats
     scalars = params.constants

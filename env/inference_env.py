@@ -1,4 +1,4 @@
-"""``InferenceEnv``: one serving episode, a batch of one."""
+"""Scalar serving environment: one episode, a batch of one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from env.action import mask_action, write_action
 from env.batch import ServingBatch
-from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
+from inferencegym.seeds import check_seed
+from inferencegym.spaces.actions import mask_action
+from inferencegym.spaces.observations import to_observation
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
 from simulator.coverage import fleet_support
 from simulator.tables import ServingTables, load_tables
 from simulator.trace_sim import TraceSimulator
-from simulator.workload import check_seed, prompt_bucket
+from simulator.workload import prompt_bucket
 
 REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
 
@@ -54,13 +55,18 @@ class InferenceEnv:
 
     @property
     def task_id(self) -> TaskId:
-        """Id of the task being played."""
+        """Id of the task."""
         return self.task.task_id
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """The steps played so far: ``{"timestep", "action", "reward", "metrics"}`` each, as graders read them."""
+        """The steps taken so far: ``{"timestep", "action", "reward", "metrics"}`` each, as graders read them."""
         return self._episode_log
+
+    @property
+    def episode_length(self) -> int:
+        """Steps of a whole episode."""
+        return self.config.episode_length
 
     @property
     def done(self) -> bool:
@@ -95,11 +101,11 @@ class InferenceEnv:
         return self.observation()
 
     def step(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool, dict[str, Any]]:
-        """Play one second; return observation, reward, done and info: :meth:`play` and :meth:`info`."""
+        """Take one step of one second; return observation, reward, done and :meth:`info`."""
         return *self.play(action), self.info()
 
     def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
-        """Play one second; return observation, reward and done.
+        """Take one step of one second; return observation, reward and done, without the cost of :meth:`info`.
 
         The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
         not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the
@@ -117,7 +123,7 @@ class InferenceEnv:
         else:
             action = ServeAction.from_dict(dict(action))
         applied = mask_action(action, self.task.active_actions)
-        write_action(batch.fleet, 0, applied)
+        batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()
         self.actions.append(applied_json)
@@ -131,7 +137,7 @@ class InferenceEnv:
         return self._seen, reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """More about the last step: metrics, traffic, the action as applied, support and the terms of the reward.
+        """Details of the last step: metrics, workload, the action as applied, support and the terms of the reward.
 
         Raises :class:`NotResetError` before the first step.
         """
@@ -162,7 +168,7 @@ class InferenceEnv:
         return self.config.to_dict()
 
     def workload(self) -> WorkloadState:
-        """The traffic as it stands now."""
+        """Statistics of the current load."""
         if self._batch is None:
             raise NotResetError("no workload before reset: call reset() first")
         return self._workload(self.observation())
@@ -181,13 +187,13 @@ class InferenceEnv:
 
     @property
     def workload_phase(self) -> str:
-        """Phase of the last second played: warmup, steady, burst or cooldown."""
+        """Phase of the last second: warmup, steady, burst or cooldown."""
         if self._batch is None:
             return PHASES[0]
         return PHASES[self._batch.fleet.phase.item(0, max(0, len(self.actions) - 1))]
 
     def state(self) -> dict[str, Any]:
-        """Metadata of the episode, JSON-able."""
+        """Metadata of the episode as JSON."""
         return {
             "session_id": self.session_id,
             "family": self.family,

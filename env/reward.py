@@ -22,7 +22,7 @@ TTFT_CEILING_MS = 5000.0
 
 
 class RewardKernel:
-    """Rewards of rows of a fleet batch.
+    """Kernel that writes the rewards of rows of a fleet batch.
 
     ``reward`` (B,) and ``terms`` (4, B), in the order T, L, V, C, are written; the metric arrays (B,) are only read.
     """

@@ -22,21 +22,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from grader.verify import RELATIVE_TOLERANCE, Entry, Replay
-from inferencegym.errors import DataFormatError, EpisodeDoneError, ForgedLogError, InvalidActionError
+from grader.verify import RELATIVE_TOLERANCE, replayed_score
+from inferencegym.errors import DataFormatError, ForgedLogError
 from inferencegym.tasks import TaskId
+
+if TYPE_CHECKING:
+    from env.family import Family
 
 FORMAT: Final = 1
 MAX_NAME: Final = 64
 IDENTITY: Final = ("release", "table_sha256", "constants_sha256")
 """Keys by which a line or a log names the simulator that gave its numbers."""
-
-Score = Callable[[TaskId, Sequence[Entry]], float]
-"""The score of a log: a family's grader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,35 +147,14 @@ def checked_name(name: str) -> str:
     return name
 
 
-def replayed_score(
-    task_id: TaskId, seed: int, actions: Sequence[Mapping[str, Any]], replay: Replay, score: Score
-) -> float:
-    """Score of a whole episode in the task's own configuration, by playing it.
-
-    Raises :class:`ForgedLogError` if the actions are not those of one whole episode.
-    """
-    try:
-        replayed = replay(task_id, seed, None, actions)
-    except EpisodeDoneError as error:
-        raise ForgedLogError(f"there are more actions than the episode has steps: {error}") from error
-    except InvalidActionError as error:
-        raise ForgedLogError(f"an action is none that the environment takes: {error}") from error
-    if not replayed.done:
-        raise ForgedLogError(
-            f"the actions end at step {len(actions)} of {replayed.episode_length}: only whole episodes count",
-            step=len(actions),
-        )
-    return score(task_id, replayed.log)
-
-
-def check_submission(submission: Submission, simulator: Simulator, replay: Replay, score: Score) -> None:
+def check_submission(submission: Submission, simulator: Simulator, family: Family) -> None:
     """Return if replaying the actions gives the score.
 
     Raises :class:`ForgedLogError` if it gives another, and :class:`DataFormatError` if another release, table or
     calibration was played, which this one cannot judge.
     """
     submission.simulator.must_be(simulator)
-    true = replayed_score(submission.task_id, submission.seed, submission.actions, replay, score)
+    true = replayed_score(family, submission.task_id, submission.seed, submission.actions)
     if not math.isclose(submission.score, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=RELATIVE_TOLERANCE):
         why = f": {UNNAMED}" if submission.simulator.constants_sha256 is None else ""
         raise ForgedLogError(

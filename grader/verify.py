@@ -1,18 +1,19 @@
-"""Is a log what its episode really gave? Compared with a replay of its own actions, step by step.
+"""Verification of episode logs by replay: the actions are played again and every number is compared.
 
 An episode is (task, seed, config, actions), so a log that anybody sends can be checked by playing its actions again.
-How to replay is the caller's business: the grader knows logs, not environments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError, short_repr
 from inferencegym.tasks import TaskId
+
+if TYPE_CHECKING:
+    from env.family import EpisodeEnv, Family
 
 RELATIVE_TOLERANCE: Final = 1e-9
 """Room for the digits that a log may lose on its way through text; the replay itself is exact."""
@@ -22,47 +23,49 @@ Entry = Mapping[str, Any]
 ENTRY_KEYS: Final = ("timestep", "action", "reward", "metrics")
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What playing the actions gave: the log that it wrote, and whether the episode was over after the last of them."""
-
-    log: Sequence[Entry]
-    done: bool
-    episode_length: int
-
-
-class Replay(Protocol):
-    """Plays an episode's actions and returns what came of it.
-
-    Raises EpisodeDoneError if an action comes after the end, InvalidActionError if one is not allowed.
-    """
-
-    def __call__(
-        self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
-    ) -> Replayed: ...
-
-
 def verify_log(
-    task_id: TaskId, seed: int, config: Mapping[str, Any] | None, episode_log: Sequence[Entry], replay: Replay
-) -> None:
-    """Return if ``episode_log`` is a whole episode as it was played.
+    family: Family, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, episode_log: Sequence[Entry]
+) -> EpisodeEnv:
+    """Replay a log's actions and return the finished episode, if the log is that whole episode as it was played.
 
     Raises :class:`ForgedLogError` naming the first step and field that differ, and :class:`MalformedLogError` if it
     does not have the form of a log at all.
     """
     entries = [_as_entry(step, entry) for step, entry in enumerate(episode_log)]
-    try:
-        replayed = replay(task_id, seed, config, [entry["action"] for entry in entries])
-    except EpisodeDoneError as error:
-        raise ForgedLogError(f"the log has more steps than its episode: {error}") from error
-    except InvalidActionError as error:
-        raise ForgedLogError(f"the log holds an action that no environment takes: {error}") from error
-    for step, (claimed, true) in enumerate(zip(entries, replayed.log, strict=True)):
+    replayed = replay_actions(family, task_id, seed, config, [entry["action"] for entry in entries])
+    for step, (claimed, true) in enumerate(zip(entries, replayed.episode_log, strict=True)):
         compare_entries(step, claimed, true)
-    if not replayed.done:
+    _must_be_whole(replayed, "the log ends")
+    return replayed
+
+
+def replay_actions(
+    family: Family, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
+) -> EpisodeEnv:
+    """Play actions in their JSON form. Raises :class:`ForgedLogError` if they are not those of one episode."""
+    try:
+        return family.replay(family.episode(task_id, seed, config, actions))
+    except EpisodeDoneError as error:
+        raise ForgedLogError(f"there are more steps than the episode has: {error}") from error
+    except InvalidActionError as error:
+        raise ForgedLogError(f"an action is not allowed: {error}") from error
+
+
+def replayed_score(family: Family, task_id: TaskId, seed: int, actions: Sequence[Mapping[str, Any]]) -> float:
+    """Score of a whole episode in the task's own configuration, by playing its actions.
+
+    Raises :class:`ForgedLogError` if the actions are not those of one whole episode.
+    """
+    replayed = replay_actions(family, task_id, seed, None, actions)
+    _must_be_whole(replayed, "the actions end")
+    return float(family.grade(task_id, replayed.episode_log)["score"])
+
+
+def _must_be_whole(episode: EpisodeEnv, what_ends: str) -> None:
+    if not episode.done:
+        taken = len(episode.actions)
         raise ForgedLogError(
-            f"the log ends at step {len(entries)} of {replayed.episode_length}: only a whole episode can be verified",
-            step=len(entries),
+            f"{what_ends} at step {taken} of {episode.episode_length}: only a whole episode can be verified", step=taken
         )
 
 

@@ -1,4 +1,4 @@
-"""Bytes of ``POST /step/batch``: a head of 40 bytes, then arrays; everything little-endian, nothing padded.
+"""Binary format of ``POST /step/batch``: a header of 40 bytes, then arrays; little-endian, without padding.
 
 A request is :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) with :data:`HOLD`. Its head::
 
@@ -50,7 +50,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchSteps:
-    """What a request asks for: ``actions`` (K, N, 5), or (1, N, 5) to hold them for all of the ``n_steps``."""
+    """Request: ``n_steps`` steps with ``actions`` (K, N, 5), or (1, N, 5) to hold them for all steps."""
 
     session_id: str
     actions: Array
@@ -61,7 +61,7 @@ class BatchSteps:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlayed:
-    """What the steps gave.
+    """Results of a request's steps.
 
     ``observations`` (K, N, 14), or (1, N, 14) for the last alone; ``rewards`` (K, N); ``done`` (K,), steps that ended
     the episodes. ``number`` counts the first of these steps from the session's reset.
@@ -76,7 +76,7 @@ class BatchPlayed:
 
 
 def encode_request(steps: BatchSteps) -> bytes:
-    """The bytes of a request; numbers are float32 or float64 as the actions are."""
+    """Bytes of a request; its numbers are float32 or float64 as those of the actions."""
     rows = np.ascontiguousarray(steps.actions, dtype=_little(steps.actions))
     flags = HOLD * (len(rows) != steps.n_steps) + LAST * steps.last
     head = REQUEST.pack(
@@ -92,7 +92,7 @@ def encode_request(steps: BatchSteps) -> bytes:
 
 
 def decode_request(body: bytes) -> BatchSteps:
-    """Read a request. Raises ValueError that says what is wrong with it."""
+    """Read a request; ValueError with the reason if it is malformed."""
     if len(body) < REQUEST.size:
         raise ValueError(f"the body has {len(body)} bytes, its head alone takes {REQUEST.size}")
     magic, size, flags, n_steps, n_rows, number, session = REQUEST.unpack_from(body)
@@ -113,7 +113,7 @@ def decode_request(body: bytes) -> BatchSteps:
 
 
 def encode_answer(played: BatchPlayed, flags: int) -> bytes:
-    """The bytes of an answer; its arrays are float32 or float64."""
+    """Bytes of an answer; its arrays are float32 or float64."""
     head = ANSWER.pack(
         MAGIC,
         played.rewards.itemsize,
@@ -130,7 +130,7 @@ def encode_answer(played: BatchPlayed, flags: int) -> bytes:
 
 
 def decode_answer(body: bytes) -> BatchPlayed:
-    """Read an answer; its arrays are views of ``body``. Raises ValueError if it is none."""
+    """Read an answer; its arrays are views of ``body``. ValueError if the bytes are no answer."""
     if len(body) < ANSWER.size or body[:4] != MAGIC:
         raise ValueError("the answer is no batch of steps")
     _, size, _, n_steps, n_rows, number, n_observed, width, episodes, left = ANSWER.unpack_from(body)
@@ -143,7 +143,7 @@ def decode_answer(body: bytes) -> BatchPlayed:
 
 
 def flags_of(steps: BatchSteps) -> int:
-    """The flags that a request was sent with."""
+    """Flags of a request."""
     return HOLD * (len(steps.actions) != steps.n_steps) + LAST * steps.last
 
 

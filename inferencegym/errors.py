@@ -1,4 +1,4 @@
-"""The exception tree. Every class carries a stable ``code`` (for programs) and the HTTP status a server answers with.
+"""Exceptions of this package. Each class has a stable ``code`` for programs and the HTTP status of its answer.
 
 ``InferenceGymError``
     ``InvalidActionError``      an action field is missing, of the wrong type or out of range (422)
@@ -10,11 +10,12 @@
     ``StepConflictError``       another action was already accepted for this step (409)
     ``MalformedLogError``       an episode log does not have the documented form (422)
     ``ForgedLogError``          a log disagrees with the replay of its own actions (422)
-    ``DataFormatError``         an input file cannot be read as what it claims to be (422)
+    ``DataFormatError``         an input file is not in the format that it claims, or an output cannot be written (422)
     ``TableError``              the lookup table is missing, damaged or of another version (503)
     ``StoreError``              the session store cannot answer now (503)
     ``CapacityError``           the server holds as many sessions as it may (503)
-    ``RemoteError``             a server that this program talks to refused a request or cannot be reached (502)
+    ``RemoteError``             another server refused a request or cannot be reached (502)
+        ``ServerUnavailableError``  no usable answer after all retries (502)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import ClassVar, Final
 
 
 def short_repr(value: object, limit: int = 80) -> str:
-    """A value as messages show it: of what a stranger sent no more than a message needs, and found as quickly."""
+    """Bounded repr for error messages: at most ``limit`` characters, fast for huge values too."""
     try:
         text = _REPR.repr(value)
     except ValueError:  # Python writes out no integer of more than some thousand digits
@@ -33,12 +34,12 @@ def short_repr(value: object, limit: int = 80) -> str:
 
 
 _REPR: Final = Repr()
-# More than any message shows, of what may be megabytes.
+# Above any limit in use, and far below the size of values that may come from outside.
 vars(_REPR).update(maxlist=40, maxtuple=40, maxdict=40, maxstring=200, maxother=200, maxlong=200, maxlevel=3)
 
 
 class InferenceGymError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of all exceptions of this package."""
 
     code: ClassVar[str] = "error"
     http_status: ClassVar[int] = 500
@@ -107,10 +108,10 @@ class MalformedLogError(InferenceGymError, ValueError):
 
 
 class ForgedLogError(InferenceGymError, ValueError):
-    """A log disagrees with the replay of its own actions; the message names the first step that does. (HTTP 422)
+    """A log disagrees with the replay of its own actions; the message names the first step that differs. (HTTP 422)
 
     ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the
-    disagreement is not one of a single entry.
+    disagreement concerns the log as a whole.
     """
 
     code = "forged_log"
@@ -123,7 +124,7 @@ class ForgedLogError(InferenceGymError, ValueError):
 
 
 class DataFormatError(InferenceGymError, ValueError):
-    """An input file cannot be read as what it claims to be; nothing was written. (HTTP 422)"""
+    """An input file is not in the format that it claims, or an output file cannot be written. (HTTP 422)"""
 
     code = "data_format"
     http_status = 422
@@ -151,9 +152,9 @@ class CapacityError(InferenceGymError, RuntimeError):
 
 
 class RemoteError(InferenceGymError, RuntimeError):
-    """A server that this program talks to refused a request or cannot be reached. (HTTP 502)
+    """Another server refused a request or cannot be reached. (HTTP 502)
 
-    ``status`` is the HTTP status of its answer, None where there was none.
+    ``status`` is the HTTP status of its answer, None without an answer.
     """
 
     code = "remote"
@@ -165,9 +166,6 @@ class RemoteError(InferenceGymError, RuntimeError):
 
 
 class ServerUnavailableError(RemoteError, ConnectionError):
-    """The server could not be reached, or answered with no sense, however often it was asked; nothing is lost there.
-
-    (HTTP 502)
-    """
+    """The server gave no usable answer after all retries; nothing is lost on it. (HTTP 502)"""
 
     code = "server_unavailable"

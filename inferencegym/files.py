@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: a reader sees the old one or the new one, never half of it."""
+"""Atomic file writes: a reader sees the old content or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inferencegym.errors import DataFormatError
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` to write to; it takes the place of ``path`` when the block ends without error.
+    """Context with a temporary path beside ``path``, which replaces ``path`` when the block ends without error.
 
-    The suffix is that of ``path``. Raises :class:`DataFormatError` if the file cannot be written.
+    It has the suffix of ``path``. Raises :class:`DataFormatError` if the file cannot be written.
     """
     path = Path(path)
     temporary = _beside(path)
@@ -32,12 +32,12 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def require_writable(path: str | Path) -> None:
-    """Raise :class:`DataFormatError` if no file can be written there: said before the work, not after it."""
+    """Raise :class:`DataFormatError` if no file can be written there; called before long work."""
     _beside(Path(path)).unlink()
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder, made if there is none. Raises :class:`DataFormatError` if it cannot be made or written to."""
+    """Make a folder unless it exists, and return it; :class:`DataFormatError` if files cannot be written to it."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ def make_folder(path: str | Path) -> Path:
     return path
 
 
-def make_place(path: str | Path) -> None:
-    """:func:`require_writable` of a file whose folder is made if there is none."""
+def prepare_output(path: str | Path) -> None:
+    """Make the folder of a file unless it exists, and raise :class:`DataFormatError` if it cannot be written."""
     make_folder(Path(path).parent)
     require_writable(path)
 
@@ -70,7 +70,7 @@ def _unwritable(path: Path, error: OSError) -> DataFormatError:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write UTF-8 text as a whole."""
+    """Write UTF-8 text atomically and return the path."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)

@@ -1,4 +1,4 @@
-"""Gymnasium environments over both families; importing this module registers them.
+"""Gymnasium environments of both families; importing this module registers their ids.
 
     import gymnasium, inferencegym.gym
     env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action="discrete")
@@ -6,14 +6,15 @@
 
 One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. With ``inferencegym.gym:`` before it, an id
 makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
-formats of observations and actions are those of :mod:`env.spaces`, autoreset modes and seeds those of
-:mod:`env.vector_env`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` play the same episodes on a server.
+formats of observations and actions are those of :mod:`inferencegym.spaces.formats`, autoreset modes those of
+:mod:`inferencegym.vector_env`, seeds those of :mod:`inferencegym.seeds`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` (from
+:mod:`inferencegym.client.gym`) play the same episodes on a server, under the id :data:`REMOTE_ID`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -21,36 +22,37 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.autoreset import episode_seed
+from env.family import Family, GymCodec, GymFaces, TaskEntry
 from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic.env import TrafficBatch
-from env.vector_env import (
+from env.vector_env import VectorInferenceEnv
+from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
+from inferencegym.errors import InvalidConfigError
+from inferencegym.families import FAMILIES
+from inferencegym.models import SPEC_LENGTHS
+from inferencegym.seeds import SeedSeries, episode_seed
+from inferencegym.tasks import Calibration, TaskId
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
+from inferencegym.vector_env import (
     AutoresetVectorEnv,
     BoolArray,
     Float32Array,
     FloatArray,
     Info,
-    VectorInferenceEnv,
+    register,
     registered_id,
 )
-from inferencegym.client.gym import HTTPGymEnv, HTTPVectorEnv
-from inferencegym.errors import InvalidConfigError
-from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import Calibration, TaskId, list_tasks
-from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, list_traffic_tasks, traffic_config
 from simulator.tables import ServingTables
 from simulator.traffic import QUEUE_LATENCY_MS
 
-REMOTE_ID: Final = registered_id("HTTP")
-"""Any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
-
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """One episode of a serving task at a time; a row of :class:`env.vector_env.VectorInferenceEnv`.
+    """One serving episode at a time; a batch of one of :class:`env.vector_env.VectorInferenceEnv`.
 
     ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them,
-    and ``seed``. ``reset(seed=s)`` plays seed ``s``; resets without a seed then play ``episode_seed(s, 1)``, ``(s, 2)``
-    and so on. The end is ``terminated``: the episode's length is part of the task.
+    and ``seed``. ``reset(seed=s)`` starts the episode of seed ``s``; later resets without a seed start those of
+    ``episode_seed(s, 1)``, ``episode_seed(s, 2)`` and so on. The end is ``terminated``: the episode's length is part of
+    the task.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -83,7 +85,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """The episode so far, as graders and ``POST /grader`` read it."""
+        """Steps of the episode so far, in the form that graders and ``POST /grader`` read."""
         return self._log
 
     def reset(
@@ -96,7 +98,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         return observation[0], {"timestep": 0, "seed": int(self._rows.seeds[0])}
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Play one second."""
+        """Take one step of one second."""
         observation, reward, ended, _, _ = self._rows.step(np.asarray(action)[None])
         batch = self._rows.batch
         info = {
@@ -118,11 +120,11 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         return observation[0], value, bool(ended[0]), False, info
 
     def close(self) -> None:
-        """Release what the rows hold."""
+        """Release the batch and its threads."""
         self._rows.close()
 
     def _knobs(self) -> dict[str, Any]:
-        """The knobs as they stand in the fleet, in JSON form."""
+        """Knobs that the fleet uses, in JSON form."""
         fleet = self._rows.batch.fleet
         return {
             "kv_budget": float(fleet.kv_budget[0]),
@@ -139,7 +141,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 class VectorTrafficGymEnv(AutoresetVectorEnv):
     """``num_envs`` episodes of one traffic task; actions are indices of ``ACTION_NAMES``.
 
-    A crash is ``terminated``; running out of steps, where the server would go on, is ``truncated``. The tasks have no
+    A crash is ``terminated``; the end of the steps, with the server still up, is ``truncated``. The tasks have no
     randomness, so a seed changes nothing. Observations are the seven fields of the state, ``"raw"`` or ``"normalised"``
     (rate by capacity, queue by its limit, latency by ten times the base, step by the episode's length). ``info`` holds
     ``metrics`` (name -> (B,)) where ``info["_metrics"]`` is set (a row that has just been started has none) and, where
@@ -179,7 +181,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         self.batch.reset(rows)
         self._measured = self._measured & ~(self._everywhere if rows is None else rows)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         result = self.batch.step(actions)  # ended rows stay as they are
         self._metrics = result.metrics
         self._measured = self._everywhere if rows is None else rows
@@ -204,7 +206,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
 
 
 class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
-    """One episode of a traffic task at a time; a row of :class:`VectorTrafficGymEnv`."""
+    """One traffic episode at a time; a batch of one of :class:`VectorTrafficGymEnv`."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
 
@@ -227,7 +229,7 @@ class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
         return observation[0], {}
 
     def step(self, action: int) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Let one share of the next second's requests through."""
+        """Take one step of one second with the index of an action."""
         observation, reward, terminated, truncated, info = self._rows.step(np.array([action]))
         one: dict[str, Any] = {name: values[0].item() for name, values in info["metrics"].items()}
         if terminated[0] or truncated[0]:
@@ -262,32 +264,70 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
     return np.array([scale.get(name, 1.0) for name in STATE_FIELDS], dtype=np.float64)
 
 
+# ---------------------------------------------------------------- any family
+
+
+class EpisodeGymEnv(gymnasium.Env[Any, Any]):
+    """One episode at a time of any family whose record has a :class:`env.family.GymCodec`.
+
+    ``info`` is the family's own, with ``seed``; seeds of resets are those of
+    :func:`inferencegym.seeds.episode_seed`. The end is ``terminated``: the episode's length is part of the task.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+
+    def __init__(self, family: str, task_id: TaskId, *, config: Mapping[str, Any] | None = None) -> None:
+        codec = FAMILIES[family].gym
+        if not isinstance(codec, GymCodec):
+            raise InvalidConfigError(f"family {family!r} has Gymnasium environments of its own")
+        FAMILIES[family].check_config(task_id, config)
+        self._codec = codec
+        self._task_id, self._config = task_id, config
+        self._episode = FAMILIES[family].make()
+        self._series = SeedSeries(1)
+        self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        _, [playing] = self._series.next([seed])
+        first = self._episode.reset(seed=playing, task_id=self._task_id, config=self._config)
+        return self._codec.encode(first), {"seed": playing}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Play one step."""
+        observation, reward, done, info = self._episode.step(self._codec.decode(action))
+        return self._codec.encode(observation), reward, done, False, {**info, "seed": self._episode.seed}
+
+    @property
+    def episode_log(self) -> list[dict[str, Any]]:
+        """The episode so far, as graders and ``POST /grader`` read it."""
+        return self._episode.episode_log
+
+
 # ---------------------------------------------------------------- registration
 
 
 def register_envs() -> None:
-    """Register one id per task of both families and :data:`REMOTE_ID`; ids that are registered stay as they are."""
-    for task in list_tasks(include_recorded=True):
-        _register(registered_id(task.gym_id), "InferenceGymEnv", "VectorInferenceEnv", task_id=task.task_id)
-    for traffic in list_traffic_tasks():
-        _register(registered_id(traffic.gym_id), "TrafficGymEnv", "VectorTrafficGymEnv", task_id=traffic.task_id)
-    _register(REMOTE_ID, "HTTPGymEnv", "HTTPVectorEnv")
+    """Register one id per task of every family; ids that are registered stay as they are."""
+    for family in FAMILIES.values():
+        for task in family.tasks():
+            _register_task(family, task)
 
 
-def _register(env_id: str, scalar: str, vector: str, **kwargs: Any) -> None:
-    if env_id not in gymnasium.registry:
-        gymnasium.register(
-            id=env_id,
-            entry_point=f"inferencegym.gym:{scalar}",
-            vector_entry_point=f"inferencegym.gym:{vector}",
-            kwargs=kwargs,
-        )
+def _register_task(family: Family, task: TaskEntry) -> None:
+    env_id = registered_id(task.gym_id)
+    if isinstance(family.gym, GymFaces):
+        register(env_id, family.gym.scalar, family.gym.vector, task_id=task.task_id)
+    elif family.gym is not None:
+        register(env_id, "inferencegym.gym:EpisodeGymEnv", None, family=family.name, task_id=task.task_id)
 
 
 register_envs()
 
 __all__ = [
     "REMOTE_ID",
+    "EpisodeGymEnv",
     "HTTPGymEnv",
     "HTTPVectorEnv",
     "InferenceGymEnv",

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Annotated, Any, Final, Protocol, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -42,6 +43,16 @@ class Allowed(str):
     __slots__ = ()
 
 
+class FieldError(ValueError):
+    """Raised by a validator of a whole message: names the field at fault, its value and what is allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = _whole(value)
+        self.allowed = allowed
+        super().__init__(f"{field} must be {allowed}")
+
+
 def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
@@ -60,31 +71,58 @@ CHOICE: Final = BeforeValidator(_no_flag)
 """Annotation of literal numbers: to Python, true is 1."""
 
 
-def read(model: type[M], value: object, refusal: Refusal, at: str = "") -> M:
-    """``value`` as a message. Raises what ``refusal`` makes of the first field at fault; ``at`` precedes its path."""
+def read(model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = None) -> M:
+    """``value`` as a message. Raises what ``refusal`` makes of the first field at fault; ``at`` precedes its path.
+
+    ``missing`` is what ``refusal`` gets as the value of a required field that is not there.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise explain(model, error, refusal, at) from None
+        raise explain(model, error, refusal, at, missing) from None
 
 
-def explain(model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str = "") -> Exception:
+def explain(
+    model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str = "", missing: object = None
+) -> Exception:
     """The exception for a pydantic error: unknown fields first, since a misspelt field is also a missing one."""
     problems = error.errors(include_url=False)
-    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
-    loc, found = problem["loc"], problem["input"]
-    if problem["type"] == "extra_forbidden":
+    problem = next((one for one in problems if one["type"] in _UNKNOWN), None) or _sharpest(model, problems)
+    loc, found, context = problem["loc"], problem["input"], problem.get("ctx", {})
+    if problem["type"] in _UNKNOWN:
         known = list(_model_at(model, loc[:-1]).model_fields)
-        return refusal(_path(at, loc), found, left_out(str(loc[-1]), known))
-    if problem["type"] == "value_error":
-        # Raised by a validator of ours, which says itself what is allowed.
-        return refusal(_path(at, _known_part(model, loc)), found, str(problem["ctx"]["error"]))
-    if problem["type"] == "missing":
-        found = None
+        name = str(loc[-1])
+        return refusal(_path(at, (*_known_part(model, loc[:-1]), name)), found, left_out(name, known))
     path = _known_part(model, loc)
+    cause = context.get("error")
+    if isinstance(cause, FieldError):
+        return refusal(_path(_path(at, path), (cause.field,)), cause.value, cause.allowed)
+    if isinstance(cause, Exception):
+        # Raised by a validator of one field, which says itself what is allowed.
+        return refusal(_path(at, path), found, str(cause))
+    if problem["type"] == "union_tag_invalid":
+        key = str(context["discriminator"]).strip("'")
+        return refusal(_path(at, (*path, key)), found[key], _allowed_tags(context["expected_tags"]))
+    if problem["type"] == "missing":
+        found = missing
     if not path and not at:
         return refusal("body", found, allowed_object(model))
     return refusal(_path(at, path), found, _allowed(model, path))
+
+
+_UNKNOWN: Final = ("extra_forbidden", "invalid_key")
+
+
+def _sharpest(model: type[BaseModel], problems: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first problem, or where a union refused: that of the branch which came furthest."""
+    path = _known_part(model, problems[0]["loc"])
+    same = [one for one in problems if _known_part(model, one["loc"])[: len(path)] == path]
+    return max(same, key=lambda one: len(_known_part(model, one["loc"])))
+
+
+def _allowed_tags(tags: str) -> str:
+    """What the tag of a union must be, of pydantic's list of them in quotes."""
+    return "one of " + tags.replace("'", "")
 
 
 def left_out(name: str, known: Sequence[str]) -> str:
@@ -97,6 +135,31 @@ def left_out(name: str, known: Sequence[str]) -> str:
 def allowed_object(model: type[BaseModel]) -> str:
     """What a message must be, in words."""
     return f"an object with the fields {', '.join(model.model_fields)}"
+
+
+def plain_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema of a model in one piece: definitions in their places, no generated titles, whole bounds as integers.
+
+    pydantic and FastAPI write bounds as doubles, and 2^63 as 9.223372036854776e+18, which is another number.
+    """
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if not isinstance(value, dict):
+            return int(value) if isinstance(value, float) and value.is_integer() else value
+        if "$ref" in value:
+            return {**plain(definitions[value["$ref"].rsplit("/", 1)[1]]), **plain(_without(value, "$ref"))}
+        return {key: plain(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}
+
+    made: dict[str, Any] = plain(schema)
+    return made
+
+
+def _without(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != key}
 
 
 # ---------------------------------------------------------------- paths and words
@@ -117,10 +180,14 @@ def _inner_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tuple[int, FieldInfo | None]]:
-    """Position in ``loc`` and field of each part that names one; pydantic adds names of unions' branches, left out."""
+    """Position in ``loc`` of each part that leads to a value, and the field where it names one.
+
+    Indices of arrays and keys of dictionaries name none. Names of unions' branches, which pydantic adds, are left out.
+    """
     models, found = [model], list[tuple[int, FieldInfo | None]]()
     for at, part in enumerate(loc):
-        if isinstance(part, int):
+        field = found[-1][1] if found else None
+        if isinstance(part, int) or (field is not None and get_origin(field.annotation) is dict):
             found.append((at, None))
             continue
         for one in models:
@@ -141,26 +208,49 @@ def _model_at(model: type[BaseModel], loc: Sequence[int | str]) -> type[BaseMode
     for _, field in _fields_along(model, loc):
         inner = [] if field is None else _inner_models(field.annotation)
         if inner:
-            names = [part for part in loc if isinstance(part, str)]
-            model = next((one for one in inner if one.__name__ in names), inner[0])
+            model = next((one for one in inner if _tags(one) & set(loc)), inner[0])
     return model
+
+
+def _tags(model: type[BaseModel]) -> set[int | str]:
+    """What pydantic's paths may call this branch of a union: its class, or the text in the field that tells it."""
+    texts = (get_args(field.annotation) for field in model.model_fields.values())
+    return {model.__name__, *(text for found in texts for text in found if isinstance(text, str))}
 
 
 @lru_cache(maxsize=1024)
 def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
     """What the value at ``path`` must be, in words."""
-    if not path:
+    fields = [(at, field) for at, field in _fields_along(model, path) if field is not None]
+    if not fields:
         return allowed_object(model)
-    fields = [field for _, field in _fields_along(model, path) if field is not None]
-    field = fields[-1]
-    for note in field.metadata:
+    last, field = fields[-1]
+    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    if field.discriminator is not None:
+        annotation = Annotated[annotation, Field(discriminator=field.discriminator)]
+    for _ in path[last + 1 :]:
+        annotation = _entries(annotation)
+    note = _note(annotation)
+    if note is not None:
+        return note
+    schema = TypeAdapter(annotation).json_schema()
+    return words(schema, schema.get("$defs", {}))
+
+
+def _entries(annotation: Any) -> Any:
+    """Annotation of the entries of an array or a dictionary, also within ``list[Row] | None``; None if it has none."""
+    if get_origin(annotation) in (list, tuple, dict, Sequence):
+        return next(part for part in reversed(get_args(annotation)) if part is not ...)
+    return next((one for part in get_args(annotation) if (one := _entries(part)) is not None), None)
+
+
+def _note(annotation: Any) -> str | None:
+    """The words of :class:`Allowed` that an annotation carries, itself or in a branch of a union."""
+    for note in getattr(annotation, "__metadata__", ()):
         if isinstance(note, Allowed):
             return str(note)
-    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    schema = TypeAdapter(annotation).json_schema()
-    if isinstance(path[-1], int):
-        schema = next((s for s in _branches(schema) if "items" in s), schema).get("items", schema)
-    return words(schema, schema.get("$defs", {}))
+    branches = get_args(annotation) if get_origin(annotation) in (Annotated, Union, UnionType) else ()
+    return next((found for part in branches if (found := _note(part)) is not None), None)
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -175,6 +265,9 @@ def words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return json.dumps(schema["const"])
     if "enum" in schema:
         return "one of " + ", ".join(str(one) for one in schema["enum"])
+    if "discriminator" in schema:
+        choice = schema["discriminator"]
+        return f"an object whose {choice['propertyName']} is one of {', '.join(choice['mapping'])}"
     branches = _branches(schema)
     if len(branches) > 1:
         return " or ".join(words(one, definitions) for one in branches if one.get("type") != "null")
@@ -182,16 +275,23 @@ def words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if kind in ("integer", "number"):
         return _number_words("an integer" if kind == "integer" else "a number", schema)
     if kind == "array":
-        low, high = schema.get("minItems"), schema.get("maxItems")
-        if low is not None and high is not None:
-            return f"an array of {low}" if low == high else f"an array of {low} to {high} entries"
-        return "an array" if high is None else f"an array of at most {high} entries"
+        return _array_words(schema, definitions)
     if kind == "object":
         fields = ", ".join(schema.get("properties", ()))
         return f"an object with the fields {fields}" if fields else "an object"
     if kind == "string":
         return "a text of at least one character" if schema.get("minLength") else "a text"
     return {"boolean": "true or false", "null": "null"}.get(str(kind), "a JSON value")
+
+
+def _array_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    low, high = schema.get("minItems", 0), schema.get("maxItems")
+    if high is None:
+        count = f" of at least {low}" if low else ""
+    else:
+        count = f" of {high}" if low == high else f" of {low} to {high}" if low else f" of at most {high}"
+    each = f", each {words(schema['items'], definitions)}" if schema.get("items") else ""
+    return f"an array{count}{each}"
 
 
 def _number_words(kind: str, schema: Mapping[str, Any]) -> str:
@@ -214,10 +314,11 @@ def _number(value: float) -> str:
 # ---------------------------------------------------------------- JSON texts
 
 
-def parse_json(text: str | bytes, refusal: type[Exception]) -> Any:
+def parse_json(text: str | bytes, refusal: type[Exception], finite: bool = True) -> Any:
     """Strict JSON: no NaN or infinity, no key repeated in one object, no integer too long to read.
 
-    Raises ``refusal`` with a sentence that follows the name of the text.
+    Unless ``finite``, NaN and infinity are read, for messages to refuse them by field. Raises ``refusal`` with a
+    sentence that follows the name of the text.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -229,6 +330,8 @@ def parse_json(text: str | bytes, refusal: type[Exception]) -> Any:
         return found
 
     def constant(name: str) -> float:
+        if not finite:
+            return float(name)
         raise refusal(f"{name} is no JSON number")
 
     try:

@@ -1,17 +1,22 @@
-"""What an agent sets, what it sees and what a step measured: the vocabulary every other room shares.
+"""Actions, observations and metrics of the serving environment as dataclasses, with bounds, units and defaults.
 
 Field names, types and order follow the published plan of InferenceGym. ``ACTION_FIELDS`` and ``OBSERVATION_FIELDS`` are
-the only home of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
+the only place of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+import pydantic
+from pydantic import BeforeValidator, ValidationError, WithJsonSchema
 
 from inferencegym.errors import InvalidActionError
+from inferencegym.messages import CHOICE, WHOLE, Allowed, Message, allowed_object, explain
 
 
 class QuantTier(Enum):
@@ -24,7 +29,7 @@ class QuantTier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One number an agent sets or sees: bounds (both included), unit, default and meaning."""
+    """One number of an action or observation: bounds (both included), unit, default and meaning."""
 
     name: str
     low: float
@@ -46,7 +51,7 @@ class Field:
 SPEC_LENGTHS: Final = (0, 1, 2, 4, 8)
 PRIORITY_CLASSES: Final = ("interactive", "batch", "best_effort")
 PROMPT_BUCKET_EDGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Edges, in tokens, that map a prompt length to its bucket 0-7 (``numpy.digitize`` semantics)."""
+"""Edges, in tokens, between the buckets 0-7 of prompt lengths (as ``numpy.digitize`` counts them)."""
 PHASES: Final = ("warmup", "steady", "burst", "cooldown")
 
 ACTION_FIELDS: Final[dict[str, Field]] = {
@@ -60,9 +65,6 @@ ACTION_FIELDS: Final[dict[str, Field]] = {
     )
 }
 """The five knobs in the order of :class:`ServeAction`; defaults are those of the naive baseline."""
-_KV_LOW, _KV_HIGH = ACTION_FIELDS["kv_budget"].low, ACTION_FIELDS["kv_budget"].high
-_BATCH_LOW, _BATCH_HIGH = ACTION_FIELDS["batch_size"].low, ACTION_FIELDS["batch_size"].high
-_TIERS: Final = tuple(QuantTier)
 
 OBSERVATION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
@@ -88,7 +90,7 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
 
 @dataclass
 class ServeAction:
-    """The five live knobs, applied to every replica of the fleet for one step of one second."""
+    """Action: the five knobs, applied to every replica of the fleet for one step of one second."""
 
     kv_budget: float
     spec_length: int
@@ -98,17 +100,30 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
-        # Almost every action is right and of the plain types; any other is looked at field by field.
-        plain = _is_plain(self.kv_budget, self.spec_length, self.batch_size, self.prefill_disagg)
-        if plain and isinstance(self.quant_tier, QuantTier):
-            return True
-        for name in ("kv_budget", "spec_length", "batch_size"):
-            check_action_number(name, getattr(self, name))
-        if not isinstance(self.prefill_disagg, bool):
-            raise InvalidActionError("prefill_disagg", self.prefill_disagg, "true or false")
+        if self._is_plain():
+            return True  # as almost every action is; any other is looked at field by field
         if not isinstance(self.quant_tier, QuantTier):
             raise InvalidActionError("quant_tier", self.quant_tier, "a QuantTier: FP16, INT8 or INT4")
+        if not isinstance(self.prefill_disagg, bool):
+            raise InvalidActionError("prefill_disagg", self.prefill_disagg, "true or false")
+        ServeAction.from_dict(vars(self))
         return True
+
+    def _is_plain(self) -> bool:
+        kv, spec, batch = self.kv_budget, self.spec_length, self.batch_size
+        # Dataclasses check no types: these may be anything.
+        flag: object = self.prefill_disagg
+        tier: object = self.quant_tier
+        return (
+            type(flag) is bool
+            and type(tier) is QuantTier
+            and type(kv) is float
+            and ACTION_FIELDS["kv_budget"].low <= kv <= ACTION_FIELDS["kv_budget"].high
+            and type(spec) is int
+            and spec in SPEC_LENGTHS
+            and type(batch) is int
+            and ACTION_FIELDS["batch_size"].low <= batch <= ACTION_FIELDS["batch_size"].high
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: ``quant_tier`` is its number 0-2."""
@@ -121,90 +136,89 @@ class ServeAction:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ServeAction:
+    def from_dict(cls, data: Mapping[str, Any]) -> ServeAction:
         """Read the JSON form; missing fields take the naive defaults.
 
         ``quant_tier`` may be a :class:`QuantTier`, 0-2 or a name; ``prefill_disagg`` a bool or 0/1. Raises
         :class:`InvalidActionError` on an unknown key, a wrong type, a non-finite number or a value out of range.
         """
-        if not isinstance(data, dict):
-            raise InvalidActionError("action", data, "an object with the fields " + ", ".join(ACTION_FIELDS))
-        # As in validate: almost every action is right and of the plain types.
-        knobs = _DEFAULTS | data
-        if len(knobs) == len(_DEFAULTS):
-            kv_budget, spec_length, batch_size, prefill_disagg, tier = knobs.values()
-            if (
-                type(tier) is int
-                and 0 <= tier < len(_TIERS)
-                and _is_plain(kv_budget, spec_length, batch_size, prefill_disagg)
-            ):
-                return cls(kv_budget, spec_length, batch_size, prefill_disagg, _TIERS[tier])
-        for key in data:
-            if key not in ACTION_FIELDS:
-                raise InvalidActionError(str(key), data[key], "left out: the fields are " + ", ".join(ACTION_FIELDS))
-        return cls(
-            kv_budget=float(check_action_number("kv_budget", data.get("kv_budget", 1.0))),
-            spec_length=int(check_action_number("spec_length", data.get("spec_length", 0))),
-            batch_size=int(check_action_number("batch_size", data.get("batch_size", 32))),
-            prefill_disagg=_parse_flag(data.get("prefill_disagg", False)),
-            quant_tier=parse_quant_tier(data.get("quant_tier", 0)),
-        )
+        try:
+            knobs = ServeActionMessage.model_validate(data)
+        except ValidationError as error:
+            raise _action_error(data, error) from None
+        tier = QuantTier(knobs.quant_tier)
+        return cls(knobs.kv_budget, knobs.spec_length, knobs.batch_size, knobs.prefill_disagg, tier)
 
 
-def _is_plain(kv_budget: object, spec_length: object, batch_size: object, prefill_disagg: object) -> bool:
-    """Whether these knobs are allowed, and exactly of the types that :class:`ServeAction` names."""
-    return (
-        type(kv_budget) is float
-        and _KV_LOW <= kv_budget <= _KV_HIGH
-        and type(spec_length) is int
-        and spec_length in SPEC_LENGTHS
-        and type(batch_size) is int
-        and _BATCH_LOW <= batch_size <= _BATCH_HIGH
-        and type(prefill_disagg) is bool
-    )
+def _action_error(data: object, error: ValidationError) -> Exception:
+    if not isinstance(data, Mapping):
+        return InvalidActionError("action", data, allowed_object(ServeActionMessage))
+    return explain(ServeActionMessage, error, InvalidActionError)
 
 
-def check_action_number(name: str, value: object) -> float:
-    """Return ``value`` if it is a number allowed for the numeric action field ``name``; raise otherwise."""
-    field = ACTION_FIELDS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidActionError(name, value, field.allowed())
-    if not field.low <= value <= field.high:  # False for NaN, so NaN is refused here too
-        raise InvalidActionError(name, value, field.allowed())
-    if name != "kv_budget" and value != int(value):
-        raise InvalidActionError(name, value, field.allowed())
-    if field.choices is not None and int(value) not in field.choices:
-        raise InvalidActionError(name, value, field.allowed())
+def _tier(value: object) -> object:
+    """The number of a tier, which may be named; anything else is left to pydantic, which refuses it."""
+    if isinstance(value, QuantTier):
+        return value.value
+    if isinstance(value, str) and value in QuantTier.__members__:
+        return QuantTier[value].value
     return value
 
 
-def parse_quant_tier(value: object) -> QuantTier:
-    """Accept a :class:`QuantTier`, its number (0-2) or its name; raise :class:`InvalidActionError` otherwise."""
-    if isinstance(value, QuantTier):
-        return value
-    if isinstance(value, str) and value in QuantTier.__members__:
-        return QuantTier[value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value in (0, 1, 2):
-        return QuantTier(int(value))
-    raise InvalidActionError("quant_tier", value, '0, 1, 2 or "FP16", "INT8", "INT4"')
+def _flag(value: object) -> object:
+    """A JSON flag: true, false, 1 or 0."""
+    return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else value
 
 
-def _parse_flag(value: object) -> bool:
-    if isinstance(value, (bool, int, float)) and value in (0, 1):
-        return bool(value)
-    raise InvalidActionError("prefill_disagg", value, "true or false")
+def bounds(field: Field) -> Any:
+    """A field of the tables below as pydantic's field: bounds, meaning and unit."""
+    high = field.high if math.isfinite(field.high) else None
+    return pydantic.Field(ge=field.low, le=high, description=f"{field.description} ({field.unit})")
+
+
+def _described(field: Field) -> Any:
+    return pydantic.Field(description=f"{field.description} ({field.unit})")
 
 
 NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
 """An engine's defaults, left alone: what the baseline plays and what missing fields of an action mean."""
-_DEFAULTS: Final = NAIVE_ACTION.to_dict()
+
+
+class ServeActionMessage(Message):
+    """JSON form of an action: five knobs; those left out take the naive baseline's values."""
+
+    kv_budget: Annotated[float, bounds(ACTION_FIELDS["kv_budget"])] = NAIVE_ACTION.kv_budget
+    spec_length: Annotated[Literal[0, 1, 2, 4, 8], CHOICE, _described(ACTION_FIELDS["spec_length"])] = 0
+    batch_size: Annotated[int, bounds(ACTION_FIELDS["batch_size"]), WHOLE] = NAIVE_ACTION.batch_size
+    prefill_disagg: Annotated[
+        bool,
+        BeforeValidator(_flag),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "enum": [0, 1]}]}),
+        _described(ACTION_FIELDS["prefill_disagg"]),
+        Allowed("true or false"),
+    ] = NAIVE_ACTION.prefill_disagg
+    quant_tier: Annotated[
+        Literal[0, 1, 2],
+        CHOICE,
+        BeforeValidator(_tier),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "integer", "enum": [tier.value for tier in QuantTier]},
+                    {"type": "string", "enum": [tier.name for tier in QuantTier]},
+                ]
+            }
+        ),
+        _described(ACTION_FIELDS["quant_tier"]),
+        Allowed('0, 1, 2 or "FP16", "INT8", "INT4"'),
+    ] = 0
 
 
 @dataclass
 class MetricsSnapshot:
-    """What one step of the fleet measured. Times in milliseconds, memory in decimal GB per replica.
+    """Metrics of one step of the fleet. Times in milliseconds, memory in decimal GB per replica.
 
     TTFT is the time from a request's arrival to its first output token, queueing included; TPOT the mean time between
     two output tokens of a running request. ``cost_per_1k`` is normalised cost per 1,000 output tokens.
@@ -224,7 +238,7 @@ class MetricsSnapshot:
 
 @dataclass
 class ServeObservation:
-    """What the agent sees after a step; bounds and units in :data:`OBSERVATION_FIELDS`."""
+    """Observation after a step: twelve fields; bounds and units in :data:`OBSERVATION_FIELDS`."""
 
     queue_depth: float
     mean_prompt_len: float
@@ -242,7 +256,7 @@ class ServeObservation:
 
 @dataclass
 class WorkloadState:
-    """The traffic of one step: rate (requests/s), prompts (tokens), queue, class shares and phase."""
+    """Traffic of one step: rate (requests/s), prompts (tokens), queue (requests), class shares and phase."""
 
     arrival_rate: float
     mean_prompt_len: float

@@ -1,303 +1,261 @@
-"""Task files of both families: JSON, read key by key against declared rules.
+"""Pydantic models of the serving family's files: a task's entry, its measured constants, settings of an episode.
 
-A :class:`Rule` says what one value may be, :class:`Object` which keys there are. A mistake is an
-:class:`InvalidConfigError` with the key, what was found and what is allowed; :func:`read_task_file` puts the file and
-the task before it.
+``TASK_AUTHORING.md`` explains the keys; :mod:`inferencegym.tasks` makes the program's own records of them.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from inferencegym.errors import InvalidConfigError, short_repr
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-# What Gymnasium takes, but for the colon, which ends the name of a module there.
-_GYM_ID: Final = re.compile(r"[\w.-]+")
+from inferencegym.messages import WHOLE, Allowed, FieldError, Message
+from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.task_registry import MAX_EPISODE_LENGTH, MISSING
 
+_CLASSES: Final = len(PRIORITY_CLASSES)
 
-def refusal(key: str, value: object, allowed: str) -> InvalidConfigError:
-    """The error for a value that is not ``allowed``; ``key`` is its path, empty for a whole entry."""
-    found = short_repr(value)
-    return InvalidConfigError(f"{f'{key}={found}' if key else found} is not allowed: it must be {allowed}")
+Weight = Annotated[float, Field(ge=0, le=1)]
+EpisodeLength = Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH), WHOLE]
 
+# ---------------------------------------------------------------- settings of an episode
 
-# ---------------------------------------------------------------- rules
 
+class RewardOverrides(Message):
+    """Weights of the reward R = alpha*T - beta*L - gamma*V - delta*C; those left out, or null, stay as they are."""
 
-class Rule(ABC):
-    """What one JSON value may be."""
+    alpha: Annotated[Weight | None, Field(description="weight of throughput")] = None
+    beta: Annotated[Weight | None, Field(description="weight of latency")] = None
+    gamma: Annotated[Weight | None, Field(description="weight of violated objectives")] = None
+    delta: Annotated[Weight | None, Field(description="weight of cost; beta + gamma + delta is at most 1")] = None
 
-    @abstractmethod
-    def allowed(self) -> str:
-        """What the value must be, in words that follow "it must be"."""
 
-    @abstractmethod
-    def read(self, key: str, value: object) -> Any:
-        """The value in the form the program uses; raises :class:`InvalidConfigError` naming ``key``."""
+class ConfigOverrides(RewardOverrides):
+    """Settings of an episode that a reset may override; those left out, or null, are the task's own."""
 
+    episode_length: Annotated[EpisodeLength | None, Field(description="steps of the episode, one second each")] = None
 
-@dataclass(frozen=True, slots=True)
-class Number(Rule):
-    """A number from ``low`` to ``high``, both included, so neither NaN nor infinite; an int where ``whole``."""
 
-    low: float
-    high: float
-    whole: bool = False
-    unit: str = ""
+# ---------------------------------------------------------------- values of a task's entry
 
-    def allowed(self) -> str:
-        kind = "an integer" if self.whole else "a number"
-        return f"{kind} from {self.low:g} to {self.high:g}{f' ({self.unit})' if self.unit else ''}"
 
-    def read(self, key: str, value: object) -> float:
-        # JSON's true and false are ints to Python.
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not self.low <= value <= self.high:
-            raise refusal(key, value, self.allowed())
-        if not self.whole:
-            return float(value)
-        if value != int(value):
-            raise refusal(key, value, self.allowed())
-        return int(value)
+def _sum_to_one(shares: list[float]) -> list[float]:
+    total = sum(shares)
+    if abs(total - 1) > 1e-9:
+        raise ValueError(f"an array of {len(shares)} shares from 0 to 1 that sum to 1: these sum to {total:g}")
+    return shares
 
 
-@dataclass(frozen=True, slots=True)
-class Typed(Rule):
-    """Any value of one type, in ``words`` that say which."""
+def _one_or_per_class(numbers: float | list[float]) -> float | list[float]:
+    if isinstance(numbers, list) and len(numbers) not in (1, _CLASSES):
+        raise ValueError(f"an array of 1 or {_CLASSES} numbers: one for all classes, or one for each")
+    return numbers
 
-    kind: type
-    words: str
 
-    def allowed(self) -> str:
-        return self.words
+def _in_order(bounds: list[float]) -> list[float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("the lowest and the highest score, in this order")
+    return bounds
 
-    def read(self, key: str, value: object) -> Any:
-        if not isinstance(value, self.kind):
-            raise refusal(key, value, self.allowed())
-        return value
 
+def _different(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError(_SOME_KNOBS)
+    return names
 
-TEXT: Final = Typed(str, "text")
-FLAG: Final = Typed(bool, "true or false")
 
+Knob = Literal["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"]
 
-@dataclass(frozen=True, slots=True)
-class OneOf(Rule):
-    """One of these names."""
+_KNOBS: Final[list[Knob]] = list(get_args(Knob))
+_SOME_KNOBS: Final = f"an array of 1 to {len(_KNOBS)} different ones of {', '.join(_KNOBS)}"
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Tokens = Annotated[float, Field(ge=1, le=1e5)]
+_ObjectiveMs = Annotated[float, Field(ge=1, le=1e6)]
+_Steps = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
+_PER_CLASS: Final = Field(min_length=_CLASSES, max_length=_CLASSES)
+_Mix = Annotated[
+    list[_Share], _PER_CLASS, AfterValidator(_sum_to_one), Allowed(f"an array of {_CLASSES} shares that sum to 1")
+]
+_ScoreRange = Annotated[list[_Share], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
-    names: tuple[str, ...]
 
-    def allowed(self) -> str:
-        return f"one of {', '.join(self.names)}"
+class Throughput(Message):
+    """Grade: throughput between the floor and the best that is known."""
 
-    def read(self, key: str, value: object) -> str:
-        if not isinstance(value, str) or value not in self.names:
-            raise refusal(key, value, self.allowed())
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class ListOf(Rule):
-    """A list of values that keep one rule: ``least`` to ``most`` of them, none twice where ``distinct``."""
-
-    item: Rule
-    least: int = 0
-    most: int | None = None
-    distinct: bool = False
-
-    def allowed(self) -> str:
-        if self.most is None:
-            return f"a list, each entry {self.item.allowed()}"
-        count = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
-        return f"a list of {count}{' different ones' if self.distinct else ''}, each {self.item.allowed()}"
-
-    def read(self, key: str, value: object) -> list[Any]:
-        if not isinstance(value, (list, tuple)) or len(value) < self.least:
-            raise refusal(key, value, self.allowed())
-        if self.most is not None and len(value) > self.most:
-            raise refusal(key, value, self.allowed())
-        items = [self.item.read(f"{key}[{i}]", item) for i, item in enumerate(value)]
-        if self.distinct and len(set(items)) < len(items):
-            raise refusal(key, value, self.allowed())
-        return items
-
-
-@dataclass(frozen=True, slots=True)
-class Shares(Rule):
-    """So many shares of one whole."""
-
-    count: int
-
-    def allowed(self) -> str:
-        return f"a list of {self.count} shares from 0 to 1 that sum to 1"
-
-    def read(self, key: str, value: object) -> list[float]:
-        if not isinstance(value, (list, tuple)) or len(value) != self.count:
-            raise refusal(key, value, self.allowed())
-        shares: list[float] = ListOf(Number(0, 1)).read(key, value)
-        if abs(sum(shares) - 1) > 1e-9:
-            raise refusal(key, value, self.allowed())
-        return shares
-
-
-@dataclass(frozen=True, slots=True)
-class NumberPer(Rule):
-    """A number for each of ``count`` things, or one (bare or in a list) for all; read as one for each."""
-
-    item: Number
-    count: int
-
-    def allowed(self) -> str:
-        return f"{self.item.allowed()}, or a list of {self.count} such numbers"
-
-    def read(self, key: str, value: object) -> list[float]:
-        if not isinstance(value, (list, tuple)):
-            if isinstance(value, (int, float)):
-                return [self.item.read(key, value)] * self.count
-            raise refusal(key, value, self.allowed())
-        if len(value) not in (1, self.count):
-            raise refusal(key, value, self.allowed())
-        numbers: list[float] = ListOf(self.item).read(key, value)
-        return numbers * self.count if len(numbers) == 1 else numbers
-
-
-REQUIRED: Final = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of an object: its rule, and its value where it is left out. With the default None it may be null."""
-
-    rule: Rule
-    default: Any = REQUIRED
-
-
-@dataclass(frozen=True, slots=True)
-class Object(Rule):
-    """An object with these keys; ``others`` are refused, or passed over."""
-
-    keys: Mapping[str, Key]
-    others: bool = False
-
-    def with_defaults(self, defaults: Mapping[str, Any]) -> Object:
-        """The same object with other defaults for some of its keys."""
-        return replace(self, keys={**self.keys, **{k: Key(self.keys[k].rule, v) for k, v in defaults.items()}})
-
-    def allowed(self) -> str:
-        return f"an object with the keys {', '.join(self.keys)}" if self.keys else "an empty object"
-
-    def read(self, key: str, value: object) -> dict[str, Any]:
-        if not isinstance(value, Mapping):
-            raise refusal(key, value, self.allowed())
-        where = f"{key}: " if key else ""
-        for name in value:
-            if name not in self.keys and not self.others:
-                raise InvalidConfigError(f"{where}unknown key {name!r}; allowed are {', '.join(self.keys) or 'none'}")
-        found = {}
-        for name, of in self.keys.items():
-            item = value.get(name, of.default)
-            if item is REQUIRED:
-                raise InvalidConfigError(f"{where}missing key {name!r}: it must be {of.rule.allowed()}")
-            unset = item is None and of.default is None
-            found[name] = None if unset else of.rule.read(f"{key}.{name}" if key else name, item)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds(Rule):
-    """An object whose ``kind`` says which other keys it has."""
-
-    kinds: Mapping[str, Object]
-
-    def allowed(self) -> str:
-        return f"an object whose kind is {OneOf(tuple(self.kinds)).allowed()}"
-
-    def read(self, key: str, value: object) -> dict[str, Any]:
-        if not isinstance(value, Mapping) or "kind" not in value:
-            raise refusal(key, value, self.allowed())
-        kind = OneOf(tuple(self.kinds)).read(f"{key}.kind", value["kind"])
-        return {"kind": kind, **self.kinds[kind].read(key, {k: v for k, v in value.items() if k != "kind"})}
-
-
-def check_order(values: Mapping[str, Any], low: str, high: str, where: str = "", strict: bool = False) -> None:
-    """Raise :class:`InvalidConfigError` where the number at ``low`` exceeds that at ``high``, or equals it if strict.
-
-    ``where`` is the path of the object that has these keys, with the dot after it.
-    """
-    if values[low] > values[high] or (strict and values[low] == values[high]):
-        raise InvalidConfigError(
-            f"{where}{low}={values[low]:g} is not allowed: it must be {'below' if strict else 'at most'} {high}, "
-            f"which is {values[high]:g}"
-        )
-
-
-# ---------------------------------------------------------------- files
-
-
-class NamedTask(Protocol):
-    """What tasks of both families have."""
-
-    @property
-    def task_id(self) -> int | str: ...
-    @property
-    def gym_id(self) -> str: ...
-
-
-Task = TypeVar("Task")
-Named = TypeVar("Named", bound=NamedTask)
-
-
-def read_task_file(path: Path, parse: Callable[[str, object], Task]) -> list[Task]:
-    """The tasks of a file, each parsed from its id and entry; every error names the file, and where it lies in it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        entries = json.loads(text, object_pairs_hook=_without_repeats)["tasks"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidConfigError(
-            f"{path}: not a task file ({error!r}); it must hold an object with the key 'tasks'"
-        ) from error
-    tasks = []
-    for task_id, entry in entries:
-        try:
-            tasks.append(parse(task_id, entry))
-        except InvalidConfigError as error:
-            raise InvalidConfigError(f"{path}: task {task_id!r}: {error}") from error
-    return tasks
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
-    return found
-
-
-def task_registry(paths: Iterable[Path], load: Callable[[Path], list[Named]]) -> dict[str, Named]:
-    """The tasks of these files by their ids; raises :class:`InvalidConfigError` where two have one id."""
-    registry: dict[str, Named] = {}
-    by_gym_id: dict[str, Named] = {}
-    for path in paths:
-        for task in load(path):
-            if str(task.task_id) in registry:
-                raise InvalidConfigError(f"{path}: task id {task.task_id!r} is already taken; choose another")
-            if task.gym_id in by_gym_id:
-                raise InvalidConfigError(
-                    f"{path}: task {str(task.task_id)!r}: gym_id={task.gym_id!r} is already that of task "
-                    f"{str(by_gym_id[task.gym_id].task_id)!r}; give it another"
-                )
-            registry[str(task.task_id)] = by_gym_id[task.gym_id] = task
-    return registry
-
-
-def gym_id_of(task_id: str, given: str | None) -> str:
-    """The name for Gymnasium that a task's entry gives, or one made of its id: ``LunchDesk`` of ``lunch-desk``."""
-    gym_id = given or "".join(word.capitalize() for word in task_id.replace("_", "-").split("-"))
-    if not _GYM_ID.fullmatch(gym_id):
-        raise refusal("gym_id", gym_id, "made of letters, digits, _, . and - (left out, it is made of the task's id)")
-    return gym_id
+    kind: Literal["throughput"]
+
+
+class LatencyMemory(Message):
+    """Grade: TTFT against a target, and memory against a limit."""
+
+    kind: Literal["latency_memory"]
+    ttft_target_ms: _ObjectiveMs
+    memory_limit_gb: Annotated[float, Field(ge=1, le=1000)]
+    memory_slope_gb: Annotated[float, Field(ge=0.01, le=1000)]
+
+
+class FourTerm(Message):
+    """Grade: weighted throughput, objectives, cost and stability."""
+
+    kind: Literal["four_term"]
+    weights: Annotated[
+        list[_Share],
+        Field(min_length=4, max_length=4),
+        AfterValidator(_sum_to_one),
+        Allowed("an array of 4 shares that sum to 1"),
+    ]
+
+
+Grade = Annotated[Throughput | LatencyMemory | FourTerm, Field(discriminator="kind")]
+
+
+class CalibrationEntry(Message):
+    """Measured constants of a task. Other keys, which tell how they were measured, are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    floor_tps: Annotated[float, Field(ge=0, le=1e12)]
+    optimal_tps: Annotated[float, Field(ge=1e-12, le=1e12)]
+    max_throughput_tps: Annotated[float, Field(ge=1e-12, le=1e12)]
+    price: Annotated[float, Field(ge=1e-12, le=1e12)]
+
+
+# ---------------------------------------------------------------- a task's entry
+
+
+class TaskEntry(Message):
+    """One task of the serving family, as its file has it."""
+
+    name: str
+    gym_id: str | None = None
+    difficulty: str = "custom"
+    description: str = ""
+    # Arrivals
+    arrival_rate_rps: Annotated[float, Field(ge=0.01, le=2000)]
+    arrival_dist: Literal["poisson", "poisson_bursty", "trace"] = "poisson"
+    arrival_rate_burst: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    burst_enabled: bool | None = None
+    burst_period_steps: _Steps | None = None
+    burst_multiplier: Annotated[float, Field(ge=0, le=1000)] | None = None
+    burst_interval_steps: _Steps | None = None
+    burst_duration_steps: _Steps | None = None
+    burst_offset_steps: Annotated[int, Field(ge=0, le=1_000_000), WHOLE] | None = None
+    # Prompts
+    prompt_len_dist: Literal["uniform", "lognormal", "bimodal", "trace"]
+    prompt_len_min: _Tokens = 1.0
+    prompt_len_max: _Tokens = 8192.0
+    prompt_len_mu: Annotated[float, Field(ge=0, le=12)] | None = None
+    prompt_len_sigma: Annotated[float, Field(ge=0, le=4)] | None = None
+    prompt_len_clamp_min: _Tokens = 1.0
+    prompt_len_clamp_max: _Tokens = 8192.0
+    short_request_frac: _Share | None = None
+    short_prompt_min: _Tokens = 32.0
+    short_prompt_max: _Tokens = 128.0
+    long_prompt_min: _Tokens = 4096.0
+    long_prompt_max: _Tokens = 8192.0
+    class_prompt: Annotated[list[Literal["short", "long"]], _PER_CLASS] = Field(["short", "short", "long"])
+    # Outputs
+    output_mean_tokens: Annotated[
+        _Tokens | list[_Tokens],
+        AfterValidator(_one_or_per_class),
+        Allowed(f"a number from 1 to 100000, or an array of 1 or {_CLASSES} such numbers"),
+    ]
+    output_cv: Annotated[float, Field(ge=0.01, le=5)] = 0.6
+    output_max_tokens: _Tokens = 2048.0
+    # Classes and their objectives
+    priority_mix: _Mix = Field([1.0, 0.0, 0.0])
+    burst_priority_mix: _Mix | None = None
+    priority_routing: bool | None = None
+    complexity_penalty: Annotated[list[_Share], _PER_CLASS] = Field([0.0, 0.0, 0.0])
+    slo_target_ms: _ObjectiveMs
+    slo_interactive_ms: _ObjectiveMs | None = None
+    slo_batch_ms: _ObjectiveMs | None = None
+    slo_best_effort_ms: _ObjectiveMs | None = None
+    # Fleet
+    base_accept_rate: _Share = 0.65
+    n_replicas: Annotated[int, Field(ge=1, le=4096), WHOLE] = 1
+    queue_limit: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 512
+    restart_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    load_gb_per_s: Annotated[float, Field(ge=0.01, le=1000)] = 4.0
+    memory_hard_limit_gb: Annotated[float, Field(ge=1, le=1000)] | None = None
+    # Rules
+    active_actions: Annotated[
+        list[Knob],
+        Field(min_length=1, max_length=len(_KNOBS)),
+        AfterValidator(_different),
+        Allowed(_SOME_KNOBS),
+    ] = _KNOBS
+    episode_length: EpisodeLength = 200
+    cost_budget_episode: Annotated[float, Field(ge=1e-9, le=1e9)] = 5.0
+    reward: RewardOverrides = RewardOverrides()
+    grade: Grade = FourTerm(kind="four_term", weights=[0.4, 0.3, 0.2, 0.1])
+    expected_baseline: _ScoreRange | None = None
+    # Recorded traffic, and constants measured with it
+    trace: str | None = None
+    recorded: bool = False
+    calibration: CalibrationEntry | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recorded_trace_decides(cls, entry: Any) -> Any:
+        """Values of keys that a task with a trace may leave out, since the trace replaces what they say."""
+        if not isinstance(entry, dict) or entry.get("trace") is None:
+            return entry
+        return {
+            "arrival_rate_rps": 1.0,
+            "arrival_dist": "trace",
+            "prompt_len_dist": "trace",
+            "output_mean_tokens": 1.0,
+            "difficulty": "recorded",
+            "recorded": True,
+            **entry,
+        }
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for prompt in ("prompt_len", "prompt_len_clamp", "short_prompt", "long_prompt"):
+            self._require_order(f"{prompt}_min", f"{prompt}_max")
+        longest = max(self.mean_output_tokens())
+        if longest > self.output_max_tokens:
+            allowed = f"at most output_max_tokens, which is {self.output_max_tokens:g}"
+            raise FieldError("output_mean_tokens", longest, allowed)
+        if self.prompt_len_dist == "trace" and self.trace is None:
+            raise FieldError("trace", MISSING, "the file of a trace, which prompt_len_dist='trace' takes prompts from")
+        if self.prompt_len_dist == "lognormal":
+            for key in ("prompt_len_mu", "prompt_len_sigma"):
+                if getattr(self, key) is None:
+                    raise FieldError(key, MISSING, "a number, which prompt_len_dist='lognormal' needs")
+        self._require_whole_flood()
+        return self
+
+    def mean_output_tokens(self) -> list[float]:
+        """Mean output of each class."""
+        given = self.output_mean_tokens
+        means = given if isinstance(given, list) else [given]
+        return means if len(means) == _CLASSES else means * _CLASSES
+
+    def baseline_range(self) -> tuple[float, float] | None:
+        """The lowest and the highest score that the naive baseline is expected to reach."""
+        return None if self.expected_baseline is None else (self.expected_baseline[0], self.expected_baseline[1])
+
+    def _require_order(self, low: str, high: str) -> None:
+        if getattr(self, low) > getattr(self, high):
+            raise FieldError(low, getattr(self, low), f"at most {high}, which is {getattr(self, high):g}")
+
+    def _require_whole_flood(self) -> None:
+        """Floods are two rates in turn, or a multiple of the rate now and then; each kind has keys of its own."""
+        in_turn = ("burst_period_steps", "arrival_rate_burst")
+        occasional = ("burst_interval_steps", "burst_duration_steps", "burst_multiplier")
+        given = [key for key in (*in_turn, *occasional) if getattr(self, key) is not None]
+        if self.burst_enabled is False or set(given) == set(in_turn):
+            return
+        if set(given) == set(occasional):
+            self._require_order("burst_duration_steps", "burst_interval_steps")
+        elif given or self.burst_enabled or self.burst_offset_steps is not None:
+            key = given[0] if given else "burst_enabled" if self.burst_enabled else "burst_offset_steps"
+            raise FieldError(
+                key,
+                getattr(self, key),
+                f"given with all keys of one kind of flood, either {' and '.join(in_turn)} or {', '.join(occasional)}: "
+                f"this task has {', '.join(given) or 'none of them'}",
+            )

@@ -1,9 +1,9 @@
-"""The traffic controller's vocabulary: its four actions, what it sees, its settings, and its tasks as data.
+"""Traffic controller: its four actions, its state, the settings of its server model, and its tasks as data.
 
 A controller stands before one server and decides each second which share of the incoming requests it lets through.
-Field names follow the published HTTP document of that environment. The tables below are the only home of bounds, units
-and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form (setting
-``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
+Field names follow the published HTTP document of that environment. The tables below are the only home of their bounds,
+units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form
+(setting ``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
 """
 
 from __future__ import annotations
@@ -11,34 +11,32 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from inferencegym.errors import InvalidActionError, InvalidConfigError, UnknownTaskError
-from inferencegym.models import Field
-from inferencegym.task_files import (
-    TEXT,
-    Key,
-    Kinds,
-    ListOf,
-    Number,
-    Object,
-    check_order,
+import pydantic
+from pydantic import model_validator
+
+from inferencegym.errors import InvalidActionError, UnknownTaskError
+from inferencegym.installation import room_folder
+from inferencegym.messages import WHOLE, FieldError, Message, read
+from inferencegym.models import Field, bounds
+from inferencegym.task_registry import (
+    MAX_EPISODE_LENGTH,
     gym_id_of,
-    read_task_file,
+    load_entries,
+    read_entry,
+    refusal,
     task_registry,
 )
 
-DATA_FILE: Final = Path(__file__).resolve().parent.parent / "simulator" / "data" / "traffic_tasks.json"
+DATA_FILE: Final = room_folder("simulator") / "data" / "traffic_tasks.json"
 TASKS_ENV: Final = "INFERENCEGYM_TRAFFIC_TASKS"
 DEFAULT_TASK_ID: Final = "task_easy"
-MAX_EPISODE_LENGTH: Final = 5_000
-MAX_RPS: Final = 1e6
-MIN_RPS: Final = 0.1
 
 
 class UnknownTrafficTaskError(UnknownTaskError):
@@ -77,20 +75,21 @@ ACCEPT_SHARES: Final[dict[str, float]] = {
 ACTION_NAMES: Final = tuple(ACCEPT_SHARES)
 
 
+class TrafficActionMessage(Message):
+    """JSON form of an action."""
+
+    action: Annotated[
+        Literal["allow_all", "throttle_70", "throttle_40", "drop_aggressive"],
+        pydantic.Field(description="share of the incoming requests that is let through"),
+    ]
+
+
 def parse_action(value: object) -> TrafficAction:
     """Read ``{"action": name}``, a name or a :class:`TrafficAction`; raises :class:`InvalidActionError`."""
     if isinstance(value, TrafficAction):
         return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if key != "action":
-                raise InvalidActionError(str(key), value[key], "left out: the only field is action")
-        if "action" not in value:
-            raise InvalidActionError("action", None, _one_of(ACTION_NAMES))
-        return parse_action(value["action"])
-    if isinstance(value, str) and value in ACCEPT_SHARES:
-        return TrafficAction(value)
-    raise InvalidActionError("action", value, _one_of(ACTION_NAMES))
+    given = value if isinstance(value, Mapping) else {"action": value}
+    return TrafficAction(read(TrafficActionMessage, given, InvalidActionError).action)
 
 
 # ---------------------------------------------------------------- what the controller sees
@@ -136,7 +135,7 @@ class TrafficState:
 
 @dataclass(frozen=True, slots=True)
 class TrafficConfig:
-    """The server model of one episode; what a reset may override. Bounds and units in :data:`CONFIG_FIELDS`."""
+    """The server model of one episode, which a reset may override. Bounds and units in :data:`CONFIG_FIELDS`."""
 
     server_capacity: float = 100.0
     base_latency: float = 50.0
@@ -161,26 +160,29 @@ CONFIG_FIELDS: Final[dict[str, Field]] = {
 }
 
 
-def traffic_config(overrides: Mapping[str, Any] | None, base: TrafficConfig | None = None) -> TrafficConfig:
+class TrafficConfigOverrides(Message):
+    """Settings of the server model; those left out, or null, are the task's own."""
+
+    server_capacity: Annotated[float | None, bounds(CONFIG_FIELDS["server_capacity"])] = None
+    base_latency: Annotated[float | None, bounds(CONFIG_FIELDS["base_latency"])] = None
+    crash_load_ratio: Annotated[float | None, bounds(CONFIG_FIELDS["crash_load_ratio"])] = None
+    max_queue: Annotated[int | None, bounds(CONFIG_FIELDS["max_queue"]), WHOLE] = None
+    traffic_scale: Annotated[float | None, bounds(CONFIG_FIELDS["traffic_scale"])] = None
+
+
+def traffic_config(
+    overrides: Mapping[str, Any] | TrafficConfigOverrides | None, base: TrafficConfig | None = None
+) -> TrafficConfig:
     """``base`` with ``overrides`` applied; a value of None leaves the setting alone.
 
-    Raises :class:`InvalidConfigError` naming the field, its value and its range.
+    Raises :class:`InvalidConfigError` naming the setting, its value and what is allowed.
     """
-    values = (base or TrafficConfig()).to_dict()
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise InvalidConfigError(f"config={overrides!r} is not allowed: it must be an object")
-    for key, value in (overrides or {}).items():
-        if key not in CONFIG_FIELDS:
-            raise InvalidConfigError(f"config.{key} is not a setting: allowed are {', '.join(CONFIG_FIELDS)}")
-        if value is not None:
-            values[key] = _CONFIG_RULES[key].read(f"config.{key}", value)
-    return TrafficConfig(**values)
-
-
-_CONFIG_RULES: Final = {
-    name: Number(field.low, field.high, whole=name == "max_queue", unit=field.unit)
-    for name, field in CONFIG_FIELDS.items()
-}
+    base = base or TrafficConfig()
+    if overrides is None:
+        return base
+    given = dict(overrides) if isinstance(overrides, Mapping) else overrides
+    wanted = read(TrafficConfigOverrides, given, refusal, at="config")
+    return replace(base, **wanted.model_dump(exclude_none=True))
 
 
 # ---------------------------------------------------------------- tasks
@@ -234,25 +236,6 @@ class GradeSpec:
     params: Mapping[str, float]
 
 
-GRADE_PARAMS: Final[dict[str, dict[str, Field]]] = {
-    "mean_latency_limit": {
-        "limit_ms": Field("limit_ms", 0, 1e9, "ms", "mean latency below which the score is 1"),
-        "score_above_limit": Field("score_above_limit", 0, 1, "share", "score at or above the limit"),
-    },
-    "survival_latency": {
-        "full_score_ms": Field("full_score_ms", 0, 1e9, "ms", "mean latency up to which nothing is taken off"),
-        "floor_ms": Field("floor_ms", 0, 1e9, "ms", "mean latency from which only floor_factor is left"),
-        "floor_factor": Field("floor_factor", 0, 1, "share", "the latency factor's lowest value"),
-    },
-    "throughput_queue": {
-        "throughput_weight": Field("throughput_weight", 0, 1, "share", "weight of throughput; the queue has the rest"),
-        "short_queue_requests": Field("short_queue_requests", 1, 1e6, "requests", "a queue below this counts as short"),
-        "crash_factor": Field("crash_factor", 0, 1, "share", "what a crash leaves of throughput x queue share"),
-    },
-}
-"""Kind of grade -> its parameters, all of them required."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrafficTask:
     """One task of the traffic family, complete."""
@@ -297,79 +280,124 @@ def _registry(user_files: str) -> dict[str, TrafficTask]:
 
 # ---------------------------------------------------------------- reading task files
 
-_RPS: Final = Number(MIN_RPS, MAX_RPS)
-_EPISODE_LENGTH: Final = Number(1, MAX_EPISODE_LENGTH, whole=True)
+_Rps = Annotated[float, pydantic.Field(ge=0.1, le=1e6)]
+_Ms = Annotated[float, pydantic.Field(ge=0, le=1e9)]
+_Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+_EpisodeLength = Annotated[int, pydantic.Field(ge=1, le=MAX_EPISODE_LENGTH), WHOLE]
 
-_SEGMENT: Final = Object(
-    {
-        "start_step": Key(Number(0, MAX_EPISODE_LENGTH - 1, whole=True)),
-        "end_step": Key(_EPISODE_LENGTH),
-        "rps": Key(_RPS),
-        "end_rps": Key(_RPS, None),
-    }
-)
-_TASK: Final = Object(
-    {
-        "name": Key(TEXT),
-        "gym_id": Key(TEXT, None),
-        "difficulty": Key(TEXT, "custom"),
-        "description": Key(TEXT, ""),
-        "episode_length": Key(_EPISODE_LENGTH),
-        "pattern": Key(Object({"base_rps": Key(_RPS), "segments": Key(ListOf(_SEGMENT), ())})),
-        "grade": Key(
-            Kinds(
-                {
-                    kind: Object({name: Key(Number(f.low, f.high)) for name, f in params.items()})
-                    for kind, params in GRADE_PARAMS.items()
-                }
-            )
-        ),
-        "config": Key(Object({name: Key(rule, None) for name, rule in _CONFIG_RULES.items()}), None),
-    }
-)
+
+class SegmentEntry(Message):
+    """A stretch of steps with its own incoming rate, as a task file has it: see :class:`RateSegment`."""
+
+    start_step: Annotated[int, pydantic.Field(ge=0, le=MAX_EPISODE_LENGTH - 1), WHOLE]
+    end_step: _EpisodeLength
+    rps: _Rps
+    end_rps: _Rps | None = None
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> Self:
+        if self.start_step >= self.end_step:
+            raise FieldError("start_step", self.start_step, f"below end_step, which is {self.end_step}")
+        return self
+
+
+class PatternEntry(Message):
+    """Incoming rate of a task, as its file has it."""
+
+    base_rps: _Rps
+    segments: list[SegmentEntry] = pydantic.Field([])
+
+    @model_validator(mode="after")
+    def _gives_each_step_one_rate(self) -> Self:
+        in_order = sorted(enumerate(self.segments), key=lambda numbered: numbered[1].start_step)
+        for (_, earlier), (i, later) in pairwise(in_order):
+            if later.start_step < earlier.end_step:
+                raise FieldError(
+                    f"segments[{i}].start_step",
+                    later.start_step,
+                    f"at least {earlier.end_step}, where the segment from step {earlier.start_step} ends: each step "
+                    "has one rate",
+                )
+        return self
+
+
+class MeanLatencyLimit(Message):
+    """Grade: 1 below a limit of the mean latency, ``score_above_limit`` at or above it."""
+
+    kind: Literal["mean_latency_limit"]
+    limit_ms: _Ms
+    score_above_limit: _Share
+
+
+class SurvivalLatency(Message):
+    """Grade: share of steps survived, times a factor of the mean latency.
+
+    The factor is 1 up to ``full_score_ms`` and ``floor_factor`` from ``floor_ms`` on.
+    """
+
+    kind: Literal["survival_latency"]
+    full_score_ms: _Ms
+    floor_ms: _Ms
+    floor_factor: _Share
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.full_score_ms >= self.floor_ms:
+            raise FieldError("full_score_ms", self.full_score_ms, f"below floor_ms, which is {self.floor_ms:g}")
+        return self
+
+
+class ThroughputQueue(Message):
+    """Grade: weighted throughput and share of steps with fewer than ``short_queue_requests`` waiting.
+
+    A crash leaves ``crash_factor`` of their product.
+    """
+
+    kind: Literal["throughput_queue"]
+    throughput_weight: _Share
+    short_queue_requests: Annotated[float, pydantic.Field(ge=1, le=1e6)]
+    crash_factor: _Share
+
+
+class TrafficTaskEntry(Message):
+    """One task of the traffic family, as its file has it."""
+
+    name: str
+    gym_id: str | None = None
+    difficulty: str = "custom"
+    description: str = ""
+    episode_length: _EpisodeLength
+    pattern: PatternEntry
+    grade: Annotated[MeanLatencyLimit | SurvivalLatency | ThroughputQueue, pydantic.Field(discriminator="kind")]
+    config: TrafficConfigOverrides | None = None
 
 
 def load_traffic_tasks(path: str | Path) -> list[TrafficTask]:
     """Read a task file; raises :class:`InvalidConfigError` naming file, task and key."""
-    return read_task_file(Path(path), parse_traffic_task)
+    return list(load_entries(Path(path), "task file", parse_traffic_task).values())
 
 
-def parse_traffic_task(task_id: str, entry: object) -> TrafficTask:
+def parse_traffic_task(task_id: str, raw: object) -> TrafficTask:
     """Build a task from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
-    values = _TASK.read("", entry)
+    entry = read_entry(TrafficTaskEntry, raw)
     return TrafficTask(
         task_id=task_id,
-        name=values["name"],
-        gym_id=gym_id_of(task_id, values["gym_id"]),
-        difficulty=values["difficulty"],
-        description=values["description"],
-        episode_length=values["episode_length"],
-        pattern=TrafficPattern(values["pattern"]["base_rps"], _segments(values["pattern"]["segments"])),
-        grade=_grade(values["grade"]),
-        config=traffic_config(values["config"]),
+        name=entry.name,
+        gym_id=gym_id_of(task_id, entry.gym_id),
+        difficulty=entry.difficulty,
+        description=entry.description,
+        episode_length=entry.episode_length,
+        pattern=_pattern(entry.pattern),
+        grade=GradeSpec(entry.grade.kind, entry.grade.model_dump(exclude={"kind"})),
+        config=traffic_config(entry.config),
     )
 
 
-def _segments(raw: list[dict[str, Any]]) -> tuple[RateSegment, ...]:
-    for i, segment in enumerate(raw):
-        check_order(segment, "start_step", "end_step", where=f"pattern.segments[{i}].", strict=True)
-    found = [RateSegment(**{**s, "end_rps": s["rps"] if s["end_rps"] is None else s["end_rps"]}) for s in raw]
-    found.sort(key=lambda s: s.start_step)
-    for earlier, later in pairwise(found):
-        if later.start_step < earlier.end_step:
-            raise InvalidConfigError(
-                f"pattern.segments: the one from step {later.start_step} starts before the one from step "
-                f"{earlier.start_step} ends at {earlier.end_step}; give each step one rate"
-            )
-    return tuple(found)
-
-
-def _grade(values: dict[str, Any]) -> GradeSpec:
-    kind, params = values["kind"], {name: value for name, value in values.items() if name != "kind"}
-    if kind == "survival_latency":
-        check_order(params, "full_score_ms", "floor_ms", where="grade.", strict=True)
-    return GradeSpec(kind, params)
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return "one of " + ", ".join(names)
+def _pattern(entry: PatternEntry) -> TrafficPattern:
+    segments = sorted(entry.segments, key=lambda segment: segment.start_step)
+    return TrafficPattern(
+        entry.base_rps,
+        tuple(
+            RateSegment(s.start_step, s.end_step, s.rps, s.rps if s.end_rps is None else s.end_rps) for s in segments
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Episodes in files: read, replayed step by step, and scored. The commands ``verify`` and ``leaderboard`` use it.
+"""Episode files: reading, verification by replay, saving. The commands ``verify`` and ``leaderboard`` use it.
 
 An episode is a JSON object, in the form of POST /grader's body::
 
@@ -18,30 +18,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from env.episode import EpisodeEnv, EpisodeRecord, record_of
-from env.families import FAMILIES, replay
-from grader.grader import GraderModule
+from env.family import Entry, EpisodeEnv, Family, Grade
 from grader.leaderboard import IDENTITY, UNNAMED, Simulator, read_simulator
-from grader.traffic_grader import grade_traffic, traffic_log
-from grader.verify import RELATIVE_TOLERANCE, Entry, Replay, Replayed, verify_log
+from grader.verify import RELATIVE_TOLERANCE, verify_log
 from inferencegym import __version__
-from inferencegym.errors import DataFormatError, ForgedLogError, UnknownTaskError, short_repr
-from inferencegym.tasks import TaskId, get_calibration, get_task
-from inferencegym.traffic import get_traffic_task, list_traffic_tasks
-from simulator.tables import load_tables
+from inferencegym.errors import DataFormatError, ForgedLogError, short_repr
+from inferencegym.families import family_of
+from inferencegym.messages import parse_json
+from inferencegym.tasks import TaskId
 
-SERVING: Final = "serving"
-TRAFFIC: Final = "traffic"
 MAX_FILE_BYTES: Final = 1 << 30
-
-Grade = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -49,7 +40,7 @@ class EpisodeLog:
     """One episode as read from a file; ``place`` says where, for messages."""
 
     place: str
-    family: str
+    family: Family
     task_id: TaskId
     seed: int
     config: Mapping[str, Any] | None
@@ -65,7 +56,7 @@ class EpisodeLog:
 
     def entries(self) -> Sequence[Entry]:
         """The steps as graders read them."""
-        return traffic_log(self.steps) if self.family == TRAFFIC else self.steps
+        return self.family.log_entries(self.steps)
 
 
 def verify_episode(log: EpisodeLog) -> Grade:
@@ -89,9 +80,8 @@ def verify_episode(log: EpisodeLog) -> Grade:
 
 
 def _verified(log: EpisodeLog) -> Grade:
-    entries = log.entries()
-    verify_log(log.task_id, log.seed, log.config, entries, replayer(log.family))
-    grade = graded(log.family, log.task_id, entries)
+    replayed = verify_log(log.family, log.task_id, log.seed, log.config, log.entries())
+    grade = log.family.grade(log.task_id, replayed.episode_log)
     claimed = log.score
     # Compared with the bounds first: JSON's integers may be too large for a float.
     if claimed is not None and not (
@@ -103,52 +93,18 @@ def _verified(log: EpisodeLog) -> Grade:
     return grade
 
 
-def replayer(family: str) -> Replay:
-    """How an episode of a family is played again."""
-
-    def play(
-        task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
-    ) -> Replayed:
-        env = replay(EpisodeRecord(family, task_id, seed, config or {}, [dict(action) for action in actions]))
-        # Families name the length in different places; a task's own is what an unfinished episode lacks.
-        length = env.config_dict().get("episode_length") or env.state().get("max_steps") or len(actions)
-        return Replayed(env.episode_log, env.done, int(length))
-
-    return play
-
-
-def graded(family: str, task_id: TaskId, entries: Sequence[Entry]) -> Grade:
-    """The grade of a log."""
-    if family == TRAFFIC:
-        return grade_traffic(str(task_id), entries)
-    return GraderModule().score(task_id, entries)
-
-
-def simulator(family: str, task_id: TaskId) -> Simulator:
+def simulator(family: Family, task_id: TaskId) -> Simulator:
     """What plays a task's episodes here."""
-    table = None if family == TRAFFIC else load_tables().sha256
-    return Simulator(__version__, table, constants_sha256(family, task_id))
+    return Simulator(__version__, family.table_sha256(), constants_sha256(family, task_id))
 
 
-_NOT_PLAYED: Final = frozenset(
-    {"name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration", "calibration_file"}
-)
-"""Keys of a task that change no number of its episodes: words about it, and where its constants are kept."""
-
-
-def constants_sha256(family: str, task_id: TaskId) -> str:
+def constants_sha256(family: Family, task_id: TaskId) -> str:
     """Digest of what a task's numbers depend on beside release and table: its definition and its measured constants.
 
     It knows no other task, and not how the constants were measured. Raises :class:`UnknownTaskError`, and
     :class:`InvalidConfigError` for a task that is not calibrated.
     """
-    if family == TRAFFIC:
-        rules = asdict(get_traffic_task(task_id))
-    else:
-        task = get_task(task_id)
-        trace = None if task.trace is None else _file_sha256(task.trace, Path(task.trace).stat().st_mtime_ns)
-        rules = {**asdict(task), "trace": trace, "measured": asdict(get_calibration(task_id))}
-    played = {name: _canonical(value) for name, value in rules.items() if name not in _NOT_PLAYED}
+    played = {name: _canonical(value) for name, value in family.constants(task_id).items()}
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()
 
 
@@ -163,40 +119,18 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=16)
-def _file_sha256(path: str, version: int) -> str:
-    """Digest of one state of a file."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def family_of(task_id: TaskId, named: str | None = None) -> str:
-    """The family of a task; raises :class:`UnknownTaskError`, and :class:`DataFormatError` for an unknown family."""
-    if named is not None:
-        if named not in FAMILIES:
-            raise DataFormatError(f"family={named!r} is not allowed: one of {', '.join(FAMILIES)}")
-        return named
-    if str(task_id) in {task.task_id for task in list_traffic_tasks()}:
-        return TRAFFIC
-    try:
-        get_task(task_id)
-    except UnknownTaskError as error:
-        others = ", ".join(task.task_id for task in list_traffic_tasks())
-        raise UnknownTaskError(f"{error}, and {others}") from error
-    return SERVING
-
-
 # ---------------------------------------------------------------- files
 
 
 def saved(env: EpisodeEnv) -> dict[str, Any]:
     """An episode as far as it was played, with all that verifying it needs: the object that a file holds."""
-    record = record_of(env)
+    family = family_of(env.task_id)
     return {
-        "family": record.family,
-        "task": record.task_id,
-        "seed": record.seed,
-        "config": dict(record.config),
-        **asdict(simulator(record.family, record.task_id)),
+        "family": family.name,
+        "task": env.task_id,
+        "seed": env.seed,
+        "config": env.config_dict(),
+        **asdict(simulator(family, env.task_id)),
         "steps": env.episode_log,
     }
 
@@ -256,26 +190,10 @@ def _is_json(line: str) -> bool:
 
 
 def _parse(place: str, text: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise DataFormatError(f"{place}: a key is repeated in one object")
-        return found
-
-    def refuse(constant: str) -> float:
-        raise DataFormatError(f"{place}: {constant} is no JSON number")
-
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError as error:
-        raise DataFormatError(f"{place}: nested too deep") from error
-    except json.JSONDecodeError as error:
-        raise DataFormatError(f"{place}: not JSON: {error}") from error
-    except DataFormatError:
-        raise
-    except ValueError as error:
-        limit = sys.get_int_max_str_digits()
-        raise DataFormatError(f"{place}: an integer has more than {limit:,} digits, which no field may have") from error
+        return parse_json(text, DataFormatError)
+    except DataFormatError as error:
+        raise DataFormatError(f"{place}: {error}") from error
 
 
 def _episode(place: str, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> EpisodeLog:

@@ -138,7 +138,7 @@ def start_server() -> RunningServer:
         "INFERENCEGYM_HOST": "127.0.0.1",
         "INFERENCEGYM_STORE_URL": "memory://",
     }
-    process = subprocess.Popen([BIN / "server"], cwd=ROOT, env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "server.app"], cwd=ROOT, env=environment)
     running = RunningServer(process, f"http://127.0.0.1:{port}")
     deadline = time.monotonic() + HEALTHY_WITHIN_S
     while time.monotonic() < deadline and process.poll() is None:

@@ -9,7 +9,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 oldest=$("$PYTHON" - <<'PROGRAM'
 import re, tomllib
 from pathlib import Path
-ranges = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+ranges = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["openenv"]
 print(next(found[1] for text in ranges if (found := re.match(r"openenv>=([0-9.]+)", text))))
 PROGRAM
 )

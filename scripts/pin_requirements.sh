@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # Compile the ranges of pyproject.toml into pinned, hashed requirement files: run by `make pins`.
 #
-#   requirements-build.txt  what builds the package
-#   requirements.txt        the server: no torch, no pandas, no gradio
-#   requirements-dev.txt    the server, its tests and its linters
-#   requirements-rl.txt     the above and what trains agents, except torch itself (scripts/pins/without-torch.txt)
-#   requirements-ray.txt    the above and Ray with RLlib
-#   requirements-bench.txt  the server, its tests and the peer of benchmarks/bench_speed.py
+#   requirements.txt        the server and offline work on logs (pandas): what the image, `make serve` and operators install
+#   requirements-build.txt  what compiles the package. Apart, because the image compiles in a stage that it throws away
+#   requirements-dev.txt    the server, tests, linters, OpenEnv's client and validator, Ray, TensorBoard: what
+#                           contributors and CI install. One file, because the types and the tests need all of it
+#   requirements-rl.txt     Stable-Baselines3 alone: it requires torch, of which the right build (CPU, CUDA, ROCm) and so
+#                           the hash differ from machine to machine. `make rl` installs torch by version before it
 #
-# Each file is complete, so it installs with `pip install --no-deps --require-hashes -r FILE`. Versions already pinned
-# stay unless they no longer fit; `UPGRADE=1 make pins` takes the newest of everything.
+# The first three are complete and install as they are: `pip install -r FILE` in a fresh environment. The fourth does so
+# after requirements-dev.txt and torch. A package has the same version in all of them: Gymnasium is as old as RLlib
+# demands (`make gymnasium` tests the newest). The peer of benchmarks/bench_speed.py is `make peers`, a version without
+# hashes. Versions already pinned stay unless they no longer fit; `UPGRADE=1 make pins` takes the newest of everything.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 UV=${UV:-uv}
 options=(
-    --quiet --generate-hashes --universal --python-version 3.11 --fork-strategy fewest
+    --quiet --generate-hashes --universal --python-version 3.11 --fork-strategy fewest --allow-unsafe
     --no-emit-index-url --no-emit-find-links --custom-compile-command "make pins"
 )
 if [ "${UPGRADE:-0}" = 1 ]; then
@@ -29,19 +31,11 @@ compile() {
     echo "$output: $(grep -c '==' "$output") packages"
 }
 
-drop() { printf -- '--overrides scripts/pins/without-%s.txt ' "$@"; }
-
-extras=(--extra redis)
-compile requirements-build.txt --allow-unsafe scripts/pins/build.in
-# shellcheck disable=SC2046  # one word per option is meant
-{
-    compile requirements.txt $(drop demo) "${extras[@]}" pyproject.toml
-    extras+=(--extra dev --constraints requirements-build.txt --constraints requirements.txt --allow-unsafe)
-    compile requirements-dev.txt $(drop gradio) "${extras[@]}" pyproject.toml
-    extras+=(--constraints requirements-dev.txt)
-    compile requirements-bench.txt $(drop gradio) "${extras[@]}" --extra bench pyproject.toml
-    extras+=(--extra rl)
-    compile requirements-rl.txt $(drop gradio torch) "${extras[@]}" pyproject.toml scripts/pins/torch-needs.in
-    extras+=(--extra ray --constraints requirements-rl.txt --overrides scripts/pins/gymnasium-for-rllib.txt)
-    compile requirements-ray.txt $(drop gradio torch) "${extras[@]}" pyproject.toml scripts/pins/torch-needs.in
-}
+# The largest first: what it settles on binds the others.
+server=(--extra serve --extra redis --extra tools)
+compile requirements-dev.txt --overrides scripts/pins/without-torch.txt "${server[@]}" \
+    --extra dev --extra openenv --extra report --extra ray --extra rl pyproject.toml scripts/pins/torch-needs.in
+compile requirements.txt --constraints requirements-dev.txt "${server[@]}" pyproject.toml
+compile requirements-build.txt --constraints requirements-dev.txt scripts/pins/build.in
+# What it requires besides torch is in requirements-dev.txt.
+compile requirements-rl.txt --no-deps scripts/pins/rl.in

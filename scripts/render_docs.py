@@ -19,7 +19,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-DOCUMENTS = ("README.md", "ENVIRONMENT.md")
+DOCUMENTS = (
+    "README.md",
+    "ENVIRONMENT.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+)
 RESULTS = ROOT / "benchmarks" / "results"
 OPENENV_PATHS = ("list_environments", "metadata", "schema", "mcp")
 BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end: (?P=name) -->)", re.DOTALL)
@@ -83,6 +87,54 @@ def calibration_table() -> str:
     for name, c in entries.items():
         tps = f"{c['floor_tps']:.1f} | {c['optimal_tps']:.1f} | {c['max_throughput_tps']:.1f}"
         lines.append(f"| `{name}` | {tps} | {c['price']:.6f} |")
+    return "\n".join(lines)
+
+
+def profiles() -> dict[str, Any]:
+    """Constants of model, memory, cards and engines."""
+    from inferencegym.tasks import DATA_DIR
+
+    loaded: dict[str, Any] = json.loads((DATA_DIR / "profiles.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def cards() -> str:
+    """The cards that tables can be built for."""
+    lines = ["| card | memory bandwidth, GB/s | memory budget, GB | memory limit, GB |", "|---|---|---|---|"]
+    for name, card in profiles()["hardware"].items():
+        sizes = " | ".join(f"{card[key]:g}" for key in ("bandwidth_gb_s", "memory_budget_gb", "memory_limit_gb"))
+        lines.append(f"| `{name}` | {sizes} |")
+    return "\n".join(lines)
+
+
+def engines() -> str:
+    """The engine profiles: overheads, GEMM scale and scheduling."""
+    columns = {
+        "step_overhead_ms": "o0, ms",
+        "sequence_overhead_ms": "o1, ms",
+        "gemm_scale": "GEMM scale",
+        "ttft_offset_ms": "TTFT offset, ms",
+        "scheduler": "scheduler",
+        "max_batched_tokens": "prompt tokens per iteration",
+    }
+    lines = ["| engine | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, engine in profiles()["engines"].items():
+        lines.append(f"| `{name}` | " + " | ".join(str(engine[key]) for key in columns) + " |")
+    return "\n".join(lines)
+
+
+def memory() -> str:
+    """Constants of the memory formula."""
+    known = profiles()
+    lines = ["| constant | GB |", "|---|---|"]
+    lines += [f"| weights, {tier} | {size:g} |" for tier, size in known["model"]["weights_gb"].items()]
+    titles = {
+        "activations_gb": "activations and CUDA context",
+        "workspace_gb": "workspace kept free",
+        "per_sequence_gb": "per sequence of `batch_size`",
+        "speculation_gb": "draft model, if drafting",
+    }
+    lines += [f"| {title} | {known['memory'][key]:g} |" for key, title in titles.items()]
     return "\n".join(lines)
 
 
@@ -194,6 +246,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observation-table": observation_table,
     "task-table": task_table,
     "calibration-table": calibration_table,
+    "cards": cards,
+    "engines": engines,
+    "memory": memory,
     "settings": settings,
     "endpoints": endpoints,
     "traffic-tasks": traffic_tasks,

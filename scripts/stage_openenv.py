@@ -16,17 +16,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agents", "env", "grader", "inferencegym", "server", "simulator")
+FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "server", "simulator")
+FIGURES = ("coverage", "fidelity", "learning", "page-desktop", "task3_episode", "tasks_scores")
+"""Pictures that the documents show."""
 FILES = (
     "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
     "Dockerfile",
     "ENVIRONMENT.md",
     "LICENSE",
     "README.md",
     "TASK_AUTHORING.md",
-    "benchmarks/figures/page-desktop.png",
+    *(f"benchmarks/figures/{name}.png" for name in FIGURES),
     "benchmarks/figures/race.gif",
-    "benchmarks/figures/task3_episode.png",
     "openenv.yaml",
     "pyproject.toml",
     "requirements-build.txt",
@@ -49,7 +52,7 @@ def stage(destination: Path) -> list[Path]:
     """Fill an empty or new directory; returns the files, relative to it. Raises FileExistsError when it holds any."""
     if destination.exists() and any(destination.iterdir()):
         raise FileExistsError(f"{destination} is not empty: name a new directory")
-    staged = [name for name in _tracked() if name in FILES or name.split("/")[0] in PACKAGES]
+    staged = [name for name in _tracked() if name in FILES or name.split("/")[0] in FOLDERS]
     for name in staged:
         _copy(ROOT / name, destination / name)
     for name, text in WRITTEN.items():

@@ -4,48 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import gc
 import os
 import resource
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute
 
 from inferencegym.errors import InvalidConfigError
-from server.api.baseline import Baseline
-from server.api.batch import BatchRoutes
-from server.api.openapi import install_openapi, openapi_route
-from server.api.policies import PolicyRoutes, TrafficPolicyRoutes
-from server.api.serving import Context, RootRoutes
-from server.api.shadow import ShadowRoutes
-from server.api.traffic import TrafficRoutes
-from server.api.web import web_routes
-from server.families import FAMILIES, SERVING, served_tables
-from server.http_protocol import ANSWER_AT_ONCE
-from server.middleware import AtOnce, Callers, Cors, Guard, Limits, RequestLog, Requests, Shortcut, cors_options
-from server.net.json_io import JsonRoute
+from inferencegym.families import FAMILIES
+from server.api.openapi import install_openapi
+from server.api.routes import http_routes
+from server.context import Context, prefixes
+from server.middleware import Cors, Guard, RequestLog, cors_options
+from server.net.limits import Callers, Limits
 from server.net.logs import LineLog, logging_config
 from server.net.metrics import Metrics
 from server.net.problems import install_problem_handlers
-from server.openenv_late import LateOpenEnv
+from server.openenv import openenv_routes
 from server.sessions.manager import SessionManager
-from server.sessions.store import make_store
+from server.sessions.store import SessionStore
+from server.sessions.stores import make_store
 from server.settings import Settings, load_settings
+from simulator.tables import load_tables
 
 if TYPE_CHECKING:
     app: FastAPI
-
-log = logging.getLogger(__name__)
-
-LifespanHook = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-"""What a part of the server does around its life; entered in order at start, left in reverse."""
 
 DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
 
@@ -55,14 +46,10 @@ Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
 def create_app(settings: Settings | None = None) -> FastAPI:
     """Build the whole server; nothing is opened or loaded before its lifespan starts."""
     settings = settings or load_settings()
-    store = make_store(settings)
-    sessions = SessionManager(store, FAMILIES, settings)
+    sessions = SessionManager(make_store(settings), FAMILIES, settings)
     metrics = Metrics(sessions, settings.shared_metrics_dir())
-    context = Context(settings, sessions, Callers(settings), Baseline(), metrics, time.monotonic())
+    context = Context(settings, sessions, Callers(settings), metrics, time.monotonic())
     lines = LineLog()
-    requests, limits = Requests(settings, lines, metrics), Limits(settings)
-    hooks: list[LifespanHook] = [_tables_loaded, _store_open, _maintained, lambda _: metrics.shared()]
-    hooks.append(lambda _: _flushed(lines))
     app = FastAPI(
         title="InferenceGym",
         # Version of the HTTP interface: OpenEnv's validator derives its profile from it.
@@ -71,74 +58,39 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
         # Requests are counted and logged by RequestLog; FastAPI would ask at each whether somebody listens to it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
-        lifespan=_lifespan(hooks),
+        lifespan=partial(_lifespan, context, lines),
     )
     app.state.context = context
-    app.router.routes[:0] = _routes(context)
-    openenv = LateOpenEnv(app, context)
-    hooks.append(openenv.running)
+    app.router.routes[:0] = http_routes(context)
+    app.router.routes.extend(openenv_routes(context))
     install_problem_handlers(app)
-    install_openapi(app, openenv.load)
+    install_openapi(app)
     metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
-    app.add_middleware(
-        Shortcut, posts={r.path: r.app for r in app.routes if isinstance(r, JsonRoute) and "POST" in (r.methods or ())}
-    )
-    app.add_middleware(Guard, limits=limits)
+    app.add_middleware(Guard, limits=Limits(settings, prefixes(FAMILIES)))
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
-    app.add_middleware(RequestLog, requests=requests)
-    prefix = "" if settings.env == SERVING else "/serving"
-    step = RootRoutes(context, prefix).step_at_once
-    app.state.answer_at_once = {prefix + "/step": AtOnce(requests, limits, step)}
+    app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)
     return app
 
 
-def _routes(context: Context) -> list[BaseRoute]:
-    """Each environment under its prefix, and the one that the settings name at the root too."""
-    traffic = [*TrafficRoutes(context).routes(), *TrafficPolicyRoutes(context).routes(), openapi_route("/traffic")]
-    page = web_routes(context.settings)
-    if context.settings.env == "serving":
-        return [*_serving(context), *traffic, *page]
-    serving = _serving(context, "/serving")
-    # The process is asked for its health and metrics at the root, whichever environment is there.
-    whole = [route for route in RootRoutes(context).routes() if route.path in ("/health", "/metrics")]
-    at_root = [route for route in TrafficRoutes(context, prefix="").routes() if route.path != "/health"]
-    at_root += TrafficPolicyRoutes(context, prefix="").routes()
-    return [*at_root, *whole, *traffic, *serving, *page]
-
-
-def _serving(context: Context, prefix: str = "") -> list[JsonRoute]:
-    parts = (
-        RootRoutes(context, prefix),
-        BatchRoutes(context, prefix),
-        PolicyRoutes(context, prefix),
-        ShadowRoutes(context, prefix),
-    )
-    return [route for part in parts for route in part.routes()]
-
-
-def _lifespan(hooks: list[LifespanHook]) -> Callable[[FastAPI], AbstractAsyncContextManager[dict[str, Any]]]:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with AsyncExitStack() as stack:
-            for hook in hooks:
-                await stack.enter_async_context(hook(app))
-            # What is yielded here, the protocol of a connection finds in its state.
-            yield {ANSWER_AT_ONCE: app.state.answer_at_once}
-
-    return lifespan
+@asynccontextmanager
+async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIterator[None]:
+    # Read in a child process, so that the parquet library never enters this one.
+    await asyncio.to_thread(partial(load_tables, isolated=True))
+    # Everything is imported now and stays. The garbage collector need not look at it again: each of its full rounds
+    # would hold up all clients.
+    gc.collect()
+    gc.freeze()
+    async with _store_open(context.sessions.store), _maintained(context.sessions), context.metrics.shared():
+        try:
+            yield
+        finally:
+            lines.flush()
 
 
 @asynccontextmanager
-async def _tables_loaded(_app: FastAPI) -> AsyncIterator[None]:
-    await asyncio.to_thread(served_tables)
-    yield
-
-
-@asynccontextmanager
-async def _store_open(app: FastAPI) -> AsyncIterator[None]:
-    store = app.state.context.sessions.store
+async def _store_open(store: SessionStore) -> AsyncIterator[None]:
     await store.open()
     try:
         yield
@@ -147,22 +99,14 @@ async def _store_open(app: FastAPI) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _maintained(app: FastAPI) -> AsyncIterator[None]:
-    task = asyncio.create_task(app.state.context.sessions.maintain())
+async def _maintained(sessions: SessionManager) -> AsyncIterator[None]:
+    task = asyncio.create_task(sessions.maintain())
     try:
         yield
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-@asynccontextmanager
-async def _flushed(lines: LineLog) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        lines.flush()
 
 
 def __getattr__(name: str) -> Any:
@@ -188,8 +132,8 @@ def main() -> None:
         served if settings.workers == 1 else "server.app:app",
         workers=settings.workers,
         loop="uvloop",
-        http="server.http_protocol:PatientProtocol",
-        ws="server.websocket_protocol:EagerProtocol",
+        http="httptools",
+        ws="websockets-sansio",
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,

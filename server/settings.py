@@ -15,7 +15,9 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.families import FAMILIES, SERVING
 from inferencegym.files import make_folder
+from inferencegym.messages import Allowed
 
 PREFIX: Final = "INFERENCEGYM_"
 READ_ELSEWHERE: Final = frozenset(
@@ -37,8 +39,8 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
 
-    env: Literal["serving", "traffic"] = Field(
-        "serving", description="Environment served at the root path; the other one stays under its own prefix."
+    env: Annotated[str, Allowed("one of " + ", ".join(FAMILIES))] = Field(
+        SERVING, description="Environment served at the root path; the other one stays under its own prefix."
     )
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int = Field(
@@ -184,6 +186,13 @@ class Settings(BaseSettings):
         10, ge=0, le=600, description="Seconds that requests in flight get to finish after SIGTERM."
     )
 
+    @field_validator("env")
+    @classmethod
+    def _known_family(cls, value: str) -> str:
+        if value not in FAMILIES:
+            raise ValueError("must be one of " + ", ".join(FAMILIES))
+        return value
+
     @field_validator("trusted_proxies", mode="before")
     @classmethod
     def _split_networks(cls, value: Any) -> Any:
@@ -308,6 +317,9 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
+    for note in field.metadata:
+        if isinstance(note, Allowed):
+            return str(note)
     choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
     if choices:
         return "one of " + ", ".join(str(choice) for choice in choices)

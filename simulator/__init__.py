@@ -1,1 +1,1 @@
-"""Measured data, lookup table and serving dynamics."""
+"""Simulator: lookup tables, offered load, serving dynamics, what-if questions, the traffic controller's server."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator.load import REFERENCE_BATCH, ClassStats, interp_log
 from simulator.tables import FloatArray, ServingTables
-from simulator.workload import REFERENCE_BATCH, ClassStats, interp_log
 
 
 def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:

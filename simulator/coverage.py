@@ -1,4 +1,4 @@
-"""How well measurements support an answer: measured, interpolated, modelled or extrapolated.
+"""Support of an answer by measurements: measured, interpolated, modelled or extrapolated.
 
 The table states the support of every cell (see :mod:`simulator.offline.table`). A configuration is as well supported as
 its nearest cell; between cells nothing counts as measured, and beyond the table everything is extrapolated.
@@ -46,14 +46,14 @@ class SupportMap:
 
 
 def _nearest_edges(points: FloatArray) -> list[float]:
-    """Between which values each grid point is the nearest, on the logarithm."""
+    """Edges between neighbouring grid points, half-way on the logarithm."""
     edges: list[float] = np.sqrt(points[1:] * points[:-1]).tolist()
     return edges
 
 
 @lru_cache(maxsize=16)
 def support_map(tables: ServingTables) -> SupportMap:
-    """The support of a table, arranged once."""
+    """Support map of a table, built once."""
     return SupportMap(tables)
 
 

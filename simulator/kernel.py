@@ -75,7 +75,7 @@ MAX_TPOT_STEPS = 10.0
 MIN_BILLED_KTOKENS_PER_S = 0.05
 """Thousands of tokens per second that are billed at least. Chosen: the cost of an idle fleet stays finite."""
 NO_SLO_MS = 1e12
-"""Objectives above this are none; :func:`simulator.workload.class_stats` lists infinity as 1e15."""
+"""Objectives above this are none; :func:`simulator.load.class_stats` lists infinity as 1e15."""
 
 # ---------------------------------------------------------------- constants: waits within a step
 

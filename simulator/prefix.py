@@ -1,9 +1,9 @@
-"""Repeated prefixes: which leading tokens of a prompt were seen before, and how large a cache still holds them.
+"""Prefix reuse: which leading tokens of a prompt were seen before, and how large a cache still holds them.
 
 An engine keeps the KV blocks of finished requests until others need the room, so a pool of N tokens holds what the last
 N tokens written (or read again) left: least recently used goes first. A block is found again if fewer than N tokens
 were touched since its last use. That number, the stack distance, depends on the traffic alone, so one curve (the share
-of repeated tokens found in a cache of N tokens) tells what any pool saves. See ENVIRONMENT.md, "Prefix reuse".
+of repeated tokens found in a cache of N tokens) tells what any pool saves. See docs/dynamics.md, "Prefix reuse".
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Final
 
 import numpy as np
 
+from simulator.load import REUSE_LOG2_FIRST
 from simulator.requests import RequestLog
 from simulator.tables import FloatArray
-from simulator.workload import REUSE_LOG2_FIRST
 
 CAPACITY_TOKENS: Final = 2.0 ** (REUSE_LOG2_FIRST + np.arange(21))
 """Cache sizes of a reuse curve: 1,024 tokens to 2**30, doubling."""
 
+BLOCK_TOKENS: Final = 512
+"""Tokens of a block of Mooncake's traces."""
+
 _PUBLISHED_BLOCKS: Final = (1_000, 50_000)
 _PUBLISHED_SHARE: Final = (0.30 / 0.50, 1.0)
-_PUBLISHED_BLOCK_TOKENS: Final = 512
 
 PUBLISHED_REUSE_HIT: Final = np.clip(
     np.interp(
         np.log2(CAPACITY_TOKENS),
-        np.log2(_PUBLISHED_BLOCK_TOKENS * np.array([1.0, *_PUBLISHED_BLOCKS])),
+        np.log2(BLOCK_TOKENS * np.array([1.0, *_PUBLISHED_BLOCKS])),
         [0.0, *_PUBLISHED_SHARE],
     ),
     0.0,
@@ -41,20 +43,19 @@ tokens finds 30 % of the prompt blocks, one of 50,000 finds 50 %, and more finds
 
 
 def reuse_curve(log: RequestLog) -> FloatArray | None:
-    """What caches of :data:`CAPACITY_TOKENS` find of a log's repeated tokens; None where nothing repeats."""
+    """Hit rate of caches of :data:`CAPACITY_TOKENS` on a log's repeated tokens; None where nothing repeats."""
     if not (log.reused_tokens > 0).any():
         return None
     return log.reuse_hit if len(log.reuse_hit) else PUBLISHED_REUSE_HIT
 
 
 class PrefixReuse:
-    """Reads prompts as lists of block ids, in order of arrival, and tells what they repeat.
+    """Counter of repeated prefixes and their stack distances, fed with prompts as block ids in order of arrival.
 
     Block ids stand for a block of tokens and everything before it, as in Mooncake's traces.
     """
 
-    def __init__(self, block_tokens: int = 512) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self) -> None:
         self._last_use: dict[Hashable, int] = {}
         self._touched = _RunningSums()
         self._found: FloatArray = np.zeros(len(CAPACITY_TOKENS) + 1)
@@ -64,11 +65,11 @@ class PrefixReuse:
         repeated = 0
         while repeated < len(blocks) and blocks[repeated] in self._last_use:
             repeated += 1
-        tokens = min(repeated * self._block_tokens, prompt_tokens)
+        tokens = min(repeated * BLOCK_TOKENS, prompt_tokens)
         self._note_distances([self._last_use[b] for b in blocks[:repeated]])
         for block in blocks[:repeated]:
-            self._touched.add(self._last_use[block], -self._block_tokens)
-        request = self._touched.append(max(prompt_tokens, len(blocks) * self._block_tokens) + output_tokens)
+            self._touched.add(self._last_use[block], -BLOCK_TOKENS)
+        request = self._touched.append(max(prompt_tokens, len(blocks) * BLOCK_TOKENS) + output_tokens)
         self._last_use.update(dict.fromkeys(blocks, request))
         return tokens
 
@@ -86,9 +87,9 @@ class PrefixReuse:
         for use in last_uses:
             # Everything touched since that request, and what this prompt has read of it already.
             distance = since.get(use)
-            distance = (self._touched.after(use) if distance is None else distance) + self._block_tokens
+            distance = (self._touched.after(use) if distance is None else distance) + BLOCK_TOKENS
             since[use] = distance
-            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += self._block_tokens
+            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += BLOCK_TOKENS
 
 
 class _RunningSums:

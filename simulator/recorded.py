@@ -1,6 +1,6 @@
-"""Recorded traffic: a packed request log as the load of a task.
+"""Recorded load: a packed request log as the load of a task.
 
-A trace file is a small ``.npz`` (numpy only, so that a server can play it) with the arrays ``arrival_s``,
+A trace file is a small ``.npz`` (numpy only, so that a server can read it) with the arrays ``arrival_s``,
 ``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens that an earlier
 request of the log had in common), ``reuse_hit`` (see :class:`simulator.requests.RequestLog`; optional) and a JSON
 description under ``meta``.
@@ -24,29 +24,30 @@ from numpy.typing import NDArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.seeds import check_seed, generators
 from inferencegym.tasks import TaskSpec
-from simulator.prefix import reuse_curve
-from simulator.requests import RequestLog
-from simulator.tables import FloatArray, ServingTables
-from simulator.workload import (
+from simulator.load import (
+    NOISE_STREAM,
     ClassStats,
     Workload,
     bin_requests,
-    check_seed,
     class_stats,
-    draw_noise,
     listed_work_ms,
+    noise_factors,
     phases,
-    stacked,
 )
+from simulator.prefix import reuse_curve
+from simulator.requests import RequestLog
+from simulator.tables import FloatArray, ServingTables
 
 TRACE_VERSION: Final = 1
 BURST_FACTOR: Final = 2.0
 """A second belongs to a burst when the mean of the five seconds up to it exceeds this many times the trace's mean."""
 _BURST_WINDOW_S: Final = 5
 _OUTPUT_POINTS: Final = 2048
+_START_STREAM: Final = 0
 _UNREADABLE: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What numpy, zip and JSON raise over a file that they cannot read; RuntimeError is what is encrypted or too deep."""
+"""Errors of numpy, zip and JSON over unreadable files; RuntimeError for encrypted or too deeply nested ones."""
 
 
 def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Path:
@@ -94,12 +95,12 @@ def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
     return log, meta
 
 
-class RecordedTraffic:
-    """A recorded log as a source of workloads.
+class RecordedLoad:
+    """Load source that repeats a recorded log.
 
     The seed chooses the second of the log at which an episode starts; the log is repeated without end. Lengths and
     classes are those of the log; the output lengths of a class enter by their distribution. A log whose description
-    says ``"once": true`` is played from its first second, without jitter, and nothing comes after its end.
+    says ``"once": true`` starts with its first second, without jitter, and nothing comes after its end.
     """
 
     def __init__(self, task: TaskSpec, tables: ServingTables) -> None:
@@ -122,41 +123,43 @@ class RecordedTraffic:
         )
         self._burst = burst_seconds(self._load.arrivals.sum(axis=1))
 
-    def draw_many(self, seeds: Sequence[int], n_steps: int) -> Workload:
-        """The workloads of several episodes, stacked."""
-        return stacked([self.draw(seed, n_steps) for seed in seeds])
-
-    def draw(self, seed: int, n_steps: int) -> Workload:
-        """The workload of an episode."""
-        seed = check_seed(seed)
-        span = self._load.n_steps
+    def draw(self, seeds: Sequence[int], n_steps: int) -> Workload:
+        """The workloads of L episodes, one per seed."""
+        checked = [check_seed(seed) for seed in seeds]
         if self._once:
-            return self._from_the_beginning(n_steps)
-        start = int(np.random.default_rng([seed, 0]).integers(span))
-        index = (start + np.arange(n_steps)) % span
+            return self._from_the_beginning(len(checked), n_steps)
+        span = len(self._load.arrivals)
+        start = np.empty(len(checked), dtype=np.int64)
+        z = np.empty((len(checked), n_steps, 2))
+        for i, (starts, noise) in enumerate(generators(checked, (_START_STREAM, NOISE_STREAM))):
+            start[i] = starts.integers(span)
+            noise.standard_normal(out=z[i])
+        second = (start[:, None] + np.arange(n_steps)) % span
         saved = self._load.saved_work_ms
         return Workload(
-            arrivals=self._load.arrivals[index],
-            prompt_tokens=self._load.prompt_tokens[index],
-            prefill_work_ms=self._load.prefill_work_ms[index],
-            noise=draw_noise(seed, n_steps),
-            phase=phases(self._burst[index]),
-            saved_work_ms=None if saved is None else saved[index],
+            arrivals=self._load.arrivals[second],
+            prompt_tokens=self._load.prompt_tokens[second],
+            prefill_work_ms=self._load.prefill_work_ms[second],
+            noise=noise_factors(z),
+            phase=phases(self._burst[second]),
+            saved_work_ms=None if saved is None else saved[second],
         )
 
-    def _from_the_beginning(self, n_steps: int) -> Workload:
-        """The log once, then silence."""
-        load, played = self._load, min(n_steps, self._load.n_steps)
+    def _from_the_beginning(self, n_episodes: int, n_steps: int) -> Workload:
+        """The log once, then no more requests; the same in every episode."""
+        load, kept = self._load, min(n_steps, len(self._load.arrivals))
 
-        def padded(values: FloatArray) -> FloatArray:
-            return np.concatenate([values[:played], np.zeros((n_steps - played, *values.shape[1:]))])
+        def padded(values: NDArray[Any]) -> NDArray[Any]:
+            nothing = np.zeros((n_steps - kept, *values.shape[1:]), dtype=values.dtype)
+            once = np.concatenate([values[:kept], nothing])
+            return np.broadcast_to(once, (n_episodes, *once.shape))
 
         return Workload(
             arrivals=padded(load.arrivals),
             prompt_tokens=padded(load.prompt_tokens),
             prefill_work_ms=padded(load.prefill_work_ms),
-            noise=np.ones((n_steps, 2)),
-            phase=phases(np.concatenate([self._burst[:played], np.zeros(n_steps - played, dtype=bool)])),
+            noise=np.ones((n_episodes, n_steps, 2)),
+            phase=phases(padded(self._burst)),
             saved_work_ms=None if load.saved_work_ms is None else padded(load.saved_work_ms),
         )
 

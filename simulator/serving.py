@@ -15,26 +15,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS, MetricsSnapshot
+from inferencegym.models import NAIVE_ACTION, MetricsSnapshot
 from inferencegym.tasks import TaskSpec
 from simulator.arrays import KNOBS, LOAD, METRICS, SCRATCH, STATE, allocate
 from simulator.class_tables import gini, length_integrals, prefill_ratios
 from simulator.kernel import ServingKernel
-from simulator.tables import FloatArray, ServingTables
-from simulator.workload import (
+from simulator.load import (
     CLASS_WINDOW_STEPS,
     EMA_WEIGHT,
     PROMPT_WINDOW_STEPS,
     REUSE_LOG2_FIRST,
     ClassStats,
     Workload,
-    traffic_of,
 )
+from simulator.tables import FloatArray, ServingTables
+from simulator.workload import load_source
 
 IntArray = NDArray[np.int64]
 
-SPEC_INDEX: Final = {k: i for i, k in enumerate(SPEC_LENGTHS)}
-"""Index of a spec length, which is what the knob ``spec`` holds."""
 GRID_CELLS: Final = 512
 """Cells of the survival integrals between position 0 and the longest output. Chosen: 2 tokens wide for 1,000."""
 MAX_PIECES: Final = 48
@@ -188,11 +186,11 @@ def _class_tables(params: ServingParams) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingParams:
     """The fleet of a task on a table."""
-    traffic = traffic_of(task, tables)
+    source = load_source(task, tables)
     return ServingParams(
         tables=tables,
-        stats=traffic.stats,
-        nominal_rate_rps=traffic.nominal_rate_rps,
+        stats=source.stats,
+        nominal_rate_rps=source.nominal_rate_rps,
         n_replicas=task.fleet.n_replicas,
         queue_limit=task.fleet.queue_limit,
         base_accept_rate=task.fleet.base_accept_rate,

@@ -1,4 +1,4 @@
-"""The lookup table as plain arrays.
+"""Lookup table of operator times as plain arrays.
 
 Reading parquet takes a library of 70 MB; a server that only steps episodes should not hold it. ``load_tables`` with
 ``isolated=True`` therefore reads the file in a short-lived child process and keeps nothing but the numbers.
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import TableError
+from inferencegym.installation import install_hint
 from inferencegym.tasks import DATA_DIR
 
 FloatArray = NDArray[np.float64]
@@ -140,7 +141,7 @@ _loaded: Final[dict[tuple[str, str], ServingTables]] = {}
 
 
 def _load(path: str, digest: str, isolated: bool) -> ServingTables:
-    # However it was read, it is the same table: what a server has read in a child process nobody reads again.
+    # However it was read, it is the same table, so it is read once.
     if (path, digest) not in _loaded:
         raw, meta = _read_in_child(path) if isolated and "pyarrow" not in sys.modules else read_columns(path)
         _loaded[path, digest] = _arrange(path, digest, raw, meta)
@@ -149,8 +150,11 @@ def _load(path: str, digest: str, isolated: bool) -> ServingTables:
 
 def read_columns(path: str) -> tuple[dict[str, FloatArray], dict[str, Any]]:
     """All columns of a table file as float64 vectors, and its metadata."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise TableError(f"{path} cannot be read: {install_hint(error) or error}") from error
 
     try:
         table = pq.read_table(path)
@@ -177,8 +181,8 @@ sys.stdout.buffer.write(buffer.getvalue())
 
 
 def _read_in_child(path: str) -> tuple[dict[str, FloatArray], dict[str, Any]]:
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    # The child finds the modules that this process finds.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, path], capture_output=True, env=environment, timeout=60, check=False
     )

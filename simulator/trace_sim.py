@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
+from inferencegym.spaces.knobs import action_values
 from simulator.coverage import support_map
+from simulator.load import NOISE_STD
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
-from simulator.workload import NOISE_STD
 
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator
@@ -24,7 +25,7 @@ OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "
 
 
 class TraceSimulator:
-    """What a saturated replica measures: ``batch_size`` requests always in flight at the workload's prompt length.
+    """Simulator of a saturated replica: ``batch_size`` requests always in flight at the workload's prompt length.
 
     ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Values between grid points are
     linear on the logarithm of the value over (log2 batch, KV budget, log2 prompt); spec length and precision take the
@@ -42,17 +43,14 @@ class TraceSimulator:
     def simulate(self, action: ServeAction, workload: WorkloadState) -> MetricsSnapshot:
         """Metrics of one second of a saturated replica under ``action`` and ``workload``."""
         action.validate()
-        row = np.array(
-            [[action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value]],
-            dtype=np.float64,
-        )
+        row = np.array([action_values(action)], dtype=np.float64)
         at = {name: float(v[0]) for name, v in self.lookup(row, np.array([workload.mean_prompt_len])).items()}
         jitter = 1.0 + NOISE_STD * self._rng.standard_normal(3).clip(-4.0, 4.0)
         oom = at["gpu_mem_gb"] > OOM_THRESHOLD_GB
         tps = at["tps"] * (0.5 if oom else 1.0)
         ttft = at["ttft_p50_ms"] * jitter[0]
-        waiting_too_many = max(0.0, action.batch_size - at["resident"])
-        violations = round(waiting_too_many)
+        beyond_kv_pool = max(0.0, action.batch_size - at["resident"])
+        violations = round(beyond_kv_pool)
         return MetricsSnapshot(
             ttft_p50_ms=float(ttft),
             ttft_p99_ms=float(max(ttft, at["ttft_p99_ms"] * jitter[1])),
@@ -61,7 +59,7 @@ class TraceSimulator:
             gpu_memory_gb=min(at["gpu_mem_gb"], OOM_THRESHOLD_GB),
             cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
             spec_accept_rate=at["spec_accept_rate"],
-            eviction_events=round(waiting_too_many),
+            eviction_events=round(beyond_kv_pool),
             slo_violations=max(OOM_PENALTY * violations, action.batch_size) if oom else violations,
             oom=oom,
         )

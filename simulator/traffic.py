@@ -1,4 +1,4 @@
-"""The traffic controller's server: one queue, one capacity, a crash beyond a load ratio.
+"""Server of the traffic controller: one queue, one capacity, a crash beyond a load ratio.
 
 State, parameters and dynamics are apart, and the dynamics work on arrays: B servers at once, each element on its own,
 so that a row of a batch equals the same episode alone, bit for bit. There is no randomness: the incoming rates follow
@@ -29,7 +29,7 @@ BoolArray = NDArray[np.bool_]
 DRAIN_SHARE = 0.3
 """Share of the spare capacity that works the queue off."""
 QUEUE_LATENCY_MS = 0.5
-"""What one queued request adds to the latency."""
+"""Latency that each queued request adds."""
 # Measurements have the resolution of a monitoring page. Reward, score and log are made of what the controller sees, so
 # that whoever recomputes them from the responses gets the same numbers.
 USAGE_PARTS = 1e4
@@ -60,7 +60,7 @@ class TrafficParams:
 
 @dataclass(frozen=True, slots=True)
 class TrafficServer:
-    """What is measured on B servers after a step; every field ``(B,)``.
+    """Measurements of B servers after a step; every field ``(B,)``.
 
     ``queue_requests`` is all that the next step depends on.
     """

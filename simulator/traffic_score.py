@@ -1,4 +1,4 @@
-"""What a step and an episode of the traffic controller are worth.
+"""Reward of a step and score of an episode of the traffic controller.
 
 The formulas stand here, below the environment and the graders, because both must give the same numbers: the
 environment puts the final score into its last ``info``, a grader computes it from a log, the planner maximises it. All
@@ -30,9 +30,9 @@ def step_reward(params: TrafficParams, accept_share: FloatArray, server: Traffic
     The share of requests let through, less half of the latency beyond 200 ms (in units of 800 ms), less 0.3 of how
     full the queue is; a crash is -10 whatever else happened.
     """
-    late = np.maximum(0.0, (server.latency_ms - LATENCY_FREE_MS) / LATENCY_SPAN_MS)
-    full = server.queue_requests / params.max_queue_requests
-    served = accept_share - LATENCY_WEIGHT * late - QUEUE_WEIGHT * full
+    latency_excess = np.maximum(0.0, (server.latency_ms - LATENCY_FREE_MS) / LATENCY_SPAN_MS)
+    queue_fill = server.queue_requests / params.max_queue_requests
+    served = accept_share - LATENCY_WEIGHT * latency_excess - QUEUE_WEIGHT * queue_fill
     return np.where(server.crashed, CRASH_REWARD, served)
 
 
@@ -95,7 +95,7 @@ def final_score(grade: GradeSpec, totals: EpisodeTotals, max_steps: int) -> Floa
     """Scores in [0, 1] of B episodes of a task with ``max_steps`` steps.
 
     Every rule scales with the share of the episode that was survived, so an episode broken off, by a crash or by the
-    end of a log, never beats the same play carried on to the end without one.
+    end of a log, never beats the same actions carried on to the end without one.
     """
     return RULES[grade.kind].score(grade.params, totals, totals.survived_steps() / max_steps)
 
@@ -144,4 +144,4 @@ RULES: Final[dict[str, GradeRule]] = {
     "survival_latency": GradeRule(_survival_latency, lambda totals: -totals.latency_ms, False),
     "throughput_queue": GradeRule(_throughput_queue, lambda totals: totals.allowed, True),
 }
-"""Kind of grade (:data:`inferencegym.traffic.GRADE_PARAMS`) -> its rule."""
+"""Kind of grade, as :class:`inferencegym.traffic.TrafficTaskEntry` allows them -> its rule."""

@@ -1,4 +1,4 @@
-"""What-if on a load outside any task: the same dynamics as the environment, asked about individual requests."""
+"""What-if questions: a load of one's own under a fixed action, with the environment's dynamics, request by request."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, ServeAction
+from inferencegym.seeds import MAX_SEED
+from inferencegym.spaces.knobs import KnobKernel
 from simulator.coverage import LEVELS, fleet_support
+from simulator.load import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 from simulator.prefix import reuse_curve
 from simulator.requests import MAX_REQUESTS, RequestLog
-from simulator.serving import SPEC_INDEX, EngineParams, ServingFleet, ServingParams
+from simulator.serving import EngineParams, ServingFleet, ServingParams
 from simulator.tables import FloatArray, ServingTables
-from simulator.workload import MAX_SEED, ClassStats, Workload, bin_requests, class_stats, listed_work_ms
 
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
 MAX_CV: Final = 100
 STEP_S: Final = 0.25
-"""Step of a what-if, finer than the second of the environment: short loads live in their first and last seconds."""
+"""Step of a what-if (s), finer than the environment's: short loads are mostly their first and last second."""
 _OUTPUT_POINTS: Final = 2048
 _WAIT_POINTS: Final = 15
-_HAIR: Final = 1e-6
-"""Requests: far above what rounding makes of their sums, far below one."""
+_TOLERANCE: Final = 1e-6
+"""Tolerance in requests: far above the rounding error of their sums, far below one."""
 # Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
@@ -82,7 +84,7 @@ def _lengths(rng: np.random.Generator, mean: float, cv: float, n: int) -> FloatA
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What a load would have met.
+    """Result of a what-if question.
 
     TTFT and TPOT are per request, in ms. ``makespan_s`` ends with the last request served. ``support`` is the share of
     busy steps whose operator times are measured, interpolated, modelled or extrapolated; ``classes`` the TTFT of each
@@ -119,8 +121,6 @@ def serve_requests(
     closed_clients: int = 0,
     queue_limit: float = 1e12,
     base_accept_rate: float = 0.65,
-    slo_ms: float = 1e15,
-    engine: EngineParams | None = None,
     step_s: float = STEP_S,
 ) -> Served:
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
@@ -133,7 +133,7 @@ def serve_requests(
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
     params = ServingParams(
         tables=tables,
-        stats=log_stats(requests, tables, slo_ms),
+        stats=log_stats(requests, tables),
         nominal_rate_rps=len(requests.arrival_s) / max(float(requests.arrival_s.max()), 1.0),
         n_replicas=n_replicas,
         queue_limit=queue_limit,
@@ -142,9 +142,9 @@ def serve_requests(
         load_gb_per_s=1.0,
         step_s=step_s,
         closed_clients=closed_clients,
-        engine=_per_step(engine or EngineParams(), step_s),
+        engine=_per_step(EngineParams(), step_s),
     )
-    return _play(params, action, requests)
+    return _serve(params, action, requests)
 
 
 def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
@@ -152,7 +152,7 @@ def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
     return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
-def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> ClassStats:
+def log_stats(requests: RequestLog, tables: ServingTables) -> ClassStats:
     """Class statistics of a request log; a class without requests borrows those of all."""
     n_classes = int(requests.class_index.max()) + 1
     members = [requests.class_index == c for c in range(n_classes)]
@@ -161,7 +161,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     stats = class_stats(
         names=PRIORITY_CLASSES[:n_classes],
         shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
-        slo_ms=[slo_ms] * n_classes,
+        slo_ms=[np.inf] * n_classes,
         complexity_penalty=[0.0] * n_classes,
         prompts=[requests.prompt_tokens[m] for m in members],
         works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
@@ -170,7 +170,7 @@ def log_stats(requests: RequestLog, tables: ServingTables, slo_ms: float) -> Cla
     return replace(stats, reuse_hit=reuse_curve(requests))
 
 
-def _play(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
+def _serve(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
     last = int(requests.arrival_s.max() / params.step_s) + 1
     n_steps = last + int(300 / params.step_s)
     while True:
@@ -200,11 +200,7 @@ def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_s
     )
     fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
     fleet.set_load(0, load)
-    fleet.kv_budget[:] = action.kv_budget
-    fleet.spec_index[:] = SPEC_INDEX[action.spec_length]
-    fleet.batch_size[:] = action.batch_size
-    fleet.disagg[:] = action.prefill_disagg
-    fleet.tier[:] = action.quant_tier.value
+    KnobKernel([True] * len(ACTION_FIELDS), fleet).write_action(0, action)
     return fleet
 
 
@@ -261,7 +257,7 @@ class Served:
         )
 
     def makespan_s(self) -> float:
-        """When the last request is served.
+        """Seconds from the start until the last request is served.
 
         Every request is followed to its own end. Where some are refused it is unknown which: then half a request left
         marks the end, the fluid's counterpart.
@@ -295,7 +291,7 @@ class Served:
         return found
 
     def _since_sent(self, record: FloatArray) -> FloatArray:
-        """The record of a closed loop with waits that begin when a client sends, not with the run.
+        """Record of a closed loop with waits counted from when a client sends, not from the start of the run.
 
         Of N clients, the one whose answer is the k-th sends request N + k: no wait can be longer than the run so far.
         """
@@ -304,26 +300,26 @@ class Served:
         clock_ms = np.arange(len(answered)) * params.step_s * 1000.0
         found = []
         for c in np.unique(class_index):
-            early, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
-            admitted = np.concatenate([[0.0], np.cumsum(early[:, 1])])
+            at_start, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
+            admitted = np.concatenate([[0.0], np.cumsum(at_start[:, 1])])
             # Requests of the log, whatever their class, before the ends of each piece; then without the first ones.
-            place = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
-            after = place - params.closed_clients
+            position = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
+            after = position - params.closed_clients
             first = np.clip(-after[:-1] / np.maximum(np.diff(after), 1e-12), 0.0, 1.0)
-            late = early.copy()
-            early[:, 3] = late[:, 2] = early[:, 2] + first * (early[:, 3] - early[:, 2])
-            early[:, 1] *= first
-            late[:, 1] *= 1.0 - first
-            # A hair inside the piece: at its end itself, while nobody is answered, the curve tells no time.
-            for column, goal in ((2, np.maximum(after[:-1], 0.0) + _HAIR), (3, after[1:] - _HAIR)):
-                # An answer takes the prefill too, for which the fluid has no time: it decodes from admission on.
-                sent_ms = np.interp(goal, answered, clock_ms) + late[:, 4] + late[:, 5]
-                late[:, column] = np.maximum(late[:, column] - sent_ms, 0.0)
-            found += [early[first > 0.0], late[first < 1.0]]
+            later = at_start.copy()
+            at_start[:, 3] = later[:, 2] = at_start[:, 2] + first * (at_start[:, 3] - at_start[:, 2])
+            at_start[:, 1] *= first
+            later[:, 1] *= 1.0 - first
+            # Just inside the piece: at its very end, while nobody is answered, the curve has no definite time.
+            for column, goal in ((2, np.maximum(after[:-1], 0.0) + _TOLERANCE), (3, after[1:] - _TOLERANCE)):
+                # An answer takes the prefill too, which the fluid does not time: it decodes from admission on.
+                sent_ms = np.interp(goal, answered, clock_ms) + later[:, 4] + later[:, 5]
+                later[:, column] = np.maximum(later[:, column] - sent_ms, 0.0)
+            found += [at_start[first > 0.0], later[first < 1.0]]
         return np.concatenate(found)
 
     def _completions(self) -> tuple[FloatArray, FloatArray]:
-        """When each request is served (s) and its time per token (ms), (N,); NaN for those never admitted.
+        """Completion time (s) and time per token (ms) of each request, (N,); NaN for those never admitted.
 
         Requests of a class are admitted in order, and from then on gain the tokens that every running request gains.
         """

@@ -41,6 +41,18 @@ def free_port() -> int:
     raise RuntimeError("50 ports were tried, and all of them are in use")
 
 
+def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended before it answered"
+        try:
+            if httpx.get(f"{url}/health", timeout=1.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError(f"no healthy answer from {url} within {limit_s} s")
+
+
 @dataclass
 class RunningServer:
     """One server (with all its workers) and a client for it."""

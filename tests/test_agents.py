@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from agents.baseline import BASELINE_ACTION, NaiveAgent, run_all_baselines, run_baseline
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
+from agents.policies.stored import policy_path
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
 from agents.registry import AGENTS, make_agent
 from agents.search.ablation import ablate
-from agents.search.calibration import Places, Solved, calibrate, measure_price, policy_path
+from agents.search.calibration import CalibrationFiles, Solved, calibrate, measure_price
 from agents.search.solver import (
     COARSE,
     Budget,
@@ -74,8 +76,8 @@ AGENT_NAMES = [name for name in AGENTS if name not in ("constant", "ppo")] + [
 @pytest.mark.parametrize("name", AGENT_NAMES)
 def test_a_row_plays_the_same_whatever_the_batch(name: str, task_id: int) -> None:
     task = get_task(task_id)
-    together = play(task, make_agent(name, task), [11, 12, 13], config=task.config({"episode_length": 90}))
-    alone = play(task, make_agent(name, task), [11], config=task.config({"episode_length": 90}))
+    together = run_episodes(task, make_agent(name, task), [11, 12, 13], config=task.config({"episode_length": 90}))
+    alone = run_episodes(task, make_agent(name, task), [11], config=task.config({"episode_length": 90}))
     assert_array_equal(together.actions[:, 0], alone.actions[:, 0])
     assert together.returns[0] == alone.returns[0]
 
@@ -84,14 +86,14 @@ def test_a_row_plays_the_same_whatever_the_batch(name: str, task_id: int) -> Non
 def test_an_agent_plays_a_second_episode_like_the_first(name: str) -> None:
     task = get_task(3)
     agent = make_agent(name, task)
-    first = play(task, agent, [5, 6])
-    assert_array_equal(play(task, agent, [5, 6]).actions, first.actions)
+    first = run_episodes(task, agent, [5, 6])
+    assert_array_equal(run_episodes(task, agent, [5, 6]).actions, first.actions)
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_batched_scores_equal_those_of_the_graded_episode_log(task_id: int) -> None:
     task = get_task(task_id)
-    played = play(task, make_agent("random", task), [7])
+    played = run_episodes(task, make_agent("random", task), [7])
     env = InferenceEnv(task_id=task_id, seed=7)
     env.reset()
     for kv, spec, batch, disagg, tier in played.actions[:, 0].tolist():
@@ -104,27 +106,29 @@ def test_batched_scores_equal_those_of_the_graded_episode_log(task_id: int) -> N
                 "quant_tier": int(tier),
             }
         )
-    grade = GraderModule().score(task_id, env._episode_log)
+    grade = GraderModule().score(task_id, env.episode_log)
     assert_allclose(played.scores()[0], grade["score"], rtol=1e-12)
-    assert_allclose(played.returns[0], sum(step["reward"] for step in env._episode_log), rtol=1e-12)
+    assert_allclose(played.returns[0], sum(step["reward"] for step in env.episode_log), rtol=1e-12)
     assert {k: float(v[0]) for k, v in played.breakdown().items()} == pytest.approx(grade["breakdown"], rel=1e-12)
 
 
 def test_rows_on_several_threads_equal_rows_on_one() -> None:
     task = get_task(3)
     actions = np.array([[0.3 + 0.05 * i, 1, 64, 0, 1] for i in range(8)])
-    many = play(task, ActionsAgent(actions, 80), range(80), n_rows=640, config=task.config({"episode_length": 40}))
-    few = play(task, ActionsAgent(actions[:1], 80), range(80), config=task.config({"episode_length": 40}))
+    many = run_episodes(
+        task, ActionsAgent(actions, 80), range(80), n_rows=640, config=task.config({"episode_length": 40})
+    )
+    few = run_episodes(task, ActionsAgent(actions[:1], 80), range(80), config=task.config({"episode_length": 40}))
     assert_array_equal(many.returns[:80], few.returns)
 
 
 def test_the_naive_agent_never_leaves_the_engine_defaults() -> None:
-    played = play(get_task(3), NaiveAgent(), [1])
+    played = run_episodes(get_task(3), NaiveAgent(), [1])
     assert_array_equal(played.actions[:, 0], np.tile([1.0, 0, 32, 0, 0], (200, 1)))
 
 
 def test_the_random_agent_reaches_every_choice_of_every_knob() -> None:
-    drawn = play(get_task(3), make_agent("random:3", get_task(3)), range(4)).actions.reshape(-1, 5)
+    drawn = run_episodes(get_task(3), make_agent("random:3", get_task(3)), range(4)).actions.reshape(-1, 5)
     assert set(drawn[:, 1]) == {0, 1, 2, 4, 8}
     assert set(drawn[:, 3]) == {0, 1}
     assert set(drawn[:, 4]) == {0, 1, 2}
@@ -259,8 +263,39 @@ def test_a_mode_policy_survives_its_file() -> None:
     assert_array_equal(back.stay, params.stay)
     ramped = replace(params, ramp=np.array([0.125]))
     assert ModeParams.from_dict(ramped.to_dict()).ramp.tolist() == [0.125]
-    with pytest.raises(InvalidConfigError, match="is not 'modes'"):
-        ModeParams.from_dict({"kind": "constant"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "constant"}, "kind='constant' is not allowed: it must be \"modes\""),
+        ({"stays": 1}, "stays=1 is not allowed: it must be left out (did you mean stay?)"),
+        ({"stay": "x"}, "stay='x' is not allowed: it must be a number"),
+        ({"modes": []}, "modes=[] is not allowed: it must be an array of at least 1"),
+        ({"modes": [{"knobs": {}, "gate": {}}]}, "modes[0].knobs.kv_budget is missing: it must be a number from 0.1"),
+        (
+            {"modes": [{"knobs": {}, "gate": {"queue_depht": 1}}]},
+            "modes[0].gate.queue_depht=1 is not allowed: it must be",
+        ),
+        (
+            {"modes": [{"knobs": {"volts": 1}, "gate": {}}]},
+            "modes[0].knobs.volts=1 is not allowed: it must be left out",
+        ),
+        ({"modes": [{"knobs": {}, "gate": {"one": "x"}}]}, "modes[0].gate.one='x' is not allowed: it must be a number"),
+        (
+            {"modes": [{"knobs": {}, "gates": {}}]},
+            "modes[0].gates={} is not allowed: it must be left out (did you mean g",
+        ),
+    ],
+)
+def test_a_stored_policy_with_a_mistake_is_refused_with_file_field_and_what_is_allowed(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "best_adaptive-task-1.json"
+    path.write_text(json.dumps({**two_modes(window_gate(-3, 10, 120)).to_dict(), **change}))
+    with pytest.raises(InvalidConfigError, match=re.escape(said)) as refused:
+        make_agent(f"best_adaptive:{tmp_path}", get_task(1))
+    assert f"{tmp_path.name}/{path.name}: no stored policy (" in str(refused.value)
 
 
 def test_the_phase_points_forward_when_a_flood_begins() -> None:
@@ -282,7 +317,7 @@ def test_policies_side_by_side_earn_what_each_earns_alone() -> None:
     settings = solver.grid(TINY.coarse)[::7]
     values = solver.values_of_actions(settings, [1, 2, 3])
     for i in (0, len(settings) - 1):
-        alone = play(task, ActionsAgent(settings[i : i + 1], 3), [1, 2, 3]).scores().mean()
+        alone = run_episodes(task, ActionsAgent(settings[i : i + 1], 3), [1, 2, 3]).scores().mean()
         assert values[i] == pytest.approx(alone, rel=1e-12)
 
 
@@ -368,16 +403,16 @@ def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
     task = get_task(2)
     solved = calibrate(task, TINY)
     c = solved.calibration
-    naive = play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=c)
+    naive = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=c)
     assert naive.metrics["cost_per_1k"].sum(axis=0).mean() == pytest.approx(task.cost_budget, rel=1e-12)
     assert 0 < c.floor_tps < float(naive.metrics["tokens_per_sec"].mean()) < c.optimal_tps <= c.max_throughput_tps
-    one = play(task, ActionsAgent(np.array([[1.0, 0, 1, 0, 0]]), 16), CALIBRATION_SEEDS, calibration=c)
+    one = run_episodes(task, ActionsAgent(np.array([[1.0, 0, 1, 0, 0]]), 16), CALIBRATION_SEEDS, calibration=c)
     assert c.floor_tps == pytest.approx(float(one.metrics["tokens_per_sec"].mean()), rel=1e-12)
     assert len(solved.provenance["table_sha256"]) == 64
 
     file = tmp_path / "calibration.json"
     file.write_text('{"tasks": {"other": {"floor_tps": 1.0}}}')
-    Places.of(task, file, tmp_path / "policies").store(solved)
+    CalibrationFiles.of(task, file, tmp_path / "policies").store(solved)
     written = json.loads(file.read_text())["tasks"]
     assert set(written) == {"other", "2"}
     assert written["2"]["price"] == c.price
@@ -389,7 +424,10 @@ def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
 def test_the_price_does_not_depend_on_the_calibration_in_use() -> None:
     task = get_task(2)
     expected = task.cost_budget / float(
-        play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED).metrics["cost_per_1k"].sum(axis=0).mean()
+        run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
+        .metrics["cost_per_1k"]
+        .sum(axis=0)
+        .mean()
     )
     assert measure_price(task) == pytest.approx(expected, rel=1e-12)
 
@@ -402,10 +440,10 @@ def test_the_policies_of_ones_own_task_lie_beside_it_and_are_played_by_name(
     assert main([*evaluated, "best_adaptive"]) == 2
     assert "tasks-1.policies/best_adaptive-task-desk.json: no stored policy (No such file" in capsys.readouterr().err
     solved = calibrate(task, TINY)
-    Places.of(task, policies=tmp_path / "elsewhere").store(solved)
+    CalibrationFiles.of(task, policies=tmp_path / "elsewhere").store(solved)
     assert main([*evaluated, "best_adaptive"]) == 2
     assert main([*evaluated, f"best_adaptive:{tmp_path / 'elsewhere'}"]) == 0
-    Places.of(task).store(solved)
+    CalibrationFiles.of(task).store(solved)
     capsys.readouterr()
     assert main([*evaluated, "all"]) == 0
     out = capsys.readouterr().out
@@ -436,19 +474,19 @@ def test_what_is_no_calibration_file_is_not_written_over(tmp_path: Path, text: s
     file = tmp_path / "c.json"
     file.write_text(text)
     with pytest.raises(DataFormatError, match="not a calibration file"):
-        Places.of(get_task(1), file, tmp_path / "p").check()
+        CalibrationFiles.of(get_task(1), file, tmp_path / "p").check()
 
 
 def test_constants_and_policies_change_together_or_not_at_all(desk: Desk) -> None:
-    places = Places.of(get_task("desk"))
-    before = places.constants.read_bytes()
+    files = CalibrationFiles.of(get_task("desk"))
+    before = files.constants.read_bytes()
     # The last of the three files cannot be written.
     solved = Solved(UNCALIBRATED, {}, {"kind": "constant"}, {"kind": object()})
     with pytest.raises(TypeError):
-        places.store(solved)
-    assert places.constants.read_bytes() == before
-    assert list(places.policies.iterdir()) == []
-    assert {p for p in places.constants.parent.iterdir() if p.is_file()} == {desk.path, places.constants}
+        files.store(solved)
+    assert files.constants.read_bytes() == before
+    assert list(files.policies.iterdir()) == []
+    assert {p for p in files.constants.parent.iterdir() if p.is_file()} == {desk.path, files.constants}
 
 
 @pytest.mark.slow
@@ -531,4 +569,4 @@ def test_playing_uses_the_seeds_it_is_given() -> None:
     for _ in range(200):
         batch.step(np.array([[1.0, 0, 32, 0, 0]]))
         total += batch.reward[0]
-    assert play(task, NaiveAgent(), [77]).returns[0] == total
+    assert run_episodes(task, NaiveAgent(), [77]).returns[0] == total

@@ -16,11 +16,8 @@ import orjson
 import pytest
 from numpy.typing import NDArray
 
-from env.action import ACTION_HIGH, ACTION_LOW, from_row, snap
-from env.autoreset import episode_seed
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.observation import to_array
 from inferencegym.batch_format import (
     HOLD,
     MEDIA_TYPE,
@@ -38,6 +35,9 @@ from inferencegym.errors import (
     StepConflictError,
     UnknownSessionError,
 )
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, from_row, snap
+from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import get_task
 from server.api.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
 from server.app import create_app
@@ -62,7 +62,7 @@ def batch(server: RunningServer) -> Iterator[InferenceGymBatch]:
 def test_each_row_is_the_single_episode_of_its_seed(batch: InferenceGymBatch, task_id: int) -> None:
     first = batch.reset(3, task_id, seed=7, config={"episode_length": 30})
     actions = random_actions(30, 3)
-    played = batch.play(actions, float64=True)
+    played = batch.step_many(actions, float64=True)
     assert played.done.tolist() == [False] * 29 + [True]
     for row in range(3):
         env = InferenceEnv(task_id=task_id, seed=7 + row, config={"episode_length": 30})
@@ -79,7 +79,7 @@ def test_json_and_binary_requests_give_the_same(server: RunningServer, batch: In
     session_id = server.post("/reset/batch", {"task_id": 3, "n": 2, "seed": 5})["session_id"]
     as_json = server.post("/step/batch", {"session_id": session_id, "actions": actions.tolist(), "step": 1})
     batch.reset(2, 3, seed=5)
-    played = batch.play(actions, float64=True)
+    played = batch.step_many(actions, float64=True)
     assert as_json["observations"] == played.observations.tolist()
     assert as_json["rewards"] == played.rewards.tolist()
     assert (as_json["step"], as_json["steps_left"]) == (played.number, played.steps_left)
@@ -89,9 +89,9 @@ def test_json_and_binary_requests_give_the_same(server: RunningServer, batch: In
 def test_float32_answers_are_the_rounded_ones(batch: InferenceGymBatch) -> None:
     actions = random_actions(3, 2).astype(np.float32)
     batch.reset(2, 2, seed=1)
-    exact = batch.play(actions, float64=True)
+    exact = batch.step_many(actions, float64=True)
     batch.reset(2, 2, seed=1)
-    rounded = batch.play(actions)
+    rounded = batch.step_many(actions)
     assert rounded.observations.dtype == np.float32
     assert np.array_equal(rounded.observations, exact.observations.astype(np.float32))
 
@@ -99,9 +99,9 @@ def test_float32_answers_are_the_rounded_ones(batch: InferenceGymBatch) -> None:
 def test_a_held_action_is_the_same_action_at_every_step(batch: InferenceGymBatch) -> None:
     actions = random_actions(1, 2)
     batch.reset(2, 1, seed=3)
-    repeated = batch.play(np.repeat(actions, 6, axis=0))
+    repeated = batch.step_many(np.repeat(actions, 6, axis=0))
     batch.reset(2, 1, seed=3)
-    held = batch.play(actions, 6, last=True)
+    held = batch.step_many(actions, 6, last=True)
     assert np.array_equal(repeated.rewards, held.rewards)
     assert np.array_equal(repeated.observations[-1:], held.observations)
 
@@ -109,7 +109,7 @@ def test_a_held_action_is_the_same_action_at_every_step(batch: InferenceGymBatch
 def test_episodes_follow_one_another_with_autoreset(batch: InferenceGymBatch) -> None:
     batch.reset(2, 1, seed=9, config={"episode_length": 5}, autoreset=True)
     actions = random_actions(12, 2)
-    played = batch.play(actions, float64=True)
+    played = batch.step_many(actions, float64=True)
     assert np.flatnonzero(played.done).tolist() == [4, 9]
     assert (played.episodes, played.steps_left) == (2, 3)
     alone = ServingBatch(get_task(1), 2, get_task(1).config({"episode_length": 5}))
@@ -154,15 +154,15 @@ def test_no_number_is_refused_by_place_and_nothing_is_lost(batch: InferenceGymBa
     wrong = random_actions(2, 2)
     wrong[1, 0, 2] = value
     with pytest.raises(InvalidActionError, match=r"actions\[1\]\[0\].batch_size"):
-        batch.play(wrong)
-    assert batch.play(random_actions(2, 2)).number == 1
+        batch.step_many(wrong)
+    assert batch.step_many(random_actions(2, 2)).number == 1
 
 
 def test_steps_beyond_the_end_are_refused_and_nothing_is_lost(batch: InferenceGymBatch) -> None:
     batch.reset(1, 1, config={"episode_length": 5})
     with pytest.raises(EpisodeDoneError, match="5 that are left"):
-        batch.play(random_actions(6, 1))
-    assert batch.play(random_actions(5, 1)).steps_left == 0
+        batch.step_many(random_actions(6, 1))
+    assert batch.step_many(random_actions(5, 1)).steps_left == 0
     with pytest.raises(EpisodeDoneError):
         batch.step(random_actions(1, 1)[0])
 
@@ -171,7 +171,7 @@ def test_wrong_shapes_and_closed_sessions_are_errors_of_their_own(server: Runnin
     client = InferenceGymBatch(server.url)
     client.reset(2, 1)
     with pytest.raises(InvalidActionError, match="shape"):
-        client.play(random_actions(2, 3))
+        client.step_many(random_actions(2, 3))
     server.post("/close/batch", {"session_id": client.session_id})
     with pytest.raises(UnknownSessionError, match="batch session"):
         client.step(random_actions(1, 2)[0])
@@ -184,7 +184,7 @@ def test_wrong_shapes_and_closed_sessions_are_errors_of_their_own(server: Runnin
         ({"n": 0}, "n"),
         ({"n": 4097}, "n"),
         ({"seeds": []}, "seeds"),
-        ({"seeds": [1, None]}, "seeds"),
+        ({"seeds": [1, None]}, "seeds[1]"),
         ({"seeds": [1, -1]}, "seeds[1]"),
         ({"seeds": [1], "n": 1}, "n"),
         ({"n": 4096, "config": {"episode_length": 5000}}, "n"),
@@ -225,7 +225,7 @@ def test_wrong_json_actions_are_refused_by_place(server: RunningServer, actions:
 @pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
 def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
     """In an array of texts each is as long as the longest: these would take 1 GB and more."""
-    session = BatchSessions(Settings()).open(1, get_task(1).config(), n_rows=3_000)
+    session = BatchSessions(Settings()).open(get_task(1), get_task(1).config(), n_rows=3_000)
     text = orjson.dumps({"session_id": session.session_id, "actions": [[long, *[short] * 2_999]]})
     tracemalloc.start()
     try:
@@ -320,11 +320,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPlay]:
     begun, released = threading.Event(), threading.Event()
 
     class Held(ServingBatch):
-        def play(self, actions: NDArray[np.float64], *out: NDArray[Any]) -> None:
-            assert len(actions) > 0, "a play of no steps never ends"
+        def step_many(self, actions: NDArray[np.float64], *out: NDArray[Any]) -> None:
+            assert len(actions) > 0, "a request of no steps never ends"
             begun.set()
             assert released.wait(30)
-            super().play(actions, *out)
+            super().step_many(actions, *out)
 
     monkeypatch.setattr("server.api.batch.ServingBatch", Held)
     app = create_app(Settings(store_url="memory://", access_log="off"))

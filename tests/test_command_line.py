@@ -69,7 +69,7 @@ def test_a_place_for_results_that_cannot_be_written_is_told_before_the_work(
         raise AssertionError("work was done for a file that cannot be written")
 
     monkeypatch.setattr("inferencegym.cli.sweep.evaluate_jobs", no_work)
-    monkeypatch.setattr("agents.episodes.play", no_work)
+    monkeypatch.setattr("agents.episodes.run_episodes", no_work)
     monkeypatch.setattr("agents.shadow.compare.shadow", no_work)
     (tmp_path / "folder").mkdir()
     (tmp_path / "log.csv").write_text(LOG)

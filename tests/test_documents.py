@@ -13,22 +13,27 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
+import inferencegym
 from agents.evaluate import evaluate, interval
 from agents.traffic_report import compare_traffic
 from inferencegym import InferenceEnv
 from inferencegym.tasks import get_task
 from inferencegym.traffic import list_traffic_tasks
+from simulator.serving import EngineParams
 from tests.servers import RunningServer
 from tests.test_import_bench import benchmark
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ENVIRONMENT.md", "TASK_AUTHORING.md")
+CHAPTERS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+RENDERED = ("README.md", "ENVIRONMENT.md", *CHAPTERS)
+DOCUMENTS = (*RENDERED, "TASK_AUTHORING.md", "CONTRIBUTING.md")
 
 FENCED = (
     r"(?m)(?:^ *<!-- test: (?P<note>.*?) -->\n)?"
@@ -166,7 +171,7 @@ def whole_script(snippet: Snippet, url: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", every("python", "README.md", "ENVIRONMENT.md"), ids=lambda s: s.place)
+@pytest.mark.parametrize("snippet", every("python", *RENDERED), ids=lambda s: s.place)
 def test_every_python_snippet_runs(snippet: Snippet, server: RunningServer, tmp_path: Path) -> None:
     python(whole_script(snippet, server.url), tmp_path)
 
@@ -210,6 +215,53 @@ def test_every_path_in_code_marks_exists() -> None:
     assert missing == []
 
 
+def test_every_test_that_a_document_names_exists() -> None:
+    """The laws of CONTRIBUTING.md name the tests that check them."""
+    missing = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for file, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+            source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+            if f"def {name}(" not in source:
+                missing.append(f"{document}: {file}::{name}")
+    assert missing == []
+
+
+def test_the_laws_are_numbered_without_gaps() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    numbers = [int(n) for n in re.findall(r"(?m)^\| (\d+) \|", text)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def prose(text: str) -> Iterator[str]:
+    """Lines that can be wrapped: no generated block, table row, fenced code, comment, lone picture or link."""
+    text = re.sub(r"(?s)<!-- begin: .*?<!-- end: [\w-]+ -->", "", text)
+    text = re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
+    for line in text.splitlines():
+        if not line.startswith(("|", "<!--")) and not re.fullmatch(r" *\[?!?\[.*\)", line):
+            yield line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_of_prose_end_at_120_characters(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert [line for line in prose(text) if len(line) > 120] == []
+
+
+def test_the_specification_is_short_and_names_every_chapter() -> None:
+    text = (ROOT / "ENVIRONMENT.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 300
+    assert [chapter for chapter in CHAPTERS if f"]({chapter})" not in text] == []
+
+
+def test_the_citation_is_valid_and_names_the_version_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["authors"] == [{"name": "InferenceGym contributors"}]
+    assert citation["version"] == inferencegym.__version__
+
+
 # --- Numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -223,10 +275,26 @@ def render_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("document", ["README.md", "ENVIRONMENT.md"])
+@pytest.mark.parametrize("document", RENDERED)
 def test_the_generated_blocks_are_what_code_and_measurements_give(document: str, render_docs: ModuleType) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "run `python scripts/render_docs.py`"
+
+
+def test_every_generated_block_stands_in_one_document(render_docs: ModuleType) -> None:
+    texts = [(ROOT / document).read_text(encoding="utf-8") for document in RENDERED]
+    found = [match["name"] for text in texts for match in render_docs.BLOCK.finditer(text)]
+    assert sorted(found) == sorted(render_docs.BLOCKS)
+
+
+def test_the_constants_of_the_dynamics_are_those_of_the_engine() -> None:
+    text = (ROOT / "docs/dynamics.md").read_text(encoding="utf-8")
+    stated = {name: float(value) for name, value in re.findall(r"(?m)^\| `(\w+)` \| ([\d.]+) \|", text)}
+    held = asdict(EngineParams())
+    handoff = held.pop("handoff_ms_per_token")
+    assert stated == held
+    assert "| KV hand-off | 131,072 B/token over 25 GB/s |" in text
+    assert handoff == pytest.approx(131_072 / 25e9 * 1e3)
 
 
 def table_rows(document: str, block: str) -> dict[str, list[str]]:
@@ -250,7 +318,7 @@ def test_the_scores_of_the_readme_are_measured_again(agent: str, render_docs: Mo
 
 
 def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
-    rows = table_rows("ENVIRONMENT.md", "traffic-scores")
+    rows = table_rows("docs/traffic.md", "traffic-scores")
     best = [float(cell) for cell in rows.pop("exact optimum")]
     for name, cells in rows.items():
         earned = [float(cell.split(" ")[0]) for cell in cells]

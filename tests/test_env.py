@@ -169,7 +169,7 @@ def test_missing_fields_take_the_naive_defaults() -> None:
         ({"alpha": 1.5}, "alpha=1.5 .* from 0 to 1"),
         ({"episode_length": 0}, "episode_length=0"),
         ({"episode_length": 10.5}, "episode_length=10.5"),
-        ({"omega": 1}, "omega is not a setting: allowed are alpha"),
+        ({"omega": 1}, "omega=1 is not allowed: it must be left out: the fields are alpha"),
         ({"beta": float("inf")}, "beta=inf .* from 0 to 1"),
         ({"beta": 0.5, "gamma": 0.5, "delta": 0.5}, "must not exceed 1"),
     ],

@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import inferencegym.gym as ig
-from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
-from env.autoreset import AutoresetBatch, episode_seed
+from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.spaces import LEVELS, ObservationCodec, action_codec, schedule_features
 from grader.grader import GraderModule
 from inferencegym.errors import (
     EpisodeDoneError,
@@ -35,6 +33,9 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec, schedule_features
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from tests.servers import RunningServer, running_server
@@ -58,6 +59,14 @@ def test_an_id_with_the_module_before_it_needs_no_import() -> None:
     code = (
         "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v1'); "
         "e.reset(seed=0); e.step(e.action_space.sample())"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_the_remote_id_is_registered_by_the_client_alone() -> None:
+    code = (
+        "import gymnasium, sys; env = gymnasium.make('inferencegym.client.gym:InferenceGym/HTTP-v1', url='http://x'); "
+        "env.close(); assert not {'env', 'simulator'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parents[1])
 
@@ -235,12 +244,12 @@ def test_a_row_of_the_vector_the_scalar_face_and_inference_env_play_the_same_epi
         assert info["metrics"] == core_info["metrics"]
         assert info["action_applied"] == core_info["action_applied"]
         assert not truncated
-    assert one.episode_log == core._episode_log
-    assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core._episode_log)
+    assert one.episode_log == core.episode_log
+    assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core.episode_log)
 
 
 def test_threads_change_nothing() -> None:
-    one, two = (ig.VectorInferenceEnv(200, 2, config=SHORT, n_threads=n) for n in (1, 2))
+    one, two = (ig.VectorInferenceEnv(300, 2, config=SHORT, n_threads=n) for n in (1, 2))
     one.action_space.seed(3)
     one.reset(seed=0)
     two.reset(seed=0)
@@ -582,7 +591,7 @@ def test_lost_answers_cost_a_remote_batch_neither_steps_nor_seeds(
 def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("inferencegym.client.gym.STEPS_AGAIN", 4)  # so that it takes two requests
+    monkeypatch.setattr("inferencegym.client.gym.REPLAY_STEPS", 4)  # so that it takes two requests
     local = ig.VectorInferenceEnv(2, 3, config=SHORT)
     with running_server(tmp_path) as server:
         remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
@@ -597,7 +606,7 @@ def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
             there, here = remote.step(actions), local.step(actions)
             np.testing.assert_array_equal(there[0], here[0])
             np.testing.assert_array_equal(there[1], here[1])
-        assert caplog.text.count("playing 3 steps of them again") == 1
+        assert caplog.text.count("replaying 3 steps") == 1
         remote.close()
 
 

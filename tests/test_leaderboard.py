@@ -12,6 +12,7 @@ from env.inference_env import InferenceEnv
 from grader.leaderboard import Simulator, Submission, rank
 from inferencegym import __version__
 from inferencegym.cli.main import main
+from inferencegym.families import FAMILIES
 from inferencegym.verification import constants_sha256
 from simulator.tables import load_tables
 from tests.desk import Desk
@@ -82,7 +83,7 @@ def test_a_line_names_seed_actions_score_and_simulator(made: list[dict[str, Any]
             "actions",
         }
         assert (line["release"], line["table_sha256"]) == (__version__, load_tables().sha256)
-        assert line["constants_sha256"] == constants_sha256("serving", 1)
+        assert line["constants_sha256"] == constants_sha256(FAMILIES["serving"], 1)
         assert len(line["actions"]) == 200
         assert 0 <= line["score"] <= 1
 
@@ -108,7 +109,7 @@ def test_an_honest_board_is_ranked(
         ("seed", 10_029, "score is"),
         ("task", 3, "played on other constants of the task: on"),
         ("actions", [{"batch_size": 256}] * 199, "end at step 199 of 200"),
-        ("actions", [{"batch_size": 256}] * 201, "more actions than the episode has steps"),
+        ("actions", [{"batch_size": 256}] * 201, "more steps than the episode has"),
         ("actions", [{"batch_size": 9999}] * 200, "batch_size=9999"),
         ("release", "0.0.1", "played on another release: on release 0.0.1"),
         ("table_sha256", "0" * 64, "with table 000000000000"),

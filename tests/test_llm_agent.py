@@ -80,7 +80,7 @@ def call(arguments: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 def play(chosen: LlmSettings, game: Game) -> LlmResult:
     with closing(LlmAgent(chosen)) as agent, closing(game):
-        return agent.play(game, seed=3)
+        return agent.run_episode(game, seed=3)
 
 
 def settings(stub: Endpoint, **changes: Any) -> LlmSettings:

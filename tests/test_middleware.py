@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.middleware import Callers
+from server.net.limits import Callers
 from server.settings import Settings
 
 

@@ -33,10 +33,9 @@ from inferencegym.client import (
 from inferencegym.client.openenv_types import (
     TrafficControllerAction,
     TrafficControllerObservation,
-    read_error,
     without_gradio,
-    write_error,
 )
+from inferencegym.error_text import read_error, write_error
 from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
@@ -117,8 +116,8 @@ def test_schemas_carry_the_bounds_of_the_shared_vocabulary(server: RunningServer
     ("field", "value"),
     [("kv_budget", 0.05), ("spec_length", 3), ("batch_size", 1.5), ("prefill_disagg", "yes"), ("quant_tier", "FP8")],
 )
-def test_an_action_out_of_bounds_is_refused_in_the_words_of_local_use(field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=f"{field}=.* is not allowed"):
+def test_an_action_out_of_bounds_is_refused_before_it_is_sent(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
         InferenceGymAction(**{field: value})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agents.integrations.inspect_ai import BRIEFING, play_with_a_model
+from agents.integrations.inspect_ai import BRIEFING, model_solver
 from agents.integrations.trl import FleetTools, episode_return, fleet_tools_at
 from env.inference_env import InferenceEnv
 from inferencegym.errors import EpisodeDoneError, InvalidActionError
@@ -126,7 +126,7 @@ def test_a_solver_plays_what_the_model_answers_and_reports_the_grade(server: Run
         return state
 
     sample = Sample({"task_id": 3, "seed": 5, "config": {"episode_length": 19}})
-    solved = asyncio.run(play_with_a_model(server.url, str, 5)(sample, generate))
+    solved = asyncio.run(model_solver(server.url, str, 5)(sample, generate))
     local = InferenceEnv(task_id=3, seed=5, config={"episode_length": 19})
     local.reset()
     first = {"batch_size": 128, "quant_tier": 1}

@@ -61,7 +61,7 @@ def test_the_staged_package_holds_what_its_image_is_built_from_and_nothing_heavy
             assert [source for source in words[1:-1] if not (staged / source).exists()] == []
     top = {path.name for path in staged.iterdir()}
     assert top & {"tests", "notebooks", ".git", ".venv", "build"} == set()
-    # Of the benchmarks only the pictures that README shows.
+    # Of the benchmarks only the pictures that the documents show.
     pictures = {path.suffix for path in (staged / "benchmarks").rglob("*") if path.is_file()}
     assert pictures == {".png", ".gif"}
     assert (staged / "simulator/offline").is_dir()

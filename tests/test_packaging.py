@@ -1,9 +1,8 @@
-"""What is shipped: pins, wheel, manifest, image and compose file."""
+"""What is shipped: pins, manifest, image and compose file; tests/test_wheel.py has the wheel."""
 
 from __future__ import annotations
 
 import ast
-import email.parser
 import importlib.metadata
 import importlib.util
 import re
@@ -12,10 +11,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 import tomllib
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,56 +25,24 @@ from packaging.utils import canonicalize_name
 
 import inferencegym
 from server.settings import Settings
-from tests.servers import START_TIMEOUT_S, free_port
+from tests.checkout import PACKAGES, ROOT, copy_of_the_tree, declared_modules, pins, tracked_files
+from tests.servers import free_port, wait_for_health
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agents", "env", "grader", "inferencegym", "server", "simulator")
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PIN_FILES = {"build", "server", "dev", "rl"}
-
-
-def pin_file(name: str) -> Path:
-    return ROOT / ("requirements.txt" if name == "server" else f"requirements-{name}.txt")
-
-
-def tracked_files() -> list[Path]:
-    """Files of the checkout that git tracks or would offer to track."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PIN_FILES = {
+    "build": [],
+    "server": ["serve", "redis", "tools"],
+    "dev": ["serve", "redis", "tools", "report", "openenv", "ray", "dev"],
+    "rl": [],
+}
+"""Requirement files, and the extras of the package that they cover."""
 
 
-def copy_of_the_tree(destination: Path) -> Path:
-    """What a fresh clone with the present changes would hold."""
-    for source in tracked_files():
-        target = destination / source.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
-    return destination
-
-
-@dataclass(frozen=True)
-class Pin:
-    """One entry of a pin file."""
-
-    version: str
-    hashes: int
-
-
-def pins(name: str) -> dict[str, Pin]:
-    entries = re.split(r"(?m)^(?=[A-Za-z0-9])", pin_file(name).read_text(encoding="utf-8"))
-    found: dict[str, Pin] = {}
-    for entry in entries[1:]:
-        match = re.match(r"([A-Za-z0-9._-]+)==([^ ;\\\n]+)", entry)
-        assert match, (
-            f"{pin_file(name).name}: every line pins one version, but this one does not: {entry.splitlines()[0]}"
-        )
-        found[canonicalize_name(match[1])] = Pin(match[2], entry.count("--hash=sha256:"))
+def requirements(extras: Sequence[str]) -> list[Requirement]:
+    """What the package with these extras asks for, without itself."""
+    found = [*map(Requirement, PROJECT["dependencies"])]
+    for entry in (Requirement(text) for extra in extras for text in PROJECT["optional-dependencies"][extra]):
+        found += requirements(sorted(entry.extras)) if entry.name == PROJECT["name"] else [entry]
     return found
 
 
@@ -90,7 +55,7 @@ def test_every_pin_carries_a_hash(name: str) -> None:
 
 
 def test_the_server_installs_no_learning_framework_and_no_demo_page() -> None:
-    unwanted = {"torch", "pandas", "gradio", "openai", "matplotlib", "ray", "stable-baselines3", "pytest"}
+    unwanted = {"torch", "openenv", "gradio", "openai", "matplotlib", "ray", "stable-baselines3", "pytest"}
     assert unwanted & pins("server").keys() == set()
 
 
@@ -99,9 +64,9 @@ def test_no_pin_file_decides_which_build_of_torch_is_installed(name: str) -> Non
     assert [package for package in pins(name) if package == "torch" or package.startswith("nvidia")] == []
 
 
-@pytest.mark.parametrize(("smaller", "larger"), [("server", "dev"), ("build", "dev"), ("dev", "rl")])
-def test_a_package_has_one_version_in_all_pin_files(smaller: str, larger: str) -> None:
-    beyond = pins(larger)
+@pytest.mark.parametrize("smaller", ["server", "build"])
+def test_a_package_has_one_version_in_all_pin_files(smaller: str) -> None:
+    beyond = pins("dev")
     differing = {
         package: (pin.version, beyond[package].version if package in beyond else None)
         for package, pin in pins(smaller).items()
@@ -112,20 +77,43 @@ def test_a_package_has_one_version_in_all_pin_files(smaller: str, larger: str) -
     assert differing == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "extras"), [("server", ["redis"]), ("dev", ["redis", "dev"]), ("rl", ["redis", "dev", "rl"])]
-)
+@pytest.mark.parametrize(("name", "extras"), PIN_FILES.items())
 def test_pins_satisfy_the_ranges_of_the_package(name: str, extras: list[str]) -> None:
-    ranges = [*PROJECT["project"]["dependencies"]]
-    for extra in extras:
-        ranges += PROJECT["project"]["optional-dependencies"][extra]
+    if name == "rl":
+        asked = [entry for entry in requirements(["rl"]) if entry.name == "stable-baselines3"]
+    else:
+        asked = requirements(extras) if extras else [Requirement("Cython>=3.1"), Requirement("setuptools>=80")]
     pinned = pins(name)
-    wrong = {}
-    for requirement in map(Requirement, ranges):
-        pin = pinned.get(canonicalize_name(requirement.name))
-        if requirement.name != "torch" and (pin is None or not requirement.specifier.contains(pin.version)):
-            wrong[str(requirement)] = pin
+    wrong = {
+        str(entry): pinned.get(canonicalize_name(entry.name))
+        for entry in asked
+        if canonicalize_name(entry.name) not in pinned
+        or not entry.specifier.contains(pinned[canonicalize_name(entry.name)].version)
+    }
     assert wrong == {}, "run `make pins`"
+
+
+@pytest.mark.parametrize("name", ["server", "dev"])
+def test_pip_needs_nothing_that_a_pin_file_lacks(name: str) -> None:
+    pinned = pins(name)
+    lacking = {}
+    queue = requirements(PIN_FILES[name])
+    seen: set[tuple[str, str]] = set()
+    while queue:
+        entry = queue.pop()
+        package = canonicalize_name(entry.name)
+        pin = pinned.get(package)
+        if pin is None or not entry.specifier.contains(pin.version):
+            lacking[str(entry)] = pin
+            continue
+        for extra in {"", *entry.extras} - {extra for known, extra in seen if known == package}:
+            seen.add((package, extra))
+            try:
+                asked = importlib.metadata.requires(package) or []
+            except importlib.metadata.PackageNotFoundError:
+                asked = []  # pinned for another platform
+            queue += [r for r in map(Requirement, asked) if r.marker is None or r.marker.evaluate({"extra": extra})]
+    assert lacking == {}, "`pip install -r` would refuse the file"
 
 
 def imported_distributions(package: str) -> dict[str, str]:
@@ -147,16 +135,23 @@ def imported_distributions(package: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_imported_library_is_a_declared_dependency(package: str) -> None:
-    declared = [*PROJECT["project"]["dependencies"]]
-    for extra in ("redis", "rl", "ray", "report") if package == "agents" else ("redis",):
-        declared += PROJECT["project"]["optional-dependencies"][extra]
-    names = {canonicalize_name(Requirement(entry).name) for entry in declared}
+    extras = (
+        ["serve", "redis", "openenv", "rl", "ray", "report"] if package == "agents" else ["serve", "redis", "openenv"]
+    )
+    names = {canonicalize_name(entry.name) for entry in requirements(extras)}
     undeclared = {name: path for name, path in imported_distributions(package).items() if name not in names}
     # Cython's own module comes with the build requirements, and compiled modules do without it; pydantic-core is a part
     # of pydantic, which fixes its version.
     for name in ("cython", "pydantic-core"):
         undeclared.pop(name, None)
     assert undeclared == {}
+
+
+def test_a_client_of_a_server_imports_what_is_installed_without_extras() -> None:
+    base = {canonicalize_name(entry.name) for entry in requirements([])}
+    beyond = {name: path for name, path in imported_distributions("inferencegym/client").items() if name not in base}
+    # OpenEnv's own client and types are asked for by name only.
+    assert {path for path in beyond.values() if "openenv" not in path} == set()
 
 
 def test_no_file_names_a_registry_host() -> None:
@@ -183,7 +178,7 @@ def test_git_tracks_sources_wherever_they_lie(folder: str) -> None:
     assert ignored.returncode == 1
 
 
-@pytest.mark.parametrize("name", ["env/action.cpython-311-x86_64-linux-gnu.so", "env/action.c", ".venv/pyvenv.cfg"])
+@pytest.mark.parametrize("name", ["env/reward.cpython-311-x86_64-linux-gnu.so", "env/reward.c", ".venv/pyvenv.cfg"])
 def test_git_ignores_what_a_build_leaves_behind(name: str) -> None:
     ignored = subprocess.run(["git", "check-ignore", "--quiet", name], cwd=ROOT, check=False)
     assert ignored.returncode == 0
@@ -217,12 +212,6 @@ def test_openenv_passes_the_running_server_and_its_runtime_graders() -> None:
     assert report.returncode == 0, report.stdout + report.stderr
     played = {f"runtime.{name}" for name in ("startup", "observation_schema", "reward_well_formed", "state_contract")}
     assert set(re.findall(r"(?m)^  PASS  (runtime\.\w+)", report.stdout)) == played
-
-
-def declared_modules() -> list[str]:
-    """Modules with a type declaration file, which the build compiles."""
-    declarations = [path for package in PACKAGES for path in (ROOT / package).rglob("*.pxd")]
-    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in declarations)
 
 
 @pytest.mark.parametrize("module", declared_modules())
@@ -275,59 +264,6 @@ def test_a_machine_without_the_header_files_of_python_is_told_so(tmp_path: Path)
     status, said = machine_check(str(bare))
     assert status == 1
     assert "Python.h was not found" in said
-
-
-# --- Wheel ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources as they are when the wheel is built."""
-    return copy_of_the_tree(tmp_path_factory.mktemp("sources"))
-
-
-@pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel built from the source distribution, so that both are proved complete."""
-    work = tmp_path_factory.mktemp("wheel")
-    make_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", make_sdist], cwd=tree, check=True, capture_output=True)
-    (sdist,) = work.glob("*.tar.gz")
-    pip_wheel = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(work), str(sdist)]
-    subprocess.run([sys.executable, "-m", *pip_wheel], check=True, capture_output=True)
-    (built,) = work.glob("*.whl")
-    return zipfile.ZipFile(built)
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_every_module_data_file_and_page(tree: Path, wheel: zipfile.ZipFile) -> None:
-    sources = [path for package in PACKAGES for path in (tree / package).rglob("*") if path.is_file()]
-    assert {path.relative_to(tree).as_posix() for path in sources} - set(wheel.namelist()) == set()
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_a_compiled_file_for_every_declared_module(wheel: zipfile.ZipFile) -> None:
-    compiled = {name.split(".")[0].replace("/", ".") for name in wheel.namelist() if name.endswith(".so")}
-    assert compiled == set(declared_modules())
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_nothing_but_the_packages_and_the_manifest(wheel: zipfile.ZipFile) -> None:
-    top = {name.split("/")[0] for name in wheel.namelist()} - set(PACKAGES)
-    assert top == {f"openenv_inferencegym-{inferencegym.__version__}.dist-info"}
-    assert [name for name in wheel.namelist() if name.endswith(".c")] == []
-    assert wheel.read("inferencegym/openenv.yaml") == (ROOT / "openenv.yaml").read_bytes()
-
-
-@pytest.mark.slow
-def test_the_wheel_states_name_version_licence_and_commands(wheel: zipfile.ZipFile) -> None:
-    info = f"openenv_inferencegym-{inferencegym.__version__}.dist-info"
-    metadata = email.parser.Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
-    assert (metadata["Name"], metadata["Version"]) == ("openenv-inferencegym", inferencegym.__version__)
-    assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("MIT", ">=3.11")
-    commands = wheel.read(f"{info}/entry_points.txt").decode()
-    assert "inferencegym = inferencegym.cli.main:main" in commands
-    assert "server = server.app:main" in commands
 
 
 # --- Image ----------------------------------------------------------------------------------------------------------
@@ -404,10 +340,11 @@ class Image:
                 self.copy(sources, workdir / target)
             elif step.word == "RUN" and not step.rest.startswith("apt-get"):
                 subprocess.run(["sh", "-ec", self.path(step.rest)], cwd=workdir, check=True, capture_output=True)
-        *sources, target = next(
-            step.rest for step in final if step.word == "COPY" and "--from" not in step.rest
-        ).split()
-        self.copy(sources, Path(self.path(target)))
+        for step in final:
+            *sources, target = step.rest.removeprefix("--from=builder ").split()
+            built = [self.path(source) for source in sources]
+            if step.word == "COPY" and built != [self.path(target)]:
+                self.copy(built, Path(self.path(target)))
 
     @staticmethod
     def copy(sources: list[str], target: Path) -> None:
@@ -425,18 +362,6 @@ class Image:
 
     def workdir(self) -> str:
         return self.path(only(dockerfile_stages()[-1], "WORKDIR"))
-
-
-def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float = START_TIMEOUT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server ended before it answered"
-        try:
-            if httpx.get(f"{url}/health", timeout=1.0).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError(f"no healthy answer from {url} within {limit_s} s")
 
 
 @pytest.fixture(scope="module")
@@ -495,10 +420,10 @@ def test_the_image_is_small_and_holds_no_installer(image: Image) -> None:
     installed = image.root / "opt/venv"
     size = sum(path.lstat().st_size for path in installed.rglob("*") if path.is_file())
     assert size < 500e6, f"{size / 1e6:.0f} MB"
-    needed = "import pyarrow.parquet, scipy.interpolate, openenv.core, server.app"
+    needed = "import pyarrow.parquet, scipy.interpolate, inferencegym.server.app"
     subprocess.run([installed / "bin/python", "-c", needed], cwd=image.root, check=True)
     names = {path.name for path in (installed / "lib/python3.11/site-packages").iterdir()}
-    assert names & {"pip", "setuptools", "Cython", "torch", "pandas", "gradio", "openai"} == set()
+    assert names & {"pip", "setuptools", "Cython", "torch", "openenv", "gradio", "openai"} == set()
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "docker-compose.yml", "Makefile"])

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from agents.families import SERVING_POLICIES, TRAFFIC_POLICIES
 from inferencegym.tasks import list_tasks
-from server.api.policies import PLAYABLE, PLAYABLE_TRAFFIC
 from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks()]
@@ -66,18 +66,20 @@ def test_an_answer_is_compressed_only_for_those_who_read_that(server: RunningSer
 def test_settings_of_the_episode_count(server: RunningServer) -> None:
     played = server.post("/play", {"agent": "naive", "config": {"episode_length": 7}})
     assert (played["steps"], played["config"]["episode_length"]) == (7, 7)
+    traffic = server.post("/traffic/play", {"agent": "allow_all", "config": {"max_queue": 9, "crash_load_ratio": 9}})
+    assert max(traffic["observation"]["queue_length"]) == 9
 
 
 @pytest.mark.parametrize("task_id", TASKS)
 def test_every_listed_policy_plays(server: RunningServer, task_id: int) -> None:
     listed = server.get("/policies", task_id=task_id)["policies"]
     names = [policy["name"] for policy in listed]
-    assert {"naive", "heuristic", "best_static", "best_adaptive"} <= set(names) <= set(PLAYABLE)
+    assert {"naive", "heuristic", "best_static", "best_adaptive"} <= set(names) <= set(SERVING_POLICIES)
     for name in names:
         assert 0.0 <= server.post("/play", {"task_id": task_id, "agent": name})["score"] <= 1.0
 
 
-@pytest.mark.parametrize("agent", sorted(PLAYABLE_TRAFFIC))
+@pytest.mark.parametrize("agent", sorted(TRAFFIC_POLICIES))
 def test_a_played_traffic_episode_is_graded_and_verified_alike(server: RunningServer, agent: str) -> None:
     played = server.post("/traffic/play", {"task_id": "task_hard", "agent": agent, "log": True})
     body = {"task_id": "task_hard", "seed": played["seed"], "episode_log": played["episode_log"], "verify": True}
@@ -101,7 +103,7 @@ def test_no_traffic_controller_beats_perfect_play(server: RunningServer) -> None
         ("/play", {"agent": "naive", "log": 1}, "log"),
         ("/play", {"agent": "naive", "seed": -1}, "seed"),
         ("/traffic/play", {"agent": "heuristic"}, "agent"),
-        ("/traffic/play", {"agent": "planner", "config": {"max_queue": 9}}, "config"),
+        ("/traffic/play", {"agent": "planner", "config": 9}, "config"),
     ],
 )
 def test_a_request_to_play_with_a_mistake_is_refused_by_name(

@@ -11,29 +11,29 @@ import numpy as np
 import pytest
 import torch
 
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.constant import ConstantAgent
 from agents.policies.ppo import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
+from agents.policies.switching_policy import ActionsAgent
 from agents.ppo_demo import (
     ACTION,
     OBSERVATION,
-    Constants,
     ConstantSearch,
-    InLevels,
+    OnLevels,
     PpoSettings,
+    demonstrate,
     imitate,
     rise,
     train,
-    watch,
 )
 from agents.registry import make_agent
 from env.batch import ServingBatch
-from env.spaces import LEVELS, ObservationCodec, action_codec
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import QuantTier, ServeAction
+from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from tests.servers import RunningServer
 
@@ -154,24 +154,24 @@ def test_the_search_for_a_constant_finds_what_batches_and_counts_its_steps() -> 
     task = get_task(1)
     search = ConstantSearch(task, task.config(), n=8, seed=0)
     assert search.steps == 24 * 100 + 16 * 200
-    assert play(task, Constants(search.best()), [3_000, 3_001]).scores().min() > 0.6
+    assert run_episodes(task, ActionsAgent(search.best(), 2), [3_000, 3_001]).scores().min() > 0.6
 
 
-def test_a_teacher_is_watched_in_the_levels_that_the_policy_can_choose() -> None:
+def test_a_teacher_is_imitated_in_the_levels_that_the_policy_can_choose() -> None:
     task = get_task(1)
-    agent = InLevels(ConstantAgent(ServeAction(0.974, 8, 500, True, QuantTier.INT4)), task)
+    agent = OnLevels(ConstantAgent(ServeAction(0.974, 8, 500, True, QuantTier.INT4)), task)
     agent.reset(1)
     # Knobs that the task does not offer take its forced values; 0.974 and 500 the nearest levels.
     np.testing.assert_allclose(agent.act(np.zeros((1, 14))), [[0.95, 0.0, 512.0, 0.0, 0.0]])
 
 
-def test_the_start_is_fitted_to_what_was_watched_and_leaves_room_for_other_levels(tmp_path: Path) -> None:
+def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other_levels(tmp_path: Path) -> None:
     task = get_task(3)
     model = train(vector(3), tmp_path, steps=200, settings=QUICK, progress=False).model
     knobs = np.array([[0.5, 4.0, 64.0, 1.0, 2.0]])
-    watched = watch(task, task.config({"episode_length": 20}), [1, 2], Constants(knobs))
-    imitate(model, watched, PpoSettings(passes=400), reward_scale=0.1)
-    seen = torch.as_tensor(watched.observations[5])
+    demonstrations = demonstrate(task, task.config({"episode_length": 20}), [1, 2], ActionsAgent(knobs, 2))
+    imitate(model, demonstrations, PpoSettings(passes=400), reward_scale=0.1)
+    seen = torch.as_tensor(demonstrations.observations[5])
     with torch.no_grad():
         parts = model.policy.get_distribution(seen).distribution
     assert [int(part.probs.argmax(dim=1)[0]) for part in parts] == action_codec(ACTION).encode(knobs)[0].tolist()
@@ -223,8 +223,8 @@ def test_fifty_thousand_steps_beat_the_best_constant_action_of_the_hard_task(tmp
     trained = train(vector(3, 16), tmp_path, steps=50_000, seed=1, progress=False)
     assert rise(trained.episodes)["p_value"] < 0.01
     seeds = range(3_000, 3_010)
-    learned = play(task, PpoAgent(trained.policy, task), seeds).scores()
-    constant = play(task, make_agent("best_static", task), seeds).scores()
+    learned = run_episodes(task, PpoAgent(trained.policy, task), seeds).scores()
+    constant = run_episodes(task, make_agent("best_static", task), seeds).scores()
     assert learned.mean() > max(0.65, constant.mean())
 
 
@@ -245,7 +245,7 @@ def test_shipped_policies_beat_the_naive_agent(task_id: int) -> None:
     task = get_task(task_id)
     seeds = [3_000, 3_001, 3_002]
     assert task.expected_baseline is not None
-    assert play(task, make_ppo(task), seeds).scores().min() > task.expected_baseline[1]
+    assert run_episodes(task, make_ppo(task), seeds).scores().min() > task.expected_baseline[1]
 
 
 def test_a_task_without_a_shipped_policy_says_how_to_train_one() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from agents.evaluate import evaluate
 from agents.integrations.ray_workers import Fragment, Job, RolloutWorker, Workers, evaluate_jobs
-from env.autoreset import episode_seed
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.gym import VectorInferenceEnv
+from inferencegym.seeds import episode_seed
 from inferencegym.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +78,7 @@ def test_the_benchmark_of_ray_leaves_itself_out_without_ray(tmp_path: Path) -> N
         "runpy.run_path('benchmarks/bench_ray.py', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Ray is not installed, nothing is measured: run `make ray`" in done.stdout
+    assert "Ray is not installed, nothing is measured: run `make dev`" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

@@ -24,8 +24,9 @@ from inferencegym.tasks import get_task, list_tasks, parse_task
 from simulator.arrays import KNOBS, LOAD, METRICS, SCRATCH, STATE
 from simulator.class_tables import length_integrals
 from simulator.serving import ServingFleet, params_of
+from simulator.synthetic import length_quantiles
 from simulator.tables import load_tables
-from simulator.workload import LoadStatistics, length_quantiles, traffic_of
+from simulator.workload import load_source, load_statistics
 
 TASKS = [t.task_id for t in list_tasks(include_recorded=True)]
 ACTION = st.tuples(
@@ -250,14 +251,13 @@ def test_a_state_that_is_copied_continues_the_same_way(task_id: Any) -> None:
 def test_offered_load_statistics_agree_with_the_generator() -> None:
     task = get_task(3)
     tables = load_tables()
-    traffic = traffic_of(task, tables)
-    statistics = LoadStatistics(traffic)
-    load = traffic.draw(17, 200)
+    source = load_source(task, tables)
+    load = source.draw([17], 200).episode(0)
     batch = batch_of(3, 1)
     batch.reset([17])
     for t in range(150):
         batch.step(np.array([[0.8, 0, 64, 0, 0]]))
-        rate, prompt, shares = statistics.at(load, t)
+        rate, prompt, shares = load_statistics(source, load, t)
         o = batch.observation[0]
         assert o[2] == pytest.approx(min(rate, 1000.0), rel=1e-9)
         assert o[1] == pytest.approx(np.clip(prompt, 32, 8192), rel=1e-9)

@@ -7,11 +7,13 @@ import random
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from env.family import EpisodeRecord
 from inferencegym import __version__
 from inferencegym.errors import (
     CapacityError,
@@ -21,13 +23,14 @@ from inferencegym.errors import (
     StoreError,
     UnknownSessionError,
 )
+from inferencegym.families import FAMILIES, SERVING, TRAFFIC
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
-from server.families import FAMILIES, SERVING, TRAFFIC
 from server.net.errors import RateLimitedError
 from server.sessions import quota
-from server.sessions.manager import Outcome, SessionManager
-from server.sessions.store import EpisodeStart, make_store
+from server.sessions.manager import SessionManager, StepResult
+from server.sessions.store import stored_episode
+from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
 
@@ -83,7 +86,7 @@ def actions_of(family: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [action_of(family, rng) for _ in range(count)]
 
 
-Told = tuple[Outcome, dict[str, Any]]
+Told = tuple[StepResult, dict[str, Any]]
 
 
 async def step(manager: SessionManager, session_id: str, action: Any, number: int | None = None) -> Told:
@@ -156,26 +159,26 @@ def test_a_step_is_taken_at_once_only_where_nothing_has_to_be_waited_for(tmp_pat
         async with manager_on(url) as one, manager_on(url) as two:
             live, _ = await one.reset(SERVING, task_id=2, seed=5, config={"episode_length": 4})
             sid = live.session_id
-            assert two.step_at_once(sid, actions[0], 1) is None, "it is not in memory"
-            assert one.step_at_once(sid, actions[0], 2) is None, "another step is next"
-            outcomes = [one.step_at_once(sid, actions[0], 1)]
-            assert one.step_at_once(sid, actions[0], 1) is None, "it was taken"
+            assert two.try_step(sid, actions[0], 1) is None, "it is not in memory"
+            assert one.try_step(sid, actions[0], 2) is None, "another step is next"
+            outcomes = [one.try_step(sid, actions[0], 1)]
+            assert one.try_step(sid, actions[0], 1) is None, "it was taken"
             async with live.lock:
-                assert one.step_at_once(sid, actions[1], 2) is None, "another request is at it"
+                assert one.try_step(sid, actions[1], 2) is None, "another request is at it"
             outcomes.append(await two.step(sid, actions[1], 2))
-            assert one.step_at_once(sid, actions[1], 2) is None, "another process took it"
+            assert one.try_step(sid, actions[1], 2) is None, "another process took it"
             assert await one.step(sid, actions[1], 2) == outcomes[-1]
             with closing(sqlite3.connect(f"{tmp_path}/sessions.db", isolation_level=None)) as writer:
                 writer.execute("BEGIN IMMEDIATE")
-                assert one.step_at_once(sid, actions[2], 3) is None, "the store is being written"
+                assert one.try_step(sid, actions[2], 3) is None, "the store is being written"
                 writer.execute("ROLLBACK")
             with pytest.raises(InvalidActionError):
-                one.step_at_once(sid, {"batch_size": 0}, 3)
-            outcomes += [one.step_at_once(sid, action, number) for number, action in enumerate(actions[2:], 3)]
+                one.try_step(sid, {"batch_size": 0}, 3)
+            outcomes += [one.try_step(sid, action, number) for number, action in enumerate(actions[2:], 3)]
             assert [outcome and (outcome.number, outcome.reward) for outcome in outcomes] == [
                 (outcome.number, outcome.reward) for outcome, _ in expected
             ]
-            assert one.step_at_once(sid, actions[3], 5) is None, "the episode is over"
+            assert one.try_step(sid, actions[3], 5) is None, "the episode is over"
             await asyncio.sleep(0)
             assert one.counters.steps == 3
             assert one.counters.store_errors == 0
@@ -187,7 +190,7 @@ def test_an_episode_that_ended_at_once_makes_room_for_others(tmp_path: Path) -> 
     async def scenario() -> None:
         async with manager_on(f"sqlite://{tmp_path}/sessions.db", max_sessions=1) as manager:
             live, _ = await manager.reset(SERVING, seed=1, config={"episode_length": 1})
-            outcome = manager.step_at_once(live.session_id, {}, 1)
+            outcome = manager.try_step(live.session_id, {}, 1)
             assert outcome is not None
             assert outcome.done
             await asyncio.sleep(0)
@@ -209,7 +212,7 @@ def test_a_restart_by_one_process_is_seen_by_the_other(shared_url: str) -> None:
             # The other process still holds the finished episode; it must not answer from it.
             outcome = await two.step(session_id, {}, number=1)
             assert outcome.number == 1
-            assert (await two.get(session_id)).start.task_id == 2
+            assert (await two.get(session_id)).record.task_id == 2
             assert outcome == await one.step(session_id, {}, number=1)
 
     asyncio.run(scenario())
@@ -227,7 +230,7 @@ def test_of_two_racing_actions_one_wins_and_the_other_gets_a_conflict(shared_url
                     return_exceptions=True,
                 )
                 kinds = sorted(type(result).__name__ for result in results)
-                assert kinds == ["Outcome", "StepConflictError"]
+                assert kinds == ["StepConflictError", "StepResult"]
             assert (await one.get(session_id)).env.state()["step_count"] == 20
             assert (await one.store.get(session_id)) == (await two.store.get(session_id))
 
@@ -321,7 +324,7 @@ def test_a_session_that_the_store_has_forgotten_lives_on_if_it_is_in_use(
             assert outcomes == expected
             stored = await manager.store.get(live.session_id)
             assert stored is not None
-            assert len(stored.actions) == 10
+            assert len(stored.record.actions) == 10
 
     asyncio.run(scenario())
 
@@ -461,14 +464,14 @@ def test_a_step_for_an_earlier_reset_is_refused_by_every_process(shared_url: str
     async def scenario() -> None:
         async with manager_on(shared_url) as one, manager_on(shared_url) as two:
             live, _ = await one.reset(SERVING, task_id=1, seed=5)
-            session_id, earlier = live.session_id, live.start.reset_id
+            session_id, earlier = live.session_id, live.record.reset_id
             assert (await one.step(session_id, {}, 1, reset_id=earlier)).number == 1
             assert (await two.step(session_id, {}, 2, reset_id=earlier)).number == 2
             # The same arguments, in the other process: the first one's memory still holds the earlier episode.
-            later = (await two.reset(SERVING, task_id=1, seed=5, session_id=session_id))[0].start.reset_id
+            later = (await two.reset(SERVING, task_id=1, seed=5, session_id=session_id))[0].record.reset_id
             for number in (3, 1):
                 for manager in (one, two):
-                    assert manager.step_at_once(session_id, {}, number, reset_id=earlier) is None
+                    assert manager.try_step(session_id, {}, number, reset_id=earlier) is None
                     with pytest.raises(StepConflictError, match="was reset by another request"):
                         await manager.step(session_id, {}, number, reset_id=earlier)
             assert (await one.step(session_id, {}, 1, reset_id=later)).number == 1
@@ -481,8 +484,8 @@ def test_an_episode_stays_the_same_when_its_record_is_written_again(store_url: s
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, seed=1)
             # As another process does that finds the record of an episode that it holds gone: the token is a new one.
-            await manager.store.put(live.session_id, live.start, "")
-            assert (await manager.step(live.session_id, {}, 1, reset_id=live.start.reset_id)).number == 1
+            await manager.store.put(live.session_id, live.record, "")
+            assert (await manager.step(live.session_id, {}, 1, reset_id=live.record.reset_id)).number == 1
 
     asyncio.run(scenario())
 
@@ -555,7 +558,7 @@ def test_an_episode_of_another_release_is_not_continued(store_url: str) -> None:
     async def scenario() -> None:
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, seed=1)
-            old = EpisodeStart(SERVING, 1, 1, live.start.config, release="0.0.1")
+            old = EpisodeRecord(SERVING, 1, 1, live.record.config, release="0.0.1")
             await manager.store.put("older", old, "")
             with pytest.raises(UnknownSessionError, match=f"release 0.0.1 and this server is {__version__}"):
                 await manager.step("older", {})
@@ -567,8 +570,8 @@ def test_an_episode_stored_in_another_form_is_not_continued(store_url: str) -> N
     async def scenario() -> None:
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, seed=1)
-            old = EpisodeStart(SERVING, 1, 1, live.start.config, version=1)
-            await manager.store.put("older", old, "", [b'{"kv_budget":0.5}'])
+            old = EpisodeRecord(SERVING, 1, 1, live.record.config, [b'{"kv_budget":0.5}'], version=1)
+            await manager.store.put("older", old, "")
             with pytest.raises(UnknownSessionError, match="stored in another form"):
                 await manager.step("older", {})
 
@@ -592,7 +595,7 @@ def test_a_stored_step_that_cannot_be_read_is_the_stores_error(store_url: str, a
     async def scenario() -> None:
         async with manager_on(store_url) as manager:
             live, _ = await manager.reset(SERVING, seed=1)
-            token = await manager.store.put("odd", live.start, "", [action])
+            token = await manager.store.put("odd", replace(live.record, actions=[action]), "")
             for _ in range(2):
                 with pytest.raises(StoreError, match="holds a step that cannot be read"):
                     await manager.step("odd", {})
@@ -609,8 +612,8 @@ def test_a_stored_step_that_cannot_be_read_is_the_stores_error(store_url: str, a
 
 @pytest.mark.parametrize("text", [b'{"family":"serving"}', b'{"later":1}', b"[]", b"{"])
 def test_the_start_of_an_episode_that_cannot_be_read_is_the_stores_error(text: bytes) -> None:
-    with pytest.raises(StoreError, match="start cannot be read"):
-        EpisodeStart.from_json(text)
+    with pytest.raises(StoreError, match="start of an episode's record cannot be read"):
+        stored_episode("1", text, [])
 
 
 def test_a_store_that_fails_during_a_step_leaves_the_episode_as_it_was(store_url: str) -> None:

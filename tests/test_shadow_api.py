@@ -60,7 +60,7 @@ def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
         ({"from_s": 9, "to_s": 5}, "mine.csv: no request between 9 and 5 s"),
         ({"policies": ["best_static"]}, "unless task_id names"),
         ({"policies": []}, "policies"),
-        ({"policies": ["heuristic", "heuristic"]}, "none of them twice"),
+        ({"policies": ["heuristic", "heuristic"]}, "names that differ from each other"),
         ({"policies": ["constant:{}"]}, "policies"),
         ({"task_id": 99}, "99"),
         ({"replicas": 0}, "replicas"),

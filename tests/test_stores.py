@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
+from env.family import EpisodeRecord
 from inferencegym.errors import StoreError
-from server.families import FAMILIES, SERVING
+from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
 from server.sessions.sqlite import SqliteStore, _Checkpoints
-from server.sessions.store import EpisodeStart
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.servers import ROOT
 
-START = EpisodeStart(SERVING, 1, 7, {"episode_length": 200})
+START = EpisodeRecord(SERVING, 1, 7, {"episode_length": 200})
 STEP_BYTES = 4_400
 """Of the log, for one step: two pages, rarely three."""
 
@@ -128,10 +128,10 @@ def test_a_full_disk_is_a_store_error_and_nothing_is_half_stored(tmp_path: Path)
     script = """
 import asyncio, resource, signal, sys
 from inferencegym.errors import StoreError
-from server.families import FAMILIES, SERVING
+from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.settings import Settings
-from server.sessions.store import make_store
+from server.sessions.stores import make_store
 
 async def main():
     settings = Settings(store_url="sqlite://" + sys.argv[1])

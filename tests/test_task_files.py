@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from grader.grader import GRADES, SCORES
 from inferencegym.errors import InvalidConfigError
-from inferencegym.tasks import DATA_DIR, GRADE_KINDS, TASKS_ENV, TaskSpec, list_tasks, load_task_file
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.task_files import FourTerm, Knob, LatencyMemory, Throughput
+from inferencegym.tasks import DATA_DIR, TASKS_ENV, TaskSpec, list_tasks, load_task_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,12 +83,17 @@ def test_five_keys_are_all_that_a_task_must_have(tmp_path: Path) -> None:
 def test_a_task_without_one_of_the_five_keys_is_refused(tmp_path: Path, missing: str) -> None:
     raw = entry()
     del raw[missing]
-    with pytest.raises(InvalidConfigError, match=rf"mine\.json: task 'mine': missing key '{missing}': it must be "):
+    with pytest.raises(InvalidConfigError, match=rf"mine\.json: task 'mine': {missing} is missing: it must be "):
         load_task_file(write(tmp_path, {"mine": raw}))
 
 
 def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> None:
-    assert set(GRADE_KINDS.kinds) == set(GRADES) == set(SCORES)
+    kinds = {get_args(grade.model_fields["kind"].annotation)[0] for grade in (Throughput, LatencyMemory, FourTerm)}
+    assert kinds == set(GRADES) == set(SCORES)
+
+
+def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
+    assert get_args(Knob) == tuple(ACTION_FIELDS)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -96,8 +103,11 @@ def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> Non
     ("changes", "said"),
     [
         # Keys and text
-        ({"colour": "red"}, "unknown key 'colour'; allowed are name, "),
-        ({"name": 3}, "name=3 is not allowed: it must be text"),
+        ({"colour": "red"}, "colour='red' is not allowed: it must be left out: the fields are name, "),
+        ({"n_replica": 2}, "n_replica=2 is not allowed: it must be left out (did you mean n_replicas?): the field"),
+        ({"grade": {"kind": "four_term", "weight": [1]}}, "grade.weight=[1] is not allowed: it must be left out (di"),
+        ({"reward": {"alfa": 1}}, "reward.alfa=1 is not allowed: it must be left out (did you mean alpha?)"),
+        ({"name": 3}, "name=3 is not allowed: it must be a text"),
         ({"gym_id": "Lunch Desk"}, "gym_id='Lunch Desk' is not allowed: it must be made of letters, digits"),
         ({"recorded": "false"}, "recorded='false' is not allowed: it must be true or false"),
         # Outputs
@@ -106,7 +116,7 @@ def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> Non
         ({"output_mean_tokens": 0}, "output_mean_tokens=0 is not allowed: it must be a number from 1 to"),
         ({"output_mean_tokens": True}, "output_mean_tokens=True is not allowed: it must be a number from 1 to"),
         ({"output_mean_tokens": None}, "output_mean_tokens=None is not allowed: it must be a number from 1 to"),
-        ({"output_mean_tokens": [1, 2]}, "output_mean_tokens=[1, 2] is not allowed: it must be a number from 1 to"),
+        ({"output_mean_tokens": [1, 2]}, "output_mean_tokens=[1, 2] is not allowed: it must be an array of 1 or 3 num"),
         ({"output_mean_tokens": 3000}, "output_mean_tokens=3000 is not allowed: it must be at most output_max_tokens"),
         # Numbers that are none
         ({"arrival_rate_rps": float("nan")}, "arrival_rate_rps=nan is not allowed: it must be a number from 0.01"),
@@ -120,65 +130,65 @@ def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> Non
         ({"slo_best_effort_ms": float("nan")}, "slo_best_effort_ms=nan is not allowed"),
         ({"slo_target_ms": -1}, "slo_target_ms=-1 is not allowed: it must be a number from 1 to"),
         # Classes
-        ({"priority_mix": 1}, "priority_mix=1 is not allowed: it must be a list of 3 "),
-        ({"priority_mix": None}, "priority_mix=None is not allowed: it must be a list of 3 "),
-        ({"priority_mix": [1]}, "priority_mix=[1] is not allowed: it must be a list of 3 "),
-        ({"priority_mix": [0.5, 0.2, 0.2]}, "priority_mix=[0.5, 0.2, 0.2] is not allowed: it must be a list of 3 shar"),
+        ({"priority_mix": 1}, "priority_mix=1 is not allowed: it must be an array of 3 "),
+        ({"priority_mix": None}, "priority_mix=None is not allowed: it must be an array of 3 "),
+        ({"priority_mix": [1]}, "priority_mix=[1] is not allowed: it must be an array of 3 "),
+        ({"priority_mix": [0.5, 0.2, 0.2]}, "priority_mix=[0.5, 0.2, 0.2] is not allowed: it must be an array of 3 sh"),
         ({"burst_priority_mix": [2, -1, 0]}, "burst_priority_mix[0]=2 is not allowed: it must be a number from 0 to 1"),
-        ({"complexity_penalty": [0.1]}, "complexity_penalty=[0.1] is not allowed: it must be a list of 3, each a numb"),
-        ({"complexity_penalty": 0.1}, "complexity_penalty=0.1 is not allowed: it must be a list of 3, each a number"),
-        ({"class_prompt": ["short"]}, "class_prompt=['short'] is not allowed: it must be a list of 3, each one of sho"),
+        ({"complexity_penalty": [0.1]}, "complexity_penalty=[0.1] is not allowed: it must be an array of 3, each a nu"),
+        ({"complexity_penalty": 0.1}, "complexity_penalty=0.1 is not allowed: it must be an array of 3, each a number"),
+        ({"class_prompt": ["short"]}, "class_prompt=['short'] is not allowed: it must be an array of 3, each one of s"),
         ({"class_prompt": ["short", "long", "tall"]}, "class_prompt[2]='tall' is not allowed: it must be one of short"),
         # Prompts
         ({"prompt_len_dist": "normal"}, "prompt_len_dist='normal' is not allowed: it must be one of uniform, lognorma"),
         ({"prompt_len_dist": ["uniform"]}, "prompt_len_dist=['uniform'] is not allowed: it must be one of uniform"),
-        ({"prompt_len_dist": "trace"}, "missing key 'trace'"),
+        ({"prompt_len_dist": "trace"}, "trace is missing: it must be "),
         ({"prompt_len_min": 900, "prompt_len_max": 90}, "prompt_len_min=900 is not allowed: it must be at most"),
         ({**LOGNORMAL, "prompt_len_clamp_min": 9000}, "prompt_len_clamp_min=9000 is not allowed: it must be at most"),
         ({"short_prompt_min": 200}, "short_prompt_min=200 is not allowed: it must be at most short_prompt_max"),
         ({"long_prompt_max": 200}, "long_prompt_min=4096 is not allowed: it must be at most long_prompt_max"),
-        ({**LOGNORMAL, "prompt_len_sigma": None}, "missing key 'prompt_len_sigma'"),
+        ({**LOGNORMAL, "prompt_len_sigma": None}, "prompt_len_sigma is missing: it must be "),
         # Floods
-        ({"burst_enabled": True}, "floods need either burst_period_steps and arrival_rate_burst or burst_interval_ste"),
-        ({"burst_multiplier": 4}, "floods need either"),
-        ({"burst_offset_steps": 4}, "floods need either"),
-        ({**OFTEN, **IN_TURN}, "floods need either"),
+        ({"burst_enabled": True}, "burst_enabled=True is not allowed: it must be given with all keys of one kind of"),
+        ({"burst_multiplier": 4}, "burst_multiplier=4 is not allowed: it must be given with all keys of one kind of"),
+        ({"burst_offset_steps": 4}, "burst_offset_steps=4 is not allowed: it must be given with all keys of one ki"),
+        ({**OFTEN, **IN_TURN}, "burst_period_steps=30 is not allowed: it must be given with all keys of one kind of f"),
         ({**OFTEN, "burst_duration_steps": 41}, "burst_duration_steps=41 is not allowed: it must be at most burst_int"),
         ({**OFTEN, "burst_interval_steps": 9.5}, "burst_interval_steps=9.5 is not allowed: it must be an integer"),
         ({**IN_TURN, "burst_offset_steps": -1}, "burst_offset_steps=-1 is not allowed: it must be an integer from 0"),
         # Fleet and rules
         ({"n_replicas": 2.5}, "n_replicas=2.5 is not allowed: it must be an integer from 1 to 4096"),
         ({"n_replicas": "2"}, "n_replicas='2' is not allowed: it must be an integer from 1 to 4096"),
-        ({"active_actions": None}, "active_actions=None is not allowed: it must be a list of 1 to 5 different ones"),
-        ({"active_actions": []}, "active_actions=[] is not allowed: it must be a list of 1 to 5 different ones"),
-        ({"active_actions": "kv_budget"}, "active_actions='kv_budget' is not allowed: it must be a list of 1 to 5"),
+        ({"active_actions": None}, "active_actions=None is not allowed: it must be an array of 1 to 5 different ones"),
+        ({"active_actions": []}, "active_actions=[] is not allowed: it must be an array of 1 to 5 different ones"),
+        ({"active_actions": "kv_budget"}, "active_actions='kv_budget' is not allowed: it must be an array of 1 to 5"),
         ({"active_actions": ["voltage"]}, "active_actions[0]='voltage' is not allowed: it must be one of kv_budget"),
         ({"active_actions": ["batch_size"] * 2}, "active_actions=['batch_size', 'batch_size'] is not allowed"),
         ({"episode_length": 0}, "episode_length=0 is not allowed: it must be an integer from 1 to 5000"),
-        ({"expected_baseline": [0.2]}, "expected_baseline=[0.2] is not allowed: it must be a list of 2"),
+        ({"expected_baseline": [0.2]}, "expected_baseline=[0.2] is not allowed: it must be an array of 2"),
         ({"expected_baseline": [0.4, 0.2]}, "expected_baseline=[0.4, 0.2] is not allowed: it must be the lowest"),
         # Reward
-        ({"reward": 1}, "reward=1 is not allowed: it must be an object with the keys alpha, beta, gamma, delta"),
-        ({"reward": {"omega": 1}}, "reward: unknown key 'omega'; allowed are alpha, beta, gamma, delta"),
+        ({"reward": 1}, "reward=1 is not allowed: it must be an object with the fields alpha, beta, gamma, delta"),
+        ({"reward": {"omega": 1}}, "reward.omega=1 is not allowed: it must be left out: the fields are alpha, beta"),
         ({"reward": {"alpha": 2}}, "reward.alpha=2 is not allowed: it must be a number from 0 to 1"),
         ({"reward": {"gamma": 0.7}}, "reward: beta + gamma + delta must not exceed 1, so that rewards stay in"),
         # Grade
-        ({"grade": None}, "grade=None is not allowed: it must be an object whose kind is one of throughput"),
+        ({"grade": None}, "grade=None is not allowed: it must be an object whose kind is one of four_term"),
         ({"grade": {"kind": "four_terms"}}, "grade.kind='four_terms' is not allowed: it must be one of throughput"),
         ({"grade": {"kind": ["throughput"]}}, "grade.kind=['throughput'] is not allowed: it must be one of throughput"),
-        ({"grade": {"kind": "four_term"}}, "grade: missing key 'weights': it must be a list of 4 shares"),
-        ({"grade": {"kind": "throughput", "weights": [1]}}, "grade: unknown key 'weights'; allowed are none"),
-        ({"grade": {"kind": "latency_memory"}}, "grade: missing key 'ttft_target_ms'"),
-        (four_term(0.4, 0.3, 0.3), "grade.weights=[0.4, 0.3, 0.3] is not allowed: it must be a list of 4"),
-        (four_term(0.4, 0.3, 0.2, 0.2), "grade.weights=[0.4, 0.3, 0.2, 0.2] is not allowed: it must be a list of 4 sh"),
+        ({"grade": {"kind": "four_term"}}, "grade.weights is missing: it must be an array of 4 shares"),
+        ({"grade": {"kind": "throughput", "weights": [1]}}, "grade.weights=[1] is not allowed: it must be left out"),
+        ({"grade": {"kind": "latency_memory"}}, "grade.ttft_target_ms is missing: it must be "),
+        (four_term(0.4, 0.3, 0.3), "grade.weights=[0.4, 0.3, 0.3] is not allowed: it must be an array of 4"),
+        (four_term(0.4, 0.3, 0.2, 0.2), "grade.weights=[0.4, 0.3, 0.2, 0.2] is not allowed: it must be an array of 4"),
         (four_term(0.4, 0.3, 0.2, "0.1"), "grade.weights[3]='0.1' is not allowed: it must be a number from 0 to 1"),
         # Trace and constants
         ({"trace": "gone.npz"}, "trace='gone.npz' is not allowed: it must be a packed trace, as `inferencegym import-"),
         ({"trace": "mine.json"}, "trace='mine.json' is not allowed: it must be a packed trace, as `inferencegym impor"),
-        ({"trace": 3}, "trace=3 is not allowed: it must be text"),
-        ({"calibration": 3}, "calibration=3 is not allowed: it must be an object with the keys floor_tps"),
+        ({"trace": 3}, "trace=3 is not allowed: it must be a text"),
+        ({"calibration": 3}, "calibration=3 is not allowed: it must be an object with the fields floor_tps"),
         ({"calibration": {**CONSTANTS, "price": 0}}, "calibration.price=0 is not allowed: it must be a number from"),
-        ({"calibration": {"floor_tps": 1}}, "calibration: missing key 'optimal_tps'"),
+        ({"calibration": {"floor_tps": 1}}, "calibration.optimal_tps is missing"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_refused_with_file_task_key_value_and_what_is_allowed(
@@ -211,10 +221,11 @@ def test_an_entry_that_is_no_task_is_refused_by_name(tmp_path: Path, raw: Any) -
     ("text", "why"),
     [
         ("{", "Expecting"),
-        ("[]", "list indices"),
-        ("{}", "KeyError"),
-        ('{"tasks": 3}', "'int' object"),
-        ('{"tasks": {"mine": {"name": "A"}, "mine": {"name": "B"}}}', "the key 'mine' stands twice in one object"),
+        ("[]", "must be an object with the fields tasks"),
+        ('{"task": {}}', r"task=\{\} is not allowed: it must be left out \(did you mean tasks"),
+        ("{}", "tasks is missing"),
+        ('{"tasks": 3}', "tasks=3"),
+        ('{"tasks": {"mine": {"name": "A"}, "mine": {"name": "B"}}}', "the key 'mine' is repeated in one object"),
     ],
 )
 def test_what_is_not_a_task_file_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:

@@ -11,15 +11,15 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from agents.episodes import play
-from agents.evaluate import Evaluation, evaluate, of_played, paired
-from agents.policies.switching_policy import ActionsAgent, ModeAgent, ModeParams, read_policy
+from agents.episodes import run_episodes
+from agents.evaluate import Evaluation, evaluate, evaluation_of, paired
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
+from agents.policies.switching_policy import ActionsAgent, ModeAgent
 from agents.protocol import Agent, FloatArray
-from agents.search.calibration import policy_path
 from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
-from env.action import to_row
-from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.spaces.actions import to_row
 from inferencegym.tasks import CALIBRATION_FILE, get_calibration, get_task, list_tasks
 from simulator.tables import load_tables
 
@@ -44,7 +44,7 @@ def test_the_calibration_was_measured_on_the_table_that_ships() -> None:
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_no_agent_is_much_faster_than_the_calibrated_optimum(task_id: int) -> None:
     for agent in ("heuristic", "best_static", "best_adaptive"):
-        tps = play(get_task(task_id), _agent(agent, task_id), HELD_OUT_SEEDS[:10]).metrics["tokens_per_sec"]
+        tps = run_episodes(get_task(task_id), _agent(agent, task_id), HELD_OUT_SEEDS[:10]).metrics["tokens_per_sec"]
         assert tps.mean() < 1.02 * get_calibration(task_id).optimal_tps
         assert tps.max() < 1.25 * get_calibration(task_id).max_throughput_tps
 
@@ -84,14 +84,14 @@ def test_adapting_beats_the_best_constant_action(task_id: int, least: float) -> 
 
 def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
     task = get_task(3)
-    static = ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"])
+    static = read_constant_policy(policy_path("best_static", 3))
     near = np.tile(to_row(static), (40, 1))
     rng = np.random.default_rng(1)
     near[:, 0] = np.clip(near[:, 0] + rng.normal(0.0, 0.15, 40), 0.1, 1.0)
     near[:, 2] = np.clip(near[:, 2] * np.exp(rng.normal(0.0, 0.5, 40)), 1, 512)
     actions = np.vstack([near, random_settings(160, task, seed=9)])
     seeds = HELD_OUT_SEEDS[:6]
-    played = play(task, ActionsAgent(actions, len(seeds)), seeds, n_rows=len(actions) * len(seeds))
+    played = run_episodes(task, ActionsAgent(actions, len(seeds)), seeds, n_rows=len(actions) * len(seeds))
     best = played.scores().reshape(-1, len(seeds)).mean(axis=1).max()
     assert best <= held_out("best_adaptive", 3).scores[: len(seeds)].mean() - 0.03
 
@@ -99,7 +99,7 @@ def test_no_constant_action_comes_close_to_adapting_on_the_hard_task() -> None:
 def cost_of_freezing(knob: str, value: float) -> float:
     """Lower end of the paired interval of what the best adaptive policy loses with one knob held at a value."""
     task = get_task(3)
-    free = ModeParams.from_dict(read_policy(policy_path("best_adaptive", 3)))
+    free = read_switching_policy(policy_path("best_adaptive", 3))
     settings = free.settings.copy()
     settings[..., list(ACTION_FIELDS).index(knob)] = value
     frozen = evaluate(ModeAgent(free.with_settings(settings), task), task)
@@ -115,7 +115,7 @@ def test_leaving_any_knob_at_the_engine_default_costs_on_the_hard_task(knob: str
 @pytest.mark.parametrize("knob", ["kv_budget", "spec_length", "prefill_disagg"])
 def test_pool_speculation_and_prefill_placement_have_to_follow_the_load_on_the_hard_task(knob: str) -> None:
     index = list(ACTION_FIELDS).index(knob)
-    static = to_row(ServeAction.from_dict(read_policy(policy_path("best_static", 3))["action"]))
+    static = to_row(read_constant_policy(policy_path("best_static", 3)))
     assert cost_of_freezing(knob, float(static[index])) > 0.0
 
 
@@ -167,11 +167,11 @@ ADVERSARIES = {
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_abusing_the_score_does_not_pay(task_id: int, name: str) -> None:
     task = get_task(task_id)
-    abuse = of_played(name, play(task, ADVERSARIES[name], HELD_OUT_SEEDS))
+    abuse = evaluation_of(name, run_episodes(task, ADVERSARIES[name], HELD_OUT_SEEDS))
     heuristic = held_out("heuristic", task_id)
     if name.startswith("toggling") and "quant_tier" not in task.active_actions:
         # The knob is not live there, so this is a constant action that a constant agent may well play.
-        assert np.ptp(play(task, ADVERSARIES[name], HELD_OUT_SEEDS[:2]).actions[..., 4]) == 0.0
+        assert np.ptp(run_episodes(task, ADVERSARIES[name], HELD_OUT_SEEDS[:2]).actions[..., 4]) == 0.0
         return
     assert paired(heuristic.scores, abuse.scores).low > 0.0
     assert paired(heuristic.returns, abuse.returns).low > 0.0

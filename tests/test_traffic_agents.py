@@ -22,7 +22,7 @@ from agents.policies.traffic import (
     RandomTraffic,
     evaluate_traffic,
 )
-from agents.policies.traffic_planner import plan_traffic, play_traffic
+from agents.policies.traffic_planner import plan_traffic, run_actions
 from env.traffic.env import TrafficBatch
 from inferencegym.errors import InvalidConfigError
 from inferencegym.traffic import (
@@ -79,7 +79,7 @@ def test_a_plan_earns_in_the_environment_what_it_says(task: TrafficTask) -> None
     for objective in ("score", "return"):
         plan = plan_traffic(task, objective=objective)
         outcome = evaluate_traffic(PlannerTraffic(objective), task)
-        assert plan == play_traffic(task, plan.actions)
+        assert plan == run_actions(task, plan.actions)
         assert (outcome.final_score[0], outcome.cumulative_reward[0]) == (plan.final_score, plan.cumulative_reward)
 
 
@@ -99,7 +99,7 @@ def test_the_planner_crashes_on_purpose_where_survival_costs_more_than_it_earns(
     task = shortened(get_traffic_task("task_medium"), [10.0] * 10 + [460.0] + [2200.0] * 5)
     config = TrafficConfig(base_latency=25.0, crash_load_ratio=4.5)
     plan = plan_traffic(task, config)
-    survival = play_traffic(task, ("drop_aggressive",) * 16, config)
+    survival = run_actions(task, ("drop_aggressive",) * 16, config)
     assert survival.final_score == 0.5
     assert (len(plan.actions), plan.actions[-1]) == (11, "allow_all")
     assert plan.final_score > 0.55

@@ -14,6 +14,7 @@ import pytest
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
 from inferencegym.cli.main import main
+from inferencegym.families import FAMILIES
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from inferencegym.verification import constants_sha256, saved, simulator
@@ -115,7 +116,7 @@ def test_a_forged_log_ends_in_status_1_with_step_and_field(
     assert main(["verify", path]) == 1
     assert "NOT VERIFIED" in (out := capsys.readouterr().out)
     assert "forged, or was played on other constants" in out
-    named = {**forged, **asdict(simulator("serving", forged["task"]))}
+    named = {**forged, **asdict(simulator(FAMILIES["serving"], forged["task"]))}
     assert main(["verify", write(tmp_path / "named.json", named)]) == 1
     assert "FORGED" in capsys.readouterr().out
 
@@ -144,23 +145,23 @@ def test_calibrating_a_task_leaves_the_logs_of_others_alone(tmp_path: Path, desk
 
 
 def test_how_constants_were_measured_and_what_a_task_is_called_change_no_digest(desk: Desk) -> None:
-    before = constants_sha256("serving", "desk")
+    before = constants_sha256(FAMILIES["serving"], "desk")
     desk.calibrate("desk", seconds=12.5, table_sha256="1" * 64)
-    assert constants_sha256("serving", "desk") == before
+    assert constants_sha256(FAMILIES["serving"], "desk") == before
     desk.define(description="Another text", name="Another name", difficulty="hard")
-    assert constants_sha256("serving", "desk") == before
+    assert constants_sha256(FAMILIES["serving"], "desk") == before
 
 
 @pytest.mark.parametrize("change", [{"arrival_rate_rps": 7}, {"cost_budget_episode": 6}, {"slo_target_ms": 301}])
 def test_a_digest_changes_with_what_a_task_is(desk: Desk, change: Log) -> None:
-    before = constants_sha256("serving", "desk")
+    before = constants_sha256(FAMILIES["serving"], "desk")
     desk.define(**change)
-    assert constants_sha256("serving", "desk") != before
+    assert constants_sha256(FAMILIES["serving"], "desk") != before
 
 
 def test_tasks_that_differ_have_digests_that_do() -> None:
-    serving = {constants_sha256("serving", task.task_id) for task in list_tasks(include_recorded=True)}
-    traffic = {constants_sha256("traffic", task.task_id) for task in list_traffic_tasks()}
+    serving = {constants_sha256(FAMILIES["serving"], task.task_id) for task in list_tasks(include_recorded=True)}
+    traffic = {constants_sha256(FAMILIES["traffic"], task.task_id) for task in list_traffic_tasks()}
     assert len(serving | traffic) == len(list_tasks(include_recorded=True)) + len(list_traffic_tasks())
 
 

@@ -1,4 +1,4 @@
-"""The serving fleet for Inspect: a model is asked for the knobs every few seconds until the episode is over.
+"""Inspect solver: a model sets the knobs of the serving fleet every few seconds until the episode is over.
 
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
@@ -7,7 +7,7 @@
 
     @solver
     def fleet(base_url="http://localhost:7860"):
-        return play_with_a_model(base_url, lambda text: ChatMessageUser(content=text))
+        return model_solver(base_url, lambda text: ChatMessageUser(content=text))
 
     eval(Task(dataset=[Sample(input=BRIEFING, metadata={"task_id": 3, "seed": 7})], solver=fleet(), scorer=...))
 
@@ -33,7 +33,7 @@ BRIEFING: Final = (
 
 
 class SampleState(Protocol):
-    """What is used of Inspect's ``TaskState``."""
+    """The part of Inspect's ``TaskState`` that the solver uses."""
 
     messages: list[Any]
     metadata: dict[str, Any]
@@ -45,8 +45,8 @@ Message = Callable[[str], Any]
 Solve = Callable[[Any, Generate], Awaitable[Any]]
 
 
-def play_with_a_model(base_url: str, message: Message, seconds_per_answer: int = SECONDS_PER_ANSWER) -> Solve:
-    """A solver that plays the episode named by the sample's metadata: ``task_id``, ``seed`` and ``config``.
+def model_solver(base_url: str, message: Message, seconds_per_answer: int = SECONDS_PER_ANSWER) -> Solve:
+    """A solver that runs the episode named by the sample's metadata: ``task_id``, ``seed`` and ``config``.
 
     The model sees the fleet every ``seconds_per_answer`` seconds, in a message that ``message`` makes of a text. An
     answer that is no valid action is put to it with the error, and the fleet runs on with the knobs it has, as fleets
@@ -62,9 +62,9 @@ def play_with_a_model(base_url: str, message: Message, seconds_per_answer: int =
             rewards: list[float] = []
             invalid, done = 0, False
             while not done:
-                state.messages.append(message(problem + _shown(observation, knobs)))
+                state.messages.append(message(problem + _state_text(observation, knobs)))
                 state = await generate(state)
-                knobs, problem = _read(state.output.completion, knobs)
+                knobs, problem = _parse_answer(state.output.completion, knobs)
                 invalid += bool(problem)
                 for _ in range(seconds_per_answer):
                     observation, reward, done, _info = await env.step(knobs)
@@ -84,12 +84,12 @@ def play_with_a_model(base_url: str, message: Message, seconds_per_answer: int =
     return solve
 
 
-def _shown(observation: ServeObservation, knobs: dict[str, Any]) -> str:
+def _state_text(observation: ServeObservation, knobs: dict[str, Any]) -> str:
     return f"State: {json.dumps(vars(observation))}\nKnobs: {json.dumps(knobs)}"
 
 
-def _read(answer: str, knobs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The knobs after an answer, and what is to be said about it: nothing when it was a valid action."""
+def _parse_answer(answer: str, knobs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The knobs after an answer, and the message about it: empty when it was a valid action."""
     start, end = answer.find("{"), answer.rfind("}")
     try:
         chosen = json.loads(answer[start : end + 1])

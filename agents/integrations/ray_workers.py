@@ -1,9 +1,9 @@
-"""Rollouts and evaluations spread over processes and machines with Ray Core.
+"""Rollouts and evaluations distributed over processes and machines with Ray Core.
 
 Each worker is an actor that owns one native vector environment and gives back whole fragments of at least
 :data:`MIN_FRAGMENT_STEPS` steps: a message then carries milliseconds of simulation, and sending it costs little beside.
 Everything here runs without Ray too (:class:`RolloutWorker` is a plain class); :class:`Workers` is what needs it.
-Seeds do not depend on how the work is spread, so neither do results.
+Seeds do not depend on how the work is distributed, so neither do results.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from agents.evaluate import Evaluation, evaluate
 from agents.registry import make_agent
-from env.action import snap
-from env.autoreset import AutoresetBatch, episode_seed
+from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import snap
 from inferencegym.tasks import TaskId, get_task
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MIN_FRAGMENT_STEPS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """A stretch of T steps of B episodes: what learning needs.
+    """Rollout fragment: T steps of B episodes, as learners need them.
 
     ``observation`` (T, B, 14) before the step, ``knobs`` (T, B, 5) as applied, ``reward`` and ``ended`` (T, B),
     ``last_observation`` (B, 14) after the last step, and ``seeds`` (B,) of the episodes running at its start.
@@ -52,21 +53,21 @@ class Fragment:
 
 
 class RolloutWorker:
-    """One vector environment of ``n_rows`` episodes and the agent that plays it; worker ``index`` of several.
+    """Rollout worker: ``n_rows`` episodes and the agent that controls them; worker ``index`` of several.
 
     Row seeds come from ``seed``, the worker's index and the row, so workers meet different traffic.
     """
 
     def __init__(self, task_id: TaskId, agent: str, n_rows: int = 64, seed: int = 0, index: int = 0) -> None:
         self._task = get_task(task_id)
-        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows))
+        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows, n_threads=1))
         self._agent: Agent = make_agent(agent, self._task)
         self._seeds: list[int | None] = [episode_seed(episode_seed(seed, index + 1), row + 1) for row in range(n_rows)]
         self._rows.reset(self._seeds)
         self._agent.reset(n_rows)
 
     def rollout(self, min_steps: int = MIN_FRAGMENT_STEPS) -> Fragment:
-        """Play on until at least ``min_steps`` steps are gathered; all rows step together."""
+        """Collect at least ``min_steps`` further steps; all rows step together."""
         batch = self._rows.batch
         n_steps = -(-max(min_steps, 1) // batch.n_rows)
         observation = np.empty((n_steps, *batch.observation.shape), dtype=np.float32)
@@ -87,7 +88,7 @@ class RolloutWorker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One agent on one task and some seeds."""
+    """Evaluation job: one agent on one task and some seeds."""
 
     task_id: TaskId
     agent: str
@@ -134,7 +135,7 @@ class Workers:
     def fragments(
         self, task_id: TaskId, agent: str, n_fragments: int, *, n_rows: int = 64, min_steps: int = 12_800, seed: int = 0
     ) -> Iterator[tuple[int, Fragment]]:
-        """``n_fragments`` fragments as they become ready, each with the index of the worker that played it.
+        """``n_fragments`` fragments as they become ready, each with the index of its worker.
 
         Every worker is asked for its next fragment before its last one is handed out, so none waits for the reader.
         """

@@ -10,8 +10,8 @@ import argparse
 import logging
 from typing import Any
 
-from env.vector_env import registered_id
 from inferencegym.tasks import TaskId, get_task
+from inferencegym.vector_env import registered_id
 
 log = logging.getLogger(__name__)
 

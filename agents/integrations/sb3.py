@@ -1,4 +1,4 @@
-"""Stable-Baselines3 over the native vector environments: an adapter, with no copy of an environment per row."""
+"""Stable-Baselines3 adapter over the vector environments, without a copy of an environment per row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from env.vector_env import AutoresetVectorEnv
 from inferencegym.errors import InvalidConfigError
+from inferencegym.vector_env import AutoresetVectorEnv
 
 Indices = int | Iterable[int] | None
 
@@ -20,7 +20,7 @@ class SB3VecEnv(VecEnv):
     """A vector environment in ``SAME_STEP`` mode as a Stable-Baselines3 ``VecEnv``.
 
     Episode statistics come with each ending (``infos[i]["episode"]`` with return ``r`` and length ``l``), so no
-    ``VecMonitor`` is needed. Restarts follow :func:`env.autoreset.episode_seed`; ``seed(s)`` sets the first ones.
+    ``VecMonitor`` is needed. Restarts follow :func:`inferencegym.seeds.episode_seed`; ``seed(s)`` sets the first ones.
     """
 
     def __init__(self, envs: AutoresetVectorEnv) -> None:

@@ -1,4 +1,4 @@
-"""The serving fleet as tools for a language model that learns to use them, in the form that TRL's trainers take.
+"""TRL adapter: the serving fleet as tools that a language model learns to use.
 
     factory = fleet_tools_at("http://localhost:7860")
     trainer = GRPOTrainer(..., environment_factory=factory, reward_funcs=[episode_return])

@@ -1,4 +1,4 @@
-"""Capacity planning from the lookup table: what a replica can take at each setting, before any traffic comes.
+"""Capacity planning from the lookup table: the load that a fleet can take at each setting of its knobs.
 
 The same back-of-an-envelope that an operator does: prefill takes its share of the GPU, decoding gets the rest, Little's
 law says how many requests run at once, and those must fit into the batch and the KV pool.
@@ -13,15 +13,16 @@ import numpy as np
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Burst, TaskSpec
+from simulator.load import interp_log
 from simulator.tables import ServingTables
-from simulator.workload import interp_log, traffic_of
+from simulator.workload import load_source
 
 MEMORY_MARGIN_GB = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What has to be chosen together: precision, speculation and where prefill runs."""
+    """Discrete knobs, chosen together: precision, speculation and where prefill runs."""
 
     tier: int
     spec_length: int
@@ -47,7 +48,7 @@ class CapacityPlanner:
     """Plans one task on one table for a mix of request classes."""
 
     def __init__(self, task: TaskSpec, tables: ServingTables, mix: FloatArray) -> None:
-        stats = traffic_of(task, tables).stats
+        stats = load_source(task, tables).stats
         self._tables = tables
         self._fleet = task.fleet
         self._limit_gb = min(task.memory_hard_limit_gb or np.inf, float(tables.meta["memory_budget_gb"]))

@@ -1,4 +1,4 @@
-"""Agents that look at nothing: one action for ever, or any action at all."""
+"""Agents that ignore observations: a constant action, or random actions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 import numpy as np
 
 from agents.protocol import FloatArray
-from env.action import ACTION_HIGH, ACTION_LOW, to_row
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS, ServeAction
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, to_row
 
 NAIVE_ROW: Final = to_row(NAIVE_ACTION)
 """The naive knobs (5,)."""
 
 
 class ConstantAgent:
-    """The same action at every step."""
+    """Agent that takes the same action at every step."""
 
     def __init__(self, action: ServeAction) -> None:
         action.validate()
@@ -30,9 +30,9 @@ class ConstantAgent:
 
 
 class RandomAgent:
-    """Every knob drawn anew each step, all its values equally likely (``batch_size`` on a logarithmic scale).
+    """Agent that draws every knob anew each step, all values equally likely (``batch_size`` on a logarithmic scale).
 
-    Row b draws from its own stream ``[seed, b]``, so a row plays the same whatever B is.
+    Row b draws from its own stream ``[seed, b]``, so a row acts the same whatever B is.
     """
 
     def __init__(self, seed: int = 0) -> None:

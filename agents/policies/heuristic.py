@@ -1,4 +1,4 @@
-"""Rules that an operator would write: plan capacity from the table, then react to floods.
+"""Rule-based agent: plan capacity from the table, then react to floods.
 
 - Calm: of the settings whose planned capacity leaves a margin over the usual load, one without GPUs for prefill alone
   if there is one (they double the fleet), and of those the one with the most capacity.
@@ -26,7 +26,7 @@ from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
 from simulator.tables import ServingTables, load_tables
-from simulator.workload import traffic_of
+from simulator.workload import load_source
 
 CALM_MARGIN: Final = 1.1
 """Planned capacity of the calm setting over the usual load."""
@@ -43,11 +43,11 @@ RESERVE_RAMP: Final = 0.08
 
 
 class HeuristicAgent:
-    """Two planned settings and a rule that switches between them; see the module's text."""
+    """Agent with two planned settings and a rule that switches between them; see the module's text."""
 
-    def __init__(self, task: TaskSpec, tables: ServingTables | None = None) -> None:
-        tables = tables or load_tables()
-        stats = traffic_of(task, tables).stats
+    def __init__(self, task: TaskSpec) -> None:
+        tables = load_tables()
+        stats = load_source(task, tables).stats
         live = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
         named = len(live) == len(stats.names)
         usual = np.array([c.share for c in live]) if named else stats.shares

@@ -1,4 +1,4 @@
-"""A tuner that knows no model: it changes one knob, watches a while, and keeps what helped."""
+"""Model-free tuner: coordinate ascent that changes one knob, measures for some seconds, and keeps what helped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from agents.policies.constant import NAIVE_ROW
 from agents.protocol import FloatArray
-from env.action import ACTION_HIGH, ACTION_LOW, action_mask
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, action_mask
 from inferencegym.tasks import TaskSpec
 
 COLUMN: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}
@@ -25,10 +25,10 @@ _ORDER: Final = [
 
 
 class HillClimbAgent:
-    """Coordinate ascent on what an operator watches: late requests first, then queue, time to first token and cost.
+    """Coordinate ascent on a weighted sum of SLO violations, queue, time to first token and cost.
 
-    The share of late requests is the tail of the latency distribution (what p99 objectives are about), so the tuner is
-    driven by the tail, not by the median. Every row climbs on its own.
+    The share of requests that miss their objective is the tail of the latency distribution (what p99 objectives are
+    about), so the tuner is driven by the tail, not by the median. Every row climbs on its own.
     """
 
     def __init__(self, task: TaskSpec) -> None:
@@ -47,23 +47,23 @@ class HillClimbAgent:
         self._step = 0
 
     def act(self, observation: FloatArray) -> FloatArray:
-        goodness = self._goodness(observation)
+        value = self._value(observation)
         within = self._step % WATCH_STEPS
         if self._step > 0 and (within == 0 or within > WATCH_STEPS // 2):
-            self._sum += goodness
+            self._sum += value
         if self._step > 0 and within == 0:
             self._judge()
         self._step += 1
         return self._tried
 
-    def _goodness(self, o: FloatArray) -> FloatArray:
+    def _value(self, o: FloatArray) -> FloatArray:
         spent = o[:, COLUMN["cost_so_far"]] - self._last_cost
         self._last_cost = o[:, COLUMN["cost_so_far"]].copy()
-        late = o[:, COLUMN["slo_violation_rate"]]
+        slo_missed = o[:, COLUMN["slo_violation_rate"]]
         queue = np.log1p(o[:, COLUMN["queue_depth"]]) / np.log1p(512.0)
         latency = np.log1p(o[:, COLUMN["ttft_p50"]] / self._slo_ms) / np.log1p(5000.0 / self._slo_ms)
         cost = spent / (spent + self._budget_per_step)
-        total: FloatArray = -(0.4 * late + 0.2 * queue + 0.2 * latency + 0.2 * cost)
+        total: FloatArray = -(0.4 * slo_missed + 0.2 * queue + 0.2 * latency + 0.2 * cost)
         return total
 
     def _judge(self) -> None:

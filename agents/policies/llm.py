@@ -1,4 +1,4 @@
-"""A language model as agent: any OpenAI-compatible endpoint plays either environment of a server over HTTP.
+"""Language model as agent: any OpenAI-compatible endpoint controls either environment of a server over HTTP.
 
 Where the model is comes from environment variables: ``INFERENCEGYM_LLM_URL`` (or ``OPENAI_BASE_URL``),
 ``INFERENCEGYM_LLM_KEY`` (or ``OPENAI_API_KEY``) and ``INFERENCEGYM_LLM_MODEL``. The model is told the rules and shown
@@ -30,14 +30,14 @@ Message = dict[str, str]
 
 TOOL_NAME: Final = "act"
 NO_TOOLS_STATUSES: Final = (400, 404, 422, 501)
-"""Answers to a request with tools after which it is tried without: the endpoint may not know them."""
+"""HTTP statuses after which a request with tools is tried without: the endpoint may not know them."""
 CHARS_PER_TOKEN: Final = 4.0
-"""For endpoints that do not report usage."""
+"""Estimate for endpoints that do not report usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlmSettings:
-    """Where the model is, what it costs (per million tokens), and how much may be spent on one episode."""
+    """Settings of the model: its endpoint, its prices (per million tokens), and the limits of one episode."""
 
     base_url: str
     model: str
@@ -82,7 +82,7 @@ class LlmSettings:
 
 @dataclass(slots=True)
 class LlmResult:
-    """An episode that a model played, and what it took."""
+    """Result of an episode: score, actions, and the requests and tokens that the model took."""
 
     score: float = 0.0
     total_reward: float = 0.0
@@ -94,7 +94,7 @@ class LlmResult:
     invalid_replies: int = 0
     used_tools: bool = False
     stopped: str = ""
-    """Which limit ended the asking; empty if none did."""
+    """Limit that ended the requests to the model; empty if none did."""
     actions: list[Action] = field(default_factory=list)
 
 
@@ -102,18 +102,18 @@ class LlmResult:
 
 
 class Game(Protocol):
-    """One episode of a family on a server, as a model plays it."""
+    """One episode of a family on a server, with its rules in words for a model."""
 
     rules: str
     schema: dict[str, Any]
     default: Action
 
     def reset(self, seed: int) -> dict[str, Any]:
-        """Start; what the agent sees."""
+        """Start an episode; the first observation."""
         ...
 
     def step(self, action: Action) -> tuple[dict[str, Any], float, bool]:
-        """Play one second: what the agent sees, reward, done."""
+        """Take one step: observation, reward, done."""
         ...
 
     def read(self, answer: Mapping[str, Any]) -> Action:
@@ -130,7 +130,7 @@ class Game(Protocol):
 
 
 class ServingGame:
-    """A serving task."""
+    """Episode of a serving task."""
 
     def __init__(self, url: str, task_id: TaskId = 1, api_key: str | None = None) -> None:
         self._client = InferenceGymHTTP(url, api_key=api_key)
@@ -183,7 +183,7 @@ class ServingGame:
 
 
 class TrafficGame:
-    """A traffic task; ``prefix`` is empty where the server serves this environment at its root."""
+    """Episode of a traffic task; ``prefix`` is empty where the server serves this environment at its root."""
 
     def __init__(
         self, url: str, task_id: str = "task_easy", api_key: str | None = None, prefix: str = "/traffic"
@@ -277,7 +277,7 @@ def _rounded(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model answered: objects that may be the action, the best guess first, and the tokens it took."""
+    """Reply of a model: objects that may be the action, the best guess first, and the tokens used."""
 
     candidates: list[Mapping[str, Any]]
     text: str
@@ -389,22 +389,22 @@ def _loaded(part: str) -> object:
         return None
 
 
-# ---------------------------------------------------------------- playing
+# ---------------------------------------------------------------- the agent
 
 
 class LlmAgent:
-    """Asks a model for actions and keeps within the settings' limits."""
+    """Agent that asks a model for actions, within the limits of its settings."""
 
-    def __init__(self, settings: LlmSettings, model: ChatModel | None = None) -> None:
+    def __init__(self, settings: LlmSettings) -> None:
         self._settings = settings
-        self._model = model or ChatModel(settings)
+        self._model = ChatModel(settings)
 
     def close(self) -> None:
         """Close the connection to the model."""
         self._model.close()
 
-    def play(self, game: Game, seed: int = 42) -> LlmResult:
-        """Play one episode to its end."""
+    def run_episode(self, game: Game, seed: int = 42) -> LlmResult:
+        """Run one episode to its end."""
         result = LlmResult()
         seen = game.reset(seed)
         talk: list[Message] = []

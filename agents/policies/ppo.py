@@ -1,7 +1,8 @@
 """Trained PPO policies as plain arrays: a small network that numpy evaluates, without torch.
 
 A file is an ``.npz`` with weights ``w0, b0, w1, b1, ...`` (the last pair is the output layer) and ``header``, a JSON
-text: the observation and action formats of :mod:`env.spaces`, and how the policy was trained. Nothing is pickled.
+text: the observation and action formats of :mod:`inferencegym.spaces.formats`, and how the policy was trained. Nothing
+is pickled.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.policies.stored import POLICY_DIR
 from agents.protocol import FloatArray
-from env.spaces import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
+from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.tasks import TaskSpec, get_calibration
 
 FILE_VERSION: Final = 1
-POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyFile:
-    """What a policy file holds: layers ``(weights (n_in, n_out), bias (n_out,))`` and the header."""
+    """Policy file: layers ``(weights (n_in, n_out), bias (n_out,))`` and the header."""
 
     layers: Sequence[tuple[FloatArray, FloatArray]]
     observation: str
@@ -63,7 +64,7 @@ class PolicyFile:
 
 
 class PpoAgent:
-    """Plays the central action of a trained policy."""
+    """Agent that takes the central action of a trained policy."""
 
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
@@ -83,7 +84,7 @@ class PpoAgent:
 
 
 def central(logits: FloatArray, knob: str) -> NDArray[np.int64]:
-    """The level (B,) that stands for a distribution over a knob's levels, given its logits (B, n).
+    """Central level (B,) of a distribution over a knob's levels, given its logits (B, n).
 
     The median where levels are amounts: the likeliest of many neighbours may lie at the edge of what is played. The
     likeliest where levels are different things.

@@ -1,4 +1,4 @@
-"""A small state-feedback policy that a search can fit: a few knob settings, and a gate that chooses among them.
+"""Switching policy: a few knob settings, and a gate with hysteresis that chooses among them by the observation.
 
 Each mode is one setting of the five knobs. The gate scores every mode by a weighted sum of the normalised observation
 (and of the phase of the task's announced flood period), adds a bonus to the mode that is on, and takes the highest: a
@@ -9,26 +9,26 @@ values instead of jumping.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from agents.protocol import FloatArray
-from env.action import ACTION_HIGH, ACTION_LOW
-from env.observation import OBSERVATION_SIZE, normalise
-from inferencegym.errors import InvalidConfigError
+from inferencegym.messages import FieldError, Message, left_out
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
+from inferencegym.spaces.observations import OBSERVATION_SIZE, normalise
+from inferencegym.task_registry import MISSING, read_entry
 from inferencegym.tasks import TaskSpec
 
 TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 FEATURES: Final = (*OBSERVATION_FIELDS, "phase_sin", "phase_cos", "one")
-"""What the gate weighs: the normalised observation, the phase of the flood period, and a constant."""
+"""Inputs of the gate: the normalised observation, the phase of the flood period, and a constant."""
 
 Q: Final = len(FEATURES)
 
@@ -49,6 +49,40 @@ def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
         phi[:, -3], phi[:, -2] = np.sin(angle), np.cos(angle)
     phi[:, -1] = 1.0
     return phi
+
+
+class StoredMode(Message):
+    """JSON form of a mode: its five knobs, before they are snapped to allowed values, and its gate's weights."""
+
+    knobs: dict[str, float]
+    gate: dict[str, float]
+
+    @model_validator(mode="after")
+    def _has_known_names(self) -> Self:
+        for name in self.knobs:
+            if name not in ACTION_FIELDS:
+                raise FieldError(f"knobs.{name}", self.knobs[name], left_out(name, list(ACTION_FIELDS)))
+        for name in self.gate:
+            if name not in FEATURES:
+                raise FieldError(f"gate.{name}", self.gate[name], left_out(name, FEATURES))
+        for name, knob in ACTION_FIELDS.items():
+            value = self.knobs.get(name)
+            if value is None or not knob.low <= value <= knob.high:
+                found = MISSING if value is None else value
+                raise FieldError(f"knobs.{name}", found, f"a number from {knob.low:g} to {knob.high:g}")
+        return self
+
+
+class StoredModes(Message):
+    """JSON form of a policy; the last three fields say how it was found."""
+
+    kind: Literal["modes"]
+    stay: float
+    ramp: Annotated[float, Field(ge=0, le=1)] = 1.0
+    modes: Annotated[list[StoredMode], Field(min_length=1)]
+    validation_score: float | None = None
+    task: str | None = None
+    table_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,17 +135,15 @@ class ModeParams:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModeParams:
-        """Read the JSON form; raises :class:`InvalidConfigError` on another kind of policy."""
-        if data.get("kind") != "modes":
-            raise InvalidConfigError(f"policy kind {data.get('kind')!r} is not 'modes'")
-        settings = [[float(mode["knobs"][name]) for name in ACTION_FIELDS] for mode in data["modes"]]
-        gate = [[float(mode["gate"].get(name, 0.0)) for name in FEATURES] for mode in data["modes"]]
-        ramp = np.array([float(data.get("ramp", 1.0))])
-        return cls(np.array([settings]), np.array([gate]), np.array([float(data["stay"])]), ramp)
+        """Read the JSON form; raises :class:`InvalidConfigError` naming the field at fault."""
+        stored = read_entry(StoredModes, data)
+        settings = [[mode.knobs[name] for name in ACTION_FIELDS] for mode in stored.modes]
+        gate = [[mode.gate.get(name, 0.0) for name in FEATURES] for mode in stored.modes]
+        return cls(np.array([settings]), np.array([gate]), np.array([stored.stay]), np.array([stored.ramp]))
 
 
 class ModeAgent:
-    """Plays one policy in every row, or P policies side by side: row b plays policy ``b // rows_per_policy``."""
+    """Agent of one policy in every row, or of P policies side by side: row b has policy ``b // rows_per_policy``."""
 
     def __init__(self, params: ModeParams, task: TaskSpec, rows_per_policy: int | None = None) -> None:
         self.params = params
@@ -133,24 +165,24 @@ class ModeAgent:
         self._settings = self.params.settings[self._policy]
         self._stay = self.params.stay[self._policy]
         self._ramp = self.params.ramp[self._policy][:, None]
-        self._played: FloatArray | None = None
+        self._last_action: FloatArray | None = None
 
     def act(self, observation: FloatArray) -> FloatArray:
         phi = features(observation, self._task)
         scores = np.einsum("bkq,bq->bk", self._gate, phi)
-        if self._played is not None:
+        if self._last_action is not None:
             scores[self._rows, self._mode] += self._stay
         self._mode = scores.argmax(axis=1)
         chosen: FloatArray = self._settings[self._rows, self._mode]
-        if self._played is not None:
-            before = self._played[:, RAMPED]
+        if self._last_action is not None:
+            before = self._last_action[:, RAMPED]
             chosen[:, RAMPED] = before + self._ramp * (chosen[:, RAMPED] - before)
-        self._played = chosen
+        self._last_action = chosen
         return chosen.copy()
 
 
 class ActionsAgent:
-    """Plays N constant actions side by side: row b plays ``actions[b // rows_per_action]``."""
+    """Agent of N constant actions side by side: row b takes ``actions[b // rows_per_action]``."""
 
     def __init__(self, actions: FloatArray, rows_per_action: int) -> None:
         self._rows = np.repeat(np.clip(actions, ACTION_LOW, ACTION_HIGH), rows_per_action, axis=0)
@@ -160,17 +192,3 @@ class ActionsAgent:
 
     def act(self, observation: FloatArray) -> FloatArray:
         return self._rows
-
-
-def read_policy(path: Path) -> dict[str, Any]:
-    """A stored policy file; raises :class:`InvalidConfigError` if it is missing or no JSON."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        # Servers pass this on to clients, whom the way to the folder does not concern.
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfigError(
-            f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "
-            "or name the folder that holds it, as in best_adaptive:FOLDER"
-        ) from error
-    return data

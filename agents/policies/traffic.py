@@ -1,4 +1,4 @@
-"""Agents for the traffic controller: constants, random play, a rule relative to capacity, and perfect play.
+"""Agents for the traffic controller: constant, random, a rule relative to capacity, and the optimal plan.
 
 An agent decides for B episodes at once: ``act`` takes observations ``(B, 7)`` in the order of
 :data:`inferencegym.traffic.STATE_FIELDS` and returns action indices ``(B,)`` of
@@ -24,10 +24,10 @@ _SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
 
 
 class TrafficAgent(Protocol):
-    """Plays the traffic controller."""
+    """Protocol of agents for the traffic controller."""
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:
-        """New episodes begin, one for each seed; agents may know the task and the server's settings."""
+        """Start new episodes, one for each seed; agents may know the task and the server's settings."""
         ...
 
     def act(self, observation: FloatArray) -> IntArray:
@@ -36,7 +36,7 @@ class TrafficAgent(Protocol):
 
 
 class ConstantTraffic:
-    """The same action at every step."""
+    """Agent that takes the same action at every step."""
 
     def __init__(self, action: str) -> None:
         if action not in ACTION_NAMES:
@@ -51,7 +51,7 @@ class ConstantTraffic:
 
 
 class RandomTraffic:
-    """Every action equally likely; each episode draws from the generator of its own seed."""
+    """Agent that takes every action with equal probability; each episode draws from the generator of its own seed."""
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:
         drawn = [np.random.default_rng(seed).integers(len(ACTION_NAMES), size=task.episode_length) for seed in seeds]
@@ -65,7 +65,7 @@ class RandomTraffic:
 
 
 class AdaptiveTraffic:
-    """Let through as much as the server can stand, judged by the upcoming rate and the queue.
+    """Agent that lets through as much as the server can stand, judged by the upcoming rate and the queue.
 
     The most permissive action is taken whose load stays within the crash ratio and whose queue after the step stays
     within ``queue_budget`` of the queue's limit; if none does, the strictest. Everything is relative to the configured
@@ -93,7 +93,7 @@ class AdaptiveTraffic:
 
 
 class PlannerTraffic:
-    """Perfect play: the plan of :mod:`agents.policies.traffic_planner`, followed from the first step."""
+    """Agent that follows the optimal plan of :mod:`agents.policies.traffic_planner` from the first step."""
 
     def __init__(self, objective: Objective = "score") -> None:
         self.objective = objective
@@ -115,23 +115,21 @@ TRAFFIC_AGENTS: Final[dict[str, Callable[[], TrafficAgent]]] = {
     "planner": PlannerTraffic,
     "planner_return": lambda: PlannerTraffic("return"),
 }
-"""Agent name -> maker."""
+"""Agent name -> factory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficOutcome:
-    """What an agent earned, one entry per episode ``(B,)``."""
+    """Results of an agent, one entry per episode ``(B,)``."""
 
     final_score: FloatArray
     cumulative_reward: FloatArray
     steps: IntArray
 
 
-def evaluate_traffic(
-    agent: TrafficAgent, task: TrafficTask, seeds: Sequence[int] = (42,), config: TrafficConfig | None = None
-) -> TrafficOutcome:
-    """Play one episode per seed to its end. Only random agents differ between seeds: the traffic does not."""
-    batch = TrafficBatch(task, len(seeds), config)
+def evaluate_traffic(agent: TrafficAgent, task: TrafficTask, seeds: Sequence[int] = (42,)) -> TrafficOutcome:
+    """Run one episode per seed to its end. Only random agents differ between seeds: the traffic does not."""
+    batch = TrafficBatch(task, len(seeds))
     agent.reset(task, batch.config, seeds)
     observation, reward = batch.observation(), np.zeros(len(seeds))
     while not batch.done.all():

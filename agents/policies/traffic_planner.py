@@ -1,23 +1,23 @@
-"""The exact optimum of a traffic task: what perfect play is worth, so that the regret of any other play is known.
+"""Exact optimum of a traffic task by dynamic programming, so that the regret of every agent is known.
 
 The traffic of an episode is fixed, so the best sequence of actions can be planned before the first step. The plan is
 found by dynamic programming over labels.
 
 **State.** A crash depends on the action and the step only. Everything else that the future depends on is the queue, a
 whole number. The final score depends on sums over the steps as well: the mean latency is a sum over the number of steps
-taken, throughput is a sum over the incoming requests (the same for all plays that reach a step), and the share of
+taken, throughput is a sum over the incoming requests (the same for all plans that reach a step), and the share of
 steps with a short queue is a count. So a label after ``t`` steps without a crash is (queue, count of short-queue steps
 where the rule asks for it, the one sum that the rule wants to be large).
 
 **Dominance.** Of two labels with the same step, queue and count, the one with the smaller sum is dropped. Any
-continuation of it can be played from the other one: it meets the same servers, adds the same terms, crashes at the same
+continuation of it can follow the other one: it meets the same servers, adds the same terms, crashes at the same
 step or not at all, and so ends with equal counts and a sum that is no smaller (adding the same number to two sums keeps
 their order, in floating point too). The score never falls when that sum grows, as
 :class:`simulator.traffic_score.GradeRule` promises, so nothing is lost. What is kept is one label for every distinct
 (queue, count) that can be reached: at most (max_queue + 1) * (t + 1) of them, in practice far fewer.
 
-**Ends.** A play ends with the last step or with a crash; both kinds of end are scored with the task's own rule, and the
-best one is taken. A crash can be worth it: the rule for spikes weighs steps survived against latency.
+**Ends.** An episode ends with the last step or with a crash; both kinds of end are scored with the task's own rule, and
+the best one is taken. A crash can be worth it: the rule for spikes weighs steps survived against latency.
 
 For the cumulative reward, a sum itself, the label is (queue, reward so far) and the same argument holds.
 """
@@ -42,7 +42,7 @@ _SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlan:
-    """A sequence of actions and what it earns when it is played."""
+    """A sequence of actions with its score and return."""
 
     actions: tuple[str, ...]
     final_score: float
@@ -52,18 +52,18 @@ class TrafficPlan:
 def plan_traffic(task: TrafficTask, config: TrafficConfig | None = None, objective: Objective = "score") -> TrafficPlan:
     """A best sequence of actions for a task and its settings; no other sequence has a larger ``objective``.
 
-    Where the play with the largest cumulative reward reaches the best score as well, it is the plan for both.
+    Where the plan with the largest cumulative reward reaches the best score as well, it is the plan for both.
     """
     config = config or task.config
-    richest = play_traffic(task, _search(task, config, "return"), config)
+    richest = run_actions(task, _search(task, config, "return"), config)
     if objective == "return":
         return richest
-    plan = play_traffic(task, _search(task, config, "score"), config)
+    plan = run_actions(task, _search(task, config, "score"), config)
     return richest if richest.final_score == plan.final_score else plan
 
 
-def play_traffic(task: TrafficTask, actions: tuple[str, ...], config: TrafficConfig | None = None) -> TrafficPlan:
-    """Play a whole sequence of action names and report what it earned."""
+def run_actions(task: TrafficTask, actions: tuple[str, ...], config: TrafficConfig | None = None) -> TrafficPlan:
+    """Run a whole sequence of action names; the plan with what it earned."""
     batch = TrafficBatch(task, 1, config)
     reward = 0.0
     for name in actions:

@@ -1,1 +1,1 @@
-"""Search for policies and task constants: solver, calibration, ablation."""
+"""Search: solver of a task, calibration of its constants, ablation of its knobs, tasks from request logs."""

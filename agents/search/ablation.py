@@ -1,4 +1,4 @@
-"""What each knob is worth: the best adaptive policy that may not touch it."""
+"""Ablation of knobs: the loss of score of the best adaptive policy that may not use one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
 from agents.search.solver import Budget, Solver
 from agents.seeds import HELD_OUT_SEEDS
-from env.action import FORCED, snap, to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.spaces.actions import FORCED, snap, to_row
 from inferencegym.tasks import TaskSpec, get_calibration
 
 KNOBS: Final = tuple(ACTION_FIELDS)
@@ -44,16 +44,16 @@ def ablate(
             found += searched[knob].values()
     free, _ = max(found, key=lambda each: each[1])
 
-    def played(policy: ModeParams) -> FloatArray:
+    def scores_of(policy: ModeParams) -> FloatArray:
         return evaluate(ModeAgent(policy, task), task, seeds).scores
 
-    scores = played(free)
+    scores = scores_of(free)
     results = []
     for knob, by_value in searched.items():
         i = KNOBS.index(knob)
         default = float(FORCED[i])
         best = max(candidate_values(adaptive, to_row(static), i), key=lambda value: by_value[value][1])
-        frozen = played(by_value[best][0])
+        frozen = scores_of(by_value[best][0])
         results.append(
             {
                 "knob": knob,
@@ -61,7 +61,7 @@ def ablate(
                 "score": float(frozen.mean()),
                 "cost": paired(scores, frozen).to_dict(),
                 "default": default,
-                "cost_of_default": paired(scores, played(by_value[default][0])).to_dict(),
+                "cost_of_default": paired(scores, scores_of(by_value[default][0])).to_dict(),
             }
         )
     return results

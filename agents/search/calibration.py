@@ -1,4 +1,4 @@
-"""Measuring the constants of a task: floor, best and peak throughput, and the price of tokens.
+"""Calibration of a task: floor, best and peak throughput, and the price of tokens.
 
 A step costs ``price`` x GPUs / thousand tokens per second: what 1,000 tokens cost on the GPUs that made them.
 
@@ -14,28 +14,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from agents.baseline import BASELINE_ACTION, NaiveAgent
-from agents.episodes import play
+from agents.episodes import run_episodes
+from agents.policies.stored import policy_dir, policy_path
 from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
 from agents.search.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from agents.seeds import CALIBRATION_SEEDS
-from env.action import from_row, to_row
-from inferencegym.errors import DataFormatError
-from inferencegym.files import atomic_write, make_place
-from inferencegym.tasks import CALIBRATION_FILE, UNCALIBRATED, Calibration, TaskId, TaskSpec
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.files import atomic_write, prepare_output
+from inferencegym.spaces.actions import from_row, to_row
+from inferencegym.task_registry import load_entries
+from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
 from simulator.tables import load_tables
-
-POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """What calibrating a task found: its constants with their provenance, and the two best policies."""
+    """Result of calibrating a task: its constants with their provenance, and the two best policies."""
 
     calibration: Calibration
     provenance: dict[str, Any]
@@ -110,15 +110,16 @@ def batch_one() -> FloatArray:
 
 def measure_price(task: TaskSpec) -> float:
     """Cost units per GPU and thousand tokens per second at which the naive agent spends the whole budget."""
-    played = play(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
-    return float(task.cost_budget / played.metrics["cost_per_1k"].sum(axis=0).mean())
+    results = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=UNCALIBRATED)
+    return float(task.cost_budget / results.metrics["cost_per_1k"].sum(axis=0).mean())
 
 
 def measure_throughput_of(task: TaskSpec, policy: FloatArray | ModeParams, price: float) -> tuple[float, float]:
     """Mean tokens per second of an action (5,) or policy over the calibration seeds, and its fastest second."""
     calibration = Calibration(0.0, 1.0, 1.0, price)
     params = policy if isinstance(policy, ModeParams) else constant_policy(policy)
-    tps = play(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration).metrics["tokens_per_sec"]
+    results = run_episodes(task, ModeAgent(params, task), CALIBRATION_SEEDS, calibration=calibration)
+    tps = results.metrics["tokens_per_sec"]
     return float(tps.mean()), float(tps.max())
 
 
@@ -131,23 +132,8 @@ def _highest(task: TaskSpec, price: float, tried: Sequence[FloatArray | ModePara
 # ---------------------------------------------------------------- files
 
 
-def policy_dir(task: TaskSpec) -> Path:
-    """Where a task's solved policies are looked for: beside the agents, or beside the file of a task of one's own.
-
-    As the constants of ``my_tasks.json`` lie in ``my_tasks.calibration.json``, its policies lie in
-    ``my_tasks.policies``.
-    """
-    constants = Path(task.calibration_file)
-    return POLICY_DIR if constants == CALIBRATION_FILE else constants.with_suffix("").with_suffix(".policies")
-
-
-def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
-    """File of a stored policy of a task."""
-    return directory / f"{name}-task-{task_id}.json"
-
-
 @dataclass(frozen=True, slots=True)
-class Places:
+class CalibrationFiles:
     """The files that calibrating a task changes."""
 
     task: TaskSpec
@@ -155,14 +141,14 @@ class Places:
     policies: Path
 
     @classmethod
-    def of(cls, task: TaskSpec, constants: Path | None = None, policies: Path | None = None) -> Places:
-        """Those that the task reads, unless others are named."""
+    def of(cls, task: TaskSpec, constants: Path | None = None, policies: Path | None = None) -> CalibrationFiles:
+        """The files that the task reads, unless others are named."""
         return cls(task, constants or Path(task.calibration_file), policies or policy_dir(task))
 
     def check(self) -> None:
-        """See that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
+        """Check that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
         for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
-            make_place(path)
+            prepare_output(path)
         self._stored()
 
     def store(self, solved: Solved) -> None:
@@ -184,13 +170,10 @@ class Places:
         return policy_path(name, self.task.task_id, self.policies)
 
     def _stored(self) -> dict[str, Any]:
-        """What the calibration file holds now."""
+        """The calibration file as it is now."""
         if not self.constants.exists():
             return {"tasks": {}}
         try:
-            data = json.loads(self.constants.read_text(encoding="utf-8"))
-            return {**data, "tasks": {**data["tasks"]}}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataFormatError(
-                f"{self.constants}: not a calibration file ({error!r}); name another with --out, or move it away"
-            ) from error
+            return {"tasks": load_entries(self.constants, "calibration file", lambda _, entry: entry)}
+        except InvalidConfigError as error:
+            raise DataFormatError(f"{error}; name another with --out, or move it away") from error

@@ -1,7 +1,7 @@
-"""A spread of policies from bad to good, and whether what they earn agrees with how they are graded.
+"""Rank correlation of return and grade over policies from bad to good: does the reward point where the grade does?
 
-The spread is a ladder of competence: the best adaptive policy that in a share of all five-second stretches plays
-something else instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
+The policies are a ladder of competence: the best adaptive policy that in a share of all five-second stretches takes
+other actions instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
 constant actions at growing distances from the best one, and every agent that ships. Most rungs have a small share: a
 grade that asks for a mean TTFT below a target is cut to 0 by a few bad stretches, and below that all policies tie,
 though the reward still tells them apart. Constants drawn over the whole range are reported apart for the same reason.
@@ -14,25 +14,28 @@ from typing import Final
 
 import numpy as np
 
-from agents.episodes import play
+from agents.episodes import run_episodes
 from agents.evaluate import spearman
 from agents.policies.constant import NAIVE_ROW
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
-from env.action import ACTION_HIGH, ACTION_LOW, action_mask, snap
 from inferencegym.models import SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, action_mask, snap
 from inferencegym.tasks import TaskSpec
 
 RUNGS: Final = 24
+"""Policies of each kind on the ladder."""
+N_CONSTANTS: Final = 60
+"""Constant actions that are drawn over the whole range."""
 SHIPPED: Final = ("random", "naive", "hill_climb", "heuristic", "ppo", "best_static", "best_adaptive")
 STRETCH_STEPS: Final = 5
 SEEDS: Final[Sequence[int]] = HELD_OUT_SEEDS[:10]
 
 
-class Diluted:
-    """N copies of an agent; copy i plays ``others[i]`` instead during a share ``shares[i]`` of the stretches."""
+class DilutedAgent:
+    """N copies of an agent; copy i takes ``others[i]`` instead during a share ``shares[i]`` of the stretches."""
 
     def __init__(self, agent: Agent, others: FloatArray, shares: FloatArray, rows_each: int, seed: int = 0) -> None:
         self._agent = agent
@@ -67,48 +70,49 @@ def random_settings(n: int, task: TaskSpec, seed: int = 0) -> FloatArray:
     return snap(drawn, action_mask(task.active_actions))
 
 
-def settings_around(centre: FloatArray, n: int, task: TaskSpec, seed: int = 0) -> FloatArray:
+def settings_around(centre: FloatArray, n: int, task: TaskSpec) -> FloatArray:
     """Constant actions (n, 5) at growing distances from one (5,)."""
-    rng = np.random.default_rng([seed, 6])
+    rng = np.random.default_rng([0, 6])
     reach = np.linspace(0.05, 1.0, n)
     moved = np.tile(centre, (n, 1))
     moved[:, 0] += 0.4 * reach * rng.standard_normal(n)
     moved[:, 2] *= np.exp(1.5 * reach * rng.standard_normal(n))
-    elsewhere = random_settings(n, task, seed)
+    elsewhere = random_settings(n, task)
     for knob in (1, 3, 4):
         moved[:, knob] = np.where(rng.random(n) < 0.5 * reach, elsewhere[:, knob], moved[:, knob])
     return snap(np.clip(moved, ACTION_LOW, ACTION_HIGH), action_mask(task.active_actions))
 
 
-def spread_of_policies(task: TaskSpec, seeds: Sequence[int] = SEEDS) -> tuple[FloatArray, FloatArray]:
+def ladder_of_policies(task: TaskSpec) -> tuple[FloatArray, FloatArray]:
     """Mean return and mean grade (n,) of the ladder of competence."""
     shares = np.linspace(0.0, 1.0, RUNGS) ** 4
     adaptive = make_agent("best_adaptive", task)
     static = make_agent("best_static", task)
     static.reset(1)
     centre = static.act(np.zeros((1, 14)))[0]
-    n = len(seeds)
+    n = len(SEEDS)
     agents: list[tuple[Agent, int]] = [
-        (Diluted(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
-        (Diluted(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
+        (DilutedAgent(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
+        (DilutedAgent(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
         (ActionsAgent(settings_around(centre, RUNGS, task), n), RUNGS),
         *[(make_agent(name, task), 1) for name in SHIPPED],
     ]
     returns, grades = [], []
     for agent, copies in agents:
-        played = play(task, agent, seeds, n_rows=copies * n)
-        returns.append(played.returns.reshape(copies, n).mean(axis=1))
-        grades.append(played.scores().reshape(copies, n).mean(axis=1))
+        results = run_episodes(task, agent, SEEDS, n_rows=copies * n)
+        returns.append(results.returns.reshape(copies, n).mean(axis=1))
+        grades.append(results.scores().reshape(copies, n).mean(axis=1))
     return np.concatenate(returns), np.concatenate(grades)
 
 
-def reward_grade_correlation(task: TaskSpec, seeds: Sequence[int] = SEEDS) -> float:
+def reward_grade_correlation(task: TaskSpec) -> float:
     """Spearman's rank correlation of mean return and mean grade over the ladder of competence."""
-    return spearman(*spread_of_policies(task, seeds))
+    return spearman(*ladder_of_policies(task))
 
 
-def correlation_over_constants(task: TaskSpec, n: int = 60, seeds: Sequence[int] = SEEDS) -> float:
-    """The same over constant actions drawn at random."""
-    played = play(task, ActionsAgent(random_settings(n, task), len(seeds)), seeds, n_rows=n * len(seeds))
-    mean = [x.reshape(n, len(seeds)).mean(axis=1) for x in (played.returns, played.scores())]
-    return spearman(mean[0], mean[1])
+def correlation_over_constants(task: TaskSpec) -> float:
+    """Spearman's rank correlation of mean return and mean grade over constant actions drawn at random."""
+    n = len(SEEDS)
+    results = run_episodes(task, ActionsAgent(random_settings(N_CONSTANTS, task), n), SEEDS, n_rows=N_CONSTANTS * n)
+    returns, grades = (x.reshape(N_CONSTANTS, n).mean(axis=1) for x in (results.returns, results.scores()))
+    return spearman(returns, grades)

@@ -1,6 +1,6 @@
-"""How well a task can be played: an exhaustive sweep of constant actions and a search over adaptive policies.
+"""Solver of a task: an exhaustive sweep of constant actions and a search over adaptive policies.
 
-Both play whole episodes on the batch engine, many candidates on the same traffic at once. The adaptive search builds a
+Both run whole episodes in the batch, many candidates on the same load at once. The adaptive search builds a
 :class:`agents.policies.switching_policy.ModeParams` policy: it tries a library of simple gates with every knob setting
 of a coarse grid in the other mode, polishes the settings knob by knob, and lets a cross-entropy search move everything
 at once. Then it tries what it found behind other gates, with other choices of the knobs that need a restart, and
@@ -16,14 +16,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from agents.episodes import Played, play
+from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
-from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.tasks import Calibration, TaskSpec
-from simulator.tables import ServingTables
 
 GRID: Final[dict[str, tuple[float, ...]]] = {
     "kv_budget": (0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0),
@@ -61,7 +60,7 @@ STAGES: Final[tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]]
         "quant_tier": (0, 1, 2),
     },
 )
-"""Settings of the calm and of the flood that are tried together, where floods are announced."""
+"""Settings for calm and for flood that are tried together, where floods are announced."""
 
 STAGE_RAMP: Final = 0.1
 """Share of the way to the other setting that a step goes in these."""
@@ -78,36 +77,41 @@ SMALL_FIELD: Final = 200
 SLOWEST_RAMP: Final = 0.04
 """A ramp takes 24 steps for the better part of the way at this share."""
 
-Objective = Callable[[Played, Calibration], FloatArray]
-"""What to maximise, (B,) of finished episodes."""
+GATE_GAIN: Final = 12.0
+"""Weight of a simple gate's feature: steep enough that nothing beside it decides."""
+
+POLISH_ROUNDS: Final = 6
+
+Objective = Callable[[EpisodeResults, Calibration], FloatArray]
+"""Objective to maximise: values (B,) of finished episodes."""
 
 
-def score(played: Played, calibration: Calibration) -> FloatArray:
-    """The grade."""
-    return played.scores(calibration)
+def score(results: EpisodeResults, calibration: Calibration) -> FloatArray:
+    """Objective: the grade, (B,)."""
+    return results.scores(calibration)
 
 
-def throughput(played: Played, calibration: Calibration) -> FloatArray:
-    """Mean tokens per second."""
-    mean: FloatArray = played.metrics["tokens_per_sec"].mean(axis=0)
+def throughput(results: EpisodeResults, calibration: Calibration) -> FloatArray:
+    """Objective: mean tokens per second, (B,)."""
+    mean: FloatArray = results.metrics["tokens_per_sec"].mean(axis=0)
     return mean
 
 
 class Progress(Protocol):
-    """Told what is going on."""
+    """Callback that reports progress."""
 
     def __call__(self, what: str, share: float) -> None:
-        """``share`` of the work is done, ``what`` is going on."""
+        """Report that ``share`` of the work is done and ``what`` has begun."""
         ...
 
 
 def silent(what: str, share: float) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How hard to search."""
+    """Budget of a search: grids, seeds, and sizes of its stages."""
 
     grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRID))
     coarse: dict[str, tuple[float, ...]] = field(default_factory=lambda: dict(COARSE))
@@ -145,7 +149,6 @@ class Solver:
         *,
         objective: Objective = score,
         budget: Budget | None = None,
-        tables: ServingTables | None = None,
         frozen: dict[str, float] | None = None,
         progress: Progress = silent,
     ) -> None:
@@ -153,7 +156,6 @@ class Solver:
         self.calibration = calibration
         self.budget = budget or Budget()
         self._objective = objective
-        self._tables = tables
         self._frozen = frozen or {}
         self._progress = progress
         self._mask = action_mask(task.active_actions)
@@ -178,16 +180,16 @@ class Solver:
         for start in range(0, n, at_once):
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
-            played = play(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, tables=self._tables)
-            values[part] = self._objective(played, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
+            results = run_episodes(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration)
+            values[part] = self._objective(results, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
     def race(self, params: ModeParams, finalists: int, seeds: Sequence[int] | None = None) -> FloatArray:
         """Mean objective of the mode policies (P) that lead, (P,); -inf for those that fell behind.
 
-        The same traffic tells good policies from bad ones early: all play the first seed, the better ones of them the
-        other quick seeds, and ``finalists`` the rest of ``seeds`` (by default the training seeds). Where few start, all
-        play all quick seeds.
+        The same load tells good policies from bad ones early: all run on the first seed, the better ones of them on the
+        other quick seeds, and ``finalists`` on the rest of ``seeds`` (by default the training seeds). Where few start,
+        all run on all quick seeds.
         """
         quick = list(self.budget.quick_seeds)
         rest = [s for s in (self.budget.seeds if seeds is None else seeds) if s not in quick]
@@ -196,14 +198,14 @@ class Solver:
         finalists = min(finalists, len(params))
         shrink = (finalists / len(params)) ** (1.0 / max(1, len(rounds) - 1))
         field = np.arange(len(params))
-        total, played = np.zeros(len(params)), 0
+        total, n_seeds = np.zeros(len(params)), 0
         for i, part in enumerate(rounds):
             kept = max(finalists, round(len(params) * shrink**i))
             field = field[np.argsort(-total[field], kind="stable")[:kept]]
             total[field] += len(part) * self.values_of_policies(params.select(field), part)
-            played += len(part)
+            n_seeds += len(part)
         values = np.full(len(params), -np.inf)
-        values[field] = total[field] / played
+        values[field] = total[field] / n_seeds
         return values
 
     # ------------------------------------------------------------ constant actions
@@ -221,7 +223,7 @@ class Solver:
     def best_static(self) -> tuple[FloatArray, float]:
         """The best constant action (5,) and its value on the training seeds.
 
-        A race of the whole grid, of which 48 play all seeds; then the best one is moved off the grid knob by knob.
+        A race of the whole grid, of which 48 run on all seeds; then the best one is moved off the grid knob by knob.
         """
         budget = self.budget
         self._progress("constant actions: grid", 0.0)
@@ -279,7 +281,7 @@ class Solver:
         return self._chosen(candidates)
 
     def validated(self, params: ModeParams) -> float:
-        """What a policy is worth on the validation seeds."""
+        """Mean objective of a policy on the validation seeds."""
         return self._value(params, self.budget.validation)
 
     def _chosen(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
@@ -310,7 +312,7 @@ class Solver:
         return float(self.values_of_policies(params, seeds)[0])
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
-        """The static action and a second setting, either behind each gate of the library; the best few pairs."""
+        """Best pairs of the static action and a second setting, in either order behind each gate of the library."""
         self._progress("adaptive: gates", 0.1)
         settings = self.grid(self.budget.coarse)
         gates = gate_library(self.task)
@@ -366,7 +368,7 @@ class Solver:
     def _winners(
         self, params: ModeParams, ways: FloatArray, finalists: int, seeds: Sequence[int] | None = None
     ) -> list[tuple[float, ModeParams]]:
-        """Of the policies (P) that go the same way (P, W) about something: the winner of their race, with its value."""
+        """Race the policies (P) in groups that agree in ``ways`` (P, W); the value and the winner of each group."""
         found = []
         for way in np.unique(ways, axis=0):
             entrants = params.select(np.flatnonzero((ways == way).all(axis=1)))
@@ -410,10 +412,10 @@ class Solver:
                 break
         return params, value
 
-    def polish(self, params: ModeParams, value: float, rounds: int = 6) -> tuple[ModeParams, float]:
+    def polish(self, params: ModeParams, value: float) -> tuple[ModeParams, float]:
         """Move one knob of one mode at a time to its neighbours for as long as it pays."""
         scale = 1.0
-        for _ in range(rounds):
+        for _ in range(POLISH_ROUNDS):
             tried = self._neighbours(params, scale)
             values = self.race(tried, 20)
             best = int(np.argmax(values))
@@ -444,8 +446,8 @@ class Solver:
     def _third_mode(self, params: ModeParams) -> ModeParams:
         """Add a mode that comes on with a long queue; it starts out with the settings of the second."""
         gate = np.zeros((1, 1, Q))
-        gate[0, 0, FEATURES.index("queue_depth")] = 12.0
-        gate[0, 0, FEATURES.index("one")] = -12.0 * 0.8
+        gate[0, 0, FEATURES.index("queue_depth")] = GATE_GAIN
+        gate[0, 0, FEATURES.index("one")] = -GATE_GAIN * 0.8
         return ModeParams(
             np.concatenate([params.settings, params.settings[:, -1:]], axis=1),
             np.concatenate([params.gate, gate], axis=1),
@@ -464,14 +466,14 @@ class Solver:
         budget = self.budget
         rng = np.random.default_rng(20_260_101)
         mean = self._encode(start)
-        spread = self._spread(start)
+        deviation = self._initial_deviation(start)
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
         elite: list[ModeParams] = []
         for generation in range(budget.generations):
             share = 0.6 + 0.2 * generation / budget.generations
             self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
-            drawn = mean + spread * rng.standard_normal((budget.population, len(mean)))
+            drawn = mean + deviation * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
             drawn[1] = self._encode(best)
             params = self._decode(drawn, start.n_modes)
@@ -479,7 +481,7 @@ class Solver:
             order = np.argsort(-values, kind="stable")[:elite_size]
             elite = [params.pick(int(i)) for i in order]
             mean = 0.3 * mean + 0.7 * drawn[order].mean(axis=0)
-            spread = 0.3 * spread + 0.7 * drawn[order].std(axis=0)
+            deviation = 0.3 * deviation + 0.7 * drawn[order].std(axis=0)
             if values[order[0]] > best_value:
                 best, best_value = params.pick(int(order[0])), float(values[order[0]])
         best, _ = self.polish(best, best_value)
@@ -491,7 +493,7 @@ class Solver:
         settings[:, 2] = np.log2(np.maximum(settings[:, 2], 1.0))
         return np.concatenate([settings.ravel(), params.gate[0, 1:].ravel(), params.stay, np.log2(params.ramp)])
 
-    def _spread(self, params: ModeParams) -> FloatArray:
+    def _initial_deviation(self, params: ModeParams) -> FloatArray:
         settings = np.tile([0.1, 0.5, 0.5, 0.3, 0.4], (params.n_modes, 1))
         settings[:, ~self._mask] = 0.0
         for name in self._frozen:
@@ -524,7 +526,7 @@ def constant_policies(actions: FloatArray) -> ModeParams:
 
 
 def pair_policies(calm: FloatArray, flood: FloatArray, gate: FloatArray) -> ModeParams:
-    """Policies that play ``calm`` until ``gate`` asks for ``flood``: settings (N, 5) or (5,), gates (N, Q) or (Q,)."""
+    """Policies in ``calm`` until ``gate`` switches to ``flood``: settings (N, 5) or (5,), gates (N, Q) or (Q,)."""
     both = np.stack(np.broadcast_arrays(calm, flood), axis=1)
     n = len(both)
     gates = np.zeros((n, 2, Q))
@@ -546,7 +548,7 @@ def replace_mode(params: ModeParams, mode: int, settings: FloatArray) -> ModePar
 
 
 def gate_library(task: TaskSpec) -> list[FloatArray]:
-    """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the hours of the announced floods."""
+    """Simple gates (Q,) for a second mode: a high arrival rate, a long queue, or the steps of the announced floods."""
     flood = 3.0 if task.burst is None else task.burst.rate_rps / task.arrival_rate_rps
     rates = [1.0 + x * (flood - 1.0) for x in (0.08, 0.25, 0.6)]
     library = [threshold_gate("arrival_rate", np.log1p(r * task.arrival_rate_rps) / np.log1p(1000.0)) for r in rates]
@@ -557,15 +559,15 @@ def gate_library(task: TaskSpec) -> list[FloatArray]:
     return library
 
 
-def threshold_gate(feature: str, level: float, gain: float = 12.0) -> FloatArray:
+def threshold_gate(feature: str, level: float) -> FloatArray:
     """On while a feature is above ``level``."""
     gate = np.zeros(Q)
-    gate[FEATURES.index(feature)] = gain
-    gate[FEATURES.index("one")] = -gain * level
+    gate[FEATURES.index(feature)] = GATE_GAIN
+    gate[FEATURES.index("one")] = -GATE_GAIN * level
     return gate
 
 
-def window_gate(start: float, stop: float, period: float, gain: float = 12.0) -> FloatArray:
+def window_gate(start: float, stop: float, period: float, gain: float = GATE_GAIN) -> FloatArray:
     """On in the steps start <= t - offset < stop of every flood period."""
     half = np.pi * min(stop - start, period) / period
     centre = np.pi * (start + stop - 1.0) / period
@@ -586,8 +588,3 @@ def neighbours(name: str, value: float, scale: float) -> list[float]:
     else:
         near = [value * factor**scale for factor in (0.5, 0.7, 0.85, 0.95, 1.05, 1.18, 1.4, 2.0)]
     return [min(bounds.high, max(bounds.low, v)) for v in near]
-
-
-def with_budget(budget: Budget, **changes: object) -> Budget:
-    """A copy of a budget with some fields replaced."""
-    return replace(budget, **changes)  # type: ignore[arg-type]

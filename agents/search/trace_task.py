@@ -1,4 +1,4 @@
-"""From a request log to a task: pack the log, size the fleet, measure the constants, write it all or nothing."""
+"""Task from a request log: pack the log, size the fleet, calibrate, and write all files or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from simulator.prefix import reuse_curve
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
-from simulator.workload import traffic_of
+from simulator.workload import load_source
 
 HEADROOM: Final = 1.2
 """Planned capacity of the default fleet, at an engine's default precision, over the log's mean load."""
@@ -74,22 +74,22 @@ def write_trace_task(
         )
     entry = _entry(imported.log, task_id, origin, settings or {})
     make_folder(out)
-    workshop = Path(tempfile.mkdtemp(dir=out, prefix=f".{task_id}-"))
+    staging = Path(tempfile.mkdtemp(dir=out, prefix=f".{task_id}-"))
     try:
-        save_trace(workshop / targets[0].name, imported.log, {"source": origin, **imported.describe()})
+        save_trace(staging / targets[0].name, imported.log, {"source": origin, **imported.describe()})
         if "n_replicas" not in entry:
-            entry["n_replicas"] = fleet_for(parse_task(task_id, entry, base=workshop))
-        task = parse_task(task_id, entry, base=workshop)
+            entry["n_replicas"] = fleet_for(parse_task(task_id, entry, base=staging))
+        task = parse_task(task_id, entry, base=staging)
         solved = None if budget is None else calibrate(task, budget, progress)
         if solved is not None:
             entry["calibration"] = solved.entry()
         text = json.dumps({"tasks": {task_id: entry}}, indent=2) + "\n"
-        (workshop / targets[1].name).write_text(text, encoding="utf-8")
+        (staging / targets[1].name).write_text(text, encoding="utf-8")
         # The task file last: whoever finds it finds its trace.
         for target in targets:
-            (workshop / target.name).replace(target)
+            (staging / target.name).replace(target)
     finally:
-        shutil.rmtree(workshop)
+        shutil.rmtree(staging)
     return TraceTask(targets[1], targets[0], entry, solved)
 
 
@@ -104,14 +104,14 @@ def check_id(task_id: str) -> None:
 def fleet_for(task: TaskSpec) -> int:
     """Replicas that serve a task's mean load at an engine's default precision with some headroom."""
     tables = load_tables()
-    traffic = traffic_of(task, tables)
-    plan = CapacityPlanner(task, tables, traffic.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
+    source = load_source(task, tables)
+    plan = CapacityPlanner(task, tables, source.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
     each = plan.capacity_rps / task.fleet.n_replicas
-    return max(1, math.ceil(HEADROOM * traffic.nominal_rate_rps / each))
+    return max(1, math.ceil(HEADROOM * source.nominal_rate_rps / each))
 
 
 def _entry(log: RequestLog, task_id: str, origin: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's entry; what the log decides (rate, classes, lengths) is stated for readers and planners."""
+    """Entry of the task file; rate and class shares, which the log decides, are stated for readers and planners."""
     shares = [float((log.class_index == i).mean()) for i in range(len(PRIORITY_CLASSES))]
     span_s = max(1.0, float(log.arrival_s[-1]))
     return {
@@ -132,7 +132,7 @@ def _rounded_shares(shares: list[float]) -> list[float]:
 
 
 def log_summary(log: RequestLog) -> dict[str, Any]:
-    """What is in a log: size, rate, lengths, burstiness, and what its prompts repeat."""
+    """Summary of a log: size, rate, lengths, burstiness, and the share of repeated prompt tokens."""
     prompts, outputs = np.quantile(log.prompt_tokens, (0.5, 0.99)), np.quantile(log.output_tokens, (0.5, 0.99))
     span_s = max(1.0, float(log.arrival_s[-1]))
     per_second = np.bincount(log.arrival_s.astype(np.int64))

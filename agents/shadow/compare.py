@@ -1,7 +1,7 @@
-"""Shadow mode: what each policy would have done on a recorded log, beside the configuration that was fixed.
+"""Shadow mode: each policy on a recorded log, compared with a fixed configuration.
 
-The log is played once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
-the fleet is simulated: see ENVIRONMENT.md for how far that is from hardware.
+The log is replayed once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
+the fleet is simulated: docs/fidelity.md says how far that is from hardware.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from agents.policies.constant import ConstantAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
-from env.action import snap, write_actions
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
-from inferencegym.tasks import MAX_EPISODE_LENGTH, Calibration, TaskSpec, parse_task
+from inferencegym.spaces.actions import snap
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import Calibration, TaskSpec, parse_task
 from simulator.coverage import LEVELS, fleet_support
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
@@ -46,13 +47,13 @@ PIECES_PER_STEP: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutcome:
-    """What one policy would have made of a log.
+    """Outcome of one policy on a log.
 
     Latencies in ms per request (TTFT) and per token (TPOT, weighted by tokens). ``slo_miss_share`` counts requests that
-    came late, were refused or were not served by the end; ``goodput_rps`` is the rest per second of the log. ``cost``
-    is the sum of cost per 1,000 tokens over the seconds, in units in which the fixed configuration spends 5.
-    ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` the share of seconds
-    by how well measurements cover them.
+    missed their objective, were refused or were not served by the end; ``goodput_rps`` is the rest per second of the
+    log. ``cost`` is the sum of cost per 1,000 tokens over the seconds, in units in which the fixed configuration
+    spends 5. ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` the share of
+    seconds by how well measurements cover them.
     """
 
     policy: str
@@ -111,7 +112,7 @@ def shadow(
     task: TaskSpec | None = None,
     tables: ServingTables | None = None,
 ) -> ShadowReport:
-    """Play a log under a fixed configuration and under each agent.
+    """Replay a log under a fixed configuration and under each agent.
 
     ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` lends fleet, objectives and
     stored policies of a task that was made of such traffic; without it the fleet is sized to the log unless
@@ -127,18 +128,18 @@ def shadow(
     tables = tables or load_tables()
     with tempfile.TemporaryDirectory(prefix="inferencegym-shadow-") as folder:
         trace = save_trace(Path(folder) / "log.npz", log, {"once": True})
-        played = _task(log, trace, span_s + DRAIN_S, n_replicas, slo_ms, task)
-        reference = _play(FIXED, ConstantAgent(fixed), played, tables, _NEUTRAL)
+        as_task = _task(log, trace, span_s + DRAIN_S, n_replicas, slo_ms, task)
+        reference = _run_policy(FIXED, ConstantAgent(fixed), as_task, tables, _NEUTRAL)
         # Prices and peaks as the fixed configuration sets them: what learned policies see is scaled as in training.
         calibration = Calibration(
-            0.0, reference.best_tps, reference.best_tps, played.cost_budget / reference.outcome.cost
+            0.0, reference.best_tps, reference.best_tps, as_task.cost_budget / reference.outcome.cost
         )
-        players = [(FIXED, ConstantAgent(fixed)), *((_name(a), _agent(a, played)) for a in agents)]
-        runs = [_play(name, agent, played, tables, calibration) for name, agent in players]
+        players = [(FIXED, ConstantAgent(fixed)), *((_name(a), _agent(a, as_task)) for a in agents)]
+        runs = [_run_policy(name, agent, as_task, tables, calibration) for name, agent in players]
     return ShadowReport(
         log=log_summary(log),
-        n_replicas=played.fleet.n_replicas,
-        slo_ms=played.slo_target_ms,
+        n_replicas=as_task.fleet.n_replicas,
+        slo_ms=as_task.slo_target_ms,
         table_sha256=tables.sha256,
         hardware=str(tables.meta["hardware"]),
         fixed_action=fixed.to_dict(),
@@ -153,7 +154,7 @@ _NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 def _task(
     log: RequestLog, trace: Path, n_steps: int, n_replicas: int | None, slo_ms: float | None, like: TaskSpec | None
 ) -> TaskSpec:
-    """The task that the log is played as."""
+    """The log as a task."""
     entry: dict[str, Any] = {
         "name": "Shadow",
         "trace": trace.name,
@@ -189,14 +190,14 @@ def _name(agent: str | Agent) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A played log: the outcome, requests that arrived per second, and the highest throughput of a second."""
+    """Run of one policy: the outcome, requests that arrived per second, and the highest throughput of a second."""
 
     outcome: PolicyOutcome
     arrivals: FloatArray
     best_tps: float
 
 
-def _play(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> _Run:
+def _run_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> _Run:
     n_steps = task.episode_length
     batch = ServingBatch(task, 1, None, tables, calibration, record=PIECES_PER_STEP * n_steps)
     observation = batch.reset([0])
@@ -205,9 +206,9 @@ def _play(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibr
     actions = np.zeros((n_steps, len(ACTION_FIELDS)))
     levels = dict.fromkeys(LEVELS, 0)
     for t in range(n_steps):
-        actions[t] = snap(agent.act(observation), batch.mask)[0]
-        write_actions(batch.fleet, actions[t : t + 1])
-        batch.advance()
+        applied = snap(agent.act(observation), batch.mask)
+        actions[t] = applied[0]
+        observation = batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]
         levels[fleet_support(batch.fleet)] += 1

@@ -40,7 +40,7 @@ DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
 
 
 def recommendation(report: ShadowReport, tables: ServingTables, policy: str | None = None) -> dict[str, Any]:
-    """Engine-neutral summary of what a policy (default: the best) set; keys as in the module's table."""
+    """Engine-neutral summary of the settings of a policy (default: the best); keys as in the module's table."""
     outcome = next((o for o in report.outcomes if o.policy == policy), None) if policy else report.best()
     if outcome is None:
         raise InvalidConfigError(

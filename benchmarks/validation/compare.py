@@ -19,9 +19,10 @@ from simulator.offline.discrete_event import Fleet, Requests, serve, serve_close
 from simulator.offline.table import kv_capacity_tokens
 from simulator.recorded import load_trace
 from simulator.requests import RequestLog
+from simulator.synthetic import length_quantiles
 from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
 from simulator.whatif import STEP_S, serve_requests, steady_requests
-from simulator.workload import length_quantiles, traffic_of
+from simulator.workload import load_source
 
 # Card, engine profile and table that belong together.
 SYSTEMS = {"40gb": ("a100-40gb", "a100_40", DEFAULT_TABLE), "80gb": ("a100-80gb", "vllm_v1", TABLE_80GB)}
@@ -137,9 +138,9 @@ def dynamics(case: Case, step_s: float = STEP_S) -> Seen:
 
 def task_requests(task: TaskSpec, seed: int, n_steps: int, start_step: int = 0) -> RequestLog:
     """Individual requests of a task's traffic: its arrivals per second, spread over the second, and drawn lengths."""
-    traffic = traffic_of(task, load_tables())
+    source = load_source(task, load_tables())
     rng = np.random.default_rng([seed, 9])
-    counts = traffic.draw(seed, start_step + n_steps).arrivals[start_step:].astype(np.int64)
+    counts = source.draw([seed], start_step + n_steps).arrivals[0, start_step:].astype(np.int64)
     steps, classes = np.nonzero(counts)
     arrival, prompt, output, index = [], [], [], []
     active = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
@@ -147,7 +148,7 @@ def task_requests(task: TaskSpec, seed: int, n_steps: int, start_step: int = 0) 
         n = counts[t, c]
         arrival.append(t + rng.random(n))
         prompt.append(rng.choice(length_quantiles(active[c].prompt, 4096), n))
-        output.append(rng.choice(traffic.stats.output_cdf_tokens[c], n))
+        output.append(rng.choice(source.stats.output_cdf_tokens[c], n))
         index.append(np.full(n, c))
     order = np.argsort(np.concatenate(arrival))
     return RequestLog(

@@ -1,4 +1,4 @@
-"""The traffic controller as an environment: one batch that steps B episodes, and its scalar face.
+"""Environment of the traffic controller: a batch that steps B episodes, and the scalar environment over it.
 
 The tasks have no randomness: their traffic is fixed, so every seed gives the same episode. A seed is accepted and
 recorded all the same, because ``(task_id, seed, config, actions)`` is what an episode of any family is made of.
@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
+from inferencegym.seeds import check_seed
 from inferencegym.traffic import (
     ACCEPT_SHARES,
     ACTION_NAMES,
@@ -41,8 +42,6 @@ from simulator.traffic import (
 )
 from simulator.traffic_score import EpisodeTotals, final_score, step_reward
 
-MAX_SEED: Final = 2**63 - 1
-
 _Rows = TypeVar("_Rows", TrafficServer, EpisodeTotals)
 
 _SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
@@ -50,7 +49,7 @@ _SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
 
 @dataclass(frozen=True, slots=True)
 class TrafficStep:
-    """What one step of B episodes gave.
+    """Result of one step of B episodes.
 
     ``observation`` is ``(B, 7)`` in the order of :data:`inferencegym.traffic.STATE_FIELDS`, ``reward`` and ``done`` are
     ``(B,)``, ``metrics`` holds ``(B,)`` arrays under the names of a log entry.
@@ -65,7 +64,7 @@ class TrafficStep:
 class TrafficBatch:
     """B episodes of one task and one configuration, stepped together.
 
-    A row equals the same episode played alone, bit for bit. A row whose episode is over stays as it is, with reward 0,
+    A row equals the same episode alone, to the last bit. A row whose episode is over stays as it is, with reward 0,
     until it is reset; the metrics of such a step mean nothing.
     """
 
@@ -133,10 +132,10 @@ class TrafficBatch:
 
 
 class TrafficEnv:
-    """One episode at a time: the scalar face, with the words of the published HTTP document.
+    """Scalar traffic environment: one episode, in the words of the published HTTP document.
 
     ``actions`` holds the actions accepted so far in their JSON form; with task, seed and configuration they are the
-    episode, and playing them again gives it back. ``episode_log`` is what graders read.
+    episode, and repeating them gives it back. ``episode_log`` is what graders read.
     """
 
     family: Final = "traffic"
@@ -144,7 +143,7 @@ class TrafficEnv:
     def __init__(self, task_id: str = DEFAULT_TASK_ID, seed: int = 42, config: Mapping[str, Any] | None = None) -> None:
         self._task = get_traffic_task(task_id)
         self._config = traffic_config(config, self._task.config)
-        self.seed = _check_seed(seed)
+        self.seed = check_seed(seed)
         self.session_id = str(uuid.uuid4())
         self.actions: list[dict[str, Any]] = []
         self.episode_log: list[dict[str, Any]] = []
@@ -167,6 +166,11 @@ class TrafficEnv:
         return self._config
 
     @property
+    def episode_length(self) -> int:
+        """Steps of a whole episode."""
+        return self._task.episode_length
+
+    @property
     def done(self) -> bool:
         """Whether the episode is over, by a crash or because its steps are taken; False before the first reset."""
         return self._batch is not None and bool(self._batch.done[0])
@@ -187,7 +191,7 @@ class TrafficEnv:
         task = self._task if task_id is None else get_traffic_task(task_id)
         kept = config is None and task.task_id == self.task_id
         checked = self._config if kept else traffic_config(config, task.config)
-        self.seed = self.seed if seed is None else _check_seed(seed)
+        self.seed = self.seed if seed is None else check_seed(seed)
         self._task, self._config = task, checked
         self.session_id = session_id or str(uuid.uuid4())
         self.actions, self.episode_log = [], []
@@ -222,7 +226,7 @@ class TrafficEnv:
         return self.observation(), reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """More about the last step; at the end also ``final_score`` and ``episode_done``.
+        """Details of the last step; at the end also ``final_score`` and ``episode_done``.
 
         Raises :class:`NotResetError` before the first step.
         """
@@ -261,7 +265,7 @@ class TrafficEnv:
         return self.observation().to_dict()
 
     def state(self) -> dict[str, Any]:
-        """The current state and where the episode stands, flat, in JSON form."""
+        """The current state and metadata of the episode, flat, in JSON form."""
         seen = self.observation()
         return {
             **seen.to_dict(),
@@ -296,12 +300,6 @@ class TrafficEnv:
                 f"the episode ended after {len(self.actions)} of {self._task.episode_length} steps: reset to start anew"
             )
         return batch
-
-
-def _check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
-    return seed
 
 
 def _merge(rows: BoolArray, chosen: _Rows, other: _Rows) -> _Rows:

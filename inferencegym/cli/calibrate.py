@@ -27,18 +27,18 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from agents.search.calibration import Places, calibrate
+    from agents.search.calibration import CalibrationFiles, calibrate
     from agents.search.solver import QUICK, Budget
     from inferencegym.tasks import get_task, list_tasks
 
     tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
-    places = [Places.of(task, args.out, args.policies) for task in tasks]
-    for place in places:
-        place.check()
+    files = [CalibrationFiles.of(task, args.out, args.policies) for task in tasks]
+    for each in files:
+        each.check()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     entries = {}
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        for task, place in zip(tasks, places, strict=True):
+        for task, each in zip(tasks, files, strict=True):
             line = bar.add_task(f"task {task.task_id}", total=1.0)
 
             def progress(what: str, share: float, line: object = line, name: object = task.task_id) -> None:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
             solved = calibrate(task, QUICK if args.quick else Budget(), progress)
             # Written task by task: an interrupted run keeps what it has finished.
-            place.store(solved)
+            each.store(solved)
             entries[str(task.task_id)] = solved.entry()
     if args.json:
         print(json.dumps({"tasks": entries}, indent=2))

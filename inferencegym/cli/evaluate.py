@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +54,25 @@ def _spread(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
 
 def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | None) -> dict[str, Any]:
     """Agents on a task of whichever family it belongs to."""
+    from agents.families import compare_policies
+    from agents.seeds import held_out_seeds
+    from inferencegym.families import family_of
+
+    family, seeds = family_of(task_id), held_out_seeds(n_seeds)
+    if workers is not None:
+        return _compare_on_workers(task_id, names, seeds, workers)
+    if family.compare is None:
+        return compare_policies(family, task_id, names, seeds)
+    return family.compare(task_id, names, seeds)
+
+
+def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], workers: Workers) -> dict[str, Any]:
+    """Agents on a serving task, each on a Ray worker. Raises UnknownTaskError for tasks of other families."""
     from agents.evaluate import compare
     from agents.integrations.ray_workers import Job
-    from agents.seeds import held_out_seeds
-    from agents.traffic_report import compare_traffic
     from inferencegym.tasks import get_task
-    from inferencegym.traffic import get_traffic_task, list_traffic_tasks
 
-    seeds = held_out_seeds(n_seeds)
-    if any(task_id == task.task_id for task in list_traffic_tasks()):
-        return compare_traffic(get_traffic_task(task_id), names, seeds)
     task = get_task(task_id)
-    if workers is None:
-        return compare(task, names, seeds)
     return compare(
         task, names, seeds, lambda agents: workers.evaluate([Job(task.task_id, a, tuple(seeds)) for a in agents])
     )
@@ -76,17 +83,14 @@ def _table(result: dict[str, Any]) -> str:
         from agents.traffic_report import traffic_table
 
         return traffic_table(result)
-    seeds = result["seeds"]
-    lines = [
-        f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]; "
-        f"best known: {result['best_known']['agent']}",
-        f"{'agent':<16}{'score':>24}{'over naive':>26}{'regret':>26}",
-    ]
+    seeds, columns = result["seeds"], {"score": 24, "over_naive": 26, "regret": 26}
+    shown = {name: width for name, width in columns.items() if name in result["agents"][0]}
+    best = f"; best known: {result['best_known']['agent']}" if "best_known" in result else ""
+    heads = "".join(f"{name.replace('_', ' '):>{width}}" for name, width in shown.items())
+    lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]{best}", f"{'agent':<16}{heads}"]
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
         label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
-        lines.append(
-            f"{label:<16}{_cell(entry['score']):>24}{_cell(entry['over_naive']):>26}{_cell(entry['regret']):>26}"
-        )
+        lines.append(f"{label:<16}" + "".join(f"{_cell(entry[name]):>{width}}" for name, width in shown.items()))
     return "\n".join(lines)
 
 

@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read all files, fit, print the errors, build the table."""
-    from inferencegym.files import make_place
+    from inferencegym.files import prepare_output
     from simulator.offline.bench_files import read_runs
     from simulator.offline.bench_import import Setup, fit_engine
     from simulator.offline.table import build_table
 
     if not args.fit_only:
-        make_place(args.out)
+        prepare_output(args.out)
     runs = [run for path in args.files for run in read_runs(path)]  # every file is read before anything is fitted
     setup = Setup(args.max_num_seqs, args.quant, args.replicas)
     fit = fit_engine(runs, args.hardware, args.engine, setup, args.hold_out, args.name)

@@ -8,12 +8,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inferencegym.cli import seed_count
 
 if TYPE_CHECKING:
     from grader.leaderboard import Standing, Submission
+    from inferencegym.verification import EpisodeLog
 
 EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256,
 constants_sha256 (the task's definition and calibration) and the actions. A submission is a log (see `inferencegym
@@ -98,7 +99,7 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
     if agent is None:
         raise DataFormatError(f"{path} is a log: name its agent with --agent")
     for log in read_episodes(path):
-        if log.config and not _is_the_tasks_own(log.family, log.task_id, log.config):
+        if log.config and not _is_the_tasks_own(log):
             raise DataFormatError(
                 f"{log.place}: config={dict(log.config)} is not the task's own: scores would not compare"
             )
@@ -110,36 +111,33 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
         here = simulator(log.family, log.task_id)
         yield (
             log.place,
-            Submission(log.family, log.task_id, checked_name(agent), log.seed, grade["score"], here, actions),
+            Submission(log.family.name, log.task_id, checked_name(agent), log.seed, grade["score"], here, actions),
         )
 
 
-def _is_the_tasks_own(family: str, task_id: int | str, config: Any) -> bool:
-    from env.families import make
-
-    env = make(family)
-    env.reset(task_id=task_id, seed=0)
+def _is_the_tasks_own(log: EpisodeLog) -> bool:
+    env = log.family.make()
+    env.reset(task_id=log.task_id, seed=0)
     own = env.config_dict()
-    return all(own.get(name) == value for name, value in config.items())
+    return all(own.get(name) == value for name, value in (log.config or {}).items())
 
 
 def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
-    """A built-in agent's episodes, played in one batch per task and scored by replay."""
-    from agents.episodes import play
-    from agents.registry import make_agent
+    """A built-in agent's episodes, scored by replay."""
+    from agents.families import run_policy
     from agents.seeds import held_out_seeds
-    from env.action import from_row
-    from grader.leaderboard import Submission, checked_name, replayed_score
-    from inferencegym.tasks import get_task
-    from inferencegym.verification import SERVING, replayer, simulator
+    from grader.leaderboard import Submission, checked_name
+    from grader.verify import replayed_score
+    from inferencegym.families import family_of
+    from inferencegym.verification import simulator
 
-    for task in map(get_task, task_ids):
-        seeds = held_out_seeds(n_seeds)
-        played, here = play(task, make_agent(agent_name, task), seeds), simulator(SERVING, task.task_id)
-        for row, seed in enumerate(seeds):
-            actions = [from_row(played.actions[step, row]).to_dict() for step in range(task.episode_length)]
-            score = replayed_score(task.task_id, seed, actions, replayer(SERVING), _score_of(SERVING))
-            yield Submission(SERVING, task.task_id, checked_name(agent_name), seed, score, here, actions)
+    for task_id in task_ids:
+        family = family_of(task_id)
+        for seed in held_out_seeds(n_seeds):
+            env = run_policy(family, agent_name, task_id, seed)[0]
+            score = replayed_score(family, env.task_id, seed, env.actions)
+            here = simulator(family, env.task_id)
+            yield Submission(family.name, env.task_id, checked_name(agent_name), seed, score, here, env.actions)
 
 
 def _append(board: Path, new: Sequence[Submission]) -> None:
@@ -233,13 +231,8 @@ def _is_board(path: Path) -> bool:
 
 def _replay_check(submission: Submission) -> None:
     from grader.leaderboard import check_submission
-    from inferencegym.verification import family_of, replayer, simulator
+    from inferencegym.families import family_of
+    from inferencegym.verification import simulator
 
     family = family_of(submission.task_id, submission.family)
-    check_submission(submission, simulator(family, submission.task_id), replayer(family), _score_of(family))
-
-
-def _score_of(family: str) -> Any:
-    from inferencegym.verification import graded
-
-    return lambda task_id, entries: float(graded(family, task_id, entries)["score"])
+    check_submission(submission, simulator(family, submission.task_id), family)

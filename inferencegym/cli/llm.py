@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         game = ServingGame(args.server, args.task or 1)
     with closing(LlmAgent(settings)) as agent, closing(game):
-        result = agent.play(game, args.seed)
+        result = agent.run_episode(game, args.seed)
     told = asdict(result)
     del told["actions"]
     print(json.dumps(told, indent=1))

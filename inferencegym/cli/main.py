@@ -14,6 +14,7 @@ from typing import Final
 
 from inferencegym import __version__
 from inferencegym.errors import InferenceGymError
+from inferencegym.installation import install_hint, interpreted_modules
 
 COMMANDS: Final[dict[str, str]] = {
     "simulate": "what-if on a steady, bursty or recorded load, outside any task",
@@ -32,28 +33,49 @@ COMMANDS: Final[dict[str, str]] = {
 }
 """Every command and its line of help; the module is the name with ``-`` as ``_``."""
 
+INTERPRETED: Final = (
+    "inferencegym: running as plain Python: the same results as compiled, tens of times slower. "
+    "Install a C compiler and Python's header files, then this package again (in a clone: make build)."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. Errors of ours end in one line on stderr and status 2."""
+    """Run one command; returns its exit status.
+
+    Errors of ours, and packages of an extra that is not installed, end in one line on stderr and status 2.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((a for a in arguments if a in COMMANDS), None)
+    try:
+        args = _parser(chosen).parse_args(arguments)
+        if interpreted_modules():
+            print(INTERPRETED, file=sys.stderr)
+        return int(args.run(args))
+    except InferenceGymError as error:
+        print(f"inferencegym {chosen}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        hint = install_hint(error)
+        if hint is None:
+            raise
+        print(f"inferencegym {chosen}: {hint}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """All commands with their line of help; the options of the chosen one."""
     parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((a for a in arguments if a in COMMANDS), None)
     for name, line in COMMANDS.items():
         sub = subparsers.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
         if name == chosen:
             module = importlib.import_module(f"inferencegym.cli.{name.replace('-', '_')}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
-    try:
-        return int(args.run(args))
-    except InferenceGymError as error:
-        print(f"inferencegym {args.command}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
+    return parser
 
 
 if __name__ == "__main__":

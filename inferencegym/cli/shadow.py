@@ -99,13 +99,12 @@ def _log(args: argparse.Namespace) -> Any:
 
 def _object(text: str) -> dict[str, Any]:
     from inferencegym.errors import InvalidConfigError
+    from inferencegym.messages import parse_json
 
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InvalidConfigError(
-            f"--baseline is not JSON ({error}); write --baseline '{{\"batch_size\": 256}}'"
-        ) from error
+        value = parse_json(text, InvalidConfigError)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"--baseline: {error}; write --baseline '{{\"batch_size\": 256}}'") from error
     if not isinstance(value, dict):
         raise InvalidConfigError("--baseline must be a JSON object with knobs, as in '{\"batch_size\": 256}'")
     return value

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.files import make_folder
+from inferencegym.installation import install_hint
 from inferencegym.tasks import get_task
 
 if TYPE_CHECKING:
-    from env.vector_env import AutoresetVectorEnv
+    from inferencegym.vector_env import AutoresetVectorEnv
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, rise, train
     except ModuleNotFoundError as error:
-        raise InvalidConfigError(f"training needs the extra 'rl' ({error.name} is missing): run `make rl`") from error
+        raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
     make_folder(args.out)
     settings = PpoSettings(n_envs=args.envs)
     label = f"task {task.task_id}, seed {args.seed}"

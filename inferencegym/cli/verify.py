@@ -20,8 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", metavar="LOG", nargs="+", type=Path, help="file with one episode or more")
     parser.add_argument("--task", help="task of a log that names none")
     parser.add_argument("--seed", type=int, help="seed of a log that names none")
-    parser.add_argument("--config", type=json.loads, help="settings (JSON) of a log that names none")
+    parser.add_argument("--config", type=_json, help="settings (JSON) of a log that names none")
     parser.add_argument("--json", action="store_true", help="print one JSON object per episode")
+
+
+def _json(text: str) -> Any:
+    from inferencegym.messages import parse_json
+
+    return parse_json(text, argparse.ArgumentTypeError)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""Many episodes of a server over one connection: ``POST /step/batch`` with arrays, the fast lane for remote learners.
+"""Client for many episodes at once: arrays over ``POST /step/batch``, the fast lane for remote learners.
 
-Needs httpx and numpy, and nothing of the simulator.
+Needs httpx and numpy and no simulator.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
-from inferencegym.client.http import DEFAULT_URL, json_of, key_header
+from inferencegym.client.answers import json_of
+from inferencegym.client.http import DEFAULT_URL, key_header
 from inferencegym.client.retries import Retries
 from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
 
-GO_ON: Final = "Nothing is lost: call the same method again"
+RETRY_ADVICE: Final = "Nothing is lost: call the same method again"
 _BINARY: Final = {"content-type": MEDIA_TYPE}
 
 
 class InferenceGymBatch:
-    """N episodes of one task on a server, in step with each other.
+    """N episodes of one task on a server, all at the same step.
 
     Steps carry their number, so a request whose answer was lost is sent again and played once. The session lives in the
-    server's memory: after a restart of the server :class:`~inferencegym.errors.UnknownSessionError` says so, and the
+    server's memory: after a restart of the server :class:`~inferencegym.errors.UnknownSessionError` is raised, and the
     same seeds and actions give the same episodes again.
     """
 
@@ -39,13 +40,13 @@ class InferenceGymBatch:
         retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._retries = Retries(retries, GO_ON)
+        self._retries = Retries(retries, RETRY_ADVICE)
         self._client = httpx.Client(
             base_url=base_url,
             timeout=timeout_s,
             transport=transport,
             headers=key_header(api_key),
-            # The session is in one process of the server: another connection may reach another.
+            # The session is in one process of the server; another connection may reach another process.
             limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
         )
         self._opened: dict[str, Any] = {}
@@ -55,7 +56,7 @@ class InferenceGymBatch:
 
     @property
     def session_id(self) -> str | None:
-        """The session on the server; None before the first reset."""
+        """Id of the session on the server; None before the first reset."""
         return self._opened.get("session_id")
 
     def reset(
@@ -70,9 +71,9 @@ class InferenceGymBatch:
     ) -> NDArray[np.float64]:
         """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
 
-        Returns the observations (N, 14). With ``autoreset`` the episodes follow one another: the step that ends them
-        shows the first observations of the next ones. The session of an earlier reset is used again where it fits and
-        is still there, and closed otherwise.
+        Returns the observations (N, 14). With ``autoreset`` the step that ends the episodes shows the first
+        observations of the next ones. The session of an earlier reset is used again where it fits and still exists, and
+        closed otherwise.
         """
         wanted = {"n": n, "task_id": task_id, "seed": seed, "config": config, "autoreset": autoreset}
         body: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
@@ -87,14 +88,14 @@ class InferenceGymBatch:
         self.n, self.episode_length, self.steps = answer["n"], answer["episode_length"], 0
         return np.array(answer["observations"], dtype=np.float64)
 
-    def play(
+    def step_many(
         self, actions: NDArray[Any], n_steps: int | None = None, *, last: bool = False, float64: bool = False
     ) -> BatchPlayed:
-        """Play the actions (K, N, 5): kv_budget, spec_length, batch_size, prefill_disagg, quant_tier.
+        """Take K steps with the actions (K, N, 5): kv_budget, spec_length, batch_size, prefill_disagg, quant_tier.
 
-        Actions (1, N, 5) are held for ``n_steps`` where that is given. Numbers out of range are clamped and snapped to
-        what is allowed. ``last`` leaves out all observations but the last; ``float64`` sends and returns the server's
-        own precision, which is otherwise rounded to float32.
+        Actions (1, N, 5) are held for ``n_steps`` where that is given. Numbers out of range are clamped, and all are
+        rounded to the nearest allowed value. ``last`` leaves out all observations but the last; ``float64`` sends and
+        returns the server's own precision, which is otherwise rounded to float32.
         """
         if self.session_id is None:
             raise NotResetError("this client plays no episodes: call reset()")
@@ -115,8 +116,8 @@ class InferenceGymBatch:
         return played
 
     def step(self, actions: NDArray[Any], *, float64: bool = False) -> BatchPlayed:
-        """Play one second with the actions (N, 5)."""
-        return self.play(np.asarray(actions)[None], float64=float64)
+        """Take one step of one second with the actions (N, 5)."""
+        return self.step_many(np.asarray(actions)[None], float64=float64)
 
     def close(self) -> None:
         """End the session on the server and close the connection."""
@@ -133,7 +134,7 @@ class InferenceGymBatch:
         self.close()
 
     def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a reset, in the session of an earlier one where the server still has it."""
+        """Reset the session of an earlier reset where the server still has it, else open a new one."""
         if self.session_id is not None:
             try:
                 return self._reset({**body, "session_id": self.session_id})
@@ -145,7 +146,7 @@ class InferenceGymBatch:
         return json_of(self._retries.send(self._client, "POST", "/reset/batch", json=body))
 
     def _end_session(self) -> None:
-        # A session that is gone already, or a server that is, needs no closing.
+        # An unreachable server needs no closing, and a session that is already gone neither.
         try:
             self._client.post("/close/batch", json={"session_id": self.session_id})
         except httpx.TransportError:

@@ -1,8 +1,9 @@
-"""The serving tasks of a server as Gymnasium environments: same spaces, seeds and numbers as in process.
+"""Remote Gymnasium environments: serving tasks on a server, with the spaces, seeds and numbers of local ones.
 
-:class:`HTTPGymEnv` plays one session, which the server writes down step by step; :class:`HTTPVectorEnv` plays many
-episodes at once in arrays, which it does not. Requests carry their step's number: one whose answer was lost is sent
-again and played once.
+:class:`HTTPGymEnv` plays one episode, which the server records step by step; :class:`HTTPVectorEnv` plays many at once
+as arrays, unrecorded. Requests carry their step's number: one whose answer was lost is sent again and played once.
+Importing this module registers :data:`REMOTE_ID`, and ``gymnasium.make("inferencegym.client.gym:InferenceGym/HTTP-v1",
+url=..., task_id=3)`` imports it by itself. No simulator is needed.
 """
 
 from __future__ import annotations
@@ -17,23 +18,34 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.action import ACTION_SIZE, action_mask, from_row, snap
-from env.autoreset import SeedSeries
-from env.observation import OBSERVATION_SIZE, to_array
-from env.spaces import ObservationCodec, action_codec
-from env.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError
+from inferencegym.seeds import SeedSeries
+from inferencegym.spaces.actions import ACTION_SIZE, action_mask, from_row, snap
+from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.spaces.observations import OBSERVATION_SIZE, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task
+from inferencegym.vector_env import (
+    AutoresetVectorEnv,
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    Info,
+    register,
+    registered_id,
+)
 
 log = logging.getLogger(__name__)
-STEPS_AGAIN: Final = 65_536
-"""Steps of all episodes in one request when lost episodes are played again."""
+
+REMOTE_ID: Final = registered_id("HTTP")
+"""Gymnasium id of any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
+REPLAY_STEPS: Final = 65_536
+"""Steps in one request, summed over the episodes, when lost episodes are replayed."""
 
 
 class _RemoteTask:
-    """A task as this machine knows it too, and its formats: a server is sent knobs and answers in natural units."""
+    """Task and formats of a remote environment; the server is sent knobs, and answers, in natural units."""
 
     def __init__(self, task_id: TaskId, config: Mapping[str, Any] | None, observation: str, action: str) -> None:
         self.task = get_task(task_id)
@@ -52,15 +64,15 @@ class _RemoteTask:
 
 
 class HTTPVectorEnv(AutoresetVectorEnv):
-    """``num_envs`` episodes on a server at ``url``, all of them in one request a step (``POST /step/batch``).
+    """``num_envs`` episodes on a server at ``url``, one request a step (``POST /step/batch``).
 
-    Row by row the numbers of :class:`env.vector_env.VectorInferenceEnv` with the same arguments, seeds and actions, to
-    the last bit; for tasks that this machine knows too (their bounds are read here). Rows are in step with each other,
-    so a ``reset_mask`` must set all of them. ``info`` holds ``seed`` (B,); metrics stay on the server.
+    The numbers equal :class:`env.vector_env.VectorInferenceEnv` with the same arguments, seeds and actions, to the last
+    bit. Bounds are read from the task on this machine, so it must know the task too. All rows are at the same step, so
+    a ``reset_mask`` must set all of them. ``info`` holds ``seed`` (B,); metrics stay on the server.
 
-    The server keeps these episodes in memory only. Where it no longer has them (it was started again, or they were not
-    stepped for ten minutes), the running episodes are played again from their seeds and actions, with a warning in the
-    log, and the step follows; :class:`StepConflictError` if they came out otherwise, as on a server of another version.
+    The server keeps these episodes in memory only. If it no longer has them (it was restarted, or they were not stepped
+    for ten minutes), the running episodes are replayed from their seeds and actions, with a warning in the log, before
+    the step. :class:`StepConflictError` if the replay differs, as on a server of another version.
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 
     @property
     def session_id(self) -> str | None:
-        """The batch session on the server; None before the first reset."""
+        """Id of the batch session on the server; None before the first reset."""
         return self._client.session_id
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -103,10 +115,10 @@ class HTTPVectorEnv(AutoresetVectorEnv):
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
         if rows is not None and not rows.all():
             raise InvalidConfigError(
-                "options['reset_mask'] must set all rows: episodes of a remote batch are in step with each other; "
-                "episodes that start apart are played by HTTPGymEnv, one each"
+                "options['reset_mask'] must set all rows: all episodes of a remote batch are at the same step; "
+                "for episodes that start at different times use one HTTPGymEnv each"
             )
-        # A reset that the server does not answer must not use up seeds.
+        # A reset that fails must not use up seeds.
         series = copy.deepcopy(self._series)
         _, playing = series.next(seeds, rows)
         self._observation = self._reset(playing)
@@ -116,29 +128,29 @@ class HTTPVectorEnv(AutoresetVectorEnv):
     def _reset(self, seeds: Sequence[int]) -> FloatArray:
         return self._client.reset(task_id=self.task.task_id, seeds=seeds, config=self._remote.overrides)
 
-    def _play(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         knobs = self._remote.knobs(actions, self.num_envs)
         try:
             played = self._client.step(knobs, float64=True)
         except UnknownSessionError:
-            self._play_again()
+            self._replay()
             played = self._client.step(knobs, float64=True)
         self._played.append(knobs)
         self._observation, self._done = played.observations[0], bool(played.done[0])
         return np.array(played.rewards[0])
 
-    def _play_again(self) -> None:
-        """Bring episodes that the server no longer has to where they were."""
-        log.warning("%s no longer has the episodes: playing %d steps of them again", self._url, len(self._played))
+    def _replay(self) -> None:
+        """Replay the running episodes, which the server no longer has, up to the last step."""
+        log.warning("%s no longer has the episodes: replaying %d steps", self._url, len(self._played))
         observation = self._reset(self.seeds.tolist())
-        block = max(1, STEPS_AGAIN // self.num_envs)
+        block = max(1, REPLAY_STEPS // self.num_envs)
         for at in range(0, len(self._played), block):
             actions = np.array(self._played[at : at + block])
-            observation = self._client.play(actions, last=True, float64=True).observations[-1]
+            observation = self._client.step_many(actions, last=True, float64=True).observations[-1]
         if not np.array_equal(observation, self._observation):
             raise StepConflictError(
-                f"{self._url} lost the episodes and plays them otherwise than before: does it run another version or "
-                "other task data now? reset() starts new ones"
+                f"{self._url} lost the episodes, and their replay differs: does it run another version or other task "
+                "data now? reset() starts new ones"
             )
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:
@@ -152,10 +164,10 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 
 
 class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """One episode at a time of a serving task on a server at ``url``; equals :class:`inferencegym.gym.InferenceGymEnv`.
+    """One episode of a serving task on a server at ``url``; numbers equal :class:`inferencegym.gym.InferenceGymEnv`.
 
-    ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` scores the session under that id. The
-    session outlives the server's process. Seeds of resets are those of :func:`env.autoreset.episode_seed`.
+    ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` grades the session under that id. The
+    session outlives the server's process. Seeds of resets are those of :func:`inferencegym.seeds.episode_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -183,7 +195,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     @property
     def session_id(self) -> str | None:
-        """The session on the server; None before the first reset."""
+        """Id of the session on the server; None before the first reset."""
         return self._client.session_id
 
     def reset(
@@ -199,24 +211,27 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
             # The server has forgotten the session since its last step.
             first = self._start(playing, None)
         self._series, self._seed = series, playing
-        return first, self._named({"timestep": 0})
+        return first, self._info_of({"timestep": 0})
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Play one second."""
+        """Take one step of one second."""
         knobs = self._remote.knobs(np.asarray(action)[None], 1)
         observation, reward, done, info = self._client.step(from_row(knobs[0]).to_dict())
-        return self._seen(to_array(observation)), reward, done, False, self._named(info)
+        return self._encoded(to_array(observation)), reward, done, False, self._info_of(info)
 
     def close(self) -> None:
         """Close the connection; the server keeps the session."""
         self._client.close()
 
     def _start(self, seed: int, session_id: str | None) -> Float32Array:
-        return self._seen(to_array(self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)))
+        return self._encoded(to_array(self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)))
 
-    def _seen(self, observation: FloatArray) -> Float32Array:
-        seen: Float32Array = self._remote.observations.encode(observation[None])[0]
-        return seen
+    def _encoded(self, observation: FloatArray) -> Float32Array:
+        encoded: Float32Array = self._remote.observations.encode(observation[None])[0]
+        return encoded
 
-    def _named(self, info: Mapping[str, Any]) -> dict[str, Any]:
+    def _info_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, "session_id": self.session_id, "seed": self._seed}
+
+
+register(REMOTE_ID, f"{__name__}:HTTPGymEnv", f"{__name__}:HTTPVectorEnv")

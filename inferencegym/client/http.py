@@ -1,8 +1,8 @@
-"""Play over HTTP as if in process: the methods of ``InferenceEnv``, its return values and its errors.
+"""HTTP clients of one episode: the methods of ``InferenceEnv``, its return values and its errors.
 
-Needs httpx and nothing of the simulator. A step carries its number, so that sending it again after a lost answer is
-safe: the server answers the same step with the same result and plays it once. Sessions outlive the connection, the
-client and the server's process: :meth:`InferenceGymHTTP.resume` goes on with one.
+A step carries its number, so that sending it again after a lost answer is safe: the server answers the same step with
+the same result and plays it once. Sessions outlive the connection, the client and the server's process:
+:meth:`InferenceGymHTTP.resume` continues one. Needs httpx and no simulator.
 """
 
 from __future__ import annotations
@@ -14,52 +14,15 @@ from typing import Any, Final, Self
 
 import httpx
 
-from inferencegym import errors
+from inferencegym.client.answers import json_of
 from inferencegym.client.retries import Retries
-from inferencegym.errors import (
-    InferenceGymError,
-    InvalidActionError,
-    InvalidConfigError,
-    NotResetError,
-    RemoteError,
-    ServerUnavailableError,
-)
+from inferencegym.errors import NotResetError
 from inferencegym.models import ServeAction, ServeObservation
 
 DEFAULT_URL: Final = "http://localhost:7860"
-GO_ON: Final = "Nothing is lost: call the same method again, or resume(session_id) later"
+RETRY_ADVICE: Final = "Nothing is lost: call the same method again, or resume(session_id) later"
 
 Step = tuple[ServeObservation, float, bool, dict[str, Any]]
-
-
-class ServerError(RemoteError):
-    """The server answered with an error that has no class of its own here; ``code`` is the server's word for it."""
-
-    def __init__(self, message: str, code: str, status: int) -> None:
-        super().__init__(message, status)
-        self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
-
-
-def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
-    """The exception that local use would have raised, made from what a server said."""
-    detail = detail or {}
-    if code == InvalidActionError.code:
-        error = InvalidActionError(str(detail.get("field", "action")), None, str(detail.get("allowed", "")))
-        error.args = (message,)
-        return error
-    found = _CLASSES.get(code)
-    if found is not None:
-        return found(message)
-    if http_status == InvalidConfigError.http_status:
-        return InvalidConfigError(message)
-    return ServerError(message, code, http_status)
-
-
-_CLASSES: Final[dict[str, type[InferenceGymError]]] = {
-    found.code: found
-    for found in vars(errors).values()
-    if isinstance(found, type) and issubclass(found, InferenceGymError) and found is not InvalidActionError
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +34,7 @@ class _Request:
 
 
 class _Episode:
-    """What a client knows of its session: builds requests and reads answers, and does no input or output itself."""
+    """State of a session as its client knows it; builds requests and reads answers, without input or output."""
 
     def __init__(self) -> None:
         self.session_id: str | None = None
@@ -113,7 +76,7 @@ class _Episode:
 
     def known_id(self) -> str:
         if self.session_id is None:
-            raise NotResetError("this client plays no episode: call reset(), or resume(session_id) to go on with one")
+            raise NotResetError("this client plays no episode: call reset(), or resume(session_id) to continue one")
         return self.session_id
 
     # ------------------------------------------------------------ answers
@@ -131,41 +94,24 @@ class _Episode:
         return ServeObservation(**answer["observation"])
 
 
-def json_of(answer: httpx.Response) -> dict[str, Any]:
-    """The body of a good answer. Raises the error that a bad one stands for."""
-    try:
-        body = answer.json()
-    except ValueError as error:
-        raise ServerUnavailableError(
-            f"{answer.url} answered {answer.status_code} with no JSON: is this an InferenceGym server?"
-        ) from error
-    if answer.status_code == 200 and isinstance(body, dict):
-        return body
-    detail = body.get("detail") if isinstance(body, dict) else None
-    if not isinstance(detail, dict) or "code" not in detail:
-        raise ServerError(f"{answer.url} answered {answer.status_code}: {body}", "http_error", answer.status_code)
-    message = f"{detail.get('message')}; {detail.get('next')}"
-    raise error_of(detail["code"], message, answer.status_code, detail)
-
-
 class _Client:
-    """What the client and its twin with coroutines share."""
+    """Base of the client with methods and the one with coroutines."""
 
     def __init__(self, retries: int) -> None:
         self._episode = _Episode()
-        self._retries = Retries(retries, GO_ON)
+        self._retries = Retries(retries, RETRY_ADVICE)
 
     @property
     def session_id(self) -> str | None:
-        """Id of the session being played; with it ``resume`` goes on from anywhere. None before the first reset."""
+        """Id of the session, for :meth:`InferenceGymHTTP.resume` from anywhere; None before the first reset."""
         return self._episode.session_id
 
 
 class InferenceGymHTTP(_Client):
-    """A serving episode on a server.
+    """One serving episode on a server, over HTTP.
 
-    ``reset`` and ``step`` take and return what ``InferenceEnv``'s do, and raise the same errors. ``timeout_s`` is for
-    one attempt; after a lost answer, a busy server or a restart there are up to ``retries`` more.
+    ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``'s. ``timeout_s`` bounds one
+    attempt; after a lost answer, a busy server or a restart there are up to ``retries`` more.
     """
 
     def __init__(
@@ -193,15 +139,18 @@ class InferenceGymHTTP(_Client):
         return self._episode.was_reset(self._send(self._episode.reset(seed, task_id, config, session_id)))
 
     def step(self, action: ServeAction | Mapping[str, Any]) -> Step:
-        """Play one second: observation, reward, done and info. Played once, however often it has to be sent."""
+        """Take one step of one second and return observation, reward, done and info.
+
+        The step is played once, however often it has to be sent.
+        """
         return self._episode.was_stepped(self._send(self._episode.step(action)))
 
     def resume(self, session_id: str) -> ServeObservation:
-        """Go on with a session that another client, or this one before a crash, has left; returns its observation."""
+        """Continue a session that another client, or this one before a crash, has left; returns its observation."""
         return self._episode.was_resumed(session_id, self._send(self._episode.state(session_id)))
 
     def state(self) -> dict[str, Any]:
-        """Where the episode stands."""
+        """State of the episode, as GET /state gives it."""
         return self._send(self._episode.state())
 
     def grade(
@@ -212,11 +161,11 @@ class InferenceGymHTTP(_Client):
         config: Mapping[str, Any] | None = None,
         verify: bool = False,
     ) -> dict[str, Any]:
-        """Score this session's episode, or a log of ``task_id``; ``verify`` replays it from ``seed`` and ``config``."""
+        """Grade this session's episode, or a log of ``task_id``; ``verify`` replays it from ``seed`` and ``config``."""
         return self._send(self._episode.grade(task_id, episode_log, seed, config, verify))
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON of a path such as ``/tasks``, ``/info``, ``/baseline`` or ``/health``."""
+        """JSON answer to a GET of a path such as ``/tasks``, ``/info``, ``/baseline`` or ``/health``."""
         return self._send(_Request("GET", path))
 
     def close(self) -> None:
@@ -310,5 +259,5 @@ class AsyncInferenceGymHTTP(_Client):
 
 
 def key_header(api_key: str | None) -> dict[str, str]:
-    """How an API key travels."""
+    """HTTP headers that carry an API key."""
     return {} if api_key is None else {"x-api-key": api_key}

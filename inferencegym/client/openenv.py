@@ -1,7 +1,7 @@
-"""OpenEnv's clients of both environments, with reconnection: a dropped socket costs time and no step.
+"""OpenEnv's clients of both environments, with reconnection: a dropped socket loses no step (extra ``openenv``).
 
-An episode belongs to a session on the server and not to the socket, so these clients open another socket, go on with
-the episode and send the step that had no answer again under its number; the server plays it once.
+An episode belongs to a session on the server and not to the socket. After a loss these clients open another socket,
+resume the episode and send the unanswered step again under its number; the server plays it once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from websockets.exceptions import ConnectionClosed
-
-from inferencegym.client.http import error_of
+from inferencegym.client.answers import error_of
 from inferencegym.client.openenv_types import (
     InferenceGymAction,
     InferenceGymObservation,
@@ -23,9 +21,9 @@ from inferencegym.client.openenv_types import (
     TrafficControllerAction,
     TrafficControllerObservation,
     TrafficControllerState,
-    read_error,
     without_gradio,
 )
+from inferencegym.error_text import read_error
 from inferencegym.errors import CapacityError, NotResetError, ServerUnavailableError
 from inferencegym.models import ServeAction
 from inferencegym.traffic import TrafficAction, parse_action
@@ -33,15 +31,16 @@ from inferencegym.traffic import TrafficAction, parse_action
 with without_gradio():
     from openenv.core.client_types import StepResult
     from openenv.core.env_client import EnvClient
+    from websockets.exceptions import ConnectionClosed
 
 _LOST: Final = (ConnectionClosed, TimeoutError, OSError)
-"""What a dropped, silent or unreachable server looks like; OpenEnv's own ConnectionError is an OSError."""
+"""Errors of a dropped, silent or unreachable server; OpenEnv's own ConnectionError is an OSError."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 
 
 class EpisodeClient(EnvClient):  # type: ignore[misc]
-    """What the clients of both environments share.
+    """Base of both clients: sessions, numbered steps, reconnection and the errors of local use.
 
     ``reset`` takes ``task_id``, ``seed``, ``config``, ``episode_id`` (a random one is made if it is left out),
     ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (go on with ``episode_id``). Errors
@@ -49,13 +48,13 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     """
 
     reconnect_s: float = 60.0
-    """How long a new socket is tried for after a lost one; 0 makes the first loss an error.
+    """Seconds of trying to connect again after a lost socket; 0 makes the first loss an error.
 
     A server that has not noticed the loss still counts the lost socket, so a full server is tried again as well.
     """
 
     _ws: Any
-    """OpenEnv's socket; None before the first call, and once it was given up."""
+    """OpenEnv's socket; None before the first call and after it was given up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,13 +86,13 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     async def _state_async(self) -> Any:
         payload = await self._persistent({"type": "state"}, resume=True)
         if payload.get("episode_id") is None and self._episode_id is not None:
-            # A new socket that has not been told which episode it is about.
+            # A new socket, which has not been told of the episode yet.
             await self._resume()
             payload = await self._persistent({"type": "state"}, resume=True)
         return self._parse_state(payload)
 
     async def _persistent(self, message: dict[str, Any], resume: bool) -> dict[str, Any]:
-        """Data of the reply, over as many sockets as it takes."""
+        """Send a message and return its reply's data, connecting again as often as :attr:`reconnect_s` allows."""
         lost: Exception | None = None
         # OpenEnv's client opens a new socket by itself when it finds the old one closed.
         may_be_lost = resume or self._ws is not None
@@ -108,7 +107,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
                     message = self._numbered(message)
                 return await self._data(message)
             except NotResetError as error:
-                # A new socket that has not been told which episode it is about.
+                # A new socket, which has not been told of the episode yet.
                 if self._episode_id is None or not resume or isinstance(lost, NotResetError):
                     raise
                 lost = error
@@ -127,8 +126,8 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
             deadline = min(deadline, time.monotonic() + self.reconnect_s)
         kind = CapacityError if isinstance(lost, CapacityError) else ServerUnavailableError
         raise kind(
-            f"{self._ws_url} was lost and not had again in {self.reconnect_s:g} s ({lost!r}); "
-            f"the episode is kept there: reset(episode_id={self._episode_id!r}, resume=True) goes on with it"
+            f"the connection to {self._ws_url} was lost, and {self.reconnect_s:g} s of new attempts failed ({lost!r}); "
+            f"the server keeps the episode: reset(episode_id={self._episode_id!r}, resume=True) continues it"
         ) from lost
 
     async def _resume(self) -> None:
@@ -153,14 +152,14 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
         return {"type": "step", "data": {**message["data"], "metadata": {"step": self._taken + 1}}}
 
     def _steps_of(self, observation: Any) -> int:
-        raise TypeError(f"{type(self).__name__} does not say how an observation counts its steps")
+        raise TypeError(f"{type(self).__name__} does not define _steps_of")
 
 
 def _ours(error: RuntimeError) -> Exception:
-    """The error of local use that OpenEnv's one kind of error stands for."""
-    said = read_error(str(error))
-    if said is not None:
-        message, code = said
+    """The exception of local use for an error frame, which OpenEnv raises as RuntimeError whatever its cause."""
+    found = read_error(str(error))
+    if found is not None:
+        message, code = found
         return error_of(code, message.removeprefix("Server error: "))
     if _is_full(error):
         return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
@@ -168,7 +167,7 @@ def _ours(error: RuntimeError) -> Exception:
 
 
 def _is_full(error: RuntimeError) -> bool:
-    """Whether the server had no room for the socket."""
+    """Whether the server refused the socket because it holds as many as it may."""
     return str(error).endswith("(code: CAPACITY_REACHED)")
 
 
@@ -184,11 +183,10 @@ class InferenceGymEnv(EpisodeClient):
     """
 
     def _step_payload(self, action: InferenceGymAction | ServeAction | Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(action, ServeAction):
+            return ServeAction.from_dict(action.to_dict()).to_dict()
         if isinstance(action, InferenceGymAction):
             return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
-        if isinstance(action, ServeAction):
-            action.validate()
-            return action.to_dict()
         return ServeAction.from_dict(dict(action)).to_dict()
 
     def _parse_result(self, payload: dict[str, Any]) -> Any:

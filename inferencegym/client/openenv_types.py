@@ -1,7 +1,7 @@
-"""OpenEnv's message types for both environments: what its server publishes as schemas and what its clients build.
+"""Action, observation and state types of both environments for OpenEnv (extra ``openenv``).
 
 Names, bounds, units and defaults come from :mod:`inferencegym.models` and :mod:`inferencegym.traffic`; an action is
-checked by the same functions that check it in process. Server and client import this module, never each other.
+checked by the same functions that check it in process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from inferencegym.errors import InvalidActionError
 
 @contextmanager
 def without_gradio() -> Iterator[None]:
-    """Import OpenEnv without its demonstration page, which would cost two seconds and 80 MB; OpenEnv does without it.
+    """Context in which OpenEnv is imported without Gradio, its demonstration page: two seconds and 80 MB less.
 
-    The name is blocked in ``sys.modules`` for the length of the block only.
+    OpenEnv works without it. The name is blocked in ``sys.modules`` until the context ends.
     """
     if "gradio" in sys.modules:
         yield
@@ -35,16 +35,23 @@ def without_gradio() -> Iterator[None]:
         sys.modules.pop("gradio", None)
 
 
-with without_gradio():
-    from openenv.core.env_server.types import Action, Observation, State
+try:
+    with without_gradio():
+        from openenv.core.env_server.types import Action, Observation, State
+except ImportError as error:
+    raise ImportError(
+        f"OpenEnv cannot be imported ({error}); its client and types are an extra: "
+        "pip install 'openenv-inferencegym[openenv]'",
+        name=error.name,
+    ) from error
 
 ENV_NAME: Final = "inference_gym"
-"""The environment's name in OpenEnv's manifest and Task API; class names are derived from it."""
+"""Name of the serving environment in OpenEnv's manifest and Task API; OpenEnv derives class names from it."""
 TRAFFIC_ENV_NAME: Final = "traffic_controller"
 
 V = TypeVar("V")
 
-# ---------------------------------------------------------------- annotations derived from the tables of fields
+# ---------------------------------------------------------------- annotations made from the tables of fields
 
 
 def _checked(check: Callable[[Any], V]) -> BeforeValidator:
@@ -60,74 +67,34 @@ def _checked(check: Callable[[Any], V]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-def _number(name: str) -> BeforeValidator:
-    return _checked(lambda value: models.check_action_number(name, value))
-
-
 def _described(field: models.Field) -> dict[str, Any]:
     return {"description": f"{field.description} ({field.unit})"}
 
 
 def _seen(field: models.Field) -> Any:
-    """Bounds as schema only: an observation comes from the simulator, and checking it again would cost clients time."""
+    """Bounds in the schema only: observations come from the simulator, and checking them again would cost time."""
     schema: dict[str, Any] = {"minimum": field.low}
     if math.isfinite(field.high):
         schema["maximum"] = field.high
     return Field(json_schema_extra=schema, **_described(field))
 
 
-def _knob(name: str, **schema: Any) -> WithJsonSchema:
-    return WithJsonSchema({**schema, **_described(models.ACTION_FIELDS[name])})
-
-
-_ACTION: Final = models.ACTION_FIELDS
 _SEEN: Final = models.OBSERVATION_FIELDS
 _STATE: Final = traffic.STATE_FIELDS
-_NAIVE: Final = models.NAIVE_ACTION.to_dict()
 
 # ---------------------------------------------------------------- serving fleet
 
 
-class InferenceGymAction(Action):  # type: ignore[misc]
+class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[misc]
     """The five knobs; what is left out takes the naive baseline's value.
 
     ``quant_tier`` is 0, 1, 2 or "FP16", "INT8", "INT4". ``metadata["step"]`` may number the step, counting from 1: sent
     again, the same step with the same knobs gives the same answer and is not played twice.
     """
 
-    kv_budget: Annotated[
-        float,
-        _number("kv_budget"),
-        _knob("kv_budget", type="number", minimum=_ACTION["kv_budget"].low, maximum=_ACTION["kv_budget"].high),
-    ] = _NAIVE["kv_budget"]
-    spec_length: Annotated[
-        int, _number("spec_length"), _knob("spec_length", type="integer", enum=list(models.SPEC_LENGTHS))
-    ] = _NAIVE["spec_length"]
-    batch_size: Annotated[
-        int,
-        _number("batch_size"),
-        _knob("batch_size", type="integer", minimum=_ACTION["batch_size"].low, maximum=_ACTION["batch_size"].high),
-    ] = _NAIVE["batch_size"]
-    prefill_disagg: Annotated[
-        bool,
-        _checked(lambda value: models.ServeAction.from_dict({"prefill_disagg": value}).prefill_disagg),
-        _knob("prefill_disagg", anyOf=[{"type": "boolean"}, {"type": "integer", "enum": [0, 1]}]),
-    ] = _NAIVE["prefill_disagg"]
-    quant_tier: Annotated[
-        int,
-        _checked(lambda value: models.parse_quant_tier(value).value),
-        _knob(
-            "quant_tier",
-            anyOf=[
-                {"type": "integer", "enum": [tier.value for tier in models.QuantTier]},
-                {"type": "string", "enum": [tier.name for tier in models.QuantTier]},
-            ],
-        ),
-    ] = _NAIVE["quant_tier"]
-
 
 class InferenceGymObservation(Observation):  # type: ignore[misc]
-    """What the fleet shows after a step: the twelve fields, and ``info`` if the reset asked for it."""
+    """The twelve fields of an observation, and ``info`` if the reset asked for it."""
 
     # An older client goes on with a newer server.
     model_config = ConfigDict(extra="ignore")
@@ -154,7 +121,7 @@ class InferenceGymObservation(Observation):  # type: ignore[misc]
 
 
 class InferenceGymState(State):  # type: ignore[misc]
-    """Where an episode stands; before the first reset everything but ``step_count`` is None."""
+    """State of an episode; before the first reset everything but ``step_count`` is None."""
 
     task_id: int | str | None = None
     seed: int | None = None
@@ -170,7 +137,7 @@ class InferenceGymState(State):  # type: ignore[misc]
 
 
 class TrafficControllerAction(Action):  # type: ignore[misc]
-    """Which share of the incoming requests is let through. ``metadata["step"]`` as in :class:`InferenceGymAction`."""
+    """The share of the incoming requests to let through. ``metadata["step"]`` as in :class:`InferenceGymAction`."""
 
     action: Annotated[
         str,
@@ -198,7 +165,7 @@ class TrafficControllerObservation(Observation):  # type: ignore[misc]
 
 
 class TrafficControllerState(State):  # type: ignore[misc]
-    """Where an episode stands; before the first reset everything but ``step_count`` is None."""
+    """State of an episode; before the first reset everything but ``step_count`` is None."""
 
     task_id: str | None = None
     seed: int | None = None
@@ -206,20 +173,3 @@ class TrafficControllerState(State):  # type: ignore[misc]
     cumulative_reward: float | None = None
     done: bool | None = None
     workload_phase: str | None = None
-
-
-# ---------------------------------------------------------------- errors on the wire
-
-_CODE_MARK: Final = " [inferencegym:"
-
-
-def write_error(message: str, code: str, next_step: str) -> str:
-    """An error of ours as the one text that OpenEnv's error frame has: message, what to do next, code at the end."""
-    return f"{message}; {next_step}{_CODE_MARK}{code}]"
-
-
-def read_error(text: str) -> tuple[str, str] | None:
-    """Message and code of a text that :func:`write_error` made, or None."""
-    head, mark, tail = text.rpartition(_CODE_MARK)
-    code, bracket, _ = tail.partition("]")
-    return (head, code) if mark and bracket else None

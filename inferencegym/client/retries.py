@@ -1,4 +1,4 @@
-"""Requests to a server of ours or another: what is worth sending again is sent again."""
+"""HTTP requests with retries: sent again after a lost answer or a status that asks to wait."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ RETRIED_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a request is sent again that had no answer, or one that says "later".
+    """Retry policy: up to ``most`` more attempts after a lost answer or one of :data:`RETRIED_STATUSES`.
 
-    Only requests that may be sent twice go this way. ``advice`` ends the error that says no server was found.
+    Only for requests that may be sent twice. ``advice`` ends the message of the error after the last attempt.
     """
 
     most: int = 5
     advice: str = ""
 
     def send(self, client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-        """The first answer that stands. Raises ServerUnavailableError when the last attempt had none."""
+        """First answer that needs no retry; :class:`ServerUnavailableError` when the last attempt had none."""
         attempt = 0
         while True:
             answer, lost = None, None
@@ -38,12 +38,12 @@ class Retries:
             except httpx.TransportError as error:
                 lost = error
             attempt += 1
-            if answer is not None and self._stands(attempt, answer):
+            if answer is not None and self._is_final(attempt, answer):
                 return answer
             time.sleep(self._pause_s(client.base_url, attempt, answer, lost))
 
     async def send_async(self, client: httpx.AsyncClient, method: str, path: str, **content: Any) -> httpx.Response:
-        """:meth:`send` with coroutines."""
+        """:meth:`send` as a coroutine."""
         attempt = 0
         while True:
             answer, lost = None, None
@@ -52,28 +52,28 @@ class Retries:
             except httpx.TransportError as error:
                 lost = error
             attempt += 1
-            if answer is not None and self._stands(attempt, answer):
+            if answer is not None and self._is_final(attempt, answer):
                 return answer
             await asyncio.sleep(self._pause_s(client.base_url, attempt, answer, lost))
 
-    def _stands(self, attempt: int, answer: httpx.Response) -> bool:
+    def _is_final(self, attempt: int, answer: httpx.Response) -> bool:
         return answer.status_code not in RETRIED_STATUSES or attempt > self.most
 
     def _pause_s(
         self, url: httpx.URL, attempt: int, answer: httpx.Response | None, lost: httpx.TransportError | None
     ) -> float:
-        """Seconds until the next attempt: what the server asked for, else longer each time."""
+        """Seconds until the next attempt: what the server asked for, else exponential backoff."""
         if answer is None and attempt > self.most:
             reason = f"{url} did not answer in {attempt} attempts ({lost!r}): is a server running there?"
             raise ServerUnavailableError(f"{reason} {self.advice}".rstrip()) from lost
         asked = "" if answer is None else answer.headers.get("retry-after", "")
-        # Jitter, so that clients that failed together do not come back together.
+        # Jitter, so that clients that failed together do not retry together.
         grown = FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
         return min(float(asked) if asked.isdigit() else grown, LONGEST_PAUSE_S)
 
 
 class Server:
-    """JSON over one pool of connections. What is no success raises :class:`RemoteError` with the server's own words."""
+    """JSON client of any HTTP server; errors are :class:`RemoteError` with the server's own message."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
@@ -82,11 +82,11 @@ class Server:
         self._retries = Retries()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON answer to a GET."""
+        """JSON answer to a GET."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON answer to a POST; the request must be one that may be sent twice."""
+        """JSON answer to a POST; the request must be one that may be sent twice."""
         return self._call("POST", path, body)
 
     def close(self) -> None:
@@ -96,12 +96,12 @@ class Server:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         answer = self._retries.send(self._http, method, path, json=body)
         if not answer.is_success:
-            raise RemoteError(f"{self.url}{path}: {answer.status_code}: {_said(answer)}", answer.status_code)
+            raise RemoteError(f"{self.url}{path}: {answer.status_code}: {_message(answer)}", answer.status_code)
         return dict(answer.json())
 
 
-def _said(answer: httpx.Response) -> str:
-    """The server's message, with what to do next where it says so."""
+def _message(answer: httpx.Response) -> str:
+    """Error message of an answer, with what to do next where the server says so."""
     try:
         detail = answer.json()["detail"]
     except (ValueError, KeyError, TypeError):

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.autoreset import episode_seeds
 from env.batch import ServingBatch
+from env.family import Family
+from env.serving.family import tables
 from inferencegym.batch_format import (
     HOLD,
     LAST,
@@ -41,18 +43,30 @@ from inferencegym.errors import (
     StepConflictError,
     UnknownSessionError,
 )
+from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.models import ACTION_FIELDS
-from inferencegym.tasks import EpisodeConfig, TaskId, get_task
-from server import schemas
-from server.api.serving import Context, documented
-from server.families import served_tables
-from server.middleware import SESSION_KEY
+from inferencegym.seeds import episode_seeds
+from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
+from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
-from server.net.json_io import JsonRoute, parse_object, read_body, read_object, reply
-from server.schemas import Schema, closed, nullable
+from server.net.json_io import SESSION_KEY, JsonRoute, parse_object, read_body, read_object, reply
+from server.net.problems import documented
+from server.schemas import (
+    DEFAULT_SEED,
+    Schema,
+    Seed,
+    SessionId,
+    StepNumber,
+    TaskName,
+    closed,
+    nullable,
+    read_request,
+    task_id_schema,
+)
 from server.sessions.manager import new_session_id
 from server.settings import Settings
 
+DEFAULT_TASK: Final = 1
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
 MAX_FIRST_SEED: Final = 2**62 - 1
@@ -109,6 +123,10 @@ class BatchSession:
         """Steps until the running episodes end."""
         return self.batch.config.episode_length - int(self.batch.time[0])
 
+    def plays(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> bool:
+        """Whether it can be restarted with these."""
+        return self.batch.task is task and self.batch.config == config and self.batch.n_rows == n_rows
+
     def start(self, seeds: list[int], autoreset: bool) -> None:
         """Start the episodes of the seeds."""
         self.seeds, self.autoreset = seeds, autoreset
@@ -148,7 +166,7 @@ class BatchSession:
             if len(actions) != upto - at:
                 actions = np.broadcast_to(actions, (upto - at, *actions.shape[1:]))
             seen = observations if steps.last else observations[at:upto]
-            self.batch.play(actions, seen, rewards[at:upto])
+            self.batch.step_many(actions, seen, rewards[at:upto])
             at = upto
             if self.steps_left == 0:
                 done[at - 1] = True
@@ -196,10 +214,10 @@ class BatchSessions:
             )
         return session
 
-    def open(self, task_id: TaskId, config: EpisodeConfig, n_rows: int) -> BatchSession:
+    def open(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> BatchSession:
         """A new session, not yet started. Raises RateLimitedError when there is no room."""
         self._make_room(n_rows * config.episode_length)
-        batch = ServingBatch(get_task(task_id), n_rows, config, served_tables())
+        batch = ServingBatch(task, n_rows, config, tables())
         session = BatchSession(new_session_id(), batch, touched=time.monotonic())
         self._sessions[session.session_id] = session
         return session
@@ -241,59 +259,79 @@ class BatchSessions:
         return len(self._sessions) < self._most and held + wanted <= self._most_row_steps
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReset:
+_SEEDS: Final = Allowed(f"an array of 1 to {MAX_ROWS} seeds")
+
+
+class BatchResetRequest(Message):
     """Body of POST /reset/batch."""
 
-    task_id: TaskId
-    seeds: list[int]
-    config: Mapping[str, Any] | None
-    autoreset: bool
-    session_id: str | None
+    task_id: TaskName | None = DEFAULT_TASK
+    n: Annotated[Annotated[int, Field(ge=1, le=MAX_ROWS), WHOLE] | None, Field(description="episodes")] = None
+    seed: Annotated[
+        Annotated[int, Field(ge=0, lt=MAX_FIRST_SEED + 1), WHOLE] | None,
+        Field(description="rows play seed, seed + 1, ..."),
+    ] = None
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_ROWS), _SEEDS] | None = None
+    config: dict[str, Any] | None = None
+    autoreset: Annotated[
+        bool,
+        Field(
+            description="when the episodes end, start the next ones; the last step then shows their first "
+            "observations. The k-th restart of a row plays a seed derived from its first seed and k"
+        ),
+    ] = False
+    session_id: Annotated[
+        SessionId | None, Field(description="restart this session; task, config and n must be its own")
+    ] = None
 
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> BatchReset:
-        schemas.refuse_unknown(body, ("task_id", "n", "seed", "seeds", "config", "autoreset", "session_id"))
-        autoreset = body.get("autoreset", False)
-        if not isinstance(autoreset, bool):
-            raise InvalidRequestError("autoreset", autoreset, "true or false")
-        return cls(
-            schemas.task_id_of(body.get("task_id"), schemas.DEFAULT_TASK),
-            _seeds(body),
-            schemas.object_of("config", body.get("config")),
-            autoreset,
-            schemas.text_of("session_id", body.get("session_id")),
-        )
+    def all_seeds(self) -> list[int]:
+        """One seed per episode: those of ``seeds``, or ``seed``, ``seed + 1``, ... for ``n`` episodes."""
+        if self.seeds is None:
+            first = DEFAULT_SEED if self.seed is None else self.seed
+            return list(range(first, first + (self.n or 1)))
+        for name, other in (("n", self.n), ("seed", self.seed)):
+            if other is not None:
+                raise InvalidRequestError(name, other, "left out when seeds is given")
+        return self.seeds
 
 
-def _seeds(body: Mapping[str, Any]) -> list[int]:
-    """One seed per episode: those of ``seeds``, or ``seed``, ``seed + 1``, ... for ``n`` episodes."""
-    given = body.get("seeds")
-    if given is None:
-        n = schemas.integer_of("n", body.get("n"), 1, MAX_ROWS, 1)
-        first = schemas.integer_of("seed", body.get("seed"), 0, MAX_FIRST_SEED, schemas.DEFAULT_SEED)
-        return list(range(first, first + n))
-    for other in ("n", "seed"):
-        if body.get(other) is not None:
-            raise InvalidRequestError(other, body[other], "left out when seeds is given")
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_ROWS:
-        raise InvalidRequestError("seeds", given, f"an array of 1 to {MAX_ROWS} seeds")
-    if None in given:
-        raise InvalidRequestError("seeds", given, "an array of integers")
-    return [schemas.integer_of(f"seeds[{i}]", seed, 0, schemas.MAX_SEED, 0) for i, seed in enumerate(given)]
+class BatchStepRequest(Message):
+    """Body of POST /step/batch as JSON."""
+
+    session_id: Annotated[SessionId, Allowed("the session_id that POST /reset/batch returned")]
+    actions: Annotated[
+        # Read as arrays below: a model of every number would take longer than playing them.
+        list[Any], Field(min_length=1), Allowed(f"an array [step][episode][{len(ACTION_FIELDS)} numbers]")
+    ]
+    repeat: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None,
+        Field(description="hold actions of one step for so many steps"),
+    ] = None
+    last: Annotated[bool, Field(description="only the last observations")] = False
+    step: Annotated[
+        StepNumber | None,
+        Field(description="number of the first of these steps, from 1: makes sending them again safe"),
+    ] = None
+
+
+class BatchCloseRequest(Message):
+    """Body of POST /close/batch."""
+
+    session_id: Annotated[SessionId, Allowed("the session_id that POST /reset/batch returned")]
 
 
 class BatchRoutes:
-    """The three paths under ``prefix``."""
+    """/reset/batch, /step/batch and /close/batch of the serving fleet at one prefix."""
 
-    def __init__(self, context: Context, prefix: str = "") -> None:
+    def __init__(self, context: Context, mount: Mount) -> None:
         self._settings = context.settings
-        self._prefix = prefix
+        self._family = mount.family
+        self._prefix = mount.prefix
         self._sessions = BatchSessions(context.settings)
 
     def routes(self) -> list[JsonRoute]:
         binary = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary", "description": LAYOUT}}}
-        answer = documented(_step_answer_schema(), 400, 404, 409, 429)
+        answer = documented(plain_schema(BatchStepAnswer), 400, 404, 409, 429)
         answer[200]["content"] |= binary
         step = JsonRoute(
             self._prefix + "/step/batch",
@@ -301,6 +339,7 @@ class BatchRoutes:
             method="POST",
             summary="Play many seconds of many episodes",
             description=LAYOUT,
+            tags=[self._family.name],
             request_schema=_step_schema(),
             responses=answer,
         )
@@ -313,40 +352,44 @@ class BatchRoutes:
                 self.reset,
                 method="POST",
                 summary="Start many episodes at once",
-                request_schema=_reset_schema(),
+                tags=[self._family.name],
+                request_schema=_reset_schema(self._family),
                 body_required=False,
-                responses=documented(_reset_answer_schema(), 404, 409, 429, 503),
+                responses=documented(plain_schema(BatchResetAnswer), 404, 409, 429, 503),
             ),
             JsonRoute(
                 self._prefix + "/close/batch",
                 self.close,
                 method="POST",
                 summary="Forget a batch session",
-                request_schema=closed(("session_id",), {"session_id": schemas.SESSION_ID_SCHEMA}),
-                responses=documented(closed(("closed",), {"closed": {"type": "boolean"}}), 404),
+                tags=[self._family.name],
+                request_schema=plain_schema(BatchCloseRequest),
+                responses=documented(plain_schema(BatchCloseAnswer), 404),
             ),
         ]
 
     async def reset(self, request: Request) -> Response:
         body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        wanted = BatchReset.parse(body)
-        task = get_task(wanted.task_id)
+        wanted = read_request(BatchResetRequest, body)
+        seeds = wanted.all_seeds()
+        task = get_task(DEFAULT_TASK if wanted.task_id is None else wanted.task_id)
         config = task.config(wanted.config)
         most = self._settings.batch_row_steps // config.episode_length
-        if len(wanted.seeds) > most:
-            raise InvalidRequestError("n", len(wanted.seeds), f"at most {most} with episodes of this length")
-        earlier = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
-        if earlier is not None and not _same_shape(earlier, wanted, config):
+        if len(seeds) > most:
+            raise InvalidRequestError("n", len(seeds), f"at most {most} with episodes of this length")
+        session = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
+        if session is None:
+            session = self._sessions.open(task, config, len(seeds))
+        elif not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
-        session = earlier or self._sessions.open(wanted.task_id, config, len(wanted.seeds))
         request.scope[SESSION_KEY] = session.session_id
         # A restart that is refused changes nothing, and one that is not waits for the steps under way.
-        await self._sessions.run(session, MAX_STEPS, lambda: session.start(wanted.seeds, wanted.autoreset))
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, wanted.autoreset))
         return reply(
             {
                 "session_id": session.session_id,
-                "task_id": wanted.task_id,
-                "n": len(wanted.seeds),
+                "task_id": task.task_id,
+                "n": len(seeds),
                 "episode_length": config.episode_length,
                 "config": config.to_dict(),
                 "autoreset": wanted.autoreset,
@@ -381,17 +424,8 @@ class BatchRoutes:
 
     async def close(self, request: Request) -> Response:
         body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        schemas.refuse_unknown(body, ("session_id",))
-        session_id = schemas.text_of("session_id", body.get("session_id"))
-        if session_id is None:
-            raise InvalidRequestError("session_id", None, "the session_id that POST /reset/batch returned")
-        self._sessions.close(session_id)
+        self._sessions.close(read_request(BatchCloseRequest, body).session_id)
         return reply({"closed": True})
-
-
-def _same_shape(session: BatchSession, wanted: BatchReset, config: EpisodeConfig) -> bool:
-    batch = session.batch
-    return batch.task is get_task(wanted.task_id) and batch.config == config and batch.n_rows == len(wanted.seeds)
 
 
 Find = Callable[[str], BatchSession]
@@ -410,27 +444,14 @@ def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
 
 
 def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
-    body = parse_object(text) if text else {}
-    schemas.refuse_unknown(body, ("session_id", "actions", "repeat", "last", "step"))
-    session_id = schemas.text_of("session_id", body.get("session_id"))
-    if session_id is None:
-        raise InvalidRequestError("session_id", None, "the session_id that POST /reset/batch returned")
-    last = body.get("last", False)
-    if not isinstance(last, bool):
-        raise InvalidRequestError("last", last, "true or false")
-    number = body.get("step")
-    if number is not None:
-        number = schemas.integer_of("step", number, 1, schemas.MAX_STEP, 1)
-    actions = body.get("actions")
-    if not isinstance(actions, list) or not actions:
-        raise InvalidRequestError("actions", actions, f"an array [step][episode][{len(ACTIONS)} numbers]")
-    repeat = schemas.integer_of("repeat", body.get("repeat"), 1, MAX_STEPS, 1)
-    if repeat > 1 and len(actions) != 1:
-        raise InvalidRequestError("repeat", repeat, "left out when actions holds more than one step")
-    session = find(session_id)
-    n_steps, n_rows = max(repeat, len(actions)), session.batch.n_rows
+    wanted = read_request(BatchStepRequest, parse_object(text) if text else {})
+    if (wanted.repeat or 1) > 1 and len(wanted.actions) != 1:
+        raise InvalidRequestError("repeat", wanted.repeat, "left out when actions holds more than one step")
+    session = find(wanted.session_id)
+    n_steps, n_rows = max(wanted.repeat or 1, len(wanted.actions)), session.batch.n_rows
     _check_size(n_steps * n_rows, MAX_JSON_STEPS)
-    return session, BatchSteps(session_id, _array(actions, n_rows), n_steps, number, last)
+    actions = _array(wanted.actions, n_rows)
+    return session, BatchSteps(wanted.session_id, actions, n_steps, wanted.step, wanted.last)
 
 
 def _check_size(row_steps: int, most: int) -> None:
@@ -495,77 +516,50 @@ Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as 
 INFERENCEGYM_MAX_BATCH_BYTES, _BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are JSON."""
 
 
-def _reset_schema() -> Schema:
-    common: Schema = {
-        "task_id": {**nullable(schemas.task_id_schema()), "default": schemas.DEFAULT_TASK},
-        "config": nullable(schemas.config_schema()),
-        "autoreset": {
-            "type": "boolean",
-            "default": False,
-            "description": "when the episodes end, start the next ones; the last step then shows their first "
-            "observations. The k-th restart of a row plays a seed derived from its first seed and k",
-        },
-        "session_id": {
-            **nullable(schemas.SESSION_ID_SCHEMA),
-            "description": "restart this session; task, config and n must be its own",
-        },
-    }
-    first = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_FIRST_SEED + 1}
-    numbered = {
-        "n": {**nullable({"type": "integer", "minimum": 1, "maximum": MAX_ROWS}), "default": 1},
-        "seed": {**nullable(first), "default": schemas.DEFAULT_SEED, "description": "rows play seed, seed + 1, ..."},
-        "seeds": {"type": "null"},
-    }
-    seeds = {"type": "array", "items": schemas.SEED_SCHEMA, "minItems": 1, "maxItems": MAX_ROWS}
+def _reset_schema(family: Family) -> Schema:
+    schema = plain_schema(BatchResetRequest)
+    common: Schema = schema["properties"]
+    common["task_id"] = {**nullable(task_id_schema(family)), "default": DEFAULT_TASK}
+    common["config"] = nullable(plain_schema(family.config_model))
     absent: Schema = {"type": "null"}
-    listed = {"seeds": seeds, "n": absent, "seed": absent}
-    return {"type": "object", "oneOf": [closed((), {**common, **numbered}), closed(("seeds",), {**common, **listed})]}
+    seeds = next(branch for branch in common["seeds"]["anyOf"] if branch["type"] == "array")
+    numbered, listed = {**common, "seeds": absent}, {**common, "seeds": seeds, "n": absent, "seed": absent}
+    return {"type": "object", "oneOf": [closed((), numbered), closed(("seeds",), listed)]}
 
 
 def _step_schema() -> Schema:
+    schema = plain_schema(BatchStepRequest)
     five = {"type": "array", "items": {"type": "number"}, "minItems": len(ACTIONS), "maxItems": len(ACTIONS)}
     rows = {"type": "array", "items": five, "minItems": 1, "maxItems": MAX_ROWS}
-    return closed(
-        ("session_id", "actions"),
-        {
-            "session_id": schemas.SESSION_ID_SCHEMA,
-            "actions": {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"},
-            "repeat": {
-                **nullable({"type": "integer", "minimum": 1, "maximum": MAX_STEPS}),
-                "description": "hold actions of one step for so many steps",
-            },
-            "last": {"type": "boolean", "default": False, "description": "only the last observations"},
-            "step": {
-                **nullable({"type": "integer", "minimum": 1, "maximum": schemas.MAX_STEP}),
-                "description": "number of the first of these steps, from 1: makes sending them again safe",
-            },
-        },
-    )
+    actions = {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"}
+    schema["properties"]["actions"] = actions
+    return schema
 
 
-def _step_answer_schema() -> Schema:
-    numbers = {"type": "array", "items": {"type": "number"}}
-    rows = {"type": "array", "items": numbers}
-    whole = {"type": "integer", "minimum": 0}
-    properties = {
-        "step": whole,
-        "observations": {"type": "array", "items": rows},
-        "rewards": rows,
-        "done": {"type": "array", "items": {"type": "boolean"}},
-        "episodes": whole,
-        "steps_left": whole,
-    }
-    return closed(properties, properties)
+class BatchStepAnswer(Message):
+    """Answer of POST /step/batch as JSON."""
+
+    step: int
+    observations: list[list[list[float]]]
+    rewards: list[list[float]]
+    done: list[bool]
+    episodes: int
+    steps_left: int
 
 
-def _reset_answer_schema() -> Schema:
-    properties = {
-        "session_id": schemas.SESSION_ID_SCHEMA,
-        "task_id": schemas.task_id_schema(),
-        "n": {"type": "integer", "minimum": 1},
-        "episode_length": {"type": "integer"},
-        "config": {"type": "object"},
-        "autoreset": {"type": "boolean"},
-        "observations": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
-    }
-    return closed(properties, properties)
+class BatchResetAnswer(Message):
+    """Answer of POST /reset/batch."""
+
+    session_id: str
+    task_id: int | str
+    n: int
+    episode_length: int
+    config: dict[str, Any]
+    autoreset: bool
+    observations: list[list[float]]
+
+
+class BatchCloseAnswer(Message):
+    """Answer of POST /close/batch."""
+
+    closed: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,8 +12,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 
-def install_openapi(app: FastAPI, complete: Callable[[], object]) -> None:
-    """Serve the document of ``app``, once ``complete`` has put all routes in place, with whole bounds as integers.
+def install_openapi(app: FastAPI) -> None:
+    """Serve the document of ``app`` with whole bounds as integers.
 
     FastAPI reads every bound as a double and writes 2^63 as 9.223372036854776e+18. As decimal digits that is a larger
     number, and clients that generate requests from the document believe it.
@@ -22,7 +21,6 @@ def install_openapi(app: FastAPI, complete: Callable[[], object]) -> None:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            complete()
             made = get_openapi(
                 title=app.title,
                 version=app.version,

@@ -9,24 +9,25 @@ import asyncio
 import math
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from env.family import Family
+from env.serving.family import tables
 from inferencegym.errors import DataFormatError
+from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.models import NAIVE_ACTION, ServeAction
-from inferencegym.tasks import TaskId, get_task
-from server import schemas
-from server.api.policies import PLAYABLE, available, compressed, gzipped
-from server.api.serving import Context, documented
-from server.families import served_tables
+from inferencegym.tasks import get_task
+from server.api.policies import available, compressed, gzipped
+from server.context import Context, Mount
 from server.net.errors import InvalidRequestError
 from server.net.json_io import JsonRoute, read_object
-from server.schemas import Schema
+from server.net.problems import documented
+from server.schemas import Schema, TaskName, nullable, read_request, task_id_schema
 
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
 STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive"})
@@ -34,61 +35,67 @@ STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive"})
 MAX_REPLICAS: Final = 64
 MAX_SLO_MS: Final = 600_000.0
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
+_LOG_TEXT: Final = Allowed("the text of a request log")
+_SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
+_FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 _SOMETHING: Final = "[!-~]"
 """Every log has a printable character; what counts as white space differs between Python and JSON Schema."""
 _OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowRequest:
+_Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_PolicyName = Literal["naive", "random", "hill_climb", "heuristic", "ppo", "best_static", "best_adaptive"]
+
+
+class ShadowRequest(Message):
     """Body of POST /shadow."""
 
-    log: str
-    name: str
-    policies: list[str]
-    fixed: ServeAction
-    task_id: TaskId | None
-    replicas: int | None
-    slo_ms: float | None
-    from_s: float
-    to_s: float
+    log: Annotated[
+        str, Field(pattern=_SOMETHING, description="text of the log, in a format of import-trace"), _LOG_TEXT
+    ]
+    name: (
+        Annotated[
+            str,
+            Field(pattern=_FILE_NAME, description="name of its file: what it ends with tells CSV from JSON"),
+            _SUFFIX,
+        ]
+        | None
+    ) = "log.csv"
+    policies: Annotated[list[_PolicyName], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None = None
+    fixed: Annotated[
+        dict[str, Any] | None, Field(description="the setting to compare with; missing knobs: the plan's baseline")
+    ] = None
+    task_id: Annotated[TaskName | None, Field(description="lends its fleet, objectives and stored policies")] = None
+    replicas: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_REPLICAS), WHOLE] | None, Field(description="GPUs of the fleet")
+    ] = None
+    slo_ms: Annotated[Annotated[float, Field(ge=1, le=MAX_SLO_MS)] | None, Field(description="objective of TTFT")] = (
+        None
+    )
+    from_s: Annotated[_Seconds | None, Field(description="second of the log to begin at")] = None
+    to_s: Annotated[_Seconds | None, Field(description="second of the log to end before")] = None
 
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> ShadowRequest:
-        known = ("log", "name", "policies", "fixed", "task_id", "replicas", "slo_ms", "from_s", "to_s")
-        for key in body:
-            if key not in known:
-                raise InvalidRequestError(key, body[key], "left out: the fields are " + ", ".join(known))
-        log, name = body.get("log"), body.get("name")
-        if not isinstance(log, str) or not re.search(_SOMETHING, log):
-            raise InvalidRequestError("log", log, "the text of a request log")
-        if name is None:
-            name = "log.csv"
-        if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
-            raise InvalidRequestError("name", name, "a file name that ends with " + ", ".join(SUFFIXES))
-        task_id = body.get("task_id")
-        if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, (int, str))):
-            raise InvalidRequestError("task_id", task_id, "a number or a name from GET /tasks?all=true, or left out")
-        fixed, to_s = body.get("fixed"), _number("to_s", body.get("to_s"), 0.0, 1e9)
-        return cls(
-            log=log,
-            name=Path(name).name,
-            policies=_policies(body.get("policies")),
-            fixed=NAIVE_ACTION if fixed is None else ServeAction.from_dict(fixed),
-            task_id=task_id,
-            replicas=_replicas(body.get("replicas")),
-            slo_ms=_number("slo_ms", body.get("slo_ms"), 1.0, MAX_SLO_MS),
-            from_s=_number("from_s", body.get("from_s"), 0.0, 1e9) or 0.0,
-            to_s=math.inf if to_s is None else to_s,
-        )
+    @property
+    def file_name(self) -> str:
+        """Name of the log's file, without folders."""
+        return Path(self.name or "log.csv").name
+
+    @property
+    def asked(self) -> list[str]:
+        """Names of policies. Raises InvalidRequestError where one is named twice."""
+        names: list[str] = [*(DEFAULT_POLICIES if self.policies is None else self.policies)]
+        if len(set(names)) != len(names):
+            raise InvalidRequestError("policies", names, "names that differ from each other")
+        return names
 
 
 class ShadowRoutes:
-    """The endpoint with its limits."""
+    """/shadow of the serving fleet at one prefix."""
 
-    def __init__(self, context: Context, prefix: str = "") -> None:
+    def __init__(self, context: Context, mount: Mount) -> None:
         self._settings = context.settings
-        self._prefix = prefix
+        self._family = mount.family
+        self._prefix = mount.prefix
         self._one = asyncio.Semaphore(1)
 
     def routes(self) -> list[JsonRoute]:
@@ -98,122 +105,75 @@ class ShadowRoutes:
                 self.shadow,
                 method="POST",
                 summary="What policies would have done on your request log",
-                request_schema=_request_schema(),
-                responses=documented(_answer_schema(), 429, 503),
+                tags=[self._family.name],
+                request_schema=self._request_schema(),
+                responses=documented(plain_schema(ShadowAnswer), 429, 503),
             )
         ]
 
     async def shadow(self, request: Request) -> Response:
         body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s)
-        wanted = ShadowRequest.parse(body)
+        wanted = read_request(ShadowRequest, body)
         async with self._one:
-            answer = await asyncio.to_thread(compressed, lambda: shadow_answer(wanted))
+            answer = await asyncio.to_thread(compressed, lambda: shadow_answer(self._family, wanted))
         return gzipped(request, answer)
 
+    def _request_schema(self) -> Schema:
+        schema = plain_schema(ShadowRequest)
+        schema["properties"]["fixed"] = nullable(plain_schema(self._family.action_model))
+        schema["properties"]["task_id"] = nullable(task_id_schema(self._family))
+        return schema
 
-def shadow_answer(wanted: ShadowRequest) -> dict[str, Any]:
+
+def shadow_answer(family: Family, wanted: ShadowRequest) -> dict[str, Any]:
     """The report as JSON with ``export``: settings in vLLM's terms per policy; runs on a thread."""
     from agents.shadow.compare import shadow
     from agents.shadow.export import vllm_config
     from simulator.offline.importers import import_log
 
-    _check_policies(wanted)
-    tables = served_tables()
+    policies = _playable_policies(family, wanted)
+    fixed = NAIVE_ACTION if wanted.fixed is None else ServeAction.from_dict(wanted.fixed)
+    end_s = math.inf if wanted.to_s is None else wanted.to_s
+    table = tables()
     with tempfile.TemporaryDirectory(prefix="inferencegym-log-") as folder:
-        path = Path(folder) / f"log{Path(wanted.name).suffix.lower()}"
+        path = Path(folder) / f"log{Path(wanted.file_name).suffix.lower()}"
         path.write_text(wanted.log, encoding="utf-8")
         try:
             report = shadow(
-                import_log(path, start_s=wanted.from_s, end_s=wanted.to_s).log,
-                wanted.policies,
-                fixed=wanted.fixed,
+                import_log(path, start_s=wanted.from_s or 0.0, end_s=end_s).log,
+                policies,
+                fixed=fixed,
                 n_replicas=wanted.replicas,
                 slo_ms=wanted.slo_ms,
                 task=None if wanted.task_id is None else get_task(wanted.task_id),
-                tables=tables,
+                tables=table,
             )
         except DataFormatError as error:
             # The visitor knows the file by its own name, and options of the command as fields of this request.
             text = _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error))
-            raise DataFormatError(text.replace(str(path), wanted.name)) from error
-    export = {outcome.policy: vllm_config(report, tables, outcome.policy) for outcome in report.outcomes}
+            raise DataFormatError(text.replace(str(path), wanted.file_name)) from error
+    export = {outcome.policy: vllm_config(report, table, outcome.policy) for outcome in report.outcomes}
     return {**report.to_dict(), "export": export}
 
 
-def _check_policies(wanted: ShadowRequest) -> None:
+def _playable_policies(family: Family, wanted: ShadowRequest) -> list[str]:
     if wanted.task_id is None:
-        possible = [name for name in PLAYABLE if name not in STORED_POLICIES]
+        possible = [name for name in family.policies if name not in STORED_POLICIES]
         more = ", unless task_id names the task whose stored policy is meant"
     else:
-        possible, more = available(wanted.task_id), f" for task {wanted.task_id!r}"
-    for name in wanted.policies:
+        possible, more = available(family, wanted.task_id)[1], f" for task {wanted.task_id!r}"
+    for name in wanted.asked:
         if name not in possible:
             raise InvalidRequestError("policies", name, f"one of {', '.join(possible)}{more}")
+    return wanted.asked
 
 
-def _policies(value: object) -> list[str]:
-    if value is None:
-        return list(DEFAULT_POLICIES)
-    names = ", ".join(PLAYABLE)
-    if not isinstance(value, list) or not all(isinstance(name, str) and name in PLAYABLE for name in value):
-        raise InvalidRequestError("policies", value, f"an array of {names}")
-    if len(set(value)) != len(value) or not value:
-        raise InvalidRequestError("policies", value, f"at least one of {names}, none of them twice")
-    return [str(name) for name in value]
+class ShadowAnswer(BaseModel):
+    """Answer of POST /shadow: the report, and settings in vLLM's terms for each policy."""
 
-
-def _replicas(value: object) -> int | None:
-    number = _number("replicas", value, 1, MAX_REPLICAS)
-    if number is not None and number != int(number):
-        raise InvalidRequestError("replicas", value, f"an integer from 1 to {MAX_REPLICAS}")
-    return None if number is None else int(number)
-
-
-def _number(name: str, value: object, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise InvalidRequestError(name, value, f"a number from {low:g} to {high:g}, or left out")
-    return float(value)
-
-
-def _request_schema() -> Schema:
-    seconds = {"type": "number", "minimum": 0, "maximum": 1e9}
-    properties: Schema = {
-        "log": {"type": "string", "pattern": _SOMETHING, "description": "text of the log, in a format of import-trace"},
-        "name": {
-            "type": "string",
-            "pattern": r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$",
-            "default": "log.csv",
-            "description": "name of its file: what it ends with tells CSV from JSON",
-        },
-        "policies": {
-            "type": "array",
-            "minItems": 1,
-            "uniqueItems": True,
-            "items": {"type": "string", "enum": list(PLAYABLE)},
-            "default": list(DEFAULT_POLICIES),
-        },
-        "fixed": {**schemas.action_schema(), "description": "the setting to compare with; missing knobs: naive"},
-        "task_id": {**schemas.task_id_schema(), "description": "lends its fleet, objectives and stored policies"},
-        "replicas": {"type": "integer", "minimum": 1, "maximum": MAX_REPLICAS, "description": "GPUs of the fleet"},
-        "slo_ms": {"type": "number", "minimum": 1, "maximum": MAX_SLO_MS, "description": "objective of TTFT"},
-        "from_s": {**seconds, "description": "second of the log to begin at"},
-        "to_s": {**seconds, "description": "second of the log to end before"},
-    }
-    return {"type": "object", "additionalProperties": False, "required": ["log"], "properties": properties}
-
-
-def _answer_schema() -> Schema:
-    return {
-        "type": "object",
-        "required": ["log", "n_replicas", "slo_ms", "outcomes", "best", "export"],
-        "properties": {
-            "log": {"type": "object"},
-            "n_replicas": {"type": "integer"},
-            "slo_ms": {"type": "number"},
-            "outcomes": {"type": "array", "items": {"type": "object"}},
-            "best": {"type": "string"},
-            "export": {"type": "object", "additionalProperties": {"type": "string"}},
-        },
-    }
+    log: dict[str, Any]
+    n_replicas: int
+    slo_ms: float
+    outcomes: list[dict[str, Any]]
+    best: str
+    export: dict[str, str]

@@ -1,30 +1,27 @@
-"""Bytes in, bytes out: strict JSON bodies, JSON answers, and routes with nothing between them and the socket.
-
-FastAPI's own request handling (dependency solving, two exit stacks, model validation) costs several times what one step
-of the simulator does. :class:`JsonRoute` keeps FastAPI's routing and OpenAPI document and skips the rest.
-"""
+"""JSON over HTTP: strict request bodies, JSON answers, and FastAPI routes that use them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from inferencegym.messages import MAX_DEPTH, parse_json
 from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, UnsupportedMediaTypeError
 
 REQUEST_ID_KEY: Final = "inferencegym.request_id"
 """Key of the ASGI scope that holds the request's id."""
 
-RawHeaders = Sequence[tuple[bytes, bytes]]
-MAX_DEPTH: Final = 64
+SESSION_KEY: Final = "inferencegym.session"
+"""Key of the ASGI scope under which an endpoint leaves the session id for the log."""
 
+RawHeaders = Sequence[tuple[bytes, bytes]]
 _JSON_HEADERS: Final = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
 
 
@@ -53,7 +50,11 @@ def reply(value: object, status_code: int = 200, headers: RawHeaders = ()) -> Js
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint takes the request and returns a response, documented by hand-written schemas."""
+    """A FastAPI route whose endpoint takes the request and returns a response; its schemas are given.
+
+    The handler is the endpoint itself: what FastAPI would do before it (dependencies, validation of the body) is done
+    by the family's own models.
+    """
 
     def __init__(
         self,
@@ -84,11 +85,9 @@ class JsonRoute(APIRoute):
             **kwargs,
         )
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await endpoint(Request(scope, receive, send))
-            await response(scope, receive, send)
-
-        self.app = app
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint: FastAPI's place for a handler of one's own."""
+        return self.endpoint
 
 
 async def read_object(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
@@ -101,40 +100,10 @@ async def read_object(request: Request, limit: int, timeout_s: float) -> dict[st
     return parse_object(body) if body else {}
 
 
-def object_of(scope: Scope, body: bytes, limit: int) -> dict[str, Any]:
-    """As :func:`read_object`, of a body that has arrived."""
-    _check_head(scope, limit, also=None)
-    if len(body) > limit:
-        raise _too_large(limit)
-    return parse_object(body) if body else {}
-
-
 async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
     """The request's body, whatever it holds, as JSON or the media type ``also``; errors as in :func:`read_object`."""
     _check_head(request.scope, limit, also)
     return await _in_time(request, limit, timeout_s)
-
-
-class WholeBody:
-    """Stands before an application that reads bodies of any length for any time: it is asked once the body is there.
-
-    FastAPI and OpenEnv take an error out of ``receive`` for a body that cannot be parsed, so none may come from there.
-    Errors are those of :func:`read_object` for length and time.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int, timeout_s: float) -> None:
-        self._app = app
-        self._limit = limit
-        self._timeout_s = timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _in_time(Request(scope, receive), self._limit, self._timeout_s)
-        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive_whole() -> Message:
-            return unread.pop() if unread else await receive()
-
-        await self._app(scope, receive_whole, send)
 
 
 async def _in_time(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -180,7 +149,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidJsonError(f"the body must be a JSON object, not {_json_type(value)}")
     # Each key needs one colon: if there are no more colons than keys that arrived, no key was overwritten.
     if body.count(b":") != _count_keys(value):
-        _refuse_repeated_keys(body)
+        try:
+            parse_json(body, InvalidJsonError)
+        except InvalidJsonError as error:
+            raise InvalidJsonError(f"the body is not strict JSON: {error}") from error
     return value
 
 
@@ -194,18 +166,6 @@ def _count_keys(value: Any, depth: int = 0) -> int:
                 total += _count_keys(item, depth + 1)
         return total
     return sum(_count_keys(item, depth + 1) for item in value if isinstance(item, (dict, list)))
-
-
-def _refuse_repeated_keys(body: bytes) -> None:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise InvalidJsonError(f"the key {again!r} is repeated in one object")
-        return found
-
-    json.loads(body, object_pairs_hook=unique)
 
 
 def _check_length(value: bytes, limit: int) -> None:

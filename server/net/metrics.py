@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from inferencegym import __version__
-from server.sessions.manager import SessionManager
+from inferencegym.families import FAMILIES, SERVING
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+
+    from server.sessions.manager import SessionManager
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; a step takes a few tenths of a millisecond."""
@@ -203,8 +205,6 @@ def _requests(found: list[Snapshot]) -> Iterator[Metric]:
 def _processes(running: list[Snapshot]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    from server.families import served_tables
-
     memory = GaugeMetricFamily("inferencegym_resident_memory_bytes", "Memory of a worker", labels=["pid"])
     cpu = CounterMetricFamily("inferencegym_cpu_seconds", "Processor time of a worker", labels=["pid"])
     for one in running:
@@ -215,7 +215,7 @@ def _processes(running: list[Snapshot]) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "inferencegym_build",
         "Release and lookup table that are served",
-        value={"version": __version__, "table_sha256": served_tables().sha256},
+        value={"version": __version__, "table_sha256": str(FAMILIES[SERVING].table_sha256())},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
@@ -11,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferencegym.errors import ForgedLogError, InferenceGymError
-from server.families import PREFIXES
+from inferencegym.families import FAMILIES
 from server.net.errors import InvalidRequestError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
 
@@ -74,6 +75,9 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         headers.append((b"retry-after", str(seconds).encode()))
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.http_status in (408, 413):
+        # The rest of the body is not waited for.
+        headers.append((b"connection", b"close"))
     return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
 
 
@@ -81,7 +85,7 @@ def _next(code: str, path: str) -> str:
     text = NEXT.get(code, "correct the request and send it again")
     if path.endswith("/batch"):
         text = NEXT_OF_BATCHES.get(code, text)
-    return text.format(at=next((prefix for prefix in PREFIXES if prefix and path.startswith(prefix + "/")), ""))
+    return text.format(at=next((f"/{name}" for name in FAMILIES if path.startswith(f"/{name}/")), ""))
 
 
 def install_problem_handlers(app: FastAPI) -> None:
@@ -130,3 +134,39 @@ def failure_reply(headers: RawHeaders = ()) -> JsonReply:
         "next": "report the request id; if it was a step, send it again with its number",
     }
     return JsonReply(orjson.dumps({"detail": detail}), 500, headers)
+
+
+_STATUS_TEXTS: Final = {
+    400: "The request cannot be answered as things stand (the episode is over, for one)",
+    401: "The API key is missing or wrong",
+    403: "A page of another origin wants to do more than read",
+    404: "There is no such session, or no such environment",
+    408: "The body did not arrive in time",
+    409: "Another action was already accepted for this step, or the session plays another task",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    422: "A field is missing, unknown or out of range",
+    429: "Too many requests; see Retry-After",
+    503: "The store or the table cannot be used now; see Retry-After",
+}
+
+
+def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answer 200, the errors of these statuses, and those that any path with a body may give."""
+    ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
+    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, *statuses)}
+
+
+def detail_schema() -> dict[str, Any]:
+    """Every error's body."""
+    text = {"type": "string"}
+    properties: dict[str, Any] = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
+    properties["step"] = {"type": "integer", "description": "of a forged log: the first step that differs, from 0"}
+    detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
+    return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
+
+
+def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors by status, all in the one form."""
+    content = {"application/json": {"schema": detail_schema()}}
+    return {status: {"description": _STATUS_TEXTS[status], "content": content} for status in sorted({*statuses})}

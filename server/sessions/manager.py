@@ -17,16 +17,18 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import orjson
 
-from env.episode import EpisodeEnv
+from env.family import RECORD_VERSION, Action, EpisodeEnv, EpisodeRecord, Family
 from inferencegym import __version__
 from inferencegym.errors import (
+    DataFormatError,
     EpisodeDoneError,
     InvalidActionError,
     StepConflictError,
@@ -36,7 +38,7 @@ from inferencegym.errors import (
 from inferencegym.tasks import TaskId
 from server.net.errors import InvalidRequestError, RateLimitedError
 from server.sessions.quota import UnfinishedQuota
-from server.sessions.store import RECORD_VERSION, Action, EpisodeStart, SessionStore, StoredEpisode
+from server.sessions.store import SessionStore, StoredEpisode
 from server.settings import Settings
 
 P = ParamSpec("P")
@@ -53,40 +55,9 @@ MAINTENANCE_EVERY_S: Final = 10.0
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class ServedFamily:
-    """A kind of environment as it is served: how to make one, and how to read and keep its actions.
-
-    ``parse_action`` returns an action as the environment takes it, and the values of its ``fields``, which every equal
-    action has; it raises InvalidActionError.
-    """
-
-    name: str
-    make: Callable[[], EpisodeEnv]
-    parse_action: Callable[[Any], tuple[Any, Sequence[Any]]]
-    fields: tuple[str, ...]
-
-    def recorded(self, action: Action) -> dict[str, Any]:
-        """An action of a record in its JSON form. Raises StoreError where the record holds none of this family."""
-        try:
-            values = orjson.loads(action)
-        except orjson.JSONDecodeError:
-            values = None
-        if not isinstance(values, list) or len(values) != len(self.fields):
-            raise _unreadable(action, f"not a JSON array of {', '.join(self.fields)}")
-        return dict(zip(self.fields, values, strict=True))
-
-    def play(self, env: EpisodeEnv, action: Action) -> tuple[Any, float, bool]:
-        """Play a step of a record: observation, reward and done. Raises StoreError where it cannot be played."""
-        try:
-            return env.play(self.recorded(action))
-        except InvalidActionError as error:  # the caller's own action is not to blame
-            raise _unreadable(action, str(error)) from error
-
-
 @dataclass(slots=True)
-class Outcome:
-    """What one step gave; ``number`` counts from 1."""
+class StepResult:
+    """Result of one step; ``number`` counts from 1."""
 
     number: int
     observation: Any
@@ -101,21 +72,33 @@ class Outcome:
         return self.env.info()
 
 
+def last_result(env: EpisodeEnv) -> StepResult | None:
+    """Result of an environment's last step; None before the first."""
+    taken = len(env.actions)
+    if taken == 0:
+        return None
+    return StepResult(taken, env.observation(), env.episode_log[-1]["reward"], env.done, env)
+
+
 @dataclass(slots=True)
-class Live:
-    """A session whose environment is in memory."""
+class LiveSession:
+    """A session whose environment is in memory; ``record`` is what the store has of it."""
 
     session_id: str
-    family: ServedFamily
-    start: EpisodeStart
+    family: Family
+    record: EpisodeRecord
     token: str
     caller: str
     env: EpisodeEnv
-    actions: list[Action] = field(default_factory=list)
-    last: Outcome | None = None
+    last: StepResult | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
     touched: float = 0.0
+
+    @property
+    def actions(self) -> list[Action]:
+        """Actions taken so far."""
+        return self.record.actions
 
     @property
     def in_use(self) -> bool:
@@ -159,11 +142,11 @@ def _counting_store_errors(
 class SessionManager:
     """Resets, steps and looks up sessions of all families."""
 
-    def __init__(self, store: SessionStore, families: Mapping[str, ServedFamily], settings: Settings) -> None:
+    def __init__(self, store: SessionStore, families: Mapping[str, Family], settings: Settings) -> None:
         self.store = store
         self.families = families
         self.counters = Counters()
-        self._live: OrderedDict[str, Live] = OrderedDict()
+        self._live: OrderedDict[str, LiveSession] = OrderedDict()
         self._steps_held = 0
         self._max_live = settings.live_sessions
         self._max_steps_held = settings.live_steps
@@ -195,7 +178,7 @@ class SessionManager:
         caller: str = "",
         session_id: str | None = None,
         create: bool = False,
-    ) -> tuple[Live, Any]:
+    ) -> tuple[LiveSession, Any]:
         """Start an episode and return its session and first observation.
 
         A ``session_id`` restarts that session; an unknown one is an UnknownSessionError unless ``create`` is set, and
@@ -208,21 +191,39 @@ class SessionManager:
         env = chosen.make()
         session_id = session_id or new_session_id()
         first = env.reset(seed=seed, task_id=task_id, config=config, session_id=session_id)
-        start = EpisodeStart(chosen.name, env.task_id, env.seed, env.config_dict())
-        known = self._live.get(session_id)
-        if known is None:
-            token = await self.store.put(session_id, start, caller)
-            live = Live(session_id, chosen, start, token, caller, env, touched=time.monotonic())
+        record = EpisodeRecord(chosen.name, env.task_id, env.seed, env.config_dict())
+        live = self._live.get(session_id)
+        if live is None:
+            token = await self.store.put(session_id, record, caller)
+            live = LiveSession(session_id, chosen, record, token, caller, env, touched=time.monotonic())
             self._keep(live)
         else:
-            live = known
             self._live.move_to_end(session_id)
             async with live.lock:
-                live.token = await self.store.put(session_id, start, caller)
-                self._replace(live, chosen, start, env, [])
+                live.token = await self.store.put(session_id, record, caller)
+                self._replace(live, chosen, record, env)
                 live.caller = caller
         self.counters.resets += 1
         return live, first
+
+    def try_step(
+        self,
+        session_id: str,
+        action: Any,
+        number: int | None = None,
+        family: str | None = None,
+        reset_id: str | None = None,
+    ) -> StepResult | None:
+        """Take step ``number`` (counting from 1; None: the next one) where nothing has to be waited for.
+
+        None, with nothing changed, where something has to (another request, the store, a replay), and where the step
+        is not simply the next one: :meth:`step` then waits for it, or says what is wrong.
+        """
+        live = self._live.get(session_id)
+        result = None if live is None else self._try(live, action, number, family, reset_id)
+        if live is not None and result is not None and self._touch_is_due(live):
+            self._soon(self._touch(live))
+        return result
 
     async def step(
         self,
@@ -231,10 +232,10 @@ class SessionManager:
         number: int | None = None,
         family: str | None = None,
         reset_id: str | None = None,
-    ) -> Outcome:
-        """Take step ``number`` (counting from 1; None: the next one) and return what it gave.
+    ) -> StepResult:
+        """Take step ``number`` (counting from 1; None: the next one) and return its result.
 
-        A step that was taken already with the same action gives the same outcome again; with another action it is a
+        A step that was taken already with the same action gives the same result again; with another action it is a
         StepConflictError, and so is a number ahead of the episode. Where ``family`` is given, a session of another
         family is an UnknownSessionError. Where ``reset_id`` is given, a session that was reset since that reset is a
         StepConflictError.
@@ -242,17 +243,15 @@ class SessionManager:
         live = self._live.get(session_id)
         if live is None:
             live = await self._loaded(session_id)
-        else:
-            self._live.move_to_end(session_id)
-        if family is not None:
-            must_be(live.family.name, family, session_id)
-        outcome = self._step_at_once(live, action, number, reset_id)
-        if outcome is not None:
+        result = self._try(live, action, number, family, reset_id)
+        if result is not None:
             if self._touch_is_due(live):
                 # Nobody else's step may come before this one's info is asked for.
                 async with live.lock:
-                    await self._touch_if_due(live)
-            return outcome
+                    await self._touch(live)
+            return result
+        if family is not None:
+            must_be(live.family.name, family, session_id)
         if live.waiting >= self._max_waiting:
             raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
         live.waiting += 1
@@ -265,28 +264,8 @@ class SessionManager:
         finally:
             live.waiting -= 1
 
-    def step_at_once(
-        self,
-        session_id: str,
-        action: Any,
-        number: int | None,
-        family: str | None = None,
-        reset_id: str | None = None,
-    ) -> Outcome | None:
-        """As :meth:`step` where nothing has to be waited for (almost always); else None, and nothing changed."""
-        live = self._live.get(session_id)
-        if live is None:
-            return None
-        self._live.move_to_end(session_id)
-        if family is not None:
-            must_be(live.family.name, family, session_id)
-        outcome = self._step_at_once(live, action, number, reset_id)
-        if outcome is not None and self._touch_is_due(live):
-            self._soon(self._touch_if_due(live))
-        return outcome
-
     @_counting_store_errors
-    async def get(self, session_id: str, family: str | None = None) -> Live:
+    async def get(self, session_id: str, family: str | None = None) -> LiveSession:
         """The session as it is now, whichever process stepped it last. Hold its ``lock`` while awaiting with it.
 
         Where ``family`` is given, a session of another family is an UnknownSessionError.
@@ -324,19 +303,23 @@ class SessionManager:
 
     # ------------------------------------------------------------ one step
 
-    def _step_at_once(self, live: Live, action: Any, number: int | None, reset_id: str | None) -> Outcome | None:
-        taken = len(live.actions)
-        if live.in_use or live.env.done or (number is not None and number != taken + 1):
+    def _try(
+        self, live: LiveSession, action: Any, number: int | None, family: str | None, reset_id: str | None
+    ) -> StepResult | None:
+        """Take the next step if it is the one asked for and nothing has to be waited for."""
+        if live.session_id in self._live:
+            self._live.move_to_end(live.session_id)
+        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
             return None
-        if reset_id is not None and reset_id != live.start.reset_id:
+        if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
             return None
-        parsed, wanted = _read_action(live.family, action)
-        if not self.store.append_at_once(live.session_id, live.token, taken, wanted):
+        parsed, wanted = live.family.parse_action(action)
+        if not self.store.append_at_once(live.session_id, live.token, len(live.actions), wanted):
             return None
-        return self._taken(live, parsed, wanted)
+        return self._take(live, parsed, wanted)
 
-    async def _step(self, live: Live, action: Any, number: int | None, reset_id: str | None) -> Outcome:
-        parsed, wanted = _read_action(live.family, action)
+    async def _step(self, live: LiveSession, action: Any, number: int | None, reset_id: str | None) -> StepResult:
+        parsed, wanted = live.family.parse_action(action)
         for _ in range(MAX_ATTEMPTS):
             self._must_be_of(live, reset_id)
             if live.env.done or (number is not None and number != len(live.actions) + 1):
@@ -348,28 +331,29 @@ class SessionManager:
                 if live.env.done:
                     raise EpisodeDoneError(f"the episode ended after {len(live.actions)} steps")
             if await self.store.append(live.session_id, live.token, len(live.actions), wanted):
-                outcome = self._taken(live, parsed, wanted)
-                await self._touch_if_due(live)
-                return outcome
+                result = self._take(live, parsed, wanted)
+                if self._touch_is_due(live):
+                    await self._touch(live)
+                return result
             await self._refresh(live)
         self.counters.conflicts += 1
         raise StepConflictError("other requests keep stepping this session; give the step its number")
 
-    def _must_be_of(self, live: Live, reset_id: str | None) -> None:
-        if reset_id is not None and reset_id != live.start.reset_id:
+    def _must_be_of(self, live: LiveSession, reset_id: str | None) -> None:
+        if reset_id is not None and reset_id != live.record.reset_id:
             self.counters.conflicts += 1
             raise StepConflictError(f"session {live.session_id!r} was reset by another request")
 
-    def _taken(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
+    def _take(self, live: LiveSession, parsed: Any, wanted: Action) -> StepResult:
+        """Play a step that the store has."""
         self.counters.steps += 1
-        return self._apply(live, parsed, wanted)
-
-    def _apply(self, live: Live, parsed: Any, wanted: Action) -> Outcome:
-        outcome = _took(live, wanted, *live.env.play(parsed))
+        observation, reward, done = live.env.play(parsed)
+        live.actions.append(wanted)
         self._count_held(live, 1)
-        return outcome
+        live.last = StepResult(len(live.actions), observation, reward, done, live.env)
+        return live.last
 
-    async def _answer_again(self, live: Live, wanted: Action, number: int) -> Outcome:
+    async def _answer_again(self, live: LiveSession, wanted: Action, number: int) -> StepResult:
         taken = len(live.actions)
         if number > taken + 1:
             self.counters.conflicts += 1
@@ -378,21 +362,20 @@ class SessionManager:
             )
         if live.actions[number - 1] != wanted:
             self.counters.conflicts += 1
-            before = orjson.dumps(live.family.recorded(live.actions[number - 1])).decode()
+            before = orjson.dumps(live.family.action_json(live.actions[number - 1])).decode()
             raise StepConflictError(f"step {number} was taken with another action: {before}")
         self.counters.repeated_answers += 1
         if number == taken and live.last is not None:
             return live.last
-        _, last = await self._replay(live.family, live.start, live.session_id, live.actions[:number])
+        earlier = replace(live.record, actions=live.actions[:number])
+        last = last_result(await self._replay(live.family, earlier, live.session_id))
         assert last is not None
         return last
 
-    def _touch_is_due(self, live: Live) -> bool:
+    def _touch_is_due(self, live: LiveSession) -> bool:
         return live.env.done or time.monotonic() - live.touched >= self._touch_every_s
 
-    async def _touch_if_due(self, live: Live) -> None:
-        if not self._touch_is_due(live):
-            return
+    async def _touch(self, live: LiveSession) -> None:
         now = time.monotonic()
         try:
             await self.store.touch(live.session_id, live.token, live.env.done)
@@ -411,16 +394,16 @@ class SessionManager:
     # ------------------------------------------------------------ between memory and store
 
     @_counting_store_errors
-    async def _loaded(self, session_id: str) -> Live:
+    async def _loaded(self, session_id: str) -> LiveSession:
         return await self._load(session_id)
 
-    async def _load(self, session_id: str) -> Live:
+    async def _load(self, session_id: str) -> LiveSession:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None
         if stored is None:
             raise UnknownSessionError(f"there is no session {session_id[:128]!r}: it never was, or it has expired")
-        family = self._family_of(stored.start)
-        env, last = await self._replay(family, stored.start, session_id, stored.actions)
-        live = Live(session_id, family, stored.start, stored.token, "", env, stored.actions, last)
+        family = self._family_of(stored.record)
+        env = await self._replay(family, stored.record, session_id)
+        live = LiveSession(session_id, family, stored.record, stored.token, "", env, last_result(env))
         # Its next step is noted in the store at once: the last note may be almost as old as the session may get.
         live.touched = time.monotonic() - self._touch_every_s
         other = self._live.get(session_id)
@@ -429,32 +412,33 @@ class SessionManager:
         self._keep(live)
         return live
 
-    async def _refresh(self, live: Live) -> None:
+    async def _refresh(self, live: LiveSession) -> None:
         """Bring a live session to where its record is; needs the session's lock."""
         stored = await self.store.get(live.session_id, first=len(live.actions))
         if stored is None:
             # Forgotten while it was alive here (expired, made room, or the store was replaced). It is in use: it stays.
-            live.token = await self.store.put(live.session_id, live.start, live.caller, live.actions)
+            live.token = await self.store.put(live.session_id, live.record, live.caller)
         elif stored.token != live.token:
             await self._adopt(live, await self.store.get(live.session_id))
-        elif stored.actions:
-            await self._catch_up(live, stored.actions)
+        elif stored.record.actions:
+            await self._catch_up(live, stored.record.actions)
         else:
             await self._write_back(live)
 
-    async def _adopt(self, live: Live, stored: StoredEpisode | None) -> None:
+    async def _adopt(self, live: LiveSession, stored: StoredEpisode | None) -> None:
         if stored is None:
             raise StoreError("the session was being replaced; send the request again")
-        family = self._family_of(stored.start)
-        env, last = await self._replay(family, stored.start, live.session_id, stored.actions)
+        family = self._family_of(stored.record)
+        env = await self._replay(family, stored.record, live.session_id)
         live.token = stored.token
-        self._replace(live, family, stored.start, env, stored.actions)
-        live.last = last
+        self._replace(live, family, stored.record, env)
+        live.last = last_result(env)
 
-    async def _catch_up(self, live: Live, missed: Sequence[Action]) -> None:
+    async def _catch_up(self, live: LiveSession, missed: Sequence[Action]) -> None:
         def apply() -> None:
             for action in missed:
-                _took(live, action, *live.family.play(live.env, action))
+                _play_stored(live.family, live.env, action)
+                live.actions.append(action)
 
         before = len(live.actions)
         try:
@@ -465,8 +449,9 @@ class SessionManager:
         finally:
             self.counters.replayed_steps += len(live.actions) - before
             self._count_held(live, len(live.actions) - before)
+            live.last = last_result(live.env)
 
-    async def _write_back(self, live: Live) -> None:
+    async def _write_back(self, live: LiveSession) -> None:
         """Store again what a store has lost of an episode (a Redis replica that took over may lack the last steps)."""
         position = await self.store.position(live.session_id)
         if position is None or position[0] != live.token:
@@ -474,26 +459,25 @@ class SessionManager:
         for index in range(position[1], len(live.actions)):
             await self.store.append(live.session_id, live.token, index, live.actions[index])
 
-    async def _replay(
-        self, family: ServedFamily, start: EpisodeStart, session_id: str, actions: Sequence[Action]
-    ) -> tuple[EpisodeEnv, Outcome | None]:
+    async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
         self.counters.replays += 1
-        self.counters.replayed_steps += len(actions)
-        if len(actions) > THREAD_FROM_ACTIONS:
-            return await asyncio.to_thread(replay, family, start, session_id, actions)
-        return replay(family, start, session_id, actions)
+        self.counters.replayed_steps += len(record.actions)
+        if len(record.actions) > THREAD_FROM_ACTIONS:
+            return await asyncio.to_thread(_replay_stored, family, record, session_id)
+        return _replay_stored(family, record, session_id)
 
-    def _family_of(self, start: EpisodeStart) -> ServedFamily:
-        if start.version != RECORD_VERSION:
+    def _family_of(self, record: EpisodeRecord) -> Family:
+        if record.version != RECORD_VERSION:
             raise UnknownSessionError(
-                f"the session was stored in another form ({start.version}, this server's is {RECORD_VERSION}): reset it"
+                f"the session was stored in another form ({record.version}, this server's is {RECORD_VERSION}): "
+                "reset it"
             )
-        if start.release != __version__ or start.family not in self.families:
+        if record.release != __version__ or record.family not in self.families:
             raise UnknownSessionError(
-                f"the session was started on release {start.release} and this server is {__version__}: "
+                f"the session was started on release {record.release} and this server is {__version__}: "
                 "its episode cannot go on unchanged"
             )
-        return self.families[start.family]
+        return self.families[record.family]
 
     async def _may_restart(self, session_id: str, family: str, create: bool) -> bool:
         """Whether this session is there to be restarted; raises where it neither is nor may be made."""
@@ -505,7 +489,7 @@ class SessionManager:
             return True
         stored = await self.store.get(session_id, first=WITHOUT_ACTIONS)
         if stored is not None:
-            must_be(stored.start.family, family, session_id)
+            must_be(stored.record.family, family, session_id)
         elif not create:
             raise UnknownSessionError(
                 f"there is no session {session_id!r} to restart: leave session_id out to start a new one"
@@ -514,7 +498,7 @@ class SessionManager:
 
     # ------------------------------------------------------------ what is in memory
 
-    def _keep(self, live: Live) -> None:
+    def _keep(self, live: LiveSession) -> None:
         earlier = self._live.get(live.session_id)
         if earlier is not None:
             self._drop(earlier)
@@ -527,18 +511,16 @@ class SessionManager:
             self._drop(victim)
             self.counters.evictions += 1
 
-    def _replace(
-        self, live: Live, family: ServedFamily, start: EpisodeStart, env: EpisodeEnv, actions: list[Action]
-    ) -> None:
-        self._count_held(live, len(actions) - len(live.actions))
-        live.family, live.start, live.env, live.actions, live.last = family, start, env, actions, None
+    def _replace(self, live: LiveSession, family: Family, record: EpisodeRecord, env: EpisodeEnv) -> None:
+        self._count_held(live, len(record.actions) - len(live.actions))
+        live.family, live.record, live.env, live.last = family, record, env, None
 
-    def _count_held(self, live: Live, steps: int) -> None:
+    def _count_held(self, live: LiveSession, steps: int) -> None:
         # One that was dropped meanwhile took its steps with it.
         if self._live.get(live.session_id) is live:
             self._steps_held += steps
 
-    def _drop(self, live: Live) -> None:
+    def _drop(self, live: LiveSession) -> None:
         del self._live[live.session_id]
         self._steps_held -= len(live.actions)
 
@@ -548,35 +530,26 @@ class SessionManager:
             self._drop(live)
 
 
-def _took(live: Live, wanted: Action, observation: Any, reward: float, done: bool) -> Outcome:
-    live.actions.append(wanted)
-    live.last = Outcome(len(live.actions), observation, reward, done, live.env)
-    return live.last
-
-
-def _unreadable(action: Action, why: str) -> StoreError:
-    return StoreError(f"the session store holds a step that cannot be read: {action[:200]!r} is {why}")
-
-
-def _read_action(family: ServedFamily, action: Any) -> tuple[Any, Action]:
-    parsed, values = family.parse_action(action)
-    # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
-    return parsed, bytes(memoryview(orjson.dumps(values)))
-
-
 def must_be(known: str, family: str, session_id: str) -> None:
     """Raise UnknownSessionError unless a session's family is this one: each environment knows its own sessions only."""
     if known != family:
         raise UnknownSessionError(f"session {session_id!r} is one of the {known} environment, not of the {family} one")
 
 
-def replay(
-    family: ServedFamily, start: EpisodeStart, session_id: str, actions: Sequence[Action]
-) -> tuple[EpisodeEnv, Outcome | None]:
-    """A fresh environment with ``actions`` played, and what the last of them gave: the same bits as the first time."""
-    env = family.make()
-    env.reset(seed=start.seed, task_id=start.task_id, config=start.config, session_id=session_id)
-    last: Outcome | None = None
-    for number, action in enumerate(actions, 1):
-        last = Outcome(number, *family.play(env, action), env)
-    return env, last
+def _play_stored(family: Family, env: EpisodeEnv, action: Action) -> None:
+    with _readable():
+        family.play(env, action)
+
+
+def _replay_stored(family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
+    with _readable():
+        return family.replay(record, session_id)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """A step that cannot be read is the store's fault, and not that of the caller whose own action is another."""
+    try:
+        yield
+    except (InvalidActionError, DataFormatError) as error:
+        raise StoreError(f"the session store holds a step that cannot be read: {error}") from error

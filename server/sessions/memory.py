@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from env.family import Action, EpisodeRecord
 from inferencegym.errors import CapacityError
-from server.sessions.store import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode, client_of
+from server.sessions.store import ROOM_CHUNK, StoredEpisode, client_of
 from server.settings import Settings
 
 
 @dataclass(slots=True)
 class _Row:
     token: str
-    start: EpisodeStart
+    record: EpisodeRecord
     caller: str
-    actions: list[Action]
     touched: float
     finished: bool = False
 
@@ -38,23 +37,25 @@ class MemoryStore:
     async def close(self) -> None:
         self._rows.clear()
 
-    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
         if session_id not in self._rows and len(self._rows) >= self._limit:
             await self.purge()
             if len(self._rows) >= self._limit:
                 raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
         self._rows.pop(session_id, None)
-        row = _Row(secrets.token_hex(8), start, caller, list(actions), time.monotonic())
+        row = _Row(secrets.token_hex(8), replace(record, actions=list(record.actions)), caller, time.monotonic())
         self._rows[session_id] = row
         return row.token
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         row = self._row(session_id)
-        return None if row is None else StoredEpisode(row.token, row.start, row.actions[first:])
+        if row is None:
+            return None
+        return StoredEpisode(row.token, replace(row.record, actions=row.record.actions[first:]))
 
     async def position(self, session_id: str) -> tuple[str, int] | None:
         row = self._row(session_id)
-        return None if row is None else (row.token, len(row.actions))
+        return None if row is None else (row.token, len(row.record.actions))
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         return self._append(session_id, token, index, action)
@@ -64,9 +65,9 @@ class MemoryStore:
 
     def _append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         row = self._rows.get(session_id)
-        if row is None or row.token != token or len(row.actions) != index:
+        if row is None or row.token != token or len(row.record.actions) != index:
             return False
-        row.actions.append(action)
+        row.record.actions.append(action)
         return True
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:

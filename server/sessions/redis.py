@@ -18,8 +18,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
+from env.family import Action, EpisodeRecord
 from inferencegym.errors import CapacityError, StoreError
-from server.sessions.store import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode, client_of
+from server.sessions.store import ROOM_CHUNK, StoredEpisode, client_of, stored_episode
 from server.settings import Settings
 
 T = TypeVar("T")
@@ -120,10 +121,11 @@ class RedisStore:
     async def ping(self) -> None:
         await self._run(lambda: self._client.set(PREFIX + "ping", "1", ex=60))
 
-    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
         token = secrets.token_hex(8)
         keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
-        args: list[Any] = [token, start.to_json(), self._ttl_s, time.time(), self._limit, session_id, *actions]
+        now = time.time()
+        args: list[Any] = [token, record.start_json(), self._ttl_s, now, self._limit, session_id, *record.actions]
         if not await self._run(lambda: self._put(keys, args)):
             await self.purge()
             if not await self._run(lambda: self._put(keys, args)):
@@ -135,7 +137,7 @@ class RedisStore:
         if found is None:
             return None
         token, start, actions = found
-        return StoredEpisode(token.decode(), EpisodeStart.from_json(start), actions)
+        return stored_episode(token.decode(), start, actions)
 
     async def position(self, session_id: str) -> tuple[str, int] | None:
         async def read() -> tuple[str, int] | None:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from env.family import Action, EpisodeRecord
 from inferencegym.errors import CapacityError, StoreError
-from server.sessions.store import ROOM_CHUNK, Action, EpisodeStart, StoredEpisode
+from server.sessions.store import ROOM_CHUNK, StoredEpisode, stored_episode
 from server.settings import Settings
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
     token INTEGER PRIMARY KEY,      -- random: one start of one session, never used again
     id TEXT NOT NULL UNIQUE,
-    start TEXT NOT NULL,            -- JSON of EpisodeStart
+    start TEXT NOT NULL,            -- JSON of EpisodeRecord, without actions
     caller TEXT NOT NULL,
     created REAL NOT NULL,
     touched REAL NOT NULL,
@@ -108,12 +109,12 @@ class SqliteStore:
 
     # ------------------------------------------------------------ records
 
-    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
         if self._stored >= self._limit:
             await self.purge()
         token = secrets.randbits(62)
-        start_json = start.to_json().decode()
-        rows = [(token, n, action.decode()) for n, action in enumerate(actions)]
+        start_json = record.start_json().decode()
+        rows = [(token, n, action.decode()) for n, action in enumerate(record.actions)]
         now = time.time()
 
         def write(connection: sqlite3.Connection) -> bool:
@@ -143,7 +144,7 @@ class SqliteStore:
             if not rows:
                 return None
             actions = [action.encode() for _, _, action in rows if action is not None]
-            return StoredEpisode(str(rows[0][0]), EpisodeStart.from_json(rows[0][1]), actions)
+            return stored_episode(str(rows[0][0]), rows[0][1], actions)
 
         return await self._run(read)
 

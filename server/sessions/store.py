@@ -1,4 +1,4 @@
-"""Where episodes are kept: the record of one, and what every store promises.
+"""Interface of session stores: durable maps from session id to episode record.
 
 An episode IS (family, task, seed, config, actions): its environment can be rebuilt from them at any time, so nothing
 else is stored. A store is a list of records with one rule: action ``n`` is appended only where exactly ``n`` actions
@@ -8,63 +8,31 @@ machines.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
-import orjson
-
-from inferencegym import __version__
-from inferencegym.errors import StoreError
-from inferencegym.tasks import TaskId
-from server.settings import Settings
-
-RECORD_VERSION: Final = 3
-"""Form of what is stored. 1 kept the names of an action's fields, 2 no id of the reset."""
+from env.family import Action, EpisodeRecord
+from inferencegym.errors import DataFormatError, StoreError
 
 ROOM_CHUNK: Final = 20
 """Sessions that make room at once, so that a client at its limit is not counted at every reset."""
 
-Action = bytes
-"""One action: the values that its family's ``parse_action`` returns, as a JSON array. Without the names of the fields
-it takes a fifth of the room, in memory and in a store."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeStart:
-    """What an episode begins with; complete, so that later defaults cannot change it."""
-
-    family: str
-    task_id: TaskId
-    seed: int
-    config: dict[str, Any]
-    release: str = __version__
-    """Version of the package that plays it: another one may simulate differently."""
-    version: int = RECORD_VERSION
-    reset_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells two episodes apart that begin with the same; it stays the same when the record is written again."""
-
-    def to_json(self) -> bytes:
-        return orjson.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> EpisodeStart:
-        """Raises StoreError where another form was written."""
-        try:
-            return cls(**orjson.loads(text))
-        except (TypeError, orjson.JSONDecodeError) as error:
-            raise StoreError(f"the session store holds an episode whose start cannot be read: {error}") from error
-
 
 @dataclass(slots=True)
 class StoredEpisode:
-    """One record as read: ``actions`` are those from the index asked for on."""
+    """A record as read: its actions are those from the index asked for on."""
 
     token: str
     """Changes with every restart of the session, so that a step never lands in another episode."""
-    start: EpisodeStart
-    actions: list[Action] = field(default_factory=list)
+    record: EpisodeRecord
+
+
+def stored_episode(token: str, start: bytes | str, actions: list[Action]) -> StoredEpisode:
+    """A record as a store holds it. Raises StoreError where its start cannot be read."""
+    try:
+        return StoredEpisode(token, EpisodeRecord.from_start(start, actions))
+    except DataFormatError as error:
+        raise StoreError(f"the session store holds an episode that cannot be read: {error}") from error
 
 
 class SessionStore(Protocol):
@@ -82,8 +50,8 @@ class SessionStore(Protocol):
     async def close(self) -> None:
         """Release everything; nothing acknowledged is lost."""
 
-    async def put(self, session_id: str, start: EpisodeStart, caller: str, actions: Sequence[Action] = ()) -> str:
-        """Start the session's (next) episode, replacing an earlier one, and return its token.
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
+        """Store the session's (next) episode with its actions, replacing an earlier one, and return its token.
 
         Raises :class:`~inferencegym.errors.CapacityError` when the store is full of unfinished sessions.
         """
@@ -125,20 +93,3 @@ class SessionStore(Protocol):
 def client_of(caller: str) -> str:
     """The part of a caller's identity that stands for its address: ``client`` of :meth:`SessionStore.make_room`."""
     return caller.partition(".")[0]
-
-
-def make_store(settings: Settings) -> SessionStore:
-    """The store that the settings name; not opened yet."""
-    scheme = settings.store_url.split("://", 1)[0]
-    if scheme in ("redis", "rediss"):
-        # Imported here: only servers that share their sessions through Redis install its client.
-        from server.sessions.redis import RedisStore
-
-        return RedisStore(settings)
-    if scheme == "memory":
-        from server.sessions.memory import MemoryStore
-
-        return MemoryStore(settings)
-    from server.sessions.sqlite import SqliteStore
-
-    return SqliteStore(settings)

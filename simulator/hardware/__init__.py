@@ -1,1 +1,1 @@
-"""Where operator times come from: measured CSV files and the operator model fitted to them."""
+"""Operator times: measured CSV files and the operator model fitted to them."""

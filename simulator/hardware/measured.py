@@ -1,4 +1,4 @@
-"""Reads the measured files beside the tables, and proves that they are the ones the tables were built from."""
+"""Readers of the measured CSV files, with checksums that tie a table to the files it was built from."""
 
 from __future__ import annotations
 

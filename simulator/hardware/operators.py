@@ -71,7 +71,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """What a serving engine adds to its kernels, and how it schedules.
+    """Engine profile: the overhead beside its kernels, and how it schedules.
 
     An iteration costs ``step_overhead_ms + sequence_overhead_ms * sequences`` on top of the kernels; ``gemm_scale``
     corrects the GEMM library; ``ttft_offset_ms`` is what a client sees beyond the iterations (tokenising, transport).
@@ -190,7 +190,7 @@ class OperatorModel:
     def prefill_marginal_ms(
         self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0
     ) -> float:
-        """What one prompt adds to the iterations of a batch that is decoding anyway, when it comes alone.
+        """Time that one prompt, coming alone, adds to the iterations of a decoding batch.
 
         Short prompts hide behind the weight streaming of the decode batch; see ``prefill_saturated_ms`` for a crowd.
         """
@@ -205,7 +205,7 @@ class OperatorModel:
     def prefill_saturated_ms(
         self, prompt_tokens: int, n_decode: int, context_tokens: float, draft_tokens: int = 0
     ) -> float:
-        """What one prompt adds per iteration when prompts like it fill the engine's whole token budget."""
+        """Time that one prompt adds per iteration when prompts like it fill the engine's whole token budget."""
         budget = self.chunk_budget(n_decode * (draft_tokens + 1) if self.profile.scheduler == "chunked" else 0)
         if prompt_tokens >= budget:
             return self.prefill_marginal_ms(prompt_tokens, n_decode, context_tokens, draft_tokens)
@@ -458,7 +458,7 @@ MEASURED, INTERPOLATED, MODELLED, EXTRAPOLATED = range(4)
 
 
 def support(tier: str, n_decode: int, context_tokens: int, prompt_tokens: int, draft_tokens: int) -> int:
-    """How well measurements cover the operator times behind one decode batch and one prompt.
+    """Coverage by measurements of the operator times behind one decode batch and one prompt.
 
     0 measured: every kernel was timed at exactly this shape. 1 interpolated: between measured shapes or row counts,
     or a measured ratio of quantised to bf16 kernels on neighbouring shapes. 2 modelled: rests on the draft model's

@@ -1,4 +1,4 @@
-"""Reads what load generators say of a served model: the load of each run and the latencies that clients saw.
+"""Readers of load generators' result files: the load of each run and the latencies that clients measured.
 
 Read are the JSON of ``vllm bench serve --save-result`` (one object, or one per line from ``--append-result``),
 GuideLLM's report as JSON or CSV, and AIPerf's summary (``profile_export_aiperf.json`` or ``.csv``) or its records
@@ -23,7 +23,7 @@ from simulator.tables import FloatArray
 from simulator.whatif import steady_requests
 
 METRICS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "output_tokens_per_s")
-"""What a run may state and a fit compares. TTFT p50 and TPOT fall back to means where no median is given."""
+"""Metrics that a run may state and a fit compares; TTFT p50 and TPOT fall back to means without a median."""
 MAX_REQUESTS: Final = 2_000
 """Requests of a run that are replayed; a longer one is cut, its latencies are those of the whole."""
 
@@ -227,7 +227,7 @@ def _aiperf_clients(summary: Value) -> Value | None:
 
 
 def _aiperf_summary(source: Source, of: Callable[[str, str], Value | None], clients: Value | None) -> BenchRun:
-    """A run of which ``of`` gives each metric's statistics."""
+    """A run whose statistics of each metric ``of`` gives."""
     in_flight = _number(clients)
     rate, latency_ms = _number(of("request_throughput", "avg")), _number(of("request_latency", "avg"))
     if in_flight is None and rate is not None and latency_ms is not None:
@@ -315,7 +315,7 @@ def _summary_run(
     clients: float | None,
     measured: Mapping[str, Value | None],
 ) -> BenchRun:
-    """A run of which only summaries are known: requests all alike, in a closed loop of so many clients."""
+    """A run known by summaries only: requests of equal length in a closed loop of so many clients."""
     stated = []
     for value, said in ((prompt, "prompt tokens"), (output, "output tokens"), (count, "number of requests")):
         number = _number(value)

@@ -1,4 +1,4 @@
-"""Fits an engine profile to benchmark results, and says how well it predicts runs that it was not fitted to.
+"""Fit of an engine profile to benchmark results, judged on runs that it was not fitted to.
 
 Five numbers are fitted by least squares on log ratios of predicted to measured latencies and throughput: overhead per
 iteration and per sequence, the GEMM scale, the scale of memory bandwidth, and the TTFT offset. Predictions are those of
@@ -38,13 +38,13 @@ WEIGHT: Final[Mapping[str, float]] = {
     "tpot_ms": 1 / 0.05,
     "output_tokens_per_s": 1 / 0.05,
 }
-"""How much a log ratio counts: one over the error that the model is expected to keep anyway."""
+"""Weight of each metric's log ratio: one over the error that the model is expected to keep anyway."""
 PRIOR_WEIGHT: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One fitted number: bounds and the change that is worth as much as ``PRIOR_WEIGHT`` of an expected error."""
+    """Fitted number: its bounds and the change that costs as much as ``PRIOR_WEIGHT`` of an expected error."""
 
     name: str
     low: float
@@ -92,7 +92,7 @@ class BenchFit:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the benchmarked engine ran: most requests at once, precision, replicas behind the address."""
+    """Deployment that was benchmarked: most requests at once, precision, replicas behind the address."""
 
     max_num_seqs: int = 256
     tier: str = "FP16"
@@ -149,7 +149,7 @@ def fit_engine(
 
 
 def _held_out(n: int, share: float) -> list[int]:
-    """Indices held out of ``n`` runs in order of load: evenly spread, the lightest never."""
+    """Indices held out of ``n`` runs in order of load: evenly spaced, the lightest never."""
     if share == 0.0 or n < 2:
         return []
     every = max(2, round(1.0 / share))
@@ -180,7 +180,7 @@ def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
 
 
 class _Predictor:
-    """What the serving dynamics say of a run for given numbers of the profile."""
+    """Prediction of the serving dynamics for a run, given the numbers of the profile."""
 
     def __init__(self, card: Hardware, profile: EngineProfile, setup: Setup) -> None:
         self._card, self._profile, self._setup = card, profile, setup

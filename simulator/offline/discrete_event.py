@@ -100,7 +100,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of every request, ``(n,)`` arrays in the order given, and what the fleet did.
+    """Result of a run: every request in ``(n,)`` arrays in the order given, and totals of the fleet.
 
     Times are seconds from the start; NaN where a request was refused. ``rejected`` marks requests refused by a full
     queue or too long for the whole cache. ``busy_ms`` sums over GPUs; ``peak_kv_tokens`` is the fullest cache of any
@@ -132,7 +132,7 @@ class Outcome:
         return float(np.nanmax(self.finish_s)) if np.isfinite(self.finish_s).any() else 0.0
 
     def tokens_per_s(self, start_s: float = 0.0, end_s: float | None = None) -> float:
-        """Output tokens per second within a window; each request's tokens are spread evenly from first to last."""
+        """Output tokens per second within a window; each request's tokens fall evenly from first to last."""
         end = self.makespan_s() if end_s is None else end_s
         served = np.isfinite(self.finish_s)
         first, last, tokens = self.first_token_s[served], self.finish_s[served], self.output_tokens[served]

@@ -1,4 +1,4 @@
-"""Reads request logs in the formats that serving traces and load generators use.
+"""Importers of request logs in the formats of serving traces and load generators.
 
 ========== ====================================================================================================
 format     what is read
@@ -32,7 +32,7 @@ import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import PRIORITY_CLASSES
-from simulator.offline.source import Source, Value, shown
+from simulator.offline.source import Source, Value, value_text
 from simulator.prefix import PrefixReuse
 from simulator.requests import MAX_REQUESTS, RequestLog
 from simulator.tables import FloatArray
@@ -77,7 +77,7 @@ class Imported:
     tick_s: float
 
     def describe(self) -> dict[str, Any]:
-        """What a packed trace says of its origin."""
+        """Origin of the log, for the description of a packed trace."""
         return {"format": self.format, "skipped": dict(self.skipped), "tick_s": self.tick_s}
 
 
@@ -101,13 +101,12 @@ def import_log(
     start_s: float = 0.0,
     end_s: float = math.inf,
     run: int | None = None,
-    seed: int = 0,
 ) -> Imported:
     """Read a request log, sorted by arrival, starting at 0.
 
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
     chooses one benchmark of a report that holds several. Arrivals recorded in coarse steps are spread over their step,
-    in the order of the file, by ``seed``. Raises :class:`DataFormatError` naming file, line and field.
+    in the order of the file. Raises :class:`DataFormatError` naming file, line and field.
     """
     source = Source(Path(path), run)
     with source.reading():
@@ -117,7 +116,7 @@ def import_log(
         if found not in FORMATS:
             raise InvalidConfigError(f"format={format!r} is not known: one of auto, {', '.join(FORMATS)}")
         columns = _collect(source, _READERS[found](source), limit)
-    log, tick_s = _ordered(columns, seed)
+    log, tick_s = _ordered(columns)
     log = cut_log(log, start_s, end_s, str(path))
     if log.arrival_s[-1] > MAX_SPAN_S:
         raise DataFormatError(
@@ -145,7 +144,7 @@ def detect_format(path: Path) -> str:
     if names & {"Metric", "Benchmark", "Run Info"}:
         raise DataFormatError(f"{path}: holds summaries, not requests; give the tool's per-request file")
     raise DataFormatError(
-        f"{path}: the columns {shown(first)} are those of no known log; known are "
+        f"{path}: the columns {value_text(first)} are those of no known log; known are "
         "TIMESTAMP,ContextTokens,GeneratedTokens (azure), Timestamp,Request tokens,Response tokens (burstgpt) and "
         "arrival_s,prompt_tokens,output_tokens (csv)"
     )
@@ -284,7 +283,7 @@ def _read_aiperf(source: Source) -> Iterator[_Row]:
 
 
 def aiperf_metrics(record: Value) -> Value | None:
-    """What AIPerf measured of a request; None if the request failed."""
+    """A request as AIPerf measured it; None if the request failed."""
     error, metrics = record.find("error"), record.find("metrics")
     if metrics is None or metrics.value == {} or (error is not None and error.value):
         return None
@@ -318,7 +317,7 @@ _GUIDELLM_STARTS: Final = (
 
 
 def guidellm_start(request: Value) -> float:
-    """When GuideLLM sent a request (s); the field has moved between its versions."""
+    """Time at which GuideLLM sent a request (s); the field has moved between its versions."""
     for keys in _GUIDELLM_STARTS:
         found = request.find(*keys)
         if found is not None:
@@ -394,14 +393,14 @@ def _collect(source: Source, rows: Iterator[_Row], limit: int | None) -> _Column
     return kept
 
 
-def _ordered(columns: _Columns, seed: int) -> tuple[RequestLog, float]:
+def _ordered(columns: _Columns) -> tuple[RequestLog, float]:
     """Sorted by arrival from 0 on, coarse arrivals spread, repeated prefixes found."""
     arrival = np.frombuffer(columns.arrival)
     order = np.argsort(arrival, kind="stable")
     arrival = arrival[order] - arrival[order[0]]
     tick_s = coarse_tick_s(arrival)
     if tick_s > 0.0:
-        arrival = spread_ticks(arrival, tick_s, seed)
+        arrival = spread_ticks(arrival, tick_s)
     prompt = np.frombuffer(columns.prompt)[order]
     output = np.frombuffer(columns.output)[order]
     log = RequestLog(
@@ -416,9 +415,9 @@ def _ordered(columns: _Columns, seed: int) -> tuple[RequestLog, float]:
     return log, tick_s
 
 
-def with_blocks(log: RequestLog, blocks: list[tuple[int, ...]], block_tokens: int = 512) -> RequestLog:
+def with_blocks(log: RequestLog, blocks: list[tuple[int, ...]]) -> RequestLog:
     """The log with what its prompts repeat, from the block ids of each prompt in order of arrival."""
-    reuse = PrefixReuse(block_tokens)
+    reuse = PrefixReuse()
     lengths = zip(blocks, log.prompt_tokens.astype(int).tolist(), log.output_tokens.astype(int).tolist(), strict=True)
     reused = np.array([reuse.add(ids, prompt, output) for ids, prompt, output in lengths], dtype=np.float64)
     return replace(log, reused_tokens=reused, reuse_hit=reuse.hit_curve())
@@ -433,13 +432,16 @@ def coarse_tick_s(arrival_s: FloatArray) -> float:
     return tick if tick >= COARSE_TICK_S else 0.0
 
 
-def spread_ticks(arrival_s: FloatArray, tick_s: float, seed: int) -> FloatArray:
-    """Arrivals spread evenly at random over the step in which each was recorded; their order stays."""
-    within = np.random.default_rng([seed, 0]).random(len(arrival_s))
+def spread_ticks(arrival_s: FloatArray, tick_s: float) -> FloatArray:
+    """Arrivals spread evenly at random over the step in which each was recorded; their order stays.
+
+    The random numbers come from a fixed seed: the same file always gives the same log.
+    """
+    within = np.random.default_rng([0, 0]).random(len(arrival_s))
     # Sorting by tick and then by draw keeps the ticks in place and orders the draws within each.
     _, tick = np.unique(arrival_s, return_inverse=True)
-    spread: FloatArray = arrival_s + tick_s * within[np.lexsort((within, tick))]
-    return np.maximum.accumulate(spread)
+    moved: FloatArray = arrival_s + tick_s * within[np.lexsort((within, tick))]
+    return np.maximum.accumulate(moved)
 
 
 def cut_log(

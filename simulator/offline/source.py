@@ -1,4 +1,4 @@
-"""Files that other programs wrote, read value by value.
+"""Reader of files of other programs, value by value, with errors that name file, line and field.
 
 No reader looks into bare JSON: it asks a :class:`Value` for what the format promises and gets that, or an error that
 names file, line and field. What may be there instead (another type, nothing, a number that no float can hold, a
@@ -35,7 +35,7 @@ _SPACE: Final = re.compile(r"\s*")
 
 @dataclass(slots=True)
 class Source:
-    """A file being read: where we are in it, what was left out, and which ``run`` of several is wanted."""
+    """A file being read: the current line, what was left out, and which ``run`` of several is wanted."""
 
     path: Path
     run: int | None = None
@@ -43,13 +43,13 @@ class Source:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def wrong(self, what: str) -> DataFormatError:
-        """The error that says so of this file, and of this line where lines are read."""
+        """The error with this text about the file, and about its current line where lines are read."""
         place = f"{self.path}, line {self.line}" if self.line else str(self.path)
         return DataFormatError(f"{place}: {what}")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What goes wrong with the file itself, as :class:`DataFormatError`."""
+        """Turn errors of the file itself into :class:`DataFormatError`."""
         try:
             yield
         except OSError as error:
@@ -115,8 +115,8 @@ class Value:
     cell: bool = False
 
     def wrong(self, what: str) -> DataFormatError:
-        """The error that says so of this value."""
-        return self.source.wrong(f"{self.name}={shown(self.value)} {what}")
+        """The error with this text about the value."""
+        return self.source.wrong(f"{self.name}={value_text(self.value)} {what}")
 
     def number(self, low: float = 0.0, high: float = MAX_NUMBER) -> float:
         """A number within bounds."""
@@ -161,11 +161,11 @@ class Value:
         return found
 
     def items(self) -> Iterator[Value]:
-        """What a list holds, each with its name."""
+        """Elements of a list, each with its name."""
         return (Value(self.source, f"{self.name}[{i}]", item) for i, item in enumerate(self.elements()))
 
     def elements(self) -> list[Any]:
-        """What a list holds, as it is."""
+        """Elements of a list, unchecked."""
         if not isinstance(self.value, list):
             raise self.wrong("is not a list")
         return self.value
@@ -176,11 +176,11 @@ class Value:
             raise next(item for item in self.items() if type(item.value) is not int).wrong("is not an integer")
         return tuple(self.value)
 
-    def numbers(self, low: float = 0.0, high: float = MAX_NUMBER) -> FloatArray:
-        """A list of numbers within bounds, at least one."""
+    def numbers(self) -> FloatArray:
+        """A list of numbers from 0 to ``MAX_NUMBER``, at least one."""
         if not self.elements():
             raise self.source.wrong(f"{self.name} is empty")
-        return np.array([item.number(low, high) for item in self.items()])
+        return np.array([item.number() for item in self.items()])
 
     def _fields(self) -> dict[str, Any]:
         if not isinstance(self.value, dict):
@@ -191,8 +191,8 @@ class Value:
         return f"{self.name}.{key}" if self.name else key
 
 
-def shown(value: object) -> str:
-    """A value for a message. Of lists and objects only what they are: their own text may be longer than any message."""
+def value_text(value: object) -> str:
+    """Text of a value for error messages; lists and objects are abbreviated, since their text has no limit."""
     if isinstance(value, (dict, list)):
         return "{...}" if isinstance(value, dict) else "[...]"
     return errors.short_repr(value, 60)

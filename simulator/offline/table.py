@@ -1,4 +1,4 @@
-"""Builds the lookup table: every configuration of the action grid, at every prompt length, on one card.
+"""Builder of the lookup table: every configuration of the action grid, at every prompt length, on one card.
 
 Two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``,
 ``prefill_saturated_ms``) are step times that the serving dynamics compose. The saturated columns (``ttft_*``,
@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.special import ndtri
 
-from inferencegym.files import atomic_write, make_place
+from inferencegym.files import atomic_write, prepare_output
 from simulator.hardware import measured
 from simulator.hardware.operators import (
     EXTRAPOLATED,
@@ -137,11 +137,11 @@ def build_table(
     when it is complete.
     """
     path = Path(out_path)
-    make_place(path)  # one that cannot be written to is told before minutes of work
+    prepare_output(path)  # one that cannot be written to is told before minutes of work
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:
-        for part in _shown(compute(slices), len(slices), _title(hardware, engine), progress):
+        for part in _with_progress(compute(slices), len(slices), _title(hardware, engine), progress):
             rows.extend(part)
     rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
@@ -184,7 +184,7 @@ def gpu_memory_gb(
 
 
 def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> dict[str, Any]:
-    """What a table was built from and what its user needs beside the columns; stored in the file."""
+    """Metadata of a table: what it was built from, and constants that its user needs beside the columns."""
     card, profile = hardware(hardware_name), engine(engine_name)
     speculation = profiles()["speculation"]
     tokens = measured.spec_tokens_per_step(speculation["dataset"], speculation["method"])
@@ -289,7 +289,7 @@ def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, 
 
 
 def _fixed_gb(tier: str, spec_length: int) -> float:
-    """What is allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
+    """Memory allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
     memory = profiles()["memory"]
     return (
         weights_gb(tier) + float(memory["activations_gb"]) + (float(memory["speculation_gb"]) if spec_length else 0.0)
@@ -312,7 +312,7 @@ def _pool(jobs: int) -> Iterator[Any]:
         yield lambda slices: pool.imap(slice_rows, slices)
 
 
-def _shown(parts: Iterable[list[Row]], total: int, title: str, show: bool) -> Iterator[list[Row]]:
+def _with_progress(parts: Iterable[list[Row]], total: int, title: str, show: bool) -> Iterator[list[Row]]:
     if not show:
         yield from parts
         return

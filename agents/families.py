@@ -1,0 +1,128 @@
+"""Built-in policies of the environment families, by name: what POST /play, GET /policies and the page offer.
+
+Agents are imported when one is asked for: a server that nobody asks never loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from env.family import EpisodeEnv, Family, Policy
+from inferencegym.errors import InvalidConfigError
+from inferencegym.tasks import TaskId
+
+SERVING_POLICIES: Final[Mapping[str, str]] = {
+    "naive": "The plan's baseline: batch 32, FP16, the whole KV pool, left alone.",
+    "random": "Every knob drawn anew each second.",
+    "hill_climb": "Changes one knob at a time and keeps what helped; knows no model.",
+    "heuristic": "Rules an operator would write: capacity planning, and a second setting for floods.",
+    "ppo": "A small network trained with PPO.",
+    "best_static": "The best constant setting that a search found for the task.",
+    "best_adaptive": "The best switching policy that a search found for the task.",
+}
+"""Policies that anybody may have played on a server. Only these: others read files or call models somewhere else."""
+
+TRAFFIC_POLICIES: Final[Mapping[str, str]] = {
+    "allow_all": "Lets everything through.",
+    "throttle_70": "Always lets 70 % through.",
+    "throttle_40": "Always lets 40 % through.",
+    "drop_aggressive": "Always lets 20 % through.",
+    "random": "Any action at any time.",
+    "adaptive": "Lets through as much as the server can stand.",
+    "planner": "Perfect play, planned from the first step.",
+}
+
+
+def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
+    """An agent of :mod:`agents.registry` (``naive``, ``random:7``, ...) for one serving episode."""
+    from agents.registry import make_agent
+    from inferencegym.spaces.actions import action_mask, from_row, snap
+    from inferencegym.spaces.observations import to_array
+    from inferencegym.tasks import get_task
+
+    task = get_task(env.task_id)
+    agent, mask = make_agent(spec, task), action_mask(task.active_actions)
+    agent.reset(1)
+    return lambda observation: from_row(snap(agent.act(to_array(observation)[None, :]), mask)[0])
+
+
+def make_traffic_policy(name: str, env: EpisodeEnv) -> Policy:
+    """An agent of :mod:`agents.policies.traffic` for one traffic episode."""
+    from agents.policies.traffic import TRAFFIC_AGENTS
+    from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
+
+    if name not in TRAFFIC_AGENTS:
+        raise InvalidConfigError(f"agent {name!r} does not play traffic tasks: one of {', '.join(TRAFFIC_AGENTS)}")
+    task = get_traffic_task(env.task_id)
+    agent = TRAFFIC_AGENTS[name]()
+    agent.reset(task, traffic_config(env.config_dict()), [env.seed])
+
+    def act(observation: Any) -> str:
+        flat = np.array([[float(getattr(observation, field)) for field in STATE_FIELDS]])
+        return ACTION_NAMES[int(agent.act(flat)[0])]
+
+    return act
+
+
+def run_policy(
+    family: Family, name: str, task_id: TaskId, seed: int, config: Mapping[str, Any] | None = None
+) -> tuple[EpisodeEnv, list[dict[str, Any]], list[str]]:
+    """Play a whole episode with a built-in policy.
+
+    Returns the environment, its observations (one before the first step, then one after each) and the phase of the
+    traffic at each step. Raises :class:`InvalidConfigError` where the policy cannot play the task.
+    """
+    if family.make_policy is None:
+        raise InvalidConfigError(f"agent {name!r} is unknown: the {family.name} environment has no built-in policies")
+    env = family.make()
+    observation = env.reset(seed=seed, task_id=task_id, config=config)
+    act = family.make_policy(name, env)
+    seen, phases = [env.observation_dict()], list[str]()
+    while not env.done:
+        observation, _, _ = env.play(act(observation))
+        seen.append(env.observation_dict())
+        phases.append(str(env.state().get("workload_phase", "steady")))
+    return env, seen, phases
+
+
+# ---------------------------------------------------------------- comparisons for the command line
+
+
+def compare_serving(task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Agents of a serving task on the same seeds: :func:`agents.evaluate.compare`."""
+    from agents.evaluate import compare
+    from inferencegym.tasks import get_task
+
+    return compare(get_task(task_id), names, seeds)
+
+
+def compare_traffic_agents(task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Agents of a traffic task against its optimum: :func:`agents.traffic_report.compare_traffic`."""
+    from agents.traffic_report import compare_traffic
+    from inferencegym.traffic import get_traffic_task
+
+    return compare_traffic(get_traffic_task(task_id), names, seeds)
+
+
+def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Policies of any family on the same seeds, episode by episode: means with 95 % intervals.
+
+    Raises :class:`InvalidConfigError` for a policy that the family does not have.
+    """
+    from agents.evaluate import interval
+
+    asked = list(family.policies) if "all" in names else list(dict.fromkeys(names))
+    agents = []
+    for name in asked:
+        episodes = [run_policy(family, name, task_id, seed)[0] for seed in seeds]
+        scores = np.array([family.grade(task_id, env.episode_log)["score"] for env in episodes])
+        agents.append({"agent": name, "score": interval(scores).to_dict(), "scores": scores.tolist()})
+    return {
+        "task": task_id,
+        "seeds": [int(seed) for seed in seeds],
+        "interval": "95 % Student t over seeds",
+        "agents": agents,
+    }

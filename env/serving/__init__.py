@@ -1,0 +1,1 @@
+"""The serving fleet as an environment family."""

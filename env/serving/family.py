@@ -1,0 +1,162 @@
+"""The family record of the serving fleet: five knobs a second for a fleet that serves a language model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import inferencegym
+from env.family import Entry, EpisodeEnv, Family, Grade, GymFaces, HttpShape, TaskEntry
+from env.inference_env import InferenceEnv
+from env.serving.messages import (
+    MetricsMessage,
+    ObservationMessage,
+    WorkloadMessage,
+    log_entry_schema,
+    step_info_schema,
+)
+from grader.grader import GraderModule
+from inferencegym.errors import InvalidConfigError
+from inferencegym.messages import plain_schema
+from inferencegym.models import QuantTier, ServeAction, ServeActionMessage
+from inferencegym.task_files import ConfigOverrides
+from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks
+from simulator.coverage import coverage
+from simulator.tables import ServingTables, default_table_path, load_tables
+
+NAME: Final = "serving"
+
+_NOT_PLAYED: Final = frozenset(
+    {"name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration", "calibration_file"}
+)
+"""Keys of a task that change no number of its episodes: words about it, and where its constants are kept."""
+
+
+def tables() -> ServingTables:
+    """The lookup table in use, read once per process and path."""
+    return _tables(default_table_path())
+
+
+@lru_cache(maxsize=4)
+def _tables(path: Path) -> ServingTables:
+    return load_tables(path)
+
+
+def _make() -> EpisodeEnv:
+    return InferenceEnv(tables=tables())
+
+
+def _action_of(message: ServeActionMessage) -> ServeAction:
+    tier = QuantTier(message.quant_tier)
+    return ServeAction(message.kv_budget, message.spec_length, message.batch_size, message.prefill_disagg, tier)
+
+
+def _tasks() -> Sequence[TaskEntry]:
+    found = list_tasks(include_recorded=True)
+    return [TaskEntry(task.task_id, task.gym_id, describe_task(task), task.recorded) for task in found]
+
+
+def describe_task(task: TaskSpec) -> dict[str, Any]:
+    """A task as GET /tasks lists it."""
+    return {
+        "id": task.task_id,
+        "name": task.name,
+        "gym_id": task.gym_id,
+        "difficulty": task.difficulty,
+        "description": task.description,
+        "active_actions": list(task.active_actions),
+        "episode_length": task.episode_length,
+        "slo_target_ms": task.slo_target_ms,
+        "arrival_rate_rps": task.arrival_rate_rps,
+        "memory_hard_limit_gb": task.memory_hard_limit_gb,
+        "n_replicas": task.fleet.n_replicas,
+        "cost_budget": task.cost_budget,
+        "reward_weights": asdict(task.reward),
+        "grade": dict(task.grade),
+        "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+        "recorded": task.recorded,
+    }
+
+
+def _grade(task_id: TaskId, entries: Sequence[Entry]) -> Grade:
+    return GraderModule().score(task_id, entries)
+
+
+def _constants(task_id: TaskId) -> Mapping[str, Any]:
+    """A task's definition and its measured constants, without words. Raises InvalidConfigError if not calibrated."""
+    task = get_task(task_id)
+    trace = None if task.trace is None else _file_sha256(task.trace, Path(task.trace).stat().st_mtime_ns)
+    rules = {**asdict(task), "trace": trace, "measured": asdict(get_calibration(task_id))}
+    return {name: value for name, value in rules.items() if name not in _NOT_PLAYED}
+
+
+@lru_cache(maxsize=16)
+def _file_sha256(path: str, version: int) -> str:
+    """Digest of one state of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
+    return get_task(task_id).config(config)
+
+
+def _info() -> Mapping[str, Any]:
+    table = tables()
+    tasks = list_tasks(include_recorded=True)
+    return {
+        "metrics": plain_schema(MetricsMessage),
+        "workload": plain_schema(WorkloadMessage),
+        "reward": {
+            "formula": "alpha*throughput - beta*latency - gamma*slo_violations - delta*cost, every term in [0, 1]",
+            "range": [-1.0, 1.0],
+            "weights": {str(task.task_id): asdict(task.reward) for task in tasks},
+        },
+        "calibration": {str(task.task_id): _calibration(task.task_id) for task in tasks},
+        # The times themselves stay in the file: here is where they come from and how well they are supported.
+        "data": {name: value for name, value in table.meta.items() if not name.startswith("iteration_")},
+        "coverage": coverage(table),
+    }
+
+
+def _calibration(task_id: TaskId) -> dict[str, float] | None:
+    try:
+        return asdict(get_calibration(task_id))
+    except InvalidConfigError:
+        return None  # a user's own task that was not calibrated yet
+
+
+def _manifest() -> Path:
+    package = Path(inferencegym.__file__).parent
+    # In a clone it lies at the root; the build copies it into the package.
+    places = (package.parent / "openenv.yaml", package / "openenv.yaml")
+    return next((place for place in places if place.exists()), places[-1])
+
+
+FAMILY: Final = Family(
+    name=NAME,
+    title="InferenceGym",
+    description="Control an LLM serving fleet under live traffic: KV budget, speculative length, batch size, prefill "
+    "disaggregation and precision, once a second.",
+    env_name="inference_gym",
+    make=_make,
+    action_model=ServeActionMessage,
+    observation_model=ObservationMessage,
+    config_model=ConfigOverrides,
+    log_entry_schema=log_entry_schema(),
+    tasks=_tasks,
+    default_task=1,
+    grade=_grade,
+    constants=_constants,
+    check_config=_check_config,
+    table_sha256=lambda: tables().sha256,
+    action_of=_action_of,
+    gym=GymFaces("inferencegym.gym:InferenceGymEnv", "inferencegym.gym:VectorInferenceEnv"),
+    http=HttpShape(step_info=step_info_schema()),
+    info=_info,
+    reward_range=(-1.0, 1.0),
+    manifest=_manifest(),
+)

@@ -1,0 +1,115 @@
+"""JSON forms of the serving fleet as pydantic models and schemas: observation, metrics, traffic, log entry."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, Field
+
+from grader.episode import GRADED_METRICS
+from inferencegym.messages import plain_schema
+from inferencegym.models import OBSERVATION_FIELDS, PRIORITY_CLASSES, ServeActionMessage, bounds
+
+_SEEN: Final = OBSERVATION_FIELDS
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ObservationMessage(BaseModel):
+    """The twelve fields of an observation."""
+
+    queue_depth: Annotated[float, bounds(_SEEN["queue_depth"])]
+    mean_prompt_len: Annotated[float, bounds(_SEEN["mean_prompt_len"])]
+    arrival_rate: Annotated[float, bounds(_SEEN["arrival_rate"])]
+    kv_cache_occupancy: Annotated[float, bounds(_SEEN["kv_cache_occupancy"])]
+    ttft_p50: Annotated[float, bounds(_SEEN["ttft_p50"])]
+    tpot_p50: Annotated[float, bounds(_SEEN["tpot_p50"])]
+    slo_violation_rate: Annotated[float, bounds(_SEEN["slo_violation_rate"])]
+    gpu_memory_used_gb: Annotated[float, bounds(_SEEN["gpu_memory_used_gb"])]
+    spec_accept_rate: Annotated[float, bounds(_SEEN["spec_accept_rate"])]
+    priority_distribution: Annotated[
+        list[_Share],
+        Field(
+            min_length=len(PRIORITY_CLASSES),
+            max_length=len(PRIORITY_CLASSES),
+            description="shares of the last 50 steps' arrivals: interactive, batch, best effort",
+        ),
+    ]
+    timestep: Annotated[int, bounds(_SEEN["timestep"])]
+    cost_so_far: Annotated[float, bounds(_SEEN["cost_so_far"])]
+
+
+class MetricsMessage(BaseModel):
+    """What one step of the fleet measured."""
+
+    ttft_p50_ms: Annotated[
+        float, Field(description="median time from arrival to first output token, queueing included (ms)")
+    ]
+    ttft_p99_ms: Annotated[float, Field(description="99th percentile of the same (ms)")]
+    tpot_ms: Annotated[float, Field(description="time per output token of a running request (ms)")]
+    tokens_per_sec: Annotated[float, Field(description="output tokens per second of the whole fleet")]
+    gpu_memory_gb: Annotated[float, Field(description="memory in use on one replica (decimal GB)")]
+    cost_per_1k: Annotated[float, Field(description="normalised cost per 1,000 output tokens")]
+    spec_accept_rate: Annotated[float, Field(description="accepted draft tokens / drafted tokens")]
+    eviction_events: int
+    slo_violations: int
+    oom: bool
+
+
+class WorkloadMessage(BaseModel):
+    """The traffic of one step."""
+
+    arrival_rate: float
+    mean_prompt_len: float
+    prompt_len_bucket: int
+    queue_depth: int
+    priority_distribution: list[float]
+    is_burst: bool
+    phase: Literal["warmup", "steady", "burst", "cooldown"]
+
+
+class StepInfoMessage(BaseModel):
+    """More about a step: what it measured, its traffic, and the action with the task's masks applied."""
+
+    timestep: int
+    metrics: MetricsMessage
+    workload: WorkloadMessage
+    action_applied: dict[str, Any]
+
+
+def step_info_schema() -> dict[str, Any]:
+    """JSON schema of a step's info."""
+    return plain_schema(StepInfoMessage)
+
+
+def log_entry_schema() -> dict[str, Any]:
+    """JSON schema of a step of a log, or an answer of POST /step: what grading reads of it.
+
+    Verifying wants every field that the step gave.
+    """
+    measured = {name: {"type": "number", "minimum": 0, "maximum": high} for name, high in GRADED_METRICS.items()}
+    metrics = {
+        "type": "object",
+        "required": list(measured),
+        "properties": measured,
+        "description": "what the step measured; see /info",
+    }
+    action = {**plain_schema(ServeActionMessage), "description": "the action as applied"}
+    entry = {
+        "type": "object",
+        "required": ["action", "metrics"],
+        "properties": {
+            # Scores do not depend on these two: they count when a log is verified.
+            "timestep": {"description": "number of the step, from 1"},
+            "action": action,
+            "reward": {"description": "reward of the step"},
+            "metrics": metrics,
+        },
+    }
+    info = {
+        "type": "object",
+        "required": ["metrics", "action_applied"],
+        "properties": {"metrics": metrics, "action_applied": action},
+    }
+    # With metrics beside it, it is read as an entry.
+    answer = {"type": "object", "required": ["info"], "properties": {"info": info, "metrics": {"not": {}}}}
+    return {"anyOf": [entry, answer]}

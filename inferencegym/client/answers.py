@@ -1,0 +1,67 @@
+"""Answers of a server: their JSON, or the exception that local use would have raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+
+from inferencegym import errors
+from inferencegym.errors import (
+    InferenceGymError,
+    InvalidActionError,
+    InvalidConfigError,
+    RemoteError,
+    ServerUnavailableError,
+)
+
+
+class ServerError(RemoteError):
+    """The server answered with an error that has no exception class of its own; ``code`` is the server's name for it.
+
+    (HTTP status in ``status``)
+    """
+
+    def __init__(self, message: str, code: str, status: int) -> None:
+        super().__init__(message, status)
+        self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
+
+
+def json_of(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object of a successful answer; any other answer raises its exception (:func:`error_of`)."""
+    try:
+        body = answer.json()
+    except ValueError as error:
+        raise ServerUnavailableError(
+            f"{answer.url} answered {answer.status_code} with no JSON: is this an InferenceGym server?"
+        ) from error
+    if answer.status_code == 200 and isinstance(body, dict):
+        return body
+    detail = body.get("detail") if isinstance(body, dict) else None
+    if not isinstance(detail, dict) or "code" not in detail:
+        raise ServerError(f"{answer.url} answered {answer.status_code}: {body}", "http_error", answer.status_code)
+    message = f"{detail.get('message')}; {detail.get('next')}"
+    raise error_of(detail["code"], message, answer.status_code, detail)
+
+
+def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
+    """The exception for an error ``code`` of a server: the class that local use raises, else :class:`ServerError`."""
+    detail = detail or {}
+    if code == InvalidActionError.code:
+        error = InvalidActionError(str(detail.get("field", "action")), None, str(detail.get("allowed", "")))
+        error.args = (message,)
+        return error
+    found = _CLASSES.get(code)
+    if found is not None:
+        return found(message)
+    if http_status == InvalidConfigError.http_status:
+        return InvalidConfigError(message)
+    return ServerError(message, code, http_status)
+
+
+_CLASSES: Final[dict[str, type[InferenceGymError]]] = {
+    found.code: found
+    for found in vars(errors).values()
+    if isinstance(found, type) and issubclass(found, InferenceGymError) and found is not InvalidActionError
+}

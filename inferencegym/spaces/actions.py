@@ -1,0 +1,71 @@
+"""Actions as rows of five numbers in the order of ``ACTION_FIELDS``: bounds, clamping and conversions.
+
+HTTP and the dataclass refuse what is out of range (``ServeAction.validate``). :func:`snap` clamps to the bounds and
+takes the nearest allowed value instead: a policy that explores must not crash an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.errors import InvalidActionError
+from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, QuantTier, ServeAction
+from inferencegym.spaces.knobs import KNOB_DEFAULTS, KNOB_HIGH, KNOB_LOW, KnobKernel, action_values
+
+ACTION_SIZE: Final = len(ACTION_FIELDS)
+ACTION_LOW: Final = KNOB_LOW
+ACTION_HIGH: Final = KNOB_HIGH
+FORCED: Final = KNOB_DEFAULTS
+"""Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
+
+
+def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
+    """True (5,) for every knob that a task offers."""
+    return np.array([name in active_actions for name in ACTION_FIELDS])
+
+
+def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Allowed actions nearest to rows of five numbers (B, 5); masked knobs take their forced values.
+
+    NaN counts as the forced value. ``kv_budget`` is clamped, ``batch_size`` rounded and clamped, ``spec_length`` and
+    ``quant_tier`` snapped to the nearest choice, ``prefill_disagg`` is on above 0.5.
+    """
+    if actions.ndim != 2 or actions.shape[1] != ACTION_SIZE:
+        raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {ACTION_SIZE})")
+    snapped = np.empty(actions.shape)
+    _kernel(tuple(mask.tolist())).snap(np.asarray(actions, dtype=np.float64), snapped)
+    return snapped
+
+
+@lru_cache(maxsize=32)
+def _kernel(offered: tuple[bool, ...]) -> KnobKernel:
+    return KnobKernel(offered)
+
+
+def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
+    """The action with the knobs that a task does not offer set to their forced values."""
+    if len(active_actions) == ACTION_SIZE:
+        return action
+    return ServeAction(
+        kv_budget=action.kv_budget if "kv_budget" in active_actions else NAIVE_ACTION.kv_budget,
+        spec_length=action.spec_length if "spec_length" in active_actions else NAIVE_ACTION.spec_length,
+        batch_size=action.batch_size if "batch_size" in active_actions else NAIVE_ACTION.batch_size,
+        prefill_disagg=action.prefill_disagg if "prefill_disagg" in active_actions else NAIVE_ACTION.prefill_disagg,
+        quant_tier=action.quant_tier if "quant_tier" in active_actions else NAIVE_ACTION.quant_tier,
+    )
+
+
+def to_row(action: ServeAction) -> NDArray[np.float64]:
+    """The five numbers of an action, (5,)."""
+    return np.array(action_values(action), dtype=np.float64)
+
+
+def from_row(row: NDArray[np.float64]) -> ServeAction:
+    """The action of five allowed numbers."""
+    kv, spec, batch, disagg, tier = row.tolist()
+    return ServeAction(kv, int(spec), int(batch), disagg >= 0.5, QuantTier(int(tier)))

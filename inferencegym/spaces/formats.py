@@ -1,0 +1,231 @@
+"""Formats of actions and observations for learners: Gymnasium spaces with declared bounds, for one row or many.
+
+Three action formats, each with all five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task;
+knobs that a task does not offer are ignored there. What a format decodes to is clamped and snapped by
+:func:`inferencegym.spaces.actions.snap`.
+
+- ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
+  evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
+- ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
+- ``"discrete"``: indices into :data:`LEVELS`.
+
+Three observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
+(:func:`inferencegym.spaces.observations.normalise`) and ``"scheduled"``, which adds the position of the next step in
+the task's announced flood schedule (:func:`schedule_features`). Gymnasium is imported when a space is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.errors import InvalidActionError, InvalidConfigError
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
+from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
+
+if TYPE_CHECKING:
+    from gymnasium import spaces
+
+FloatArray = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
+
+_BOX_STEP: Final = 2.0**-24
+
+_BATCH_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+LEVELS: Final[dict[str, FloatArray]] = {
+    "kv_budget": np.linspace(0.1, 1.0, 19),
+    "spec_length": np.array(SPEC_LENGTHS, dtype=np.float64),
+    "batch_size": np.array(_BATCH_LEVELS, dtype=np.float64),
+    "prefill_disagg": np.array([0.0, 1.0]),
+    "quant_tier": np.array([0.0, 1.0, 2.0]),
+}
+"""Values of each knob in the ``"discrete"`` format; batch sizes are half octaves."""
+
+
+class ActionCodec(Protocol):
+    """Turns a learner's actions into rows of five knobs."""
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        """The Gymnasium space of one action."""
+        ...
+
+    def decode(self, actions: NDArray[Any]) -> FloatArray:
+        """Knobs (B, 5) in natural units for actions (B, 5); clamping and snapping follow in the batch."""
+        ...
+
+    def encode(self, knobs: FloatArray) -> NDArray[Any]:
+        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can say."""
+        ...
+
+
+class BoxCodec:
+    """Five numbers in [-1, 1]."""
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        from gymnasium import spaces
+
+        return spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
+
+    def decode(self, actions: NDArray[Any]) -> FloatArray:
+        # NaN passes through; the batch reads it as the knob's default.
+        unit = np.clip(0.5 * (np.asarray(actions, dtype=np.float64) + 1.0), 0.0, 1.0)
+        knobs = np.empty_like(unit)
+        knobs[:, 0] = ACTION_LOW[0] + unit[:, 0] * (ACTION_HIGH[0] - ACTION_LOW[0])
+        knobs[:, 1] = _nth(LEVELS["spec_length"], unit[:, 1])
+        knobs[:, 2] = np.exp(unit[:, 2] * math.log(ACTION_HIGH[2]))
+        knobs[:, 3] = _nth(LEVELS["prefill_disagg"], unit[:, 3])
+        knobs[:, 4] = _nth(LEVELS["quant_tier"], unit[:, 4])
+        return knobs
+
+    def encode(self, knobs: FloatArray) -> Float32Array:
+        unit = np.empty_like(knobs)
+        unit[:, 0] = (knobs[:, 0] - ACTION_LOW[0]) / (ACTION_HIGH[0] - ACTION_LOW[0])
+        unit[:, 1] = _middle(LEVELS["spec_length"], knobs[:, 1])
+        unit[:, 2] = np.log(knobs[:, 2]) / math.log(ACTION_HIGH[2])
+        unit[:, 3] = _middle(LEVELS["prefill_disagg"], knobs[:, 3])
+        unit[:, 4] = _middle(LEVELS["quant_tier"], knobs[:, 4])
+        # To what float32 can say near 1, everywhere: else the rounding of a knob in the middle, where float32 is finer,
+        # would come back as another knob.
+        return (np.rint((2.0 * unit - 1.0) / _BOX_STEP) * _BOX_STEP).astype(np.float32)
+
+
+class NaturalCodec:
+    """The knobs in their own units."""
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        from gymnasium import spaces
+
+        return spaces.Box(ACTION_LOW.astype(np.float32), ACTION_HIGH.astype(np.float32), dtype=np.float32)
+
+    def decode(self, actions: NDArray[Any]) -> FloatArray:
+        return np.asarray(actions, dtype=np.float64)
+
+    def encode(self, knobs: FloatArray) -> Float32Array:
+        return knobs.astype(np.float32)
+
+
+class DiscreteCodec:
+    """Indices into :data:`LEVELS`."""
+
+    def __init__(self) -> None:
+        self.sizes = np.array([len(LEVELS[name]) for name in ACTION_FIELDS])
+        self._levels = [LEVELS[name] for name in ACTION_FIELDS]
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        from gymnasium import spaces
+
+        return spaces.MultiDiscrete(self.sizes)
+
+    def decode(self, actions: NDArray[Any]) -> FloatArray:
+        index = np.asarray(actions)
+        if index.dtype.kind not in "iu" or (index < 0).any() or (index >= self.sizes).any():
+            raise InvalidActionError("action", actions, f"integers from 0 to below {self.sizes.tolist()}")
+        return np.stack([level[index[:, i]] for i, level in enumerate(self._levels)], axis=1)
+
+    def encode(self, knobs: FloatArray) -> NDArray[np.int64]:
+        nearest = [np.abs(level - knobs[:, i, None]).argmin(axis=1) for i, level in enumerate(self._levels)]
+        return np.stack(nearest, axis=1)
+
+
+ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] = {
+    "box": BoxCodec,
+    "natural": NaturalCodec,
+    "discrete": DiscreteCodec,
+}
+
+
+def action_codec(action: str) -> ActionCodec:
+    """The codec of an action format; raises :class:`InvalidConfigError` with the formats there are."""
+    if action not in ACTION_CODECS:
+        raise InvalidConfigError(f"action={action!r} is not allowed: one of {', '.join(ACTION_CODECS)}")
+    return ACTION_CODECS[action]()
+
+
+OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled")
+_TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
+
+
+def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
+    """Where each step stands in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+
+    Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
+    once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
+    """
+    features = np.zeros((n_steps + 1, 3), dtype=np.float32)
+    if task.burst is None:
+        return features
+    steps = np.arange(n_steps + 1)
+    interval = task.burst.interval_steps
+    on = np.array([task.burst.active(int(t)) for t in range(n_steps + 1 + interval)])
+    for t in steps:
+        ahead = np.flatnonzero(on[t : t + interval])
+        behind = np.flatnonzero(on[max(0, t - interval) : t + 1][::-1])
+        features[t, 0] = on[t]
+        features[t, 1] = 1.0 - ahead[0] / interval if len(ahead) else 0.0
+        features[t, 2] = 1.0 - behind[0] / interval if len(behind) else 0.0
+    return features
+
+
+class ObservationCodec:
+    """Observations of one task as float32, with bounds that hold for every step of its episodes."""
+
+    def __init__(self, task: TaskSpec, config: EpisodeConfig, calibration: Calibration, observation: str) -> None:
+        if observation not in OBSERVATION_FORMATS:
+            raise InvalidConfigError(
+                f"observation={observation!r} is not allowed: one of {', '.join(OBSERVATION_FORMATS)}"
+            )
+        self._normalised = observation != "raw"
+        self._schedule = schedule_features(task, config.episode_length) if observation == "scheduled" else None
+        self._length = config.episode_length
+        self._budget = task.cost_budget
+        high = OBSERVATION_HIGH.copy()
+        names = list(OBSERVATION_FIELDS)
+        high[names.index("timestep")] = config.episode_length
+        # Dearest step: all decode and prefill GPUs paid for, charged as if they made 50 tokens/s (the dynamics' floor).
+        dearest = calibration.price * 2 * task.fleet.n_replicas / 0.05
+        high[names.index("cost_so_far")] = dearest * config.episode_length
+        self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
+        self.high: Float32Array = self._scale(high).astype(np.float32)
+        if self._schedule is not None:
+            self.low = np.concatenate([self.low, np.zeros(self._schedule.shape[1], dtype=np.float32)])
+            self.high = np.concatenate([self.high, np.ones(self._schedule.shape[1], dtype=np.float32)])
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        """The Gymnasium space of one observation: Box(14), or Box(17) where the schedule is added; float32."""
+        from gymnasium import spaces
+
+        return spaces.Box(self.low, self.high, dtype=np.float32)
+
+    def encode(self, observation: FloatArray) -> Float32Array:
+        """A fresh float32 array in this format, cut to the bounds (which costs a rounding error at most)."""
+        scaled = self._scale(observation).astype(np.float32)
+        if self._schedule is not None:
+            step = observation[:, _TIMESTEP].astype(np.int64)
+            scaled = np.concatenate([scaled, self._schedule[np.minimum(step, len(self._schedule) - 1)]], axis=1)
+        return np.clip(scaled, self.low, self.high, out=scaled)
+
+    def _scale(self, observation: FloatArray) -> NDArray[Any]:
+        return normalise(observation, self._length, self._budget) if self._normalised else observation
+
+
+def _nth(levels: FloatArray, unit: FloatArray) -> FloatArray:
+    """The level whose equal share of [0, 1] holds each number; NaN stays."""
+    index = np.minimum(np.nan_to_num(unit) * len(levels), len(levels) - 1).astype(np.int64)
+    return np.where(np.isnan(unit), np.nan, levels[index])
+
+
+def _middle(levels: FloatArray, value: FloatArray) -> FloatArray:
+    """The middle of a level's share of [0, 1]."""
+    middle: FloatArray = (np.abs(levels - value[:, None]).argmin(axis=1) + 0.5) / len(levels)
+    return middle

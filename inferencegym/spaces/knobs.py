@@ -1,0 +1,91 @@
+"""Knobs of a fleet: the one writer, which clamps and rounds every action to the nearest allowed one.
+
+Plain Python that the build compiles to C (types in ``knobs.pxd``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cython
+import numpy as np
+
+from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS, ServeAction
+
+if not cython.compiled:  # compiled, the same name is the C library's (see knobs.pxd)
+    rint = round
+
+KNOB_LOW = np.array([f.low for f in ACTION_FIELDS.values()])
+KNOB_HIGH = np.array([f.high for f in ACTION_FIELDS.values()])
+KNOB_DEFAULTS = np.array([f.default for f in ACTION_FIELDS.values()])
+
+_SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
+# Snapping by midpoints in the logarithm of k + 1: 3 goes to 4, 5 to 4, 6 to 8.
+_SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[: len(_SPEC_VALUES) - 1]))) - 1.0
+
+
+def action_values(action: ServeAction) -> tuple[float, float, float, float, float]:
+    """The five knobs of an action as numbers, in the order of ``ACTION_FIELDS``."""
+    return action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value
+
+
+class KnobKernel:
+    """Kernel that rounds rows of five numbers to the nearest allowed actions, as arrays or into a fleet's knobs.
+
+    ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
+    clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,
+    ``prefill_disagg`` is on above 0.5. ``fleet`` is the one whose knob arrays are written; None for arrays alone.
+    """
+
+    def __init__(self, offered: Sequence[bool], fleet: Any = None) -> None:
+        self.offered = np.array(offered, dtype=np.int64)
+        self.low, self.high, self.default = KNOB_LOW, KNOB_HIGH, KNOB_DEFAULTS
+        self.spec_values, self.spec_edges = _SPEC_VALUES, _SPEC_EDGES
+        if fleet is not None:
+            self.kv_budget, self.batch_size = fleet.kv_budget, fleet.batch_size
+            self.spec_index, self.disagg, self.tier = fleet.spec_index, fleet.disagg, fleet.tier
+
+    def snap(self, actions: Any, snapped: Any) -> None:
+        """Write the allowed actions ``snapped`` (B, 5) nearest to ``actions`` (B, 5)."""
+        self._snap(actions, snapped)
+
+    def write(self, actions: Any, lo: int, hi: int) -> None:
+        """Set the fleet's rows ``lo`` (included) to ``hi`` (excluded) to what is nearest to ``actions`` (B, 5)."""
+        self._write(actions, lo, hi)
+
+    def write_action(self, row: int, action: ServeAction) -> None:
+        """Set one row of the fleet to an action."""
+        kv, spec, batch, disagg, tier = action_values(action)
+        self._write_row(row, kv, spec, batch, disagg, tier)
+
+    def _snap(self, actions: Any, snapped: Any) -> None:
+        for b in range(actions.shape[0]):
+            snapped[b, 0] = self._clamped(0, actions[b, 0])
+            snapped[b, 1] = self.spec_values[self._nearest_spec(actions[b, 1])]
+            snapped[b, 2] = rint(self._clamped(2, actions[b, 2]))
+            snapped[b, 3] = rint(self._clamped(3, actions[b, 3]))
+            snapped[b, 4] = rint(self._clamped(4, actions[b, 4]))
+
+    def _write(self, actions: Any, lo: int, hi: int) -> None:
+        for b in range(lo, hi):
+            self._write_row(b, actions[b, 0], actions[b, 1], actions[b, 2], actions[b, 3], actions[b, 4])
+
+    def _write_row(self, b: int, kv: float, spec: float, batch: float, disagg: float, tier: float) -> None:
+        self.kv_budget[b] = self._clamped(0, kv)
+        self.spec_index[b] = self._nearest_spec(spec)
+        self.batch_size[b] = rint(self._clamped(2, batch))
+        self.disagg[b] = cython.cast(cython.longlong, rint(self._clamped(3, disagg)))
+        self.tier[b] = cython.cast(cython.longlong, rint(self._clamped(4, tier)))
+
+    def _clamped(self, knob: int, value: float) -> float:
+        if not self.offered[knob] or value != value:
+            value = self.default[knob]
+        return min(max(self.low[knob], value), self.high[knob])  # in this order -0.0 becomes 0.0
+
+    def _nearest_spec(self, value: float) -> int:
+        length = self._clamped(1, value)
+        i = 0
+        while i < self.spec_edges.shape[0] and self.spec_edges[i] < length:
+            i += 1
+        return i

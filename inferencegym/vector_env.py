@@ -1,0 +1,144 @@
+"""Base of all vectorised Gymnasium environments, local and remote: autoreset modes, and registration of ids."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from inferencegym.errors import EpisodeDoneError, InvalidConfigError
+
+Float32Array = NDArray[np.float32]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+Info = dict[str, Any]
+Stepped = tuple[Float32Array, FloatArray, BoolArray, BoolArray, Info]
+
+NAMESPACE: Final = "InferenceGym"
+ENV_VERSION: Final = 1
+
+
+def registered_id(gym_id: str) -> str:
+    """Gymnasium id of a task with this ``gym_id``, such as ``InferenceGym/StaticUniform-v1``."""
+    return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
+
+
+def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> None:
+    """Register entry points (``module:Class``) for ``make`` and ``make_vec``; a known id stays as it is."""
+    if env_id not in gymnasium.registry:
+        gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
+
+
+class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):
+    """Base of vectorised environments: Gymnasium's three autoreset modes over five methods that a subclass defines.
+
+    ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
+    returns the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step
+    that ends an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]``
+    hold the last of the old, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are restarted by
+    ``reset(options={"reset_mask": mask})`` and by nothing else.
+    """
+
+    # Some versions of Gymnasium close what is garbage: an environment is open only once it is complete.
+    closed = True
+
+    def __init__(
+        self,
+        num_envs: int,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        autoreset_mode: AutoresetMode | str,
+    ) -> None:
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
+        self.num_envs = num_envs
+        self.single_observation_space = observation_space
+        self.single_action_space = action_space
+        self.observation_space = batch_space(observation_space, num_envs)
+        self.action_space = batch_space(action_space, num_envs)
+        self._everywhere: BoolArray = np.ones(num_envs, dtype=np.bool_)
+        self._ended_before: BoolArray = np.zeros(num_envs, dtype=np.bool_)
+        self.closed = False
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Float32Array, Info]:
+        """Start all episodes, or those of ``options["reset_mask"]`` (B,).
+
+        ``seed`` is one per row, or a number ``s`` for ``s, s + 1, ...``; None goes on to each row's next episode.
+        """
+        mask = _reset_mask(options, self.num_envs)
+        seeds = [int(seed) + i for i in range(self.num_envs)] if isinstance(seed, (int, np.integer)) else seed
+        self._start(seeds, mask)
+        self._ended_before = np.zeros_like(self._ended_before) if mask is None else self._ended_before & ~mask
+        return self._observe(), self._info()
+
+    def step(self, actions: NDArray[Any]) -> Stepped:
+        """Play one second in every row: observation, reward, terminated, truncated, info."""
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            return self._restart_or_step(np.asarray(actions))
+        if self._ended_before.any():
+            row = int(np.argmax(self._ended_before))
+            raise EpisodeDoneError(f'row {row}: the episode has ended; reset it with options={{"reset_mask": mask}}')
+        reward = self._step_rows(np.asarray(actions), None)
+        terminated, truncated = self._ended()
+        ended = terminated | truncated
+        observation, info = self._observe(), self._info()
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            self._ended_before = ended
+        elif ended.any():
+            final = {"final_obs": observation, "_final_obs": ended, "final_info": info, "_final_info": ended}
+            self._start(None, ended)
+            observation, info = self._observe(), {**self._info(), **final}
+        return observation, reward, terminated, truncated, info
+
+    def _restart_or_step(self, actions: NDArray[Any]) -> Stepped:
+        restart = self._ended_before
+        if not restart.any():
+            reward = self._step_rows(actions, None)
+        else:
+            reward = np.where(restart, 0.0, 0.0 if restart.all() else self._step_rows(actions, ~restart))
+            self._start(None, restart)
+        terminated, truncated = self._ended()
+        self._ended_before = terminated | truncated
+        return self._observe(), reward, terminated, truncated, self._info()
+
+    # ------------------------------------------------------------ defined by subclasses
+
+    @abstractmethod
+    def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
+        """Start episodes in all rows or those of the mask."""
+
+    @abstractmethod
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+        """Play one second in all rows or those of the mask; a fresh array of rewards (B,)."""
+
+    @abstractmethod
+    def _ended(self) -> tuple[BoolArray, BoolArray]:
+        """Fresh arrays (B,): rows whose episode is terminated, and truncated."""
+
+    @abstractmethod
+    def _observe(self) -> Float32Array:
+        """A fresh array of observations."""
+
+    @abstractmethod
+    def _info(self) -> Info:
+        """Fresh infos in Gymnasium's vector form."""
+
+
+def _reset_mask(options: Mapping[str, Any] | None, num_envs: int) -> BoolArray | None:
+    mask = None if options is None else options.get("reset_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (num_envs,) or not mask.any():
+        raise InvalidConfigError(f"options['reset_mask'] must be a bool array of shape ({num_envs},) with a True in it")
+    return mask

@@ -1,0 +1,353 @@
+"""Golden episodes: numbers of every task, pinned in a file: ``python -m scripts.golden_episodes [--write]``.
+
+An episode holds random actions for some seconds each, so that fleets restart, queues overflow and memory runs out.
+``tests/golden/episodes.json`` keeps its actions and, for every step, all that the episode gave: metrics, reward and its
+terms, observation, workload, state, and grades of the log so far. ``tests/test_golden_episodes.py`` plays the actions
+again. Without ``--write`` the command prints what differs; with it the file is written anew, and its digest wants a
+line with the reason in ``tests/golden/CHANGES.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from env.batch import ServingBatch
+from env.inference_env import InferenceEnv
+from env.traffic.env import TrafficEnv
+from grader.grader import GraderModule
+from grader.traffic_grader import grade_traffic
+from inferencegym.models import SPEC_LENGTHS
+from inferencegym.spaces.observations import normalise
+from inferencegym.tasks import TASKS_ENV, TaskId, list_tasks
+from inferencegym.traffic import ACTION_NAMES, get_traffic_task, list_traffic_tasks
+
+FOLDER: Final = Path(__file__).resolve().parent.parent / "tests" / "golden"
+EPISODES_FILE: Final = FOLDER / "episodes.json"
+CHANGES_FILE: Final = FOLDER / "CHANGES.md"
+EXTREME_TASKS_FILE: Final = FOLDER / "extreme_tasks.json"
+"""Tasks that reach what the registered ones do not: prompts longer than a KV pool, thousands of requests a second."""
+
+SEEDS: Final = (7, 3_000_000_000_250)
+"""One seed of a single 32-bit word and one of two, whose noise is cut; the second has a configuration of its own."""
+TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
+"""These tasks have no randomness: each seed stands for other actions."""
+SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
+TRAFFIC_CONFIG: Final = {
+    "server_capacity": 120.0,
+    "base_latency": 320.0,
+    "crash_load_ratio": 2.0,
+    "max_queue": 100,
+    "traffic_scale": 1.2,
+}
+"""At most exactly the load and the queue that are still allowed, with rates whose products are not whole in binary."""
+RELATIVE_TOLERANCE: Final = 1e-9
+ABSOLUTE_TOLERANCE: Final = 1e-12
+SIGNIFICANT_DIGITS: Final = 12
+NORMALISED_EVERY_STEPS: Final = 20
+"""Scaled observations follow from the observations alone, so that some are enough."""
+
+Row = dict[str, Any]
+Episode = dict[str, Any]
+
+
+# ---------------------------------------------------------------- playing
+
+
+def play(episode: Mapping[str, Any]) -> tuple[list[Row], dict[str, Row]]:
+    """Play the episode's actions.
+
+    Returns a flat row for every step (step 0 is the reset), and the grade of the log after some of the steps.
+    """
+    actions = [action for n_steps, action in episode["actions"] for _ in range(n_steps)]
+    playing = _play_serving if episode["family"] == "serving" else _play_traffic
+    with _extreme_tasks():
+        return playing(episode["task_id"], episode["seed"], episode["config"], actions)
+
+
+@contextmanager
+def _extreme_tasks() -> Iterator[None]:
+    """Registers the extreme tasks."""
+    before = os.environ.get(TASKS_ENV)
+    os.environ[TASKS_ENV] = str(EXTREME_TASKS_FILE)
+    try:
+        yield
+    finally:
+        del os.environ[TASKS_ENV]
+        if before is not None:
+            os.environ[TASKS_ENV] = before
+
+
+def _play_serving(
+    task_id: TaskId, seed: int, config: Mapping[str, Any], actions: Sequence[Mapping[str, Any]]
+) -> tuple[list[Row], dict[str, Row]]:
+    env = InferenceEnv(task_id=task_id)
+    env.reset(seed=seed, config=config)
+    # A batch of one tells the metrics that the scalar environment keeps to itself.
+    batch = ServingBatch(env.task, 1, env.config)
+    batch.reset([seed])
+    rows = [_serving_row(env, batch)]
+    for action in actions[: env.config.episode_length]:
+        _, reward, done, info = env.step(action)
+        applied = info["action_applied"]
+        knobs = ("kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier")
+        batch.step(np.array([[applied[name] for name in knobs]], dtype=np.float64))
+        rows.append({"reward": reward, "done": done, **flat("info", info), **_serving_row(env, batch)})
+    log = env.episode_log
+    grades = {str(n): _grade(GraderModule().score(task_id, log[:n])) for n in _grade_steps(len(log))}
+    return rows, grades
+
+
+def _serving_row(env: InferenceEnv, batch: ServingBatch) -> Row:
+    state = {name: value for name, value in env.state().items() if name not in ("session_id", "config")}
+    row = flat("fleet", {name: float(values[0]) for name, values in batch.metric.items()})
+    row |= flat("observation", env.observation_dict()) | flat("state", state) | flat("workload", vars(env.workload()))
+    if state["step_count"] % NORMALISED_EVERY_STEPS == 0:
+        scaled = normalise(batch.observation[0], env.config.episode_length, env.task.cost_budget)
+        row |= flat("normalised", scaled.tolist())
+    return row
+
+
+def _play_traffic(
+    task_id: str, seed: int, config: Mapping[str, Any], actions: Sequence[Mapping[str, Any]]
+) -> tuple[list[Row], dict[str, Row]]:
+    env = TrafficEnv()
+    env.reset(seed=seed, task_id=task_id, config=config)
+    rows = [_traffic_row(env)]
+    for action in actions:
+        if env.done:  # a crash ends the episode before its actions do
+            break
+        _, reward, done, info = env.step(action)
+        entry = flat("metrics", env.episode_log[-1]["metrics"])
+        rows.append({"reward": reward, "done": done, **flat("info", info), **entry, **_traffic_row(env)})
+    log = env.episode_log
+    grades = {str(n): _grade(grade_traffic(task_id, log[:n])) for n in _grade_steps(len(log))}
+    return rows, grades
+
+
+def _traffic_row(env: TrafficEnv) -> Row:
+    state = {name: value for name, value in env.state().items() if name != "session_id"}
+    return {**flat("state", state), "score_so_far": env.final_score()}
+
+
+def _grade_steps(n_steps: int) -> list[int]:
+    """After how many steps the log is graded: early ones too, where no part has reached its bound yet."""
+    return sorted({max(1, n_steps // part) for part in (32, 16, 8, 4, 2, 1)})
+
+
+def _grade(grade: Mapping[str, Any]) -> Row:
+    return flat("grade", {name: value for name, value in grade.items() if name != "feedback"})
+
+
+def flat(name: str, value: Any) -> Row:
+    """Nested dictionaries and lists as one row: ``{"info.metrics.tpot_ms": 21.4, ...}``."""
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        return {name: value}
+    return {key: leaf for part, inner in parts for key, leaf in flat(f"{name}.{part}", inner).items()}
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def differences(episode: Mapping[str, Any]) -> Iterator[str]:
+    """What an episode gives now and did not when it was recorded: task, seed, step, field, expected and got."""
+    who = f"{episode['family']} task {episode['task_id']!r}, seed {episode['seed']}"
+    rows, grades = play(episode)
+    expected_rows = [episode["reset"], *unpack(episode["columns"])]
+    if len(rows) != len(expected_rows):
+        yield f"{who}: {len(rows) - 1} steps were played, expected {len(expected_rows) - 1}"
+    for step, (expected, got) in enumerate(zip(expected_rows, rows, strict=False)):
+        yield from _row_differences(f"{who}, step {step}", expected, got)
+    for n in sorted({*grades, *episode["grades"]}, key=int):
+        where = f"{who}, log of {n} steps"
+        yield from _row_differences(where, episode["grades"].get(n, {}), grades.get(n, {}))
+
+
+def _row_differences(where: str, expected: Row, got: Row) -> Iterator[str]:
+    for field in {**expected, **got}:
+        if field not in got:
+            yield f"{where}, {field}: expected {expected[field]!r}, got nothing"
+        elif field not in expected:
+            yield f"{where}, {field}: expected nothing, got {got[field]!r}"
+        elif not _same(expected[field], got[field]):
+            yield f"{where}, {field}: expected {expected[field]!r}, got {got[field]!r}"
+
+
+def _same(expected: Any, got: Any) -> bool:
+    if type(expected) is float and type(got) is float:
+        return math.isclose(expected, got, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    return type(expected) is type(got) and bool(expected == got)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def load(path: Path = EPISODES_FILE) -> list[Episode]:
+    """The recorded episodes."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["episodes"])
+
+
+def digest(path: Path = EPISODES_FILE) -> str:
+    """Name of this version of the file: the first 16 digits of its SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def pack(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows as columns, each the list of its values (null: the row has no such field).
+
+    ``[n, value]`` in a list stands for n times the same value, and a text ``"= other"`` for a column with the values of
+    an earlier one.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns: dict[str, Any] = {}
+    first_with: dict[str, str] = {}
+    for name in names:
+        values = [_rounded(row.get(name)) for row in rows]
+        same = first_with.setdefault(json.dumps(values), name)
+        runs = [(value, len(list(run))) for value, run in groupby(values, key=json.dumps)]
+        listed = [
+            item for value, n in runs for item in ([[n, json.loads(value)]] if n > 2 else [json.loads(value)] * n)
+        ]
+        columns[name] = listed if same == name else f"= {same}"
+    return columns
+
+
+def unpack(columns: Mapping[str, Any]) -> list[Row]:
+    """Rows of :func:`pack`."""
+    values: dict[str, list[Any]] = {}
+    for name, listed in columns.items():
+        if isinstance(listed, str):
+            values[name] = values[listed.removeprefix("= ")]
+        else:
+            values[name] = [v for item in listed for v in ([item[1]] * item[0] if isinstance(item, list) else [item])]
+    n_rows = len(next(iter(values.values())))
+    return [{name: column[i] for name, column in values.items() if column[i] is not None} for i in range(n_rows)]
+
+
+def _rounded_row(row: Row) -> Row:
+    return {name: _rounded(value) for name, value in row.items()}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
+
+
+def write(path: Path = EPISODES_FILE) -> None:
+    """Draw the actions, play them, and write what they give: one line a column."""
+    texts = []
+    for episode in planned():
+        rows, grades = play(episode)
+        rounded = {n: _rounded_row(grade) for n, grade in grades.items()}
+        texts.append(_text({**episode, "grades": rounded, "reset": _rounded_row(rows[0]), "columns": pack(rows[1:])}))
+    path.write_text('{"episodes": [\n' + ",\n".join(texts) + "\n]}\n", encoding="utf-8")
+
+
+def _text(episode: Episode) -> str:
+    lines = []
+    for key, value in episode.items():
+        text = json.dumps(value)
+        if key == "columns":
+            text = "{\n" + ",\n".join(f"{json.dumps(n)}: {_compact(c)}" for n, c in value.items()) + "}"
+        lines.append(f"{json.dumps(key)}: {text}")
+    return "{" + ",\n".join(lines) + "}"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+# ---------------------------------------------------------------- drawing actions
+
+
+def planned() -> Iterator[Episode]:
+    """The episodes of every registered task and of the extreme ones, with their actions."""
+    with _extreme_tasks():
+        serving_tasks = list_tasks(include_recorded=True)
+    for serving in serving_tasks:
+        for seed, config in zip(SEEDS, ({}, SERVING_CONFIG), strict=True):
+            n_steps = serving.config(config).episode_length
+            actions = _serving_actions(_generator(serving.task_id, seed), n_steps)
+            yield _episode("serving", serving.task_id, seed, config, actions)
+    for traffic in list_traffic_tasks():
+        n_steps = get_traffic_task(traffic.task_id).episode_length
+        for seed, config in product(TRAFFIC_SEEDS, ({}, TRAFFIC_CONFIG)):
+            actions = _traffic_actions(_generator(f"{traffic.task_id} {len(config)}", seed), n_steps)
+            yield _episode("traffic", traffic.task_id, seed, config, actions)
+
+
+def _generator(task_id: TaskId, seed: int) -> np.random.Generator:
+    """Other actions for every task."""
+    return np.random.default_rng([seed, *str(task_id).encode()])
+
+
+def _episode(family: str, task_id: TaskId, seed: int, config: Mapping[str, Any], actions: list[Any]) -> Episode:
+    return {"family": family, "task_id": task_id, "seed": seed, "config": dict(config), "actions": actions}
+
+
+def _serving_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
+    """Knobs from the whole action space, held for 2 to 14 seconds each.
+
+    Half of the time precision and prefill placement stay: else a fleet would never be done with restarting.
+    """
+    held: list[Any] = []
+    disagg, tier = False, 0
+    left = n_steps
+    while left > 0:
+        n = min(left, int(rng.integers(2, 15)))
+        if rng.random() < 0.5:
+            disagg, tier = bool(rng.random() < 0.35), int(rng.integers(3))
+        knobs = {
+            "kv_budget": 1.0 if rng.random() < 0.3 else round(float(rng.uniform(0.1, 1.0)), 3),
+            "spec_length": int(rng.choice(SPEC_LENGTHS)),
+            "batch_size": round(math.exp(rng.uniform(0.0, math.log(512.0)))),
+            "prefill_disagg": disagg,
+            "quant_tier": tier,
+        }
+        held.append([n, knobs])
+        left -= n
+    return held
+
+
+def _traffic_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
+    """Actions held for 1 to 4 seconds each."""
+    held: list[Any] = []
+    left = n_steps
+    while left > 0:
+        n = min(left, int(rng.integers(1, 5)))
+        held.append([n, {"action": str(rng.choice(ACTION_NAMES))}])
+        left -= n
+    return held
+
+
+def main() -> int:
+    """Compare with the file, or write it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the file anew")
+    if parser.parse_args().write:
+        write()
+        name = digest()
+        listed = CHANGES_FILE.exists() and name in CHANGES_FILE.read_text(encoding="utf-8")
+        print(f"{EPISODES_FILE.name} is now {name}" + ("" if listed else f": give the reason in {CHANGES_FILE}"))
+        return 0
+    found = [line for episode in load() for line in differences(episode)]
+    print("\n".join(found) or "all episodes give their golden numbers")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

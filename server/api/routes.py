@@ -1,0 +1,54 @@
+"""All HTTP endpoints of the server, by mount."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from inferencegym.families import SERVING
+from server.api.batch import BatchRoutes
+from server.api.episodes import EpisodeRoutes
+from server.api.openapi import openapi_route
+from server.api.policies import PolicyRoutes
+from server.api.shadow import ShadowRoutes
+from server.api.web import web_routes
+from server.context import Context, Mount
+from server.net.json_io import JsonRoute
+
+
+class Routes(Protocol):
+    """A group of endpoints of one mount."""
+
+    def routes(self) -> list[JsonRoute]:
+        """All of them, the most used first."""
+        ...
+
+
+OWN_ROUTES: Final[Mapping[str, tuple[Callable[[Context, Mount], Routes], ...]]] = {SERVING: (BatchRoutes, ShadowRoutes)}
+"""Endpoints that one family alone has."""
+
+
+def http_routes(context: Context) -> list[BaseRoute]:
+    """Endpoints of every family at its mount, of the process, and the web page."""
+    routes: list[BaseRoute] = []
+    for mount in context.mounts:
+        groups: tuple[Callable[[Context, Mount], Routes], ...] = (EpisodeRoutes, PolicyRoutes)
+        for make in (*groups, *OWN_ROUTES.get(mount.family.name, ())):
+            routes += make(context, mount).routes()
+        if mount.prefix:
+            routes.append(openapi_route(mount.prefix))
+    return [*routes, _metrics_route(context), *web_routes(context.settings)]
+
+
+def _metrics_route(context: Context) -> JsonRoute:
+    async def metrics(request: Request) -> Response:
+        body, content_type = context.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
+
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    summary = "What the server counts, for Prometheus"
+    return JsonRoute("/metrics", metrics, method="GET", summary=summary, responses=text)

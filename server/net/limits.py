@@ -1,0 +1,172 @@
+"""Limits on requests: API key, origin, rate, size; and the identity of the client behind proxies."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.types import Scope
+
+from server.net.errors import BodyTooLargeError, ForeignOriginError, RateLimitedError, UnauthorizedError
+from server.net.json_io import RawHeaders
+from server.settings import Settings
+
+OPEN_PATHS: Final = frozenset({"/health"})
+"""Paths that need no API key."""
+
+
+class Limits:
+    """What requests must satisfy before anything is done for them."""
+
+    def __init__(self, settings: Settings, prefixes: Sequence[str]) -> None:
+        key = settings.api_key
+        self._key = None if key is None else key.get_secret_value().encode()
+        self._callers = Callers(settings)
+        self._all_origins = settings.cors == "all"
+        self._largest = max(
+            settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes, settings.max_batch_bytes
+        )
+        per_minute = {
+            "/reset": settings.resets_per_minute,
+            "/reset/batch": settings.batch_resets_per_minute,
+            "/grader": settings.grades_per_minute,
+            "/baseline": settings.baselines_per_minute,
+            "/play": settings.plays_per_minute,
+            "/shadow": settings.shadows_per_minute,
+        }
+        # One allowance for a path under all its prefixes: an environment may be served at two of them.
+        self._limits = {
+            prefix + path: limit
+            for path, limit in ((path, RateLimit(n)) for path, n in per_minute.items() if n)
+            for prefix in prefixes
+        }
+
+    def check(self, scope: Scope) -> None:
+        """Refuse what has no API key, comes from a foreign page, is too much at once, or longer than any path takes."""
+        path = scope["path"]
+        if self._key is not None and path not in OPEN_PATHS:
+            self._check_key(scope, self._key)
+        if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
+            raise ForeignOriginError("pages of other origins may not play here")
+        limit = self._limits.get(path)
+        if limit is not None:
+            limit.take(self._callers.address(scope))
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._largest:
+                raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
+
+    def _check_key(self, scope: Scope, key: bytes) -> None:
+        for name, value in scope["headers"]:
+            if name == b"x-api-key":
+                sent = value
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                sent = value[7:].strip()
+            else:
+                continue
+            # Both are hashed first, so that not even the length of the key shows in the time this takes.
+            if hmac.compare_digest(hashlib.sha256(sent).digest(), hashlib.sha256(key).digest()):
+                return
+        raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
+
+
+def _only_reads(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS")
+
+
+def _is_foreign(headers: RawHeaders) -> bool:
+    """Whether a page of another origin sent this. CORS alone would not stop it: browsers do not always ask before.
+
+    A browser lets no page set these headers. Programs send none of them.
+    """
+    found = dict(headers)
+    if b"sec-fetch-site" in found:
+        return found[b"sec-fetch-site"] not in (b"same-origin", b"none")
+    if b"origin" not in found:
+        return False
+    # A proxy before us may have put its own name for us in the place of the one that the browser used.
+    ours = [found[name].lower() for name in (b"host", b"x-forwarded-host") if name in found]
+    return found[b"origin"].partition(b"://")[2].lower() not in ours
+
+
+class RateLimit:
+    """A bucket of tokens per client: a minute's worth at once, refilled evenly."""
+
+    MAX_CLIENTS: Final = 10_000
+
+    def __init__(self, per_minute: int) -> None:
+        self._capacity = float(per_minute)
+        self._per_second = per_minute / 60.0
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, client: str) -> None:
+        """Use one token of this client's. Raises RateLimitedError when there is none."""
+        now = time.monotonic()
+        tokens, then = self._buckets.pop(client, (self._capacity, now))
+        tokens = min(self._capacity, tokens + (now - then) * self._per_second)
+        allowed = tokens >= 1.0
+        self._buckets[client] = (tokens - allowed, now)
+        if len(self._buckets) > self.MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        if not allowed:
+            wait = (1.0 - tokens) / self._per_second
+            raise RateLimitedError(f"this path takes {self._capacity:g} requests a minute from one client", wait)
+
+
+class Callers:
+    """Who sent a request: the client's address, and through proxies only where the operator trusts them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._trusted = settings.trusted_proxies
+
+    def address(self, scope: Scope) -> str:
+        """Address of the client: the socket's peer, or the last untrusted hop that trusted proxies report."""
+        client = scope.get("client")
+        peer = _plain(client[0]) if client else ""
+        if not self._trusted or not self._is_trusted(peer):
+            return peer
+        hops: list[str] = []
+        for name, value in scope["headers"]:
+            if name == b"x-forwarded-for":
+                hops += [hop.strip() for hop in value.decode("latin-1").split(",")]
+        for hop in reversed(hops):
+            if not _is_address(hop):
+                return peer  # a proxy that forwards what is no address is not to be believed
+            peer = _plain(hop)
+            if not self._is_trusted(peer):
+                break
+        return peer
+
+    def caller(self, scope: Scope) -> str:
+        """Identity under which the most recent session is remembered: the address and, if sent, ``X-Client-Id``.
+
+        Digests, so that the store holds no addresses, with a dot between them.
+        """
+        parts = [self.address(scope).encode()]
+        parts += [value for name, value in scope["headers"] if name == b"x-client-id"]
+        return ".".join(hashlib.sha256(part).hexdigest()[:32] for part in parts)
+
+    def _is_trusted(self, address: str) -> bool:
+        if not _is_address(address):
+            return False
+        ip = ipaddress.ip_address(address)
+        return any(ip in network for network in self._trusted)
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address as such: a socket that listens on ``::`` shows it as ``::ffff:10.1.2.3``, in no IPv4 network."""
+    if ":" not in address or not _is_address(address):
+        return address
+    return str(getattr(ipaddress.ip_address(address), "ipv4_mapped", None) or address)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Synthetic load: Poisson arrivals with bursts, prompts and outputs from the distributions of a task's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferencegym.errors import InvalidConfigError
+from inferencegym.seeds import check_seed, generators
+from inferencegym.tasks import LengthDist, TaskSpec
+from simulator.load import NOISE_STREAM, Workload, class_stats, listed_work_ms, noise_factors, phases
+from simulator.tables import FloatArray, ServingTables
+
+POOL_SIZE: Final = 1 << 16
+POOL_SEED: Final = 20_240_418
+
+_ARRIVALS_STREAM: Final = 0
+_PROMPTS_STREAM: Final = 1
+
+
+class SyntheticLoad:
+    """Poisson arrivals with bursts; prompts from a class's distribution.
+
+    Prompts come from a pool of 65,536 per class, drawn once from a fixed seed: an episode takes a stretch of it from a
+    random offset on, so a reset needs two look-ups per step instead of thousands of draws.
+    """
+
+    def __init__(self, task: TaskSpec, tables: ServingTables) -> None:
+        active = [i for i, c in enumerate(task.classes) if c.share > 0 or c.burst_share > 0]
+        classes = [task.classes[i] for i in active]
+        self._rate = task.arrival_rate_rps
+        self._burst = task.burst
+        self._share = np.array([c.share for c in classes])
+        self._burst_share = np.array([c.burst_share for c in classes])
+        pools = [_prompt_pool(c.prompt, i) for i, c in zip(active, classes, strict=True)]
+        works = [listed_work_ms(p, tables) for p in pools]
+        # Running sums of prompt tokens and of the work at each tier, side by side: one look-up finds all four.
+        self._sums = [_running_sum(np.column_stack([p, w])) for p, w in zip(pools, works, strict=True)]
+        self.nominal_rate_rps = task.arrival_rate_rps
+        self.stats = class_stats(
+            names=[c.name for c in classes],
+            shares=self._share,
+            slo_ms=[c.slo_ms for c in classes],
+            complexity_penalty=[c.complexity_penalty for c in classes],
+            prompts=pools,
+            works=works,
+            outputs=[length_quantiles(c.output) for c in classes],
+        )
+
+    def draw(self, seeds: Sequence[int], n_steps: int) -> Workload:
+        """The workloads of L episodes, one per seed; only the random numbers themselves are drawn one by one."""
+        checked = [check_seed(seed) for seed in seeds]
+        rate, phase = self._rates(n_steps)
+        counts = np.empty((len(checked), *rate.shape), dtype=np.int64)
+        ends = np.empty((len(checked), n_steps + 1, rate.shape[1]), dtype=np.int64)
+        z = np.empty((len(checked), n_steps, 2))
+        # NumPy draws the same numbers faster from a scalar rate than from an array of equal rates.
+        lam = rate.item(0) if (rate == rate[0, 0]).all() else rate
+        streams = generators(checked, (_ARRIVALS_STREAM, _PROMPTS_STREAM, NOISE_STREAM))
+        for i, (arrivals, prompts, noise) in enumerate(streams):
+            counts[i] = arrivals.poisson(lam, size=rate.shape)
+            ends[i, 0] = [prompts.integers(POOL_SIZE) for _ in range(rate.shape[1])]
+            noise.standard_normal(out=z[i])
+        np.cumsum(counts, axis=1, out=ends[:, 1:])
+        ends[:, 1:] += ends[:, :1]
+        sums = np.empty((*counts.shape, 4))
+        for c in range(rate.shape[1]):
+            at = _pooled(self._sums[c], ends[:, :, c].ravel()).reshape(len(checked), n_steps + 1, 4)
+            np.subtract(at[:, 1:], at[:, :-1], out=sums[:, :, c])
+        phases_each = np.broadcast_to(phase, (len(checked), n_steps))
+        return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], noise_factors(z), phases_each)
+
+    @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
+    def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:
+        steps = np.arange(n_steps)
+        burst = np.array([self._burst is not None and self._burst.active(int(t)) for t in steps], dtype=bool)
+        rate = self._rate * np.broadcast_to(self._share, (n_steps, len(self._share))).copy()
+        if self._burst is not None:
+            rate[burst] = self._burst.rate_rps * self._burst_share
+        return rate, phases(burst)
+
+
+def length_quantiles(dist: LengthDist, points: int = 2048) -> FloatArray:
+    """Lengths at ``points`` evenly spaced quantiles (mid-points), clamped to the distribution's bounds."""
+    q = (np.arange(points) + 0.5) / points
+    if dist.kind == "uniform":
+        return dist.low + q * (dist.high - dist.low)
+    if dist.kind == "lognormal":
+        standard = NormalDist()
+        z = np.array([standard.inv_cdf(float(p)) for p in q])
+        return np.clip(np.exp(dist.mu + dist.sigma * z), dist.low, dist.high)
+    raise InvalidConfigError(f"length distribution {dist.kind!r} needs a recorded trace")
+
+
+def _prompt_pool(dist: LengthDist, class_index: int) -> FloatArray:
+    rng = np.random.default_rng([POOL_SEED, class_index])
+    if dist.kind == "uniform":
+        drawn = rng.uniform(dist.low, dist.high, POOL_SIZE)
+    elif dist.kind == "lognormal":
+        drawn = rng.lognormal(dist.mu, dist.sigma, POOL_SIZE)
+    else:
+        raise InvalidConfigError(f"prompt distribution {dist.kind!r} needs a recorded trace")
+    return np.clip(np.rint(drawn), dist.low, dist.high)
+
+
+def _running_sum(values: FloatArray) -> FloatArray:
+    return np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+
+
+def _pooled(sums: FloatArray, index: NDArray[np.int64]) -> FloatArray:
+    """Running sums (N, k) of an endlessly repeated pool at these positions (N,)."""
+    n = len(sums) - 1
+    found: FloatArray = sums[index % n]
+    again = np.flatnonzero(index >= n)
+    found[again] += (index[again] // n)[:, None] * sums[-1]
+    return found

@@ -1,0 +1,142 @@
+"""Strict messages: each mistake is told by its path, what was found there and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+import pytest
+from pydantic import Field, model_validator
+
+from inferencegym.messages import CHOICE, WHOLE, Allowed, FieldError, Message, parse_json, read, words
+
+
+class Circle(Message):
+    kind: Literal["circle"]
+    radius: Annotated[float, Field(gt=0, le=10)]
+
+
+class Box(Message):
+    kind: Literal["box"]
+    sides: Annotated[list[Annotated[float, Field(ge=1)]], Field(min_length=2, max_length=2)]
+
+
+class Range(Message):
+    low: int = 0
+    high: int = 9
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise FieldError("low", float(self.low), f"at most high, which is {self.high}")
+        return self
+
+
+class Drawing(Message):
+    name: str = ""
+    copies: Annotated[int | None, Field(ge=1, le=9), WHOLE] = None
+    tier: Annotated[Literal[0, 1, 2], CHOICE] = 0
+    sizes: float | list[Annotated[float, Allowed("a size")]] = 1.0
+    weights: dict[str, float] = Field({})
+    shape: Annotated[Circle | Box, Field(discriminator="kind")] | None = None
+    ranges: list[Range] = Field([])
+
+
+class Refused(Exception):
+    """What a test's messages and texts are refused with."""
+
+
+def refusal(field: str, value: object, allowed: str) -> Refused:
+    return Refused(f"{field}={value!r}: {allowed}")
+
+
+def refused(value: object, **options: Any) -> str:
+    with pytest.raises(Refused) as caught:
+        read(Drawing, value, refusal, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "body=[]: an object with the fields name, copies, tier, sizes, weights, shape, ranges"),
+        ({"nam": 1}, "nam=1: left out (did you mean name?): the fields are name, copies"),
+        ({3: 1}, "3=3: left out: the fields are name, copies"),
+        ({"copies": 0}, "copies=0: an integer from 1 to 9"),
+        ({"copies": 2.5}, "copies=2.5: an integer from 1 to 9"),
+        ({"tier": True}, "tier=True: one of 0, 1, 2"),
+        # Of a union, the branch that came furthest
+        ({"sizes": "x"}, "sizes='x': a number or an array"),
+        ({"sizes": [1, "x"]}, "sizes[1]='x': a size"),
+        ({"sizes": math.nan}, "sizes=nan: a number or an array"),
+        ({"weights": {"ink": "x"}}, "weights.ink='x': a number"),
+        # A union told by its kind
+        ({"shape": 3}, "shape=3: an object whose kind is one of box, circle"),
+        ({"shape": {"radius": 1}}, "shape={'radius': 1}: an object whose kind is one of box, circle"),
+        ({"shape": {"kind": "blob"}}, "shape.kind='blob': one of circle, box"),
+        ({"shape": {"kind": "circle"}}, "shape.radius=None: a number above 0, at most 10"),
+        ({"shape": {"kind": "box", "side": 1}}, "shape.side=1: left out (did you mean sides?): the fields are kind"),
+        ({"shape": {"kind": "box", "sides": [1]}}, "shape.sides=[1]: an array of 2, each a number of at least 1"),
+        ({"shape": {"kind": "box", "sides": [1, 0]}}, "shape.sides[1]=0: a number of at least 1"),
+        # Fields that do not fit together
+        ({"ranges": [{}, {"low": 12}]}, "ranges[1].low=12: at most high, which is 9"),
+        ({"ranges": [{}, 5]}, "ranges[1]=5: an object with the fields low, high"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_by_path_value_and_what_is_allowed(value: object, said: str) -> None:
+    assert refused(value).startswith(said)
+
+
+def test_the_path_follows_the_name_of_the_whole() -> None:
+    assert refused({"copies": 0}, at="body.drawing").startswith("body.drawing.copies=0")
+    assert refused(7, at="drawing").startswith("drawing=7: an object with the fields")
+
+
+def test_a_field_that_is_not_there_can_be_told_from_null() -> None:
+    assert refused({"shape": {"kind": "circle"}}, missing="nothing").startswith("shape.radius='nothing'")
+
+
+def test_a_message_that_was_read_already_is_taken_as_it_is() -> None:
+    drawing = Drawing(copies=2)
+    assert read(Drawing, drawing, refusal) is drawing
+
+
+def test_numbers_without_a_fraction_are_integers() -> None:
+    assert repr(read(Drawing, {"copies": 2.0}, refusal).copies) == "2"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "array"}, "an array"),
+        ({"type": "array", "minItems": 1, "items": {"type": "string"}}, "an array of at least 1, each a text"),
+        ({"type": "array", "maxItems": 4}, "an array of at most 4"),
+        ({"type": "array", "minItems": 1, "maxItems": 4}, "an array of 1 to 4"),
+        ({"type": "array", "minItems": 3, "maxItems": 3, "items": {"enum": [1, 2]}}, "an array of 3, each one of 1, 2"),
+    ],
+)  # fmt: skip
+def test_an_array_is_told_by_its_length_and_its_entries(schema: dict[str, Any], said: str) -> None:
+    assert words(schema, {}) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON: "),
+        ('{"a": 1, "a": 2}', "the key 'a' is repeated in one object"),
+        ("NaN", "NaN is no JSON number"),
+        ("[-Infinity]", "-Infinity is no JSON number"),
+        ("[" * 100_000, "nested too deep"),
+        ("1" * 5000, "an integer has more than 4,300 digits"),
+        (b"\xff", "not JSON: "),
+    ],
+)
+def test_what_is_no_strict_json_is_refused(text: str | bytes, said: str) -> None:
+    with pytest.raises(Refused) as caught:
+        parse_json(text, Refused)
+    assert str(caught.value).startswith(said)
+
+
+def test_infinity_may_be_left_to_the_message_which_names_the_field() -> None:
+    value = parse_json('{"sizes": -Infinity}', Refused, finite=False)
+    assert refused(value).startswith("sizes=-inf")
