@@ -232,8 +232,8 @@ def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
     alone = float((stats.work_mean_ms[:, 0] * scalars["alone_ratio"][:, 0]) @ share)
     used = scalars["weights_gb"][0] + scalars["activation_gb"] + 32 * scalars["sequence_gb"] + kv_pool_gb
     return {
-        "ttft_p50_ms": scalars["tau_ms"] + alone,
-        "ttft_p99_ms": scalars["tau_ms"] + alone,
+        "ttft_p50_ms": scalars["ttft_offset_ms"] + alone,
+        "ttft_p99_ms": scalars["ttft_offset_ms"] + alone,
         "tpot_ms": float(tables.decode_ms[0, 0, 0, 0]),
         "gpu_memory_gb": float(used),
     }
