@@ -45,9 +45,9 @@ TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
 """These tasks have no randomness: each seed stands for other actions."""
 SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
 TRAFFIC_CONFIG: Final = {
-    "server_capacity": 120.0,
+    "server_capacity": 110.0,
     "base_latency": 320.0,
-    "crash_load_ratio": 2.0,
+    "crash_load_ratio": 240.0 / 110.0,
     "max_queue": 100,
     "traffic_scale": 1.2,
 }
