@@ -133,7 +133,8 @@ def main() -> None:
         workers=settings.workers,
         loop="uvloop",
         http="httptools",
-        ws="websockets-sansio",
+        # Uvicorn's other one never answers an upgrade request with a body or a long header, and fails at shutdown then.
+        ws="wsproto",
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,
