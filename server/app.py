@@ -122,6 +122,8 @@ def main() -> None:
     import uvicorn
     from uvicorn.supervisors import Multiprocess
 
+    from server.net.upgrade import CheckedUpgrade
+
     try:
         settings = load_settings()
         served = create_app(settings)
@@ -133,8 +135,7 @@ def main() -> None:
         workers=settings.workers,
         loop="uvloop",
         http="httptools",
-        # Uvicorn's other one never answers an upgrade request with a body or a long header, and fails at shutdown then.
-        ws="wsproto",
+        ws=CheckedUpgrade,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,
