@@ -50,7 +50,7 @@ def test_it_is_played_over_http_with_strict_messages(client: TestClient) -> None
     assert [answer["done"] for answer in answers] == [False] * 5 + [True]
     assert client.get("/thermostat/state", params={"session_id": session_id}).json()["step_count"] == 6
     assert client.get("/thermostat/tasks").json()["tasks"][0] == {"id": "frosty-night", "outside_c": -10.0}
-    wrong = client.post("/thermostat/step", json={"session_id": session_id, "action": {"levl": 1}})
+    wrong = client.post("/thermostat/step", json={"session_id": session_id, "action": {"leval": 1}})
     assert wrong.status_code == 422
     assert "did you mean level?" in wrong.json()["detail"]["message"]
     document = client.get("/thermostat/openapi.json").json()
