@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from agents.protocol import Agent, FloatArray
-from env.action import snap
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
 from grader.grader import SCORES, unit
+from inferencegym.spaces.actions import snap
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")

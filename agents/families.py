@@ -39,8 +39,8 @@ TRAFFIC_POLICIES: Final[Mapping[str, str]] = {
 def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     """An agent of :mod:`agents.registry` (``naive``, ``random:7``, ...) for one serving episode."""
     from agents.registry import make_agent
-    from env.action import action_mask, from_row, snap
-    from env.observation import to_array
+    from inferencegym.spaces.actions import action_mask, from_row, snap
+    from inferencegym.spaces.observations import to_array
     from inferencegym.tasks import get_task
 
     task = get_task(env.task_id)

@@ -40,10 +40,10 @@ from agents.policies.ppo import PolicyFile
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent
 from agents.registry import make_agent
-from env.action import action_mask, snap
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import action_mask, snap
 from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import EpisodeConfig, TaskSpec
 from inferencegym.vector_env import AutoresetVectorEnv

@@ -34,7 +34,7 @@ with without_gradio():
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE_ECHO = "--serve-echo"
-BARS = {"1 WebSocket client": 1.3, "8 WebSocket clients": 1.5, "1 HTTP connection": 1.3}
+BARS = {"1 WebSocket client": 1.2, "8 WebSocket clients": 1.6, "1 HTTP connection": 1.5}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ import gymnasium
 import numpy as np
 from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running
 
-from env.action import ACTION_HIGH, ACTION_LOW
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
@@ -42,6 +41,7 @@ from env.vector_env import VectorInferenceEnv
 from inferencegym.client import InferenceGymBatch
 from inferencegym.client.gym import HTTPVectorEnv
 from inferencegym.models import NAIVE_ACTION
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.tasks import get_task
 
 HERE = Path(__file__).resolve().parent

@@ -1,7 +1,7 @@
 """Actions of the serving environment as rows of five numbers: bounds, clamping and conversions.
 
-These are those of :mod:`inferencegym.spaces.actions`, which remote environments use as well. Rows are written into a
-fleet by :class:`inferencegym.spaces.knobs.KnobKernel`.
+These are those of :mod:`inferencegym.spaces.actions`, which remote environments use as well. The module stands where
+the plan has it; rows are written into a fleet by :class:`inferencegym.spaces.knobs.KnobKernel`.
 """
 
 from __future__ import annotations

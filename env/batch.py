@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from env.action import action_mask
-from env.observation import OBSERVATION_SIZE, ObservationKernel
+from env.observation import ObservationKernel
 from env.reward import RewardKernel
 from env.threads import CORES, RowRange, split_rows
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.spaces.actions import action_mask
 from inferencegym.spaces.knobs import KnobKernel
+from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.serving import ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, load_tables
@@ -105,7 +106,8 @@ class ServingBatch:
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Take one step of one second with these actions (B, 5) and return the observations (B, 14).
 
-        Actions are clamped and snapped (:func:`env.action.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
+        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if
+        a row has ended.
         """
         self._check_steps_left()
         self.write_knobs(actions)
@@ -230,8 +232,8 @@ def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
     alone = float((stats.work_mean_ms[:, 0] * scalars["alone_ratio"][:, 0]) @ share)
     used = scalars["weights_gb"][0] + scalars["activation_gb"] + 32 * scalars["sequence_gb"] + kv_pool_gb
     return {
-        "ttft_p50_ms": scalars["tau_ms"] + alone,
-        "ttft_p99_ms": scalars["tau_ms"] + alone,
+        "ttft_p50_ms": scalars["ttft_offset_ms"] + alone,
+        "ttft_p99_ms": scalars["ttft_offset_ms"] + alone,
         "tpot_ms": float(tables.decode_ms[0, 0, 0, 0]),
         "gpu_memory_gb": float(used),
     }

@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from env.action import mask_action
 from env.batch import ServingBatch
-from env.observation import to_observation
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
 from inferencegym.seeds import check_seed
+from inferencegym.spaces.actions import mask_action
+from inferencegym.spaces.observations import to_observation
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
 from simulator.coverage import fleet_support
 from simulator.tables import ServingTables, load_tables

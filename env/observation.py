@@ -1,8 +1,7 @@
-"""Observations of the serving environment: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, cut to bounds.
+"""Observation kernel: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, clipped to their bounds.
 
-Plain Python that the build compiles to C (types in ``observation.pxd``). Bounds, :func:`to_observation` (the dataclass
-form) and :func:`normalise` (scaled for learners) are those of :mod:`inferencegym.spaces.observations`, which remote
-environments use as well.
+Plain Python that the build compiles to C (types in ``observation.pxd``). Bounds and conversions are those of
+:mod:`inferencegym.spaces.observations`, which remote environments use as well.
 """
 
 from __future__ import annotations
@@ -10,25 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import cython
-
-from inferencegym.spaces.observations import (
-    OBSERVATION_HIGH,
-    OBSERVATION_LOW,
-    OBSERVATION_SIZE,
-    normalise,
-    to_array,
-    to_observation,
-)
-
-__all__ = [
-    "OBSERVATION_HIGH",
-    "OBSERVATION_LOW",
-    "OBSERVATION_SIZE",
-    "ObservationKernel",
-    "normalise",
-    "to_array",
-    "to_observation",
-]
 
 
 class ObservationKernel:

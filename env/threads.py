@@ -36,7 +36,7 @@ def split_rows(
     No thread is given less than ``rows_per_thread`` rows, and no more of them run than there are cores.
     """
     span = ranges[-1][1] - ranges[0][0]
-    n_parts = min(n_threads, CORES, span // rows_per_thread)
+    n_parts = 1 if span < 2 * rows_per_thread else min(n_threads, CORES, span // rows_per_thread)
     if n_parts < 2:
         for lo, hi in ranges:
             work(lo, hi)

@@ -15,7 +15,7 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.spaces.formats import ObservationCodec, action_codec
 from inferencegym.tasks import Calibration, TaskId, get_task
 from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
-from simulator.serving import METRICS
+from simulator.arrays import METRICS
 from simulator.tables import ServingTables
 
 
@@ -27,7 +27,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
     :func:`inferencegym.seeds.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its
     budget is an episode's, and the step is observed), so its end is ``terminated`` and nothing is ever truncated.
 
-    ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.serving.METRICS`) and ``seed`` (B,), the seed of each
+    ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.arrays.METRICS`) and ``seed`` (B,), the seed of each
     row's current episode.
     """
 

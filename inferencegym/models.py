@@ -100,12 +100,30 @@ class ServeAction:
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
+        if self._is_plain():
+            return True  # as almost every action is; any other is looked at field by field
         if not isinstance(self.quant_tier, QuantTier):
             raise InvalidActionError("quant_tier", self.quant_tier, "a QuantTier: FP16, INT8 or INT4")
         if not isinstance(self.prefill_disagg, bool):
             raise InvalidActionError("prefill_disagg", self.prefill_disagg, "true or false")
         ServeAction.from_dict(vars(self))
         return True
+
+    def _is_plain(self) -> bool:
+        kv, spec, batch = self.kv_budget, self.spec_length, self.batch_size
+        # Dataclasses check no types: these may be anything.
+        flag: object = self.prefill_disagg
+        tier: object = self.quant_tier
+        return (
+            type(flag) is bool
+            and type(tier) is QuantTier
+            and type(kv) is float
+            and ACTION_FIELDS["kv_budget"].low <= kv <= ACTION_FIELDS["kv_budget"].high
+            and type(spec) is int
+            and spec in SPEC_LENGTHS
+            and type(batch) is int
+            and ACTION_FIELDS["batch_size"].low <= batch <= ACTION_FIELDS["batch_size"].high
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: ``quant_tier`` is its number 0-2."""

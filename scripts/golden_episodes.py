@@ -25,11 +25,11 @@ import numpy as np
 
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.observation import normalise
-from env.traffic.env import TrafficEnv
+from env.traffic.env import TrafficBatch, TrafficEnv
 from grader.grader import GraderModule
 from grader.traffic_grader import grade_traffic
 from inferencegym.models import SPEC_LENGTHS
+from inferencegym.spaces.observations import normalise
 from inferencegym.tasks import TASKS_ENV, TaskId, list_tasks
 from inferencegym.traffic import ACTION_NAMES, get_traffic_task, list_traffic_tasks
 
@@ -45,9 +45,9 @@ TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
 """These tasks have no randomness: each seed stands for other actions."""
 SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
 TRAFFIC_CONFIG: Final = {
-    "server_capacity": 120.0,
+    "server_capacity": 110.0,
     "base_latency": 320.0,
-    "crash_load_ratio": 2.0,
+    "crash_load_ratio": 240.0 / 110.0,
     "max_queue": 100,
     "traffic_scale": 1.2,
 }
@@ -124,21 +124,23 @@ def _play_traffic(
 ) -> tuple[list[Row], dict[str, Row]]:
     env = TrafficEnv()
     env.reset(seed=seed, task_id=task_id, config=config)
-    rows = [_traffic_row(env)]
+    batch = TrafficBatch(env.task, 1, env.config)
+    rows = [_traffic_row(env, batch)]
     for action in actions:
         if env.done:  # a crash ends the episode before its actions do
             break
         _, reward, done, info = env.step(action)
+        batch.step(np.array([ACTION_NAMES.index(action["action"])]))
         entry = flat("metrics", env.episode_log[-1]["metrics"])
-        rows.append({"reward": reward, "done": done, **flat("info", info), **entry, **_traffic_row(env)})
+        rows.append({"reward": reward, "done": done, **flat("info", info), **entry, **_traffic_row(env, batch)})
     log = env.episode_log
     grades = {str(n): _grade(grade_traffic(task_id, log[:n])) for n in _grade_steps(len(log))}
     return rows, grades
 
 
-def _traffic_row(env: TrafficEnv) -> Row:
+def _traffic_row(env: TrafficEnv, batch: TrafficBatch) -> Row:
     state = {name: value for name, value in env.state().items() if name != "session_id"}
-    return {**flat("state", state), "score_so_far": env.final_score()}
+    return {**flat("state", state), **flat("observation", batch.observation()[0].tolist()), "score": env.final_score()}
 
 
 def _grade_steps(n_steps: int) -> list[int]:

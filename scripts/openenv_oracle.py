@@ -20,11 +20,11 @@ import numpy as np
 from agents.protocol import Agent
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
-from env.action import action_mask, from_row, snap
 from env.inference_env import InferenceEnv
-from env.observation import to_array
 from grader.grader import GraderModule
 from inferencegym.client.http import InferenceGymHTTP
+from inferencegym.spaces.actions import action_mask, from_row, snap
+from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import TaskSpec, list_tasks
 
 ORACLE, DEFAULTS = "best_adaptive", "naive"

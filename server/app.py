@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -77,6 +78,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIterator[None]:
     # Read in a child process, so that the parquet library never enters this one.
     await asyncio.to_thread(partial(load_tables, isolated=True))
+    # Everything is imported now and stays. The garbage collector need not look at it again: each of its full rounds
+    # would hold up all clients.
+    gc.collect()
+    gc.freeze()
     async with _store_open(context.sessions.store), _maintained(context.sessions), context.metrics.shared():
         try:
             yield
@@ -117,6 +122,8 @@ def main() -> None:
     import uvicorn
     from uvicorn.supervisors import Multiprocess
 
+    from server.net.upgrade import CheckedUpgrade
+
     try:
         settings = load_settings()
         served = create_app(settings)
@@ -128,7 +135,7 @@ def main() -> None:
         workers=settings.workers,
         loop="uvloop",
         http="httptools",
-        ws="websockets-sansio",
+        ws=CheckedUpgrade,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=settings.max_body_bytes,

@@ -1,12 +1,386 @@
-"""OpenEnv's protocol; being rewritten."""
+"""OpenEnv's protocol: /ws, /mcp, /metadata, /schema, /list_environments and the Task API, for every mounted family.
+
+The wire format is that of OpenEnv 0.9 and 0.10, whose clients and validator are asked in the tests; OpenEnv itself is
+not needed to serve. An episode played over a WebSocket is a session like any other, named by its ``episode_id``: it is
+recorded step by step, GET /state and POST /grader see it, and after a dropped connection
+``reset(episode_id=..., resume=True)`` goes on with it.
+"""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final, Literal
 
-from server.context import Context
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
+
+from env.family import Family
+from inferencegym.error_text import write_error
+from inferencegym.errors import (
+    InferenceGymError,
+    InvalidActionError,
+    InvalidConfigError,
+    NotResetError,
+    StepConflictError,
+)
+from inferencegym.messages import Message, read
+from inferencegym.tasks import TaskId
+from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, InfoRoutes, mcp_answer, rpc_error, splits
+from server.context import Context, Mount
+from server.net.errors import InvalidJsonError, InvalidRequestError
+from server.net.json_io import parse_object
+from server.net.limits import RateLimit
+from server.schemas import Seed, StepNumber, TaskName
+from server.sessions.manager import LiveSession, StepResult
+
+log = logging.getLogger(__name__)
+
+IDLE_SLOT_S: Final = 900.0
+"""A connection silent for so long does not count against the limit of connections. It may speak again, and counts again
+then: its episode is not kept here but in its session."""
+
+NEXT: Final[Mapping[str, str]] = {
+    "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) goes on with one played before",
+    "episode_done": "reset() starts the next one; POST /grader with its episode_id as session_id scores this one",
+    "unknown_session": "reset() without resume starts an episode",
+    "unknown_task": "the Task API and GET /tasks list the tasks",
+    "step_conflict": "reset(episode_id=..., resume=True) goes on where the episode is, reset() starts another",
+    "rate_limited": "wait, then send it again",
+    "store": "send it again in a moment; nothing was changed",
+    "capacity": "try again in a moment",
+    "table": "try again in a moment; the server's log has the cause",
+    "invalid_json": "send one JSON object as text",
+    "internal": "report it with the time; a step may be sent again with its number",
+}
+"""What to do after an error, in the words of OpenEnv's clients."""
+_NEXT_OTHERWISE: Final = "correct it and send it again; nothing was changed"
 
 
 def openenv_routes(context: Context) -> list[BaseRoute]:
-    """Routes of OpenEnv's protocol."""
-    return []
+    """OpenEnv's routes for every mounted family.
+
+    They come after all others: ``{env_name}`` of the Task API stands for any first part of a path.
+    """
+    per_minute = context.settings.resets_per_minute
+    # One allowance for all mounts: an environment may be served at two of them.
+    resets = RateLimit(per_minute) if per_minute else None
+    return [route for mount in context.mounts for route in _mounted(context, mount, resets)]
+
+
+def _mounted(context: Context, mount: Mount, resets: RateLimit | None) -> list[BaseRoute]:
+    play = PlayEndpoint(context, mount.family, resets)
+    sockets = [WebSocketRoute(f"{mount.prefix}/ws", play), WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint())]
+    return [*sockets, *InfoRoutes(context, mount).routes()]
+
+
+# ---------------------------------------------------------------- frames
+
+
+class ResetFrame(Message):
+    """Starts an episode or goes on with one; ``data`` as :class:`ResetArguments`."""
+
+    type: Literal["reset"]
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class StepFrame(Message):
+    """Plays one step; ``data`` is the action, and may hold ``metadata`` as :class:`StepMetadata`."""
+
+    type: Literal["step"]
+    data: dict[str, Any]
+
+
+class StateFrame(Message):
+    """Asks where the episode stands."""
+
+    type: Literal["state"]
+
+
+class CloseFrame(Message):
+    """Ends the connection; the episode stays in its session."""
+
+    type: Literal["close"]
+
+
+class McpFrame(Message):
+    """A JSON-RPC request, as POST /mcp takes it."""
+
+    type: Literal["mcp"]
+    data: dict[str, Any]
+
+
+Frame = ResetFrame | StepFrame | StateFrame | CloseFrame | McpFrame
+FRAMES: Final[Mapping[str, type[Frame]]] = {
+    "step": StepFrame,
+    "reset": ResetFrame,
+    "state": StateFrame,
+    "close": CloseFrame,
+    "mcp": McpFrame,
+}
+
+
+class ResetArguments(Message):
+    """What a reset may be given; ``config`` is checked by the environment."""
+
+    task_id: TaskName | None = None
+    seed: Seed | None = None
+    config: dict[str, Any] | None = None
+    episode_id: str | None = None
+    split: str | None = None
+    index: Index | None = None
+    resume: bool | None = None
+    info: bool | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError where arguments do not belong together."""
+        if self.resume and self.episode_id is None:
+            raise InvalidRequestError("episode_id", None, "the id of the episode to resume")
+        by_split = self.split is not None or self.index is not None
+        if self.resume and (by_split or any(one is not None for one in (self.task_id, self.seed, self.config))):
+            raise InvalidRequestError("resume", True, "without a task, seed and config: the episode has its own")
+        if by_split and self.task_id is not None:
+            raise InvalidRequestError("task_id", self.task_id, "left out when split and index are given")
+
+    def chosen_task(self, family: Family) -> TaskId | None:
+        """The task that is meant; None: the family's first. Raises InvalidRequestError."""
+        if self.split is None and self.index is None:
+            return self.task_id
+        found = {name: tasks for name, tasks in splits(family).items() if tasks}
+        split, index = self.split or TRAIN, self.index or 0
+        if split not in found:
+            raise InvalidRequestError("split", split, "one of " + ", ".join(found))
+        if not 0 <= index < len(found[split]):
+            raise InvalidRequestError("index", index, f"an integer from 0 to {len(found[split]) - 1}")
+        return found[split][index].task_id
+
+
+class StepMetadata(BaseModel):
+    """Metadata of an action: ``step`` numbers it, so that it is played once however often it is sent."""
+
+    # OpenEnv's clients may put anything there.
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    step: StepNumber | None = None
+
+
+class UnknownFrameError(InvalidRequestError):
+    """A frame's ``type`` is none that the server knows."""
+
+
+def read_frame(message: AsgiMessage) -> Frame:
+    """The frame that arrived. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
+    text = message.get("text")
+    if text is None:
+        raise InvalidJsonError("the frame must be text, not bytes")
+    try:
+        frame = parse_object(text.encode())
+    except InvalidJsonError as error:
+        raise InvalidJsonError(str(error).replace("the body", "the frame", 1)) from None
+    kind = frame.get("type")
+    model = FRAMES.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise UnknownFrameError("type", kind, "one of " + ", ".join(FRAMES))
+    return read(model, frame, InvalidRequestError)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _encode(kind: str, data: Mapping[str, Any]) -> str:
+    """A frame of ours. NaN and infinity cannot come out of it: orjson writes them as null."""
+    frame = {"type": kind, "data": data}
+    return orjson.dumps(frame, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _error_frame(error: InferenceGymError) -> str:
+    data: dict[str, Any] = {
+        "message": write_error(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE)),
+        "code": _frame_code(error),
+    }
+    field = getattr(error, "field", None)
+    if field is not None:
+        data["errors"] = [{"type": error.code, "loc": str(field).split("."), "msg": str(error)}]
+    return _encode("error", data)
+
+
+def _frame_code(error: InferenceGymError) -> str:
+    """OpenEnv's code of an error; ours is at the end of the message."""
+    if isinstance(error, InvalidJsonError):
+        return "INVALID_JSON"
+    if isinstance(error, UnknownFrameError):
+        return "UNKNOWN_TYPE"
+    return "VALIDATION_ERROR" if isinstance(error, (InvalidActionError, InvalidConfigError)) else "EXECUTION_ERROR"
+
+
+def _internal_error_frame() -> str:
+    said = write_error("the server failed on this frame; the cause is in its log", "internal", NEXT["internal"])
+    return _encode("error", {"message": said, "code": "EXECUTION_ERROR"})
+
+
+# ---------------------------------------------------------------- playing
+
+
+class PlayEndpoint:
+    """ASGI application of ``/ws``: any number of episodes per connection, one after the other.
+
+    At most ``max_concurrent_envs`` connections are taken that spoke within :data:`IDLE_SLOT_S`.
+    """
+
+    def __init__(self, context: Context, family: Family, resets: RateLimit | None) -> None:
+        self._context = context
+        self._family = family
+        self._resets = resets
+        self._open: set[Connection] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # What is sent to a client that went away is an OSError.
+        with suppress(OSError):
+            await receive()
+            await send({"type": "websocket.accept"})
+            refusal = self._refusal(scope)
+            if refusal is None:
+                await self._serve(Connection(self._context, self._family, self._resets, scope), receive, send)
+            else:
+                await send({"type": "websocket.send", "text": refusal})
+                await send({"type": "websocket.close", "code": 1000})
+
+    def _refusal(self, scope: Scope) -> str | None:
+        """The error frame for a connection that cannot be taken."""
+        if b"session_id=" in scope["query_string"]:
+            # OpenEnv's way to take up a session of POST /mcp, which starts none here.
+            next_step = "connect to /ws as it is, and reset(episode_id=..., resume=True) goes on with an episode"
+            said = write_error("/ws has no session_id", "unknown_session", next_step)
+            return _encode("error", {"message": said, "code": "SESSION_ERROR"})
+        since, most = time.monotonic() - IDLE_SLOT_S, self._context.settings.max_concurrent_envs
+        active = sum(connection.heard > since for connection in self._open)
+        if active < most:
+            return None
+        next_step = "close one, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server"
+        said = write_error(f"{active} connections play, and no more than {most} may", "capacity", next_step)
+        counts = {"active_sessions": active, "max_sessions": most}
+        return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
+
+    async def _serve(self, connection: Connection, receive: Receive, send: Send) -> None:
+        self._open.add(connection)
+        try:
+            while (message := await receive())["type"] == "websocket.receive":
+                connection.heard = time.monotonic()
+                answer = await connection.answer(message)
+                if answer is None:
+                    await send({"type": "websocket.close", "code": 1000})
+                    return
+                await send({"type": "websocket.send", "text": answer})
+        finally:
+            self._open.discard(connection)
+
+
+class Connection:
+    """One WebSocket and the episode that it plays."""
+
+    def __init__(self, context: Context, family: Family, resets: RateLimit | None, scope: Scope) -> None:
+        self.heard = time.monotonic()
+        """When its last frame arrived."""
+        self._callers = context.callers
+        self._sessions = context.sessions
+        self._family = family
+        self._resets = resets
+        self._scope = scope
+        self._live: LiveSession | None = None
+        # The episode is that of this reset: a later one of the same session is somebody else's.
+        self._reset_id = ""
+        self._taken = 0
+        self._with_info = False
+
+    async def answer(self, message: AsgiMessage) -> str | None:
+        """The frame that answers a frame, errors included; None ends the connection."""
+        try:
+            frame = read_frame(message)
+            if isinstance(frame, StepFrame):
+                return await self._step(frame.data)
+            if isinstance(frame, ResetFrame):
+                return await self._reset(frame.data)
+            if isinstance(frame, StateFrame):
+                return await self._state()
+            return _encode("mcp", mcp_answer(frame.data)) if isinstance(frame, McpFrame) else None
+        except InferenceGymError as error:
+            return _error_frame(error)
+        except Exception:
+            # One frame must not end the connection; its client still waits for an answer.
+            log.exception("a WebSocket frame could not be answered")
+            return _internal_error_frame()
+
+    async def _step(self, data: dict[str, Any]) -> str:
+        metadata = data.pop("metadata", None)
+        number = self._taken + 1
+        if metadata:
+            number = read(StepMetadata, metadata, InvalidRequestError, "metadata").step or number
+        session_id = self._session().session_id
+        result = await self._sessions.step(session_id, data, number, reset_id=self._reset_id)
+        self._taken = max(self._taken, result.number)
+        return self._stepped(result)
+
+    async def _reset(self, data: dict[str, Any]) -> str:
+        if self._resets is not None:
+            self._resets.take(self._callers.address(self._scope))
+        wanted = read(ResetArguments, data, InvalidRequestError)
+        wanted.check()
+        if wanted.resume:
+            assert wanted.episode_id is not None
+            live = await self._sessions.get(wanted.episode_id, self._family.name)
+            first, last = live.env.observation(), live.last
+        else:
+            live, first = await self._sessions.reset(
+                self._family.name,
+                task_id=wanted.chosen_task(self._family),
+                seed=wanted.seed,
+                config=wanted.config or {},
+                caller=f"{self._family.name}:{self._callers.caller(self._scope)}",
+                session_id=wanted.episode_id,
+                create=True,
+            )
+            last = None
+        self._live, self._reset_id, self._taken = live, live.record.reset_id, len(live.actions)
+        self._with_info = bool(wanted.info)
+        if last is not None:
+            return self._stepped(last)
+        return _encode("observation", {"observation": first, "reward": None, "done": False})
+
+    async def _state(self) -> str:
+        if self._live is None:
+            return _encode("state", {"episode_id": None, "step_count": 0})
+        # Another process may have played on.
+        live = await self._sessions.get(self._live.session_id)
+        if live.record.reset_id != self._reset_id:
+            raise StepConflictError(f"episode {live.session_id!r} was reset by another request")
+        state = live.env.state()
+        return _encode("state", {"episode_id": state.pop("session_id"), **state})
+
+    def _session(self) -> LiveSession:
+        if self._live is None:
+            raise NotResetError("this connection plays no episode")
+        return self._live
+
+    def _stepped(self, result: StepResult) -> str:
+        observation = result.observation
+        if self._with_info:
+            observation = {**asdict(observation), "info": result.info()}
+        return _encode("observation", {"observation": observation, "reward": result.reward, "done": result.done})
+
+
+class McpEndpoint:
+    """ASGI application of ``/mcp`` for WebSockets: says that there are no tools, and takes no place of a player."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(OSError):
+            await receive()
+            await send({"type": "websocket.accept"})
+            said = orjson.dumps(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode()
+            await send({"type": "websocket.send", "text": said})
+            await send({"type": "websocket.close", "code": 1000})

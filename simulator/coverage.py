@@ -59,13 +59,13 @@ def support_map(tables: ServingTables) -> SupportMap:
 
 def fleet_support(fleet: ServingFleet, row: int = 0) -> str:
     """Support of the operator times behind the last step of one row: a name of ``LEVELS``."""
-    scratch = fleet.scratch
+    state = fleet.state.rows
     return LEVELS[
         support_map(fleet.params.tables).level(
             fleet.tier.item(row),
             fleet.spec_index.item(row),
-            scratch["resident"].item(row),
-            scratch["kv_context"].item(row),
+            state["resident"].item(row),
+            state["context_tokens"].item(row),
         )
     ]
 

@@ -15,6 +15,7 @@ NO_SCHEMA_CAN_TELL: Final = {
     "forged_log": ("/grader",),  # what a replay gives
     "data_format": ("/shadow",),  # what a request log's text looks like
     "invalid_batch": ("/step/batch",),  # how arrays lie in bytes, and that rows are equally long
+    "http_error": ("/task",),  # how many tasks a split has
     "malformed_log": ("/traffic/grader", "/grader"),  # that the steps of a log follow one another
 }
 

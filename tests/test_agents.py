@@ -106,9 +106,9 @@ def test_batched_scores_equal_those_of_the_graded_episode_log(task_id: int) -> N
                 "quant_tier": int(tier),
             }
         )
-    grade = GraderModule().score(task_id, env._episode_log)
+    grade = GraderModule().score(task_id, env.episode_log)
     assert_allclose(played.scores()[0], grade["score"], rtol=1e-12)
-    assert_allclose(played.returns[0], sum(step["reward"] for step in env._episode_log), rtol=1e-12)
+    assert_allclose(played.returns[0], sum(step["reward"] for step in env.episode_log), rtol=1e-12)
     assert {k: float(v[0]) for k, v in played.breakdown().items()} == pytest.approx(grade["breakdown"], rel=1e-12)
 
 

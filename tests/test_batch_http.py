@@ -16,10 +16,8 @@ import orjson
 import pytest
 from numpy.typing import NDArray
 
-from env.action import ACTION_HIGH, ACTION_LOW, from_row, snap
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
-from env.observation import to_array
 from inferencegym.batch_format import (
     HOLD,
     MEDIA_TYPE,
@@ -38,6 +36,8 @@ from inferencegym.errors import (
     UnknownSessionError,
 )
 from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, from_row, snap
+from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import get_task
 from server.api.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
 from server.app import create_app

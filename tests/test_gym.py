@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import inferencegym.gym as ig
-from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
@@ -35,6 +34,7 @@ from inferencegym.errors import (
 )
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS
 from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
 from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec, schedule_features
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
@@ -244,8 +244,8 @@ def test_a_row_of_the_vector_the_scalar_face_and_inference_env_play_the_same_epi
         assert info["metrics"] == core_info["metrics"]
         assert info["action_applied"] == core_info["action_applied"]
         assert not truncated
-    assert one.episode_log == core._episode_log
-    assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core._episode_log)
+    assert one.episode_log == core.episode_log
+    assert GraderModule().score(task_id, one.episode_log) == GraderModule().score(task_id, core.episode_log)
 
 
 def test_threads_change_nothing() -> None:

@@ -298,7 +298,7 @@ def test_an_imported_trace_is_a_task_that_plays_and_grades(tmp_path: Path, monke
     env.reset()
     while not env.done:
         env.step({"batch_size": 64})
-    assert 0.0 < GraderModule().score("my-trace", env._episode_log)["score"] < 1.0
+    assert 0.0 < GraderModule().score("my-trace", env.episode_log)["score"] < 1.0
 
 
 def azure_hour() -> str:

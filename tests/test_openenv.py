@@ -36,11 +36,12 @@ from inferencegym.client.openenv_types import (
     without_gradio,
 )
 from inferencegym.error_text import read_error, write_error
-from inferencegym.errors import CapacityError, InvalidActionError, NotResetError
+from inferencegym.errors import CapacityError, InvalidActionError, InvalidConfigError, NotResetError, UnknownTaskError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
 from server import openenv as openenv_adapter
 from server.app import create_app
+from server.sessions.manager import SessionManager
 from server.settings import load_settings
 from tests.servers import ROOT, RunningServer, running_server
 
@@ -193,8 +194,8 @@ def test_a_malformed_frame_is_answered_and_the_episode_goes_on(server: RunningSe
         ({"seed": "7"}, "invalid_request"),
         ({"seed": 1.5}, "invalid_request"),
         ({"seed": True}, "invalid_request"),
-        ({"seed": -1}, "invalid_config"),
-        ({"seed": 2**70}, "invalid_config"),
+        ({"seed": -1}, "invalid_request"),
+        ({"seed": 2**70}, "invalid_request"),
         ({"task_id": 99}, "unknown_task"),
         ({"task_id": [1]}, "invalid_request"),
         ({"config": {"alpha": 2}}, "invalid_config"),
@@ -266,15 +267,14 @@ def test_a_numbered_step_is_played_once(server: RunningServer) -> None:
         assert refused_with(await ask(step(batch_size=65, metadata={"step": 1})), "step_conflict")
         assert refused_with(await ask(step(metadata={"step": 3})), "step_conflict")
         assert refused_with(await ask(step(metadata={"step": 0})), "invalid_request")
+        assert refused_with(await ask(step(metadata=[1])), "invalid_request")
         assert (await ask({"type": "state"}))["data"]["step_count"] == 1
         assert (await ask(step(batch_size=64)))["data"]["observation"]["timestep"] == 2
 
     talk(server, conversation)
 
 
-def test_the_quick_and_the_thorough_way_to_answer_a_step_give_the_same(server: RunningServer) -> None:
-    """A step with metadata goes through OpenEnv's handler, one without does not."""
-
+def test_a_step_with_metadata_is_answered_as_one_without(server: RunningServer) -> None:
     async def play(metadata: Callable[[int], dict[str, Any]], info: bool) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
 
@@ -287,9 +287,10 @@ def test_the_quick_and_the_thorough_way_to_answer_a_step_give_the_same(server: R
         return answers
 
     for info in (False, True):
-        quick = asyncio.run(play(lambda _: {}, info))
-        assert quick == asyncio.run(play(lambda number: {"metadata": {"step": number}}, info))
-        assert ("info" in quick[0]["data"]["observation"]) == info
+        plain = asyncio.run(play(lambda _: {}, info))
+        assert plain == asyncio.run(play(lambda number: {"metadata": {"step": number, "note": "mine"}}, info))
+        assert plain == asyncio.run(play(lambda _: {"metadata": {}}, info))
+        assert ("info" in plain[0]["data"]["observation"]) == info
 
 
 @pytest.mark.parametrize("later", [{"task_id": 2, "seed": 2}, {"task_id": 1, "seed": 1}], ids=["other", "equal"])
@@ -394,8 +395,7 @@ def test_an_episode_goes_on_in_whichever_worker_a_new_socket_reaches(tmp_path: P
         async def run() -> None:
             local = InferenceEnv(task_id=2, seed=4)
             local.reset()
-            # Each worker imports OpenEnv while its first socket waits, which takes long on a busy machine.
-            async with InferenceGymEnv(base_url=server.url, connect_timeout_s=60) as env:
+            async with InferenceGymEnv(base_url=server.url) as env:
                 await env.reset(seed=4, task_id=2)
                 for number in range(1, 9):
                     _, reward, _, _ = local.step({"batch_size": 10 * number})
@@ -454,6 +454,12 @@ def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningSe
                 await env.step({"batch_size": 64})
             with pytest.raises(InvalidActionError, match="batch_size"):
                 await env.step({"batch_size": 6400})
+            with pytest.raises(InvalidConfigError, match="seed must be an integer from 0"):
+                await env.reset(seed=-1)
+            with pytest.raises(InvalidConfigError, match="did you mean task_id"):
+                await env.reset(tusk_id=1)
+            with pytest.raises(UnknownTaskError):
+                await env.reset(task_id=99)
             await env.reset()
             assert (await env.step({})).observation.timestep == 1
 
@@ -623,10 +629,55 @@ def test_slots_of_silent_sockets_come_back_and_a_silent_socket_may_speak_again(m
             assert answer["data"]["code"] == "CAPACITY_REACHED"
             assert time.monotonic() < deadline
             time.sleep(0.2)
+        monkeypatch.setattr(openenv_adapter, "IDLE_SLOT_S", 900.0)
         silent.send_json(step(batch_size=64))
         assert silent.receive_json()["data"]["observation"]["timestep"] == 1
         silent.send_json({"type": "state"})
         assert silent.receive_json()["data"]["episode_id"] == "silent"
+        with client.websocket_connect("/ws") as other:
+            assert other.receive_json()["data"]["code"] == "CAPACITY_REACHED", "who speaks again counts again"
+
+
+def test_a_frame_that_the_server_fails_on_is_answered_and_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    app = create_app(load_settings(store_url="memory://"))
+    with TestClient(app) as client, client.websocket_connect("/ws") as player:
+        player.send_json(reset())
+        player.receive_json()
+        with monkeypatch.context() as patched:
+            patched.setattr(SessionManager, "step", fail)
+            player.send_json(step())
+            assert refused_with(player.receive_json(), "internal")
+        player.send_json(step())
+        assert player.receive_json()["type"] == "observation"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_connection_for_a_session_of_the_mcp_path_is_told_how_episodes_are_resumed(server: RunningServer) -> None:
+    async def conversation(ask: Ask, socket: ClientConnection) -> None:
+        answer = json.loads(await socket.recv())
+        assert (answer["type"], answer["data"]["code"]) == ("error", "SESSION_ERROR")
+        assert "resume=True" in answer["data"]["message"]
+        await socket.wait_closed()
+        assert socket.close_code == 1000
+
+    talk(server, conversation, "/ws?session_id=abc")
+
+
+def test_a_close_frame_ends_the_connection_and_keeps_the_episode(server: RunningServer) -> None:
+    async def conversation(ask: Ask, socket: ClientConnection) -> None:
+        await ask(reset(episode_id="kept-after-close"))
+        await ask(step())
+        await socket.send('{"type": "close"}')
+        await socket.wait_closed()
+        assert socket.close_code == 1000
+        assert server.get("/state", session_id="kept-after-close")["step_count"] == 1
+
+    talk(server, conversation)
 
 
 def test_mcp_takes_no_places_of_players() -> None:
@@ -706,10 +757,10 @@ def test_openenv_finds_the_running_server_valid(server: RunningServer) -> None:
     assert (verdict.returncode, "Verdict: PASS" in verdict.stdout) == (0, True), verdict.stdout + verdict.stderr
 
 
-def test_the_server_process_loads_neither_a_demonstration_page_nor_model_clients() -> None:
+def test_the_server_process_loads_neither_openenv_nor_what_it_brings_along() -> None:
     program = (
         "import sys; from server.app import create_app; create_app(); heavy = "
-        "('gradio', 'openai', 'anthropic', 'torch', 'pandas', 'pyarrow', 'scipy'); "
+        "('openenv', 'fastmcp', 'gradio', 'openai', 'anthropic', 'torch', 'pandas', 'pyarrow', 'scipy'); "
         "print([name for name in heavy if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -178,7 +178,7 @@ def test_git_tracks_sources_wherever_they_lie(folder: str) -> None:
     assert ignored.returncode == 1
 
 
-@pytest.mark.parametrize("name", ["env/action.cpython-311-x86_64-linux-gnu.so", "env/action.c", ".venv/pyvenv.cfg"])
+@pytest.mark.parametrize("name", ["env/reward.cpython-311-x86_64-linux-gnu.so", "env/reward.c", ".venv/pyvenv.cfg"])
 def test_git_ignores_what_a_build_leaves_behind(name: str) -> None:
     ignored = subprocess.run(["git", "check-ignore", "--quiet", name], cwd=ROOT, check=False)
     assert ignored.returncode == 0

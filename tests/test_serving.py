@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.interpolate import RegularGridInterpolator
 
+import simulator.kernel as compiled
 import simulator.serving as serving
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.tasks import get_task, list_tasks, parse_task
-from simulator.serving import ServingFleet, length_integrals, params_of
+from simulator.arrays import KNOBS, LOAD, METRICS, SCRATCH, STATE
+from simulator.class_tables import length_integrals
+from simulator.serving import ServingFleet, params_of
 from simulator.synthetic import length_quantiles
 from simulator.tables import load_tables
 from simulator.workload import load_source, load_statistics
@@ -89,8 +94,9 @@ def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> No
         if t % 4 == 0:
             actions = random_actions(rng, 8)
         batch.step(actions)
-        seen.append(fleet.scratch["admit"].copy())
-        progress.append(progress[-1] + fleet.state.rows["last_gain"])
+        gain = fleet.state.rows["gain_tokens"].copy()
+        seen.append(fleet.state.rows["density"][:, :, t] * gain[:, None])
+        progress.append(progress[-1] + gain)
         assert (batch.metric["tokens_per_sec"] >= 0.0).all()
         tokens += batch.metric["tokens_per_sec"]
     admissions = np.array(seen)
@@ -119,13 +125,17 @@ def test_where_nobody_is_admitted_ttft_is_the_wait_of_the_oldest_request(task_id
     held_up = 0
     for t in range(180):
         before = state["waiting"][:, :, : t + 1].copy()
-        batch.step(random_actions(rng, 64))
+        batch.write_knobs(random_actions(rng, 64))
+        first_token_ms = np.zeros(64)
+        for row in range(64):
+            batch.advance(row, row + 1)
+            first_token_ms[row] = fleet._kernel.idle[0].first_token_p50_ms[0]
         before[:, :, t] = fleet.arrivals[:, t]
         waits = before > 1e-6
         for row in np.flatnonzero((batch.metric["admitted"] == 0.0) & waits.any(axis=(1, 2))):
             age_ms = 1000.0 * (t + 1 - waits[row].any(axis=0).argmax())
             # Once admitted, it takes what a request of the first class takes.
-            expected_ms = age_ms + fleet.scratch["base_ms"][row, 0]
+            expected_ms = age_ms + first_token_ms[row]
             assert batch.metric["ttft_p50_ms"][row] == pytest.approx(fleet.noise[row, t, 0] * expected_ms, rel=1e-9)
             held_up += 1
     assert held_up > 20
@@ -158,7 +168,7 @@ def test_a_row_of_a_batch_equals_the_same_episode_alone(task_id: Any) -> None:
         alone.step(a[2:3])
         assert together.reward[2] == alone.reward[0]
         assert np.array_equal(together.observation[2], alone.observation[0])
-        assert all(together.metric[name][2] == alone.metric[name][0] for name in serving.METRICS)
+        assert all(together.metric[name][2] == alone.metric[name][0] for name in METRICS)
 
 
 def test_rows_that_share_a_workload_equal_rows_with_their_own_copy() -> None:
@@ -276,7 +286,7 @@ def test_changing_the_precision_takes_replicas_out_of_service_for_a_while() -> N
     up = []
     for _ in range(60):
         batch.step(changed)
-        up.append(batch.fleet.scratch["up"].copy())
+        up.append(batch.fleet.state.rows["replicas_up"].copy())
     fleet = get_task(3).fleet
     weights = load_tables().weights_gb
     reload_s = fleet.restart_s + weights[1] / fleet.load_gb_per_s
@@ -293,9 +303,9 @@ def test_taking_a_change_back_needs_no_more_time_than_it_took() -> None:
         batch.step(a)
     for _ in range(3):
         batch.step(b)
-    converted = float(batch.fleet.state.rows["converted"][0])
+    restarted = float(batch.fleet.state.rows["rollout_share"][0])
     batch.step(a)
-    assert float(batch.fleet.state.rows["converted"][0]) > 1.0 - converted
+    assert float(batch.fleet.state.rows["rollout_share"][0]) > 1.0 - restarted
 
 
 def test_length_integrals_give_the_mean_length_at_the_end() -> None:
@@ -324,22 +334,21 @@ def test_decode_time_in_the_dynamics_equals_scipys_interpolator() -> None:
     tables = load_tables()
     interpreted = interpreted_kernel()
     params = params_of(get_task(3), tables, 1.0)
-    fleet = ServingFleet(params, 1, 2)
-    kernel = interpreted.ServingKernel({**params.constants, "record_rows": 0}, fleet._arrays())
+    constants, state = interpreted.Params(params.constants), interpreted.State(ServingFleet(params, 1, 2).state.rows)
     grid = (tables.iteration_batches, tables.axes["prompt_len_bucket"])
     rng = np.random.default_rng(0)
     for tier in range(3):
         for spec in range(5):
             reference = RegularGridInterpolator(grid, tables.iteration_ms[tier, spec])
             points = np.column_stack([rng.uniform(1, 512, 40), rng.uniform(64, 8192, 40)])
-            ours = [kernel._decode_ms(0, tier, spec, float(n), float(c)) for n, c in points]
+            ours = [interpreted.decode_ms(constants, state, 0, tier, spec, float(n), float(c)) for n, c in points]
             assert np.allclose(ours, reference(points), rtol=1e-9)
 
 
 def interpreted_kernel() -> ModuleType:
     """The kernel's source, not compiled."""
-    source = Path(serving.__file__).with_name("serving_kernel.py")
-    spec = importlib.util.spec_from_file_location("interpreted_serving_kernel", source)
+    source = Path(serving.__file__).with_name("kernel.py")
+    spec = importlib.util.spec_from_file_location("interpreted_kernel", source)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -355,9 +364,13 @@ def test_a_quantile_of_ttft_is_where_the_weight_below_reaches_its_share(seed: in
     lo = rng.uniform(-500.0, 2000.0, n)
     width = np.where(rng.random(n) < 0.3, 0.0, rng.exponential(400.0, n))
     weight, base = rng.exponential(1.0, n), rng.choice([30.0, 200.0, 900.0], n)
-    segments = np.zeros((1, 48, 5))
-    segments[0, :n] = np.column_stack([weight, lo, lo + width, base, base + 50.0])
-    kernel = interpreted_kernel().ServingKernel({}, {"segments": segments, "n_segments": np.array([n])})
+    kernel = interpreted_kernel()
+    pieces = {
+        "n_pieces": n,
+        "piece_requests": weight,
+        "piece_wait_ms": np.column_stack([lo, lo + width]),
+        "piece_after_ms": np.column_stack([base, base + 50.0]),
+    }
 
     def weight_below(x: float) -> float:
         wait = x - base
@@ -365,30 +378,57 @@ def test_a_quantile_of_ttft_is_where_the_weight_below_reaches_its_share(seed: in
         return float((weight * np.where(wait >= 0.0, np.clip(inside, 0.0, 1.0), 0.0)).sum())
 
     for q in (0.01, 0.5, 0.99):
-        found = kernel._quantile(0, q, 0)
+        found = kernel.ttft_quantile(kernel.Scratch(pieces), q, 0)
         assert weight_below(found * (1.0 + 1e-9)) >= q * weight.sum() * (1.0 - 1e-9)
         assert weight_below(found * (1.0 - 1e-9)) <= q * weight.sum() * (1.0 + 1e-6)
 
 
-def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_numbers() -> None:
-    import simulator.serving_kernel as compiled
-
+def test_the_kernel_is_compiled_and_the_interpreted_source_gives_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not str(compiled.__file__).endswith(".py"), "run `make install`: the serving kernel is not compiled"
-    interpreted = interpreted_kernel()
-    batch, other = batch_of(3, 2), batch_of(3, 2)
+    batch = batch_of(3, 2)
+    monkeypatch.setattr(serving, "ServingKernel", interpreted_kernel().ServingKernel)
+    other = batch_of(3, 2)
     batch.reset([1, 2])
     other.reset([1, 2])
-    other.fleet._kernel = interpreted.ServingKernel(
-        {**other.fleet.params.constants, "record_rows": 0}, other.fleet._arrays()
-    )
     rng = np.random.default_rng(6)
     for _ in range(75):
         a = random_actions(rng, 2)
         batch.step(a)
-        other.fleet.kv_budget[:] = batch.fleet.kv_budget
-        other.fleet.batch_size[:] = batch.fleet.batch_size
-        other.fleet.spec_index[:] = batch.fleet.spec_index
-        other.fleet.disagg[:] = batch.fleet.disagg
-        other.fleet.tier[:] = batch.fleet.tier
-        other.fleet.step()
+        other.step(a)
         assert np.allclose(batch.fleet.metrics, other.fleet.metrics, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_stepped_by_several_threads_equal_rows_stepped_by_one() -> None:
+    alone, shared = batch_of(3, 40), batch_of(3, 40)
+    alone.reset(range(40))
+    shared.reset(range(40))
+    rng = np.random.default_rng(7)
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        for _ in range(40):
+            a = random_actions(rng, 40)
+            alone.step(a)
+            shared.write_knobs(a)
+            list(threads.map(shared.advance, range(0, 40, 10), range(10, 50, 10)))
+            assert np.array_equal(alone.fleet.metrics, shared.fleet.metrics)
+
+
+GROUPS = {"load": {**LOAD, "saved_work_ms": None}, "knobs": KNOBS, "s": STATE, "x": SCRATCH, "m": METRICS}
+
+
+@pytest.mark.parametrize("group", ["p", *GROUPS])
+def test_the_kernel_uses_every_array_and_constant_that_it_is_given(group: str) -> None:
+    """But for what it only leaves for others to read."""
+    source = Path(serving.__file__).with_name("kernel.py").read_text()
+    names = (
+        {**params_of(get_task(3), load_tables(), 1.0).constants, "record_rows": 0} if group == "p" else GROUPS[group]
+    )
+    assert [name for name in names if not re.search(rf"\b{group}\.{name}\b", source)] == []
+
+
+def test_a_kernel_without_one_of_its_arrays_is_refused_by_name() -> None:
+    state = dict(batch_of(1, 1).fleet.state.rows)
+    del state["queue"]
+    with pytest.raises(TypeError, match=r"State lacks \['queue'\]"):
+        compiled.State(state)

@@ -18,8 +18,8 @@ from agents.policies.switching_policy import ActionsAgent, ModeAgent
 from agents.protocol import Agent, FloatArray
 from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
-from env.action import to_row
 from inferencegym.models import ACTION_FIELDS
+from inferencegym.spaces.actions import to_row
 from inferencegym.tasks import CALIBRATION_FILE, get_calibration, get_task, list_tasks
 from simulator.tables import load_tables
 

@@ -68,7 +68,7 @@ def build() -> ModuleType:
         ),
         ("from simulator.tables cimport Table", "from inferencegym.simulator.tables cimport Table"),
         ('run("server.app:app")', 'run("inferencegym.server.app:app")'),
-        ("see :mod:`env.spaces` and", "see :mod:`inferencegym.env.spaces` and"),
+        ("see :mod:`env.action` and", "see :mod:`inferencegym.env.action` and"),
         ("python -m server.app", "python -m inferencegym.server.app"),
         ("app: server.app:app", "app: inferencegym.server.app:app"),
     ],

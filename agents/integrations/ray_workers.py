@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from agents.evaluate import Evaluation, evaluate
 from agents.registry import make_agent
-from env.action import snap
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import episode_seed
+from inferencegym.spaces.actions import snap
 from inferencegym.tasks import TaskId, get_task
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 
 from agents.protocol import FloatArray
-from env.action import ACTION_HIGH, ACTION_LOW, to_row
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS, ServeAction
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, to_row
 
 NAIVE_ROW: Final = to_row(NAIVE_ACTION)
 """The naive knobs (5,)."""

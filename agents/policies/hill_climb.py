@@ -8,8 +8,8 @@ import numpy as np
 
 from agents.policies.constant import NAIVE_ROW
 from agents.protocol import FloatArray
-from env.action import ACTION_HIGH, ACTION_LOW, action_mask
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, action_mask
 from inferencegym.tasks import TaskSpec
 
 COLUMN: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}

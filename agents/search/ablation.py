@@ -12,8 +12,8 @@ from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
 from agents.search.solver import Budget, Solver
 from agents.seeds import HELD_OUT_SEEDS
-from env.action import FORCED, snap, to_row
 from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.spaces.actions import FORCED, snap, to_row
 from inferencegym.tasks import TaskSpec, get_calibration
 
 KNOBS: Final = tuple(ACTION_FIELDS)

@@ -25,9 +25,9 @@ from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
 from agents.search.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
 from agents.seeds import CALIBRATION_SEEDS
-from env.action import from_row, to_row
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write, prepare_output
+from inferencegym.spaces.actions import from_row, to_row
 from inferencegym.task_registry import load_entries
 from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
 from simulator.tables import load_tables

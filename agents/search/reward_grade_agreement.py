@@ -21,8 +21,8 @@ from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
-from env.action import ACTION_HIGH, ACTION_LOW, action_mask, snap
 from inferencegym.models import SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, action_mask, snap
 from inferencegym.tasks import TaskSpec
 
 RUNGS: Final = 24

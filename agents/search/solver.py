@@ -20,8 +20,8 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
-from env.action import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.tasks import Calibration, TaskSpec
 
 GRID: Final[dict[str, tuple[float, ...]]] = {

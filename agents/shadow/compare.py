@@ -19,10 +19,10 @@ from agents.policies.constant import ConstantAgent
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
-from env.action import snap
 from env.batch import ServingBatch
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
+from inferencegym.spaces.actions import snap
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from inferencegym.tasks import Calibration, TaskSpec, parse_task
 from simulator.coverage import LEVELS, fleet_support

@@ -160,7 +160,8 @@ def _ours(error: RuntimeError) -> Exception:
     found = read_error(str(error))
     if found is not None:
         message, code = found
-        return error_of(code, message.removeprefix("Server error: "))
+        status = 422 if str(error).endswith("(code: VALIDATION_ERROR)") else 400
+        return error_of(code, message.removeprefix("Server error: "), status)
     if _is_full(error):
         return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
     return error
