@@ -17,13 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import orjson
 from pydantic import BaseModel
 
 from inferencegym import __version__
 from inferencegym.errors import DataFormatError, InvalidActionError
+from inferencegym.installation import install_hint
 from inferencegym.messages import Message, allowed_object, read
 from inferencegym.tasks import TaskId
+
+try:
+    import orjson
+except ModuleNotFoundError as error:  # an installation that is a client alone
+    raise ModuleNotFoundError(install_hint(error) or str(error), name=error.name) from error
 
 RECORD_VERSION: Final = 3
 """Form of a stored record. 1 kept the names of an action's fields, 2 no id of the reset."""
