@@ -190,10 +190,7 @@ def test_an_episode_that_ended_at_once_makes_room_for_others(tmp_path: Path) -> 
     async def scenario() -> None:
         async with manager_on(f"sqlite://{tmp_path}/sessions.db", max_sessions=1) as manager:
             live, _ = await manager.reset(SERVING, seed=1, config={"episode_length": 1})
-            outcome = manager.try_step(live.session_id, {}, 1)
-            assert outcome is not None
-            assert outcome.done
-            await asyncio.sleep(0)
+            assert (await manager.step(live.session_id, {}, 1)).done
             await manager.reset(SERVING, seed=2)
 
     asyncio.run(scenario())

@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -156,7 +156,6 @@ class SessionManager:
         self._ttl_s = settings.session_ttl_s
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
         self._quota = UnfinishedQuota(store, settings.max_sessions_per_client)
-        self._upkeep: set[asyncio.Task[None]] = set()
         self._reopened = 0
         """What :meth:`SessionStore.reopened` was when all sessions in memory were last known to be stored."""
 
@@ -221,13 +220,20 @@ class SessionManager:
         """Take step ``number`` (counting from 1; None: the next one) where nothing has to be waited for.
 
         None, with nothing changed, where something has to (another request, the store, a replay), and where the step
-        is not simply the next one: :meth:`step` then waits for it, or says what is wrong.
+        is not simply the next one: :meth:`step`, which tries this first, then waits for it, or says what is wrong.
         """
         live = self._live.get(session_id)
-        result = None if live is None else self._try(live, action, number, family, reset_id)
-        if live is not None and result is not None and self._touch_is_due(live):
-            self._soon(self._touch(live))
-        return result
+        if live is None:
+            return None
+        self._live.move_to_end(session_id)
+        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
+            return None
+        if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
+            return None
+        parsed, wanted = live.family.parse_action(action)
+        if not self.store.append_at_once(session_id, live.token, len(live.actions), wanted):
+            return None
+        return self._take(live, parsed, wanted)
 
     async def step(
         self,
@@ -244,10 +250,8 @@ class SessionManager:
         family is an UnknownSessionError. Where ``reset_id`` is given, a session that was reset since that reset is a
         StepConflictError.
         """
-        live = self._live.get(session_id)
-        if live is None:
-            live = await self._loaded(session_id)
-        result = self._try(live, action, number, family, reset_id)
+        live = self._live.get(session_id) or await self._loaded(session_id)
+        result = self.try_step(session_id, action, number, family, reset_id)
         if result is not None:
             if self._touch_is_due(live):
                 # Nobody else's step may come before this one's info is asked for.
@@ -337,21 +341,6 @@ class SessionManager:
 
     # ------------------------------------------------------------ one step
 
-    def _try(
-        self, live: LiveSession, action: Any, number: int | None, family: str | None, reset_id: str | None
-    ) -> StepResult | None:
-        """Take the next step if it is the one asked for and nothing has to be waited for."""
-        if live.session_id in self._live:
-            self._live.move_to_end(live.session_id)
-        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
-            return None
-        if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
-            return None
-        parsed, wanted = live.family.parse_action(action)
-        if not self.store.append_at_once(live.session_id, live.token, len(live.actions), wanted):
-            return None
-        return self._take(live, parsed, wanted)
-
     async def _step(self, live: LiveSession, action: Any, number: int | None, reset_id: str | None) -> StepResult:
         parsed, wanted = live.family.parse_action(action)
         for _ in range(MAX_ATTEMPTS):
@@ -418,12 +407,6 @@ class SessionManager:
             # The step itself is stored and counts; only the note of its time is missing.
             self.counters.store_errors += 1
             log.warning("session %s could not be marked as in use: %s", live.session_id[:8], error)
-
-    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        # The event loop alone would let it be collected.
-        self._upkeep.add(task)
-        task.add_done_callback(self._upkeep.discard)
 
     # ------------------------------------------------------------ between memory and store
 
