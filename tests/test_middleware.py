@@ -17,6 +17,24 @@ def address(peer: str, forwarded: str = "", trusted: str = "10.0.0.0/8") -> str:
     return Callers(Settings(**settings)).address({"client": (peer, 1), "headers": headers})
 
 
+def caller(*client_ids: bytes) -> str:
+    """Under what ``Callers`` remembers a request that sends these ``X-Client-Id`` headers."""
+    return Callers(Settings()).caller(
+        {"client": ("9.9.9.9", 1), "headers": [(b"x-client-id", value) for value in client_ids]}
+    )
+
+
+def test_a_caller_takes_a_few_bytes_however_many_and_long_its_headers_are() -> None:
+    sent = [(), (b"",), (b"me",), (b"",) * 4_000, (b"x" * 60_000,)]
+    assert max(len(caller(*one)) for one in sent) <= 65, "two digests of 32 digits, and a dot"
+    assert len({caller(*one) for one in sent}) == len(sent)
+    assert {caller(*one).partition(".")[0] for one in sent} == {caller()}, "the address is the client"
+
+
+def test_several_client_ids_are_one_value_with_commas_as_http_has_it() -> None:
+    assert caller(b"a", b"b") == caller(b"a, b") != caller(b"b", b"a")
+
+
 @pytest.mark.parametrize("peer", ["10.1.2.3", "::ffff:10.1.2.3", "::FFFF:0a01:0203"])
 def test_a_trusted_proxy_is_believed_on_a_socket_for_both_kinds_of_addresses(peer: str) -> None:
     assert address(peer, "9.9.9.9, 8.8.8.8") == "8.8.8.8"

@@ -144,17 +144,22 @@ class Callers:
     def caller(self, scope: Scope) -> str:
         """Identity under which the most recent session is remembered: the address and, if sent, ``X-Client-Id``.
 
-        Digests, so that the store holds no addresses, with a dot between them.
+        Digests, so that the store holds no addresses and nothing of any length, with a dot between them. Several
+        headers are one value with commas, as HTTP has it (RFC 9110, section 5.3).
         """
-        parts = [self.address(scope).encode()]
-        parts += [value for name, value in scope["headers"] if name == b"x-client-id"]
-        return ".".join(hashlib.sha256(part).hexdigest()[:32] for part in parts)
+        sent = [value for name, value in scope["headers"] if name == b"x-client-id"]
+        address = _digest(self.address(scope).encode())
+        return f"{address}.{_digest(b', '.join(sent))}" if sent else address
 
     def _is_trusted(self, address: str) -> bool:
         if not _is_address(address):
             return False
         ip = ipaddress.ip_address(address)
         return any(ip in network for network in self._trusted)
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()[:32]
 
 
 def _plain(address: str) -> str:
