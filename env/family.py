@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from inferencegym import __version__
 from inferencegym.errors import DataFormatError, InvalidActionError
 from inferencegym.installation import install_hint
-from inferencegym.messages import Message, allowed_object, read
+from inferencegym.messages import Message, read
 from inferencegym.tasks import TaskId
 
 try:
@@ -215,9 +215,7 @@ class Family:
         """An action as the environment takes it and as records keep it. Raises InvalidActionError."""
         if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
-        if not isinstance(action, Mapping):
-            raise InvalidActionError("action", action, allowed_object(self.action_model))
-        message = read(self.action_model, action, InvalidActionError)
+        message = read(self.action_model, action, InvalidActionError, whole="action")
         # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
         return self.action_of(message), bytes(memoryview(orjson.dumps([*message.__dict__.values()])))
 

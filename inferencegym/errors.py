@@ -33,6 +33,11 @@ def short_repr(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def not_allowed(field: str, value: object, allowed: str) -> str:
+    """Message of an error about one field: its name, what was found, what is allowed."""
+    return f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}"
+
+
 _REPR: Final = Repr()
 # Above any limit in use, and far below the size of values that may come from outside.
 vars(_REPR).update(maxlist=40, maxtuple=40, maxdict=40, maxstring=200, maxother=200, maxlong=200, maxlevel=3)
@@ -55,7 +60,7 @@ class InvalidActionError(InferenceGymError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}")
+        super().__init__(not_allowed(field, value, allowed))
 
 
 class InvalidConfigError(InferenceGymError, ValueError):

@@ -71,19 +71,22 @@ CHOICE: Final = BeforeValidator(_no_flag)
 """Annotation of literal numbers: to Python, true is 1."""
 
 
-def read(model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = None) -> M:
+def read(
+    model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = None, whole: str = "body"
+) -> M:
     """``value`` as a message. Raises what ``refusal`` makes of the first field at fault; ``at`` precedes its path.
 
-    ``missing`` is what ``refusal`` gets as the value of a required field that is not there.
+    ``missing`` is what ``refusal`` gets as the value of a required field that is not there, and ``whole`` is what the
+    value itself is called where it is no object.
     """
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise explain(model, error, refusal, at, missing) from None
+        raise _explain(model, error, refusal, at, missing, whole) from None
 
 
-def explain(
-    model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str = "", missing: object = None
+def _explain(
+    model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str, missing: object, whole: str
 ) -> Exception:
     """The exception for a pydantic error: unknown fields first, since a misspelt field is also a missing one."""
     problems = error.errors(include_url=False)
@@ -106,7 +109,7 @@ def explain(
     if problem["type"] == "missing":
         found = missing
     if not path and not at:
-        return refusal("body", found, allowed_object(model))
+        return refusal(whole, found, allowed_object(model))
     return refusal(_path(at, path), found, _allowed(model, path))
 
 

@@ -13,10 +13,10 @@ from enum import Enum
 from typing import Annotated, Any, Final, Literal
 
 import pydantic
-from pydantic import BeforeValidator, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 
 from inferencegym.errors import InvalidActionError
-from inferencegym.messages import CHOICE, WHOLE, Allowed, Message, allowed_object, explain
+from inferencegym.messages import CHOICE, WHOLE, Allowed, Message, read
 
 
 class QuantTier(Enum):
@@ -142,18 +142,13 @@ class ServeAction:
         ``quant_tier`` may be a :class:`QuantTier`, 0-2 or a name; ``prefill_disagg`` a bool or 0/1. Raises
         :class:`InvalidActionError` on an unknown key, a wrong type, a non-finite number or a value out of range.
         """
-        try:
-            knobs = ServeActionMessage.model_validate(data)
-        except ValidationError as error:
-            raise _action_error(data, error) from None
+        return cls.from_message(read(ServeActionMessage, data, InvalidActionError, whole="action"))
+
+    @classmethod
+    def from_message(cls, knobs: ServeActionMessage) -> ServeAction:
+        """The action of a message whose knobs have been checked."""
         tier = QuantTier(knobs.quant_tier)
         return cls(knobs.kv_budget, knobs.spec_length, knobs.batch_size, knobs.prefill_disagg, tier)
-
-
-def _action_error(data: object, error: ValidationError) -> Exception:
-    if not isinstance(data, Mapping):
-        return InvalidActionError("action", data, allowed_object(ServeActionMessage))
-    return explain(ServeActionMessage, error, InvalidActionError)
 
 
 def _tier(value: object) -> object:

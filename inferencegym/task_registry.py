@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.messages import M, Message, allowed_object, parse_json, read
+from inferencegym.messages import M, Message, parse_json, read
 
 MAX_EPISODE_LENGTH: Final = 5_000
 """Most steps of an episode, in both families."""
@@ -35,9 +35,7 @@ MISSING: Final = object()
 
 def read_entry(model: type[M], entry: object) -> M:
     """An entry of a file as a message; raises :class:`InvalidConfigError` naming the key at fault."""
-    if not isinstance(entry, dict):
-        raise refusal("", entry, allowed_object(model))
-    return read(model, entry, refusal, missing=MISSING)
+    return read(model, entry, refusal, missing=MISSING, whole="")
 
 
 # ---------------------------------------------------------------- files

@@ -24,6 +24,7 @@ from server.api.openapi import install_openapi
 from server.api.routes import http_routes
 from server.context import Context, prefixes
 from server.middleware import Cors, Guard, RequestLog, cors_options
+from server.net.background import background
 from server.net.limits import Callers, Limits
 from server.net.logs import LineLog, logging_config
 from server.net.metrics import Metrics
@@ -82,7 +83,7 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
     # would hold up all clients.
     gc.collect()
     gc.freeze()
-    async with _store_open(context.sessions.store), _maintained(context.sessions), context.metrics.shared():
+    async with _store_open(context.sessions.store), background(context.sessions.maintain()), context.metrics.shared():
         try:
             yield
         finally:
@@ -96,17 +97,6 @@ async def _store_open(store: SessionStore) -> AsyncIterator[None]:
         yield
     finally:
         await store.close()
-
-
-@asynccontextmanager
-async def _maintained(sessions: SessionManager) -> AsyncIterator[None]:
-    task = asyncio.create_task(sessions.maintain())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def __getattr__(name: str) -> Any:

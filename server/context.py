@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.types import Scope
+
 from env.family import Family
 from inferencegym.families import SERVING
 from server.net.limits import Callers
@@ -28,6 +30,10 @@ class Context:
     def mounts(self) -> list[Mount]:
         """Where each family is served; see :func:`mounts`."""
         return mounts(self.sessions.families, self.settings.env)
+
+    def caller(self, family: Family, scope: Scope) -> str:
+        """Identity of a request's caller within one family: who plays several has a latest session in each."""
+        return f"{family.name}:{self.callers.caller(scope)}"
 
 
 @dataclass(frozen=True, slots=True)

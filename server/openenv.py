@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message as AsgiMessage
@@ -30,14 +29,14 @@ from inferencegym.errors import (
     NotResetError,
     StepConflictError,
 )
-from inferencegym.messages import Message, read
+from inferencegym.messages import Message
 from inferencegym.tasks import TaskId
 from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, InfoRoutes, mcp_answer, rpc_error, splits
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
-from server.net.json_io import parse_object
+from server.net.json_io import parse_object, to_json
 from server.net.limits import RateLimit
-from server.schemas import Seed, StepNumber, TaskName
+from server.schemas import Seed, StepNumber, TaskName, read_request
 from server.sessions.manager import LiveSession, StepResult
 
 log = logging.getLogger(__name__)
@@ -179,24 +178,20 @@ def read_frame(message: AsgiMessage) -> Frame:
     text = message.get("text")
     if text is None:
         raise InvalidJsonError("the frame must be text, not bytes")
-    try:
-        frame = parse_object(text.encode())
-    except InvalidJsonError as error:
-        raise InvalidJsonError(str(error).replace("the body", "the frame", 1)) from None
+    frame = parse_object(text.encode(), "frame")
     kind = frame.get("type")
     model = FRAMES.get(kind) if isinstance(kind, str) else None
     if model is None:
         raise UnknownFrameError("type", kind, "one of " + ", ".join(FRAMES))
-    return read(model, frame, InvalidRequestError)
+    return read_request(model, frame)
 
 
 # ---------------------------------------------------------------- answers
 
 
 def _encode(kind: str, data: Mapping[str, Any]) -> str:
-    """A frame of ours. NaN and infinity cannot come out of it: orjson writes them as null."""
-    frame = {"type": kind, "data": data}
-    return orjson.dumps(frame, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    """Text of a frame that the server sends."""
+    return to_json({"type": kind, "data": data}).decode()
 
 
 def _error_frame(error: InferenceGymError) -> str:
@@ -287,7 +282,7 @@ class Connection:
     def __init__(self, context: Context, family: Family, resets: RateLimit | None, scope: Scope) -> None:
         self.heard = time.monotonic()
         """When its last frame arrived."""
-        self._callers = context.callers
+        self._context = context
         self._sessions = context.sessions
         self._family = family
         self._resets = resets
@@ -320,7 +315,7 @@ class Connection:
         metadata = data.pop("metadata", None)
         number = self._taken + 1
         if metadata:
-            number = read(StepMetadata, metadata, InvalidRequestError, "metadata").step or number
+            number = read_request(StepMetadata, metadata, "metadata").step or number
         session_id = self._session().session_id
         result = await self._sessions.step(session_id, data, number, reset_id=self._reset_id)
         self._taken = max(self._taken, result.number)
@@ -328,8 +323,8 @@ class Connection:
 
     async def _reset(self, data: dict[str, Any]) -> str:
         if self._resets is not None:
-            self._resets.take(self._callers.address(self._scope))
-        wanted = read(ResetArguments, data, InvalidRequestError)
+            self._resets.take(self._context.callers.address(self._scope))
+        wanted = read_request(ResetArguments, data)
         wanted.check()
         if wanted.resume:
             assert wanted.episode_id is not None
@@ -341,7 +336,7 @@ class Connection:
                 task_id=wanted.chosen_task(self._family),
                 seed=wanted.seed,
                 config=wanted.config or {},
-                caller=f"{self._family.name}:{self._callers.caller(self._scope)}",
+                caller=self._context.caller(self._family, self._scope),
                 session_id=wanted.episode_id,
                 create=True,
             )
@@ -381,6 +376,6 @@ class McpEndpoint:
         with suppress(OSError):
             await receive()
             await send({"type": "websocket.accept"})
-            said = orjson.dumps(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode()
+            said = to_json(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode()
             await send({"type": "websocket.send", "text": said})
             await send({"type": "websocket.close", "code": 1000})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from env.family import Family
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema, read
@@ -21,7 +21,7 @@ MAX_STEP: Final = 2**31 - 1
 SESSION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 
 Schema = dict[str, Any]
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=BaseModel)
 
 # ---------------------------------------------------------------- requests
 
@@ -93,9 +93,9 @@ class PlayRequest(Message):
     log: Annotated[bool, Field(description="add the episode log, as POST /grader takes it")] = False
 
 
-def read_request(model: type[M], body: object) -> M:
-    """The body of a request. Raises InvalidRequestError naming the first field at fault."""
-    return read(model, body, InvalidRequestError)
+def read_request(model: type[M], body: object, at: str = "") -> M:
+    """The body of a request, or its part at the path ``at``. Raises InvalidRequestError naming the field at fault."""
+    return read(model, body, InvalidRequestError, at)
 
 
 # ---------------------------------------------------------------- schemas
@@ -104,6 +104,12 @@ def read_request(model: type[M], body: object) -> M:
 def nullable(schema: Schema) -> Schema:
     """The schema's values, or null, which means: as if left out."""
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+def present(schema: Schema) -> Schema:
+    """The schema of a field that may be null, for where it is given."""
+    found: Schema = next(branch for branch in schema["anyOf"] if branch["type"] != "null")
+    return found
 
 
 def closed(required: Iterable[str], properties: Schema) -> Schema:
@@ -144,13 +150,12 @@ def step_schema(family: Family) -> Schema:
 def grade_schema(family: Family) -> Schema:
     """Body of POST /grader: one of a session, a log, and a log to verify."""
     properties = plain_schema(GradeRequest)["properties"]
-    seed, task = plain_seed(), task_id_schema(family)
+    seed, task = present(properties["seed"]), task_id_schema(family)
     log = {"type": "array", "items": dict(family.log_entry_schema), "maxItems": MAX_EPISODE_LENGTH}
     absent: Schema = {"type": "null"}
     config = nullable(plain_schema(family.config_model))
     verify = properties["verify"]
     unverified = {**verify, "enum": [False]}
-    session = {"type": "string", "minLength": 1, "pattern": SESSION_ID_PATTERN}
     sent = {"task_id": task, "episode_log": log, "session_id": absent, "config": config}
     return {
         "type": "object",
@@ -158,7 +163,10 @@ def grade_schema(family: Family) -> Schema:
             closed(
                 ("session_id",),
                 {
-                    "session_id": {**session, "description": "grade this session's episode"},
+                    "session_id": {
+                        **present(properties["session_id"]),
+                        "description": properties["session_id"]["description"],
+                    },
                     "episode_log": absent,
                     "task_id": nullable(task),
                     "seed": nullable(seed),
@@ -189,11 +197,6 @@ def grade_answer_schema() -> Schema:
     return {"type": "object", "required": list(told), "properties": {**told, **more}}
 
 
-def plain_seed() -> Schema:
-    """A seed."""
-    return {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_SEED + 1}
-
-
 def play_schema(family: Family) -> Schema:
     """Body of POST /play."""
     schema = plain_schema(PlayRequest)
@@ -208,7 +211,7 @@ def reset_answer_schema(family: Family) -> Schema:
     kinds: Mapping[str, Schema] = {
         "session_id": {"type": "string"},
         "task_id": task_id_schema(family),
-        "seed": plain_seed(),
+        "seed": present(plain_schema(GradeRequest)["properties"]["seed"]),
         "episode_length": {"type": "integer"},
         "max_steps": {"type": "integer"},
         "config": {"type": "object"},

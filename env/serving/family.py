@@ -22,7 +22,7 @@ from env.serving.messages import (
 from grader.grader import GraderModule
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
-from inferencegym.models import QuantTier, ServeAction, ServeActionMessage
+from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
 from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks
 from simulator.coverage import coverage
@@ -48,11 +48,6 @@ def _tables(path: Path) -> ServingTables:
 
 def _make() -> EpisodeEnv:
     return InferenceEnv(tables=tables())
-
-
-def _action_of(message: ServeActionMessage) -> ServeAction:
-    tier = QuantTier(message.quant_tier)
-    return ServeAction(message.kv_budget, message.spec_length, message.batch_size, message.prefill_disagg, tier)
 
 
 def _tasks() -> Sequence[TaskEntry]:
@@ -153,7 +148,7 @@ FAMILY: Final = Family(
     constants=_constants,
     check_config=_check_config,
     table_sha256=lambda: tables().sha256,
-    action_of=_action_of,
+    action_of=ServeAction.from_message,
     gym=GymFaces("inferencegym.gym:InferenceGymEnv", "inferencegym.gym:VectorInferenceEnv"),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,

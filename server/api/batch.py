@@ -60,13 +60,13 @@ from server.schemas import (
     TaskName,
     closed,
     nullable,
+    present,
     read_request,
     task_id_schema,
 )
 from server.sessions.manager import new_session_id
 from server.settings import Settings
 
-DEFAULT_TASK: Final = 1
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
 MAX_FIRST_SEED: Final = 2**62 - 1
@@ -265,7 +265,7 @@ _SEEDS: Final = Allowed(f"an array of 1 to {MAX_ROWS} seeds")
 class BatchResetRequest(Message):
     """Body of POST /reset/batch."""
 
-    task_id: TaskName | None = DEFAULT_TASK
+    task_id: TaskName | None = None
     n: Annotated[Annotated[int, Field(ge=1, le=MAX_ROWS), WHOLE] | None, Field(description="episodes")] = None
     seed: Annotated[
         Annotated[int, Field(ge=0, lt=MAX_FIRST_SEED + 1), WHOLE] | None,
@@ -372,7 +372,7 @@ class BatchRoutes:
         body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
         wanted = read_request(BatchResetRequest, body)
         seeds = wanted.all_seeds()
-        task = get_task(DEFAULT_TASK if wanted.task_id is None else wanted.task_id)
+        task = get_task(self._family.default_task if wanted.task_id is None else wanted.task_id)
         config = task.config(wanted.config)
         most = self._settings.batch_row_steps // config.episode_length
         if len(seeds) > most:
@@ -519,10 +519,10 @@ INFERENCEGYM_MAX_BATCH_BYTES, _BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are J
 def _reset_schema(family: Family) -> Schema:
     schema = plain_schema(BatchResetRequest)
     common: Schema = schema["properties"]
-    common["task_id"] = {**nullable(task_id_schema(family)), "default": DEFAULT_TASK}
+    common["task_id"] = {**nullable(task_id_schema(family)), "default": family.default_task}
     common["config"] = nullable(plain_schema(family.config_model))
     absent: Schema = {"type": "null"}
-    seeds = next(branch for branch in common["seeds"]["anyOf"] if branch["type"] == "array")
+    seeds = present(common["seeds"])
     numbered, listed = {**common, "seeds": absent}, {**common, "seeds": seeds, "n": absent, "seed": absent}
     return {"type": "object", "oneOf": [closed((), numbered), closed(("seeds",), listed)]}
 

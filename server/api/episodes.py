@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,7 +25,7 @@ from inferencegym.tasks import TaskId
 from server import schemas
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, SessionConflictError
-from server.net.json_io import SESSION_KEY, JsonReply, JsonRoute, read_object, reply
+from server.net.json_io import SESSION_KEY, JsonReply, JsonRoute, read_object, reply, to_json
 from server.net.problems import documented
 from server.schemas import GradeRequest, ResetRequest, StepRequest, read_request
 from server.sessions.manager import LiveSession, StepResult
@@ -56,11 +55,13 @@ class EpisodeRoutes:
         session_id = {"name": "session_id", "in": "query", "required": False, "schema": {"type": "string"}}
         all_tasks = {"name": "all", "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
         yaml: dict[int | str, dict[str, Any]] = {200: {"content": {family.http.manifest_type: {"schema": any_object}}}}
+        stepped, started = schemas.step_answer_schema(family), schemas.reset_answer_schema(family)
+        graded = schemas.grade_answer_schema()
         routes = [
-            self._post("/step", self.step, "Play one second", schemas.step_schema(family), self._stepped, 400, 409),
-            self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), self._started, 400),
+            self._post("/step", self.step, "Play one second", schemas.step_schema(family), stepped, 400, 409),
+            self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), started, 400),
             self._get("/state", self.state, "Where an episode stands", (404, 503), parameters=[session_id]),
-            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), self._graded, 400, 409),
+            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), graded, 400, 409),
             self._get("/health", self.health, "Is the server ready?", (503,)),
             self._get("/tasks", self.tasks, "What can be played", (), parameters=[all_tasks]),
             self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
@@ -70,18 +71,6 @@ class EpisodeRoutes:
         if family.manifest is not None:
             routes.append(self._route("GET", "/openenv.yaml", self.manifest, "The OpenEnv manifest", yaml))
         return routes
-
-    @property
-    def _stepped(self) -> schemas.Schema:
-        return schemas.step_answer_schema(self._family)
-
-    @property
-    def _started(self) -> schemas.Schema:
-        return schemas.reset_answer_schema(self._family)
-
-    @property
-    def _graded(self) -> schemas.Schema:
-        return schemas.grade_answer_schema()
 
     def _post(
         self,
@@ -139,7 +128,7 @@ class EpisodeRoutes:
             task_id=self._family.default_task if wanted.task_id is None else wanted.task_id,
             seed=schemas.DEFAULT_SEED if wanted.seed is None else wanted.seed,
             config=wanted.config or {},
-            caller=self._caller(request),
+            caller=self._context.caller(self._family, request.scope),
             session_id=wanted.session_id,
         )
         request.scope[SESSION_KEY] = live.session_id
@@ -248,7 +237,7 @@ class EpisodeRoutes:
 
     def _baseline_json(self) -> bytes:
         assert self._family.baseline is not None
-        return orjson.dumps(self._family.baseline(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        return to_json(self._family.baseline())
 
     async def info(self, _request: Request) -> Response:
         return reply(self._info)
@@ -295,15 +284,11 @@ class EpisodeRoutes:
     async def _latest_of(self, request: Request) -> str:
         """The session of a request that names none: the cookie's, else the one that this caller started last."""
         cookie = request.cookies.get(self._cookie) if self._family.http.session_is_optional else None
-        return cookie or await self._sessions.latest(self._caller(request))
+        return cookie or await self._sessions.latest(self._context.caller(self._family, request.scope))
 
     async def _live(self, request: Request, session_id: str) -> LiveSession:
         request.scope[SESSION_KEY] = session_id
         return await self._sessions.get(session_id, self._family.name)
-
-    def _caller(self, request: Request) -> str:
-        # A client that plays several environments has a most recent session in each.
-        return f"{self._family.name}:{self._context.callers.caller(request.scope)}"
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)

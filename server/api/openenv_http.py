@@ -13,11 +13,12 @@ from starlette.responses import Response
 
 from env.family import Family, TaskEntry
 from inferencegym import __version__
-from inferencegym.messages import WHOLE, Message, plain_schema, read
+from inferencegym.messages import WHOLE, Message, plain_schema
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import JsonRoute, parse_object, read_body, read_object, reply
 from server.net.problems import documented
+from server.schemas import read_request
 
 M = TypeVar("M", bound=Message)
 # Any index of a list may be asked for, so that it can be said which are there.
@@ -196,7 +197,7 @@ class InfoRoutes:
     async def _read(self, request: Request, model: type[M]) -> M:
         self._check_name(request)
         body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        return read(model, body, InvalidRequestError)
+        return read_request(model, body)
 
     def _check_name(self, request: Request) -> None:
         """OpenEnv's clients may write the name with capitals."""
@@ -227,7 +228,7 @@ class JsonRpcRequest(BaseModel):
 def mcp_answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a JSON-RPC request: no environment here has MCP tools."""
     try:
-        wanted = read(JsonRpcRequest, request, InvalidRequestError)
+        wanted = read_request(JsonRpcRequest, request)
     except InvalidRequestError as error:
         return rpc_error(_INVALID_REQUEST, str(error))
     return rpc_error(METHOD_NOT_FOUND, NO_TOOLS, wanted.id)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from inferencegym.tasks import TaskId
 from server import schemas
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, UnknownPolicyError
-from server.net.json_io import JsonReply, JsonRoute, read_object, reply
+from server.net.json_io import JsonReply, JsonRoute, read_object, reply, to_json
 from server.net.problems import documented
 from server.schemas import PlayRequest, read_request
 
@@ -62,8 +61,7 @@ class EpisodeCache:
 
 def compressed(play: Callable[[], Answer]) -> bytes:
     """The gzipped JSON of what ``play`` returns."""
-    body = orjson.dumps(play(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    return gzip.compress(body, 5, mtime=0)
+    return gzip.compress(to_json(play()), 5, mtime=0)
 
 
 class PolicyRoutes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferencegym.errors import InferenceGymError, InvalidConfigError, short_repr
+from inferencegym.errors import InferenceGymError, InvalidConfigError, not_allowed
 
 
 class InvalidRequestError(InvalidConfigError):
@@ -13,7 +13,7 @@ class InvalidRequestError(InvalidConfigError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
         self.allowed = allowed
-        super().__init__(f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}")
+        super().__init__(not_allowed(field, value, allowed))
 
 
 class SessionConflictError(InferenceGymError, RuntimeError):

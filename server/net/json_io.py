@@ -43,10 +43,13 @@ class JsonReply(Response):
 
 
 def reply(value: object, status_code: int = 200, headers: RawHeaders = ()) -> JsonReply:
-    """``value`` as a JSON answer. NaN and infinity cannot come out of it: orjson writes them as null."""
-    return JsonReply(
-        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS), status_code, headers
-    )
+    """``value`` as a JSON answer."""
+    return JsonReply(to_json(value), status_code, headers)
+
+
+def to_json(value: object) -> bytes:
+    """JSON text of an answer. NaN and infinity cannot come out of it: orjson writes them as null."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 class JsonRoute(APIRoute):
@@ -139,33 +142,36 @@ async def _receive_all(request: Request, limit: int) -> bytes:
     return body
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON object: UTF-8, no NaN or Infinity, no repeated keys, at most 64 levels deep."""
+def parse_object(body: bytes, name: str = "body") -> dict[str, Any]:
+    """Strict JSON object: UTF-8, no NaN or Infinity, no repeated keys, at most 64 levels deep.
+
+    Raises InvalidJsonError, which calls the text by ``name``.
+    """
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidJsonError(f"the body is not strict JSON: {error}") from error
+        raise InvalidJsonError(f"the {name} is not strict JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidJsonError(f"the body must be a JSON object, not {_json_type(value)}")
+        raise InvalidJsonError(f"the {name} must be a JSON object, not {_json_type(value)}")
     # Each key needs one colon: if there are no more colons than keys that arrived, no key was overwritten.
-    if body.count(b":") != _count_keys(value):
+    if body.count(b":") != _count_keys(value, name):
         try:
             parse_json(body, InvalidJsonError)
         except InvalidJsonError as error:
-            raise InvalidJsonError(f"the body is not strict JSON: {error}") from error
+            raise InvalidJsonError(f"the {name} is not strict JSON: {error}") from error
     return value
 
 
-def _count_keys(value: Any, depth: int = 0) -> int:
+def _count_keys(value: Any, name: str, depth: int = 0) -> int:
     if depth > MAX_DEPTH:
-        raise InvalidJsonError(f"the body is nested more than {MAX_DEPTH} levels deep")
+        raise InvalidJsonError(f"the {name} is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         total = len(value)
         for item in value.values():
             if isinstance(item, (dict, list)):
-                total += _count_keys(item, depth + 1)
+                total += _count_keys(item, name, depth + 1)
         return total
-    return sum(_count_keys(item, depth + 1) for item in value if isinstance(item, (dict, list)))
+    return sum(_count_keys(item, name, depth + 1) for item in value if isinstance(item, (dict, list)))
 
 
 def _check_length(value: bytes, limit: int) -> None:

@@ -24,6 +24,7 @@ import orjson
 
 from inferencegym import __version__
 from inferencegym.families import FAMILIES, SERVING
+from server.net.background import background
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -120,13 +121,10 @@ class Metrics:
         if self._directory is None:
             yield
             return
-        task = asyncio.create_task(self._keep_sharing(self._directory))
         try:
-            yield
+            async with background(self._keep_sharing(self._directory)):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             self._share(self._directory)
 
     async def _keep_sharing(self, directory: Path) -> None:
