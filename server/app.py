@@ -49,7 +49,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     settings = settings or load_settings()
     sessions = SessionManager(make_store(settings), FAMILIES, settings)
     metrics = Metrics(sessions, settings.shared_metrics_dir())
-    context = Context(settings, sessions, Callers(settings), metrics, time.monotonic())
+    callers = Callers(settings)
+    limits = Limits(settings, prefixes(FAMILIES), callers)
+    context = Context(settings, sessions, callers, limits, metrics, time.monotonic())
     lines = LineLog()
     app = FastAPI(
         title="InferenceGym",
@@ -68,7 +70,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     install_openapi(app)
     metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
-    app.add_middleware(Guard, limits=Limits(settings, prefixes(FAMILIES)))
+    app.add_middleware(Guard, limits=limits)
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
     app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from env.family import Family
 from inferencegym.families import SERVING
-from server.net.limits import Callers
+from server.net.limits import Callers, Limits
 from server.net.metrics import Metrics
 from server.sessions.manager import SessionManager
 from server.settings import Settings
@@ -22,6 +22,7 @@ class Context:
     settings: Settings
     sessions: SessionManager
     callers: Callers
+    limits: Limits
     metrics: Metrics
     started: float
     """Of :func:`time.monotonic`."""

@@ -35,7 +35,6 @@ from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, In
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import parse_object, to_json
-from server.net.limits import RateLimit
 from server.schemas import Seed, StepNumber, TaskName, read_request
 from server.sessions.manager import LiveSession, StepResult
 
@@ -67,14 +66,11 @@ def openenv_routes(context: Context) -> list[BaseRoute]:
 
     They come after all others: ``{env_name}`` of the Task API stands for any first part of a path.
     """
-    per_minute = context.settings.resets_per_minute
-    # One allowance for all mounts: an environment may be served at two of them.
-    resets = RateLimit(per_minute) if per_minute else None
-    return [route for mount in context.mounts for route in _mounted(context, mount, resets)]
+    return [route for mount in context.mounts for route in _mounted(context, mount)]
 
 
-def _mounted(context: Context, mount: Mount, resets: RateLimit | None) -> list[BaseRoute]:
-    play = PlayEndpoint(context, mount.family, resets)
+def _mounted(context: Context, mount: Mount) -> list[BaseRoute]:
+    play = PlayEndpoint(context, mount.family)
     sockets = [WebSocketRoute(f"{mount.prefix}/ws", play), WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint())]
     return [*sockets, *InfoRoutes(context, mount).routes()]
 
@@ -228,10 +224,9 @@ class PlayEndpoint:
     At most ``max_concurrent_envs`` connections are taken that spoke within :data:`IDLE_SLOT_S`.
     """
 
-    def __init__(self, context: Context, family: Family, resets: RateLimit | None) -> None:
+    def __init__(self, context: Context, family: Family) -> None:
         self._context = context
         self._family = family
-        self._resets = resets
         self._open: set[Connection] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -241,7 +236,7 @@ class PlayEndpoint:
             await send({"type": "websocket.accept"})
             refusal = self._refusal(scope)
             if refusal is None:
-                await self._serve(Connection(self._context, self._family, self._resets, scope), receive, send)
+                await self._serve(Connection(self._context, self._family, scope), receive, send)
             else:
                 await send({"type": "websocket.send", "text": refusal})
                 await send({"type": "websocket.close", "code": 1000})
@@ -279,13 +274,12 @@ class PlayEndpoint:
 class Connection:
     """One WebSocket and the episode that it plays."""
 
-    def __init__(self, context: Context, family: Family, resets: RateLimit | None, scope: Scope) -> None:
+    def __init__(self, context: Context, family: Family, scope: Scope) -> None:
         self.heard = time.monotonic()
         """When its last frame arrived."""
         self._context = context
         self._sessions = context.sessions
         self._family = family
-        self._resets = resets
         self._scope = scope
         self._live: LiveSession | None = None
         # The episode is that of this reset: a later one of the same session is somebody else's.
@@ -322,8 +316,8 @@ class Connection:
         return self._stepped(result)
 
     async def _reset(self, data: dict[str, Any]) -> str:
-        if self._resets is not None:
-            self._resets.take(self._context.callers.address(self._scope))
+        # One allowance with POST /reset, whichever way a client comes.
+        self._context.limits.take("/reset", self._scope)
         wanted = read_request(ResetArguments, data)
         wanted.check()
         if wanted.resume:

@@ -90,7 +90,7 @@ class Settings(BaseSettings):
         5_000,
         ge=1,
         le=10_000_000,
-        description="Unfinished sessions of one client address in the store; at the limit those that it did not play "
+        description="Unfinished sessions of one client in the store; at the limit those that it did not play "
         "for ten minutes make room for its next ones, the longest idle first, else it gets 429.",
     )
     live_sessions: int = Field(
@@ -153,22 +153,23 @@ class Settings(BaseSettings):
         30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
     )
     resets_per_minute: int = Field(
-        12_000, ge=0, le=10_000_000, description="/reset per client address and process (0 = no limit)."
+        12_000,
+        ge=0,
+        le=10_000_000,
+        description="Resets over HTTP and WebSockets per client and process (0 = no limit).",
     )
     batch_resets_per_minute: int = Field(
-        600, ge=0, le=10_000_000, description="/reset/batch per client address and process (0 = no limit)."
+        600, ge=0, le=10_000_000, description="/reset/batch per client and process (0 = no limit)."
     )
     grades_per_minute: int = Field(
-        6_000, ge=0, le=10_000_000, description="/grader per client address and process (0 = no limit)."
+        6_000, ge=0, le=10_000_000, description="/grader per client and process (0 = no limit)."
     )
     baselines_per_minute: int = Field(
-        600, ge=0, le=10_000_000, description="/baseline per client address and process (0 = no limit)."
+        600, ge=0, le=10_000_000, description="/baseline per client and process (0 = no limit)."
     )
-    plays_per_minute: int = Field(
-        600, ge=0, le=10_000_000, description="/play per client address and process (0 = no limit)."
-    )
+    plays_per_minute: int = Field(600, ge=0, le=10_000_000, description="/play per client and process (0 = no limit).")
     shadows_per_minute: int = Field(
-        30, ge=0, le=10_000_000, description="/shadow per client address and process (0 = no limit)."
+        30, ge=0, le=10_000_000, description="/shadow per client and process (0 = no limit)."
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."

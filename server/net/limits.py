@@ -18,15 +18,17 @@ from server.settings import Settings
 
 OPEN_PATHS: Final = frozenset({"/health"})
 """Paths that need no API key."""
+IPV6_CLIENT_BITS: Final = 64
+"""Leading bits of an IPv6 address that stand for one client: the smallest network that a host is given."""
 
 
 class Limits:
     """What requests must satisfy before anything is done for them."""
 
-    def __init__(self, settings: Settings, prefixes: Sequence[str]) -> None:
+    def __init__(self, settings: Settings, prefixes: Sequence[str], callers: Callers) -> None:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
-        self._callers = Callers(settings)
+        self._callers = callers
         self._all_origins = settings.cors == "all"
         self._largest = max(
             settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes, settings.max_batch_bytes
@@ -53,12 +55,16 @@ class Limits:
             self._check_key(scope, self._key)
         if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
             raise ForeignOriginError("pages of other origins may not play here")
-        limit = self._limits.get(path)
-        if limit is not None:
-            limit.take(self._callers.address(scope))
+        self.take(path, scope)
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._largest:
                 raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
+
+    def take(self, path: str, scope: Scope) -> None:
+        """Count a request for ``path``, or what a WebSocket asks for in its place. Raises RateLimitedError."""
+        limit = self._limits.get(path)
+        if limit is not None:
+            limit.take(self._callers.client(scope))
 
     def _check_key(self, scope: Scope, key: bytes) -> None:
         for name, value in scope["headers"]:
@@ -114,7 +120,7 @@ class RateLimit:
             self._buckets.popitem(last=False)
         if not allowed:
             wait = (1.0 - tokens) / self._per_second
-            raise RateLimitedError(f"this path takes {self._capacity:g} requests a minute from one client", wait)
+            raise RateLimitedError(f"at most {self._capacity:g} of these requests a minute come from one client", wait)
 
 
 class Callers:
@@ -141,15 +147,22 @@ class Callers:
                 break
         return peer
 
+    def client(self, scope: Scope) -> str:
+        """Whom limits count: the address, or the /64 network of an IPv6 address, all of which one host may use."""
+        address = self.address(scope)
+        if ":" not in address or not _is_address(address):
+            return address
+        return str(ipaddress.IPv6Network((int(ipaddress.IPv6Address(address)), IPV6_CLIENT_BITS), strict=False))
+
     def caller(self, scope: Scope) -> str:
-        """Identity under which the most recent session is remembered: the address and, if sent, ``X-Client-Id``.
+        """Identity under which the most recent session is remembered: the client and, if sent, ``X-Client-Id``.
 
         Digests, so that the store holds no addresses and nothing of any length, with a dot between them. Several
         headers are one value with commas, as HTTP has it (RFC 9110, section 5.3).
         """
         sent = [value for name, value in scope["headers"] if name == b"x-client-id"]
-        address = _digest(self.address(scope).encode())
-        return f"{address}.{_digest(b', '.join(sent))}" if sent else address
+        client = _digest(self.client(scope).encode())
+        return f"{client}.{_digest(b', '.join(sent))}" if sent else client
 
     def _is_trusted(self, address: str) -> bool:
         if not _is_address(address):

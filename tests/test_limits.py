@@ -1,0 +1,65 @@
+"""Limits of a real server on what one client may ask for and hold, and on the hosts that it answers to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import websockets.sync.client
+
+from tests.servers import RunningServer, running_server
+
+ONE_NETWORK = ("2001:db8:0:7::1", "2001:db8:0:7:ffff::2", "2001:0DB8:0:0007:8::3")
+"""Addresses that one host with a /64 network can take."""
+ONE_IPV4 = ("192.0.2.9", "::ffff:192.0.2.9", "::FFFF:c000:0209")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Behind a proxy on this machine, which says who sent a request."""
+    limits = {"resets_per_minute": "3", "trusted_proxies": "127.0.0.1"}
+    with running_server(tmp_path_factory.mktemp("counted"), **limits) as server:
+        yield server
+
+
+def reset_status(server: RunningServer, client: str, path: str = "/reset") -> int:
+    return server.client.post(path, headers={"X-Forwarded-For": client}).status_code
+
+
+def websocket_resets(server: RunningServer, client: str, path: str, n: int) -> list[str]:
+    """Types of the frames that answer so many resets of one client."""
+    url, headers = f"ws://127.0.0.1:{server.port}{path}", {"X-Forwarded-For": client}
+    with websockets.sync.client.connect(url, proxy=None, additional_headers=headers) as socket:
+        answers: list[dict[str, Any]] = []
+        for _ in range(n):
+            socket.send(json.dumps({"type": "reset", "data": {}}))
+            answers.append(json.loads(socket.recv(timeout=20)))
+    assert all("rate_limited" in answer["data"]["message"] for answer in answers if answer["type"] == "error")
+    return [answer["type"] for answer in answers]
+
+
+def test_resets_of_one_client_are_counted_together_over_http_and_websockets(counted: RunningServer) -> None:
+    assert [reset_status(counted, "192.0.2.1") for _ in range(2)] == [200, 200]
+    assert websocket_resets(counted, "192.0.2.1", "/traffic/ws", 2) == ["observation", "error"]
+    assert reset_status(counted, "192.0.2.1", "/traffic/reset") == 429
+    assert websocket_resets(counted, "192.0.2.2", "/ws", 4) == [*["observation"] * 3, "error"]
+    assert reset_status(counted, "192.0.2.2") == 429
+
+
+@pytest.mark.parametrize("addresses", [ONE_NETWORK, ONE_IPV4])
+def test_a_client_has_one_allowance_whichever_of_its_addresses_it_uses(
+    counted: RunningServer, addresses: Sequence[str]
+) -> None:
+    assert [reset_status(counted, address) for address in addresses] == [200, 200, 200]
+    assert {reset_status(counted, address) for address in addresses} == {429}
+    assert websocket_resets(counted, addresses[0], "/ws", 1) == ["error"]
+    assert reset_status(counted, "2001:db8:0:8::1") == 200, "another network"
+
+
+def test_the_unfinished_episodes_of_a_network_are_counted_together(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_sessions_per_client="3", trusted_proxies="127.0.0.1") as server:
+        assert [reset_status(server, address) for address in (*ONE_NETWORK, ONE_NETWORK[0])] == [200, 200, 200, 429]
+        assert reset_status(server, "2001:db8:0:8::1") == 200
