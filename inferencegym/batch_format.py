@@ -1,18 +1,18 @@
 """Binary format of ``POST /step/batch``: a header of 40 bytes, then arrays; little-endian, without padding.
 
-A request is :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) with :data:`HOLD`. Its head::
+A request is the header :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) with :data:`HOLD`. Its header::
 
     offset  type      meaning
     0       4 bytes   the letters IGB1
     4       uint16    bytes per number, in the request and in its answer: 4 (float32) or 8 (float64)
     6       uint16    flags: 1 = HOLD, one action per episode for all K steps; 2 = LAST, only the last observations
-    8       uint32    K, steps to play
-    12      uint32    N, episodes of the session
-    16      uint64    number of the first of these steps since the session's reset, from 1; 0 is the next one
+    8       uint32    K, number of steps
+    12      uint32    N, number of episodes in the session
+    16      uint64    number of the first of these steps since the session's reset, from 1; 0 means the next step
     24      16 bytes  the session id, from its 32 hexadecimal digits
 
-An answer is :data:`ANSWER`, the observations (K, N, 14), or (1, N, 14) with LAST, the rewards (K, N), and one byte for
-each of the K steps: 1 where it ended the episodes. Its head::
+An answer is the header :data:`ANSWER`, the observations (K, N, 14), or (1, N, 14) with LAST, the rewards (K, N), and
+one byte for each of the K steps: 1 where it ended the episodes. Its header::
 
     0       4 bytes   the letters IGB1
     4       uint16    bytes per number
@@ -61,10 +61,10 @@ class BatchSteps:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlayed:
-    """Results of a request's steps.
+    """Results of the steps of one request.
 
-    ``observations`` (K, N, 14), or (1, N, 14) for the last alone; ``rewards`` (K, N); ``done`` (K,), steps that ended
-    the episodes. ``number`` counts the first of these steps from the session's reset.
+    ``observations`` (K, N, 14), or (1, N, 14) for the last step alone; ``rewards`` (K, N); ``done`` (K,), True at steps
+    that ended the episodes. ``number`` is the number of the first of these steps since the session's reset, from 1.
     """
 
     number: int
@@ -76,7 +76,7 @@ class BatchPlayed:
 
 
 def encode_request(steps: BatchSteps) -> bytes:
-    """Bytes of a request; its numbers are float32 or float64 as those of the actions."""
+    """Encode a request; its numbers are float32 if the actions are, and float64 otherwise."""
     rows = np.ascontiguousarray(steps.actions, dtype=_little(steps.actions))
     flags = HOLD * (len(rows) != steps.n_steps) + LAST * steps.last
     head = REQUEST.pack(
@@ -92,28 +92,28 @@ def encode_request(steps: BatchSteps) -> bytes:
 
 
 def decode_request(body: bytes) -> BatchSteps:
-    """Read a request; ValueError with the reason if it is malformed."""
+    """Decode a request; raises ValueError with the reason if it is malformed."""
     if len(body) < REQUEST.size:
-        raise ValueError(f"the body has {len(body)} bytes, its head alone takes {REQUEST.size}")
+        raise ValueError(f"the body has {len(body)} bytes, fewer than the {REQUEST.size} of its header")
     magic, size, flags, n_steps, n_rows, number, session = REQUEST.unpack_from(body)
     if magic != MAGIC:
         raise ValueError(f"the body begins with {magic!r} instead of {MAGIC!r}")
     if size not in _TYPES:
         raise ValueError(f"{size} bytes per number: it must be 4 (float32) or 8 (float64)")
     if flags & ~(HOLD | LAST):
-        raise ValueError(f"flags {flags:#x}: only {HOLD} (hold) and {LAST} (last) are known")
+        raise ValueError(f"flags {flags:#x}: they must be a sum of {HOLD} (hold) and {LAST} (last)")
     sent = 1 if flags & HOLD else n_steps
     wanted = REQUEST.size + sent * n_rows * ACTION_SIZE * size
     if len(body) != wanted:
         raise ValueError(
-            f"the body has {len(body):,} bytes; {sent} x {n_rows} actions of {size}-byte numbers: {wanted:,}"
+            f"the body has {len(body):,} bytes; {sent} x {n_rows} actions of {size}-byte numbers take {wanted:,}"
         )
     actions = np.frombuffer(body, _TYPES[size], offset=REQUEST.size).reshape(sent, n_rows, ACTION_SIZE)
     return BatchSteps(session.hex(), actions, n_steps, number or None, bool(flags & LAST))
 
 
 def encode_answer(played: BatchPlayed, flags: int) -> bytes:
-    """Bytes of an answer; its arrays are float32 or float64."""
+    """Encode an answer; its arrays are float32 or float64."""
     head = ANSWER.pack(
         MAGIC,
         played.rewards.itemsize,
@@ -130,9 +130,9 @@ def encode_answer(played: BatchPlayed, flags: int) -> bytes:
 
 
 def decode_answer(body: bytes) -> BatchPlayed:
-    """Read an answer; its arrays are views of ``body``. ValueError if the bytes are no answer."""
+    """Decode an answer; its arrays are views of ``body``. Raises ValueError if the bytes are not an answer."""
     if len(body) < ANSWER.size or body[:4] != MAGIC:
-        raise ValueError("the answer is no batch of steps")
+        raise ValueError("the answer is not in the binary format of POST /step/batch")
     _, size, _, n_steps, n_rows, number, n_observed, width, episodes, left = ANSWER.unpack_from(body)
     seen, kind = n_observed * n_rows * width, _TYPES[size]
     at = ANSWER.size + (seen + n_steps * n_rows) * size

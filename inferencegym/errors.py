@@ -13,7 +13,7 @@
     ``DataFormatError``         an input file is not in the format that it claims, or an output cannot be written (422)
     ``TableError``              the lookup table is missing, damaged or of another version (503)
     ``StoreError``              the session store cannot answer now (503)
-    ``CapacityError``           the server holds as many sessions as it may (503)
+    ``CapacityError``           the server has reached its limit of sessions (503)
     ``RemoteError``             another server refused a request or cannot be reached (502)
         ``ServerUnavailableError``  no usable answer after all retries (502)
 """
@@ -28,7 +28,7 @@ def short_repr(value: object, limit: int = 80) -> str:
     """Bounded repr for error messages: at most ``limit`` characters, fast for huge values too."""
     try:
         text = _REPR.repr(value)
-    except ValueError:  # Python writes out no integer of more than some thousand digits
+    except ValueError:  # Python refuses to print an integer of more than 4,300 digits
         return f"<{type(value).__name__} of too many digits>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -39,7 +39,7 @@ def not_allowed(field: str, value: object, allowed: str) -> str:
 
 
 _REPR: Final = Repr()
-# Above any limit in use, and far below the size of values that may come from outside.
+# Larger than any limit in use, and far smaller than the values that a client may send.
 vars(_REPR).update(maxlist=40, maxtuple=40, maxdict=40, maxstring=200, maxother=200, maxlong=200, maxlevel=3)
 
 
@@ -150,7 +150,7 @@ class StoreError(InferenceGymError, RuntimeError):
 
 
 class CapacityError(InferenceGymError, RuntimeError):
-    """The server holds as many sessions as it may; try again later. (HTTP 503)"""
+    """The server has reached its limit of sessions; try again later. (HTTP 503)"""
 
     code = "capacity"
     http_status = 503

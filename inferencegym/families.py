@@ -57,13 +57,13 @@ way round."""
 
 
 def family_of(task_id: TaskId, named: str | None = None) -> Family:
-    """The family that a task belongs to, or the one named.
+    """The family called ``named``, or without a name the family of the task.
 
-    Raises :class:`UnknownTaskError` for a task of no family, and :class:`DataFormatError` for an unknown family.
+    Raises :class:`UnknownTaskError` if no family has the task, and :class:`DataFormatError` for an unknown family.
     """
     if named is not None:
         if named not in FAMILIES:
-            raise DataFormatError(f"family={named!r} is not allowed: one of {', '.join(FAMILIES)}")
+            raise DataFormatError(f"family={named!r} is not allowed: it must be one of {', '.join(FAMILIES)}")
         return FAMILIES[named]
     known = {str(task.task_id): family for family in reversed(FAMILIES.values()) for task in family.tasks()}
     if str(task_id) not in known:

@@ -5,10 +5,10 @@
     envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
 
 One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. With ``inferencegym.gym:`` before it, an id
-makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch;
-formats of observations and actions are those of :mod:`inferencegym.spaces.formats`, autoreset modes those of
-:mod:`inferencegym.vector_env`, seeds those of :mod:`inferencegym.seeds`. ``HTTPGymEnv`` and ``HTTPVectorEnv`` (from
-:mod:`inferencegym.client.gym`) play the same episodes on a server, under the id :data:`REMOTE_ID`.
+makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch.
+See :mod:`inferencegym.spaces.formats` for the formats of observations and actions, :mod:`inferencegym.vector_env` for
+the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and ``HTTPVectorEnv`` (from
+:mod:`inferencegym.client.gym`) play the same episodes on a server; their id is :data:`REMOTE_ID`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from simulator.traffic import QUEUE_LATENCY_MS
 
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """One serving episode at a time; a batch of one of :class:`env.vector_env.VectorInferenceEnv`.
+    """Gymnasium environment of one serving episode: a :class:`env.vector_env.VectorInferenceEnv` with one row.
 
     ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them,
     and ``seed``. ``reset(seed=s)`` starts the episode of seed ``s``; later resets without a seed start those of
@@ -85,7 +85,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """Steps of the episode so far, in the form that graders and ``POST /grader`` read."""
+        """Steps of the episode so far, as graders and ``POST /grader`` accept them."""
         return self._log
 
     def reset(
@@ -139,7 +139,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
 
 class VectorTrafficGymEnv(AutoresetVectorEnv):
-    """``num_envs`` episodes of one traffic task; actions are indices of ``ACTION_NAMES``.
+    """Vectorised environment: ``num_envs`` episodes of one traffic task; actions are indices of ``ACTION_NAMES``.
 
     A crash is ``terminated``; the end of the steps, with the server still up, is ``truncated``. The tasks have no
     randomness, so a seed changes nothing. Observations are the seven fields of the state, ``"raw"`` or ``"normalised"``
@@ -174,7 +174,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, Info]:
-        """Start all episodes, or those of ``options["reset_mask"]`` (B,); nothing has been measured yet."""
+        """Start all episodes, or those of ``options["reset_mask"]`` (B,); ``info`` has no metrics yet."""
         return super().reset(seed=seed, options=options)[0], {}
 
     def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
@@ -206,7 +206,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
 
 
 class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
-    """One traffic episode at a time; a batch of one of :class:`VectorTrafficGymEnv`."""
+    """Gymnasium environment of one traffic episode: a :class:`VectorTrafficGymEnv` with one row."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
 
@@ -229,7 +229,7 @@ class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
         return observation[0], {}
 
     def step(self, action: int) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Take one step of one second with the index of an action."""
+        """Take one step of one second; ``action`` is an index of ``ACTION_NAMES``."""
         observation, reward, terminated, truncated, info = self._rows.step(np.array([action]))
         one: dict[str, Any] = {name: values[0].item() for name, values in info["metrics"].items()}
         if terminated[0] or truncated[0]:
@@ -268,9 +268,9 @@ def _traffic_scale(batch: TrafficBatch) -> FloatArray:
 
 
 class EpisodeGymEnv(gymnasium.Env[Any, Any]):
-    """One episode at a time of any family whose record has a :class:`env.family.GymCodec`.
+    """Gymnasium environment of one episode of any family whose record has a :class:`env.family.GymCodec`.
 
-    ``info`` is the family's own, with ``seed``; seeds of resets are those of
+    ``info`` is the family's own, with ``seed`` added; resets without a seed take the next
     :func:`inferencegym.seeds.episode_seed`. The end is ``terminated``: the episode's length is part of the task.
     """
 
@@ -279,7 +279,9 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
     def __init__(self, family: str, task_id: TaskId, *, config: Mapping[str, Any] | None = None) -> None:
         codec = FAMILIES[family].gym
         if not isinstance(codec, GymCodec):
-            raise InvalidConfigError(f"family {family!r} has Gymnasium environments of its own")
+            raise InvalidConfigError(
+                f"family {family!r} has its own Gymnasium environments: make one by its id, InferenceGym/<gym_id>-v1"
+            )
         FAMILIES[family].check_config(task_id, config)
         self._codec = codec
         self._task_id, self._config = task_id, config
@@ -295,13 +297,13 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         return self._codec.encode(first), {"seed": playing}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Play one step."""
+        """Take one step."""
         observation, reward, done, info = self._episode.step(self._codec.decode(action))
         return self._codec.encode(observation), reward, done, False, {**info, "seed": self._episode.seed}
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """The episode so far, as graders and ``POST /grader`` read it."""
+        """Steps of the episode so far, as graders and ``POST /grader`` accept them."""
         return self._episode.episode_log
 
 

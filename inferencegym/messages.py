@@ -1,8 +1,8 @@
 """Strict pydantic models for JSON that comes from outside: request bodies, actions, task files.
 
 :class:`Message` refuses unknown fields, wrong types, NaN and infinity. :func:`read` turns pydantic's errors into one
-sentence of this package: which field, what was found, what is allowed, and for an unknown field the one that was
-probably meant. JSON texts are read by :func:`parse_json`, which also refuses keys that are repeated in one object.
+sentence: which field, what was found, what is allowed, and for an unknown field the known one that was probably meant.
+JSON texts are read by :func:`parse_json`, which also refuses keys that are repeated in one object.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Message(BaseModel):
 
 
 class Refusal(Protocol):
-    """Makes the exception for a field whose value is not allowed."""
+    """Function that makes the exception for a field whose value is not allowed."""
 
     def __call__(self, field: str, value: object, allowed: str) -> Exception: ...
 
 
 class Allowed(str):
-    """Annotation that says in words what a field must be, where its JSON schema cannot say it."""
+    """Annotation with the words for what a field must be, where its JSON schema cannot express it."""
 
     __slots__ = ()
 
 
 class FieldError(ValueError):
-    """Raised by a validator of a whole message: names the field at fault, its value and what is allowed."""
+    """Error of a validator of a whole message: names the invalid field, its value and what is allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
@@ -58,26 +58,27 @@ def _whole(value: object) -> object:
 
 
 WHOLE: Final = BeforeValidator(_whole)
-"""Annotation of integers, behind their bounds. JSON has one kind of number: 42.0 is 42."""
+"""Annotation of integers, written after their bounds: 42.0 is accepted as 42, since JSON has one kind of number."""
 
 
 def _no_flag(value: object) -> object:
     if isinstance(value, bool):
-        raise PydanticCustomError("literal_error", "a boolean is no number")
+        raise PydanticCustomError("literal_error", "a boolean is not a number")
     return _whole(value)
 
 
 CHOICE: Final = BeforeValidator(_no_flag)
-"""Annotation of literal numbers: to Python, true is 1."""
+"""Annotation of literal numbers, which refuses booleans: Python counts True as 1."""
 
 
 def read(
     model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = None, whole: str = "body"
 ) -> M:
-    """``value`` as a message. Raises what ``refusal`` makes of the first field at fault; ``at`` precedes its path.
+    """Validate ``value`` as a message of class ``model``.
 
-    ``missing`` is what ``refusal`` gets as the value of a required field that is not there, and ``whole`` is what the
-    value itself is called where it is no object.
+    Raises the exception that ``refusal`` makes for the first invalid field; ``at`` is put before the field's path.
+    ``missing`` is passed to ``refusal`` as the value of a required field that is missing, and ``whole`` as the field's
+    name if the value itself is not an object.
     """
     try:
         return model.model_validate(value)
@@ -88,7 +89,7 @@ def read(
 def _explain(
     model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str, missing: object, whole: str
 ) -> Exception:
-    """The exception for a pydantic error: unknown fields first, since a misspelt field is also a missing one."""
+    """Turn a pydantic error into an exception; unknown fields first, since a misspelt field is also a missing one."""
     problems = error.errors(include_url=False)
     problem = next((one for one in problems if one["type"] in _UNKNOWN), None) or _sharpest(model, problems)
     loc, found, context = problem["loc"], problem["input"], problem.get("ctx", {})
@@ -101,7 +102,7 @@ def _explain(
     if isinstance(cause, FieldError):
         return refusal(_path(_path(at, path), (cause.field,)), cause.value, cause.allowed)
     if isinstance(cause, Exception):
-        # Raised by a validator of one field, which says itself what is allowed.
+        # Raised by a validator of one field, whose message says what is allowed.
         return refusal(_path(at, path), found, str(cause))
     if problem["type"] == "union_tag_invalid":
         key = str(context["discriminator"]).strip("'")
@@ -117,31 +118,31 @@ _UNKNOWN: Final = ("extra_forbidden", "invalid_key")
 
 
 def _sharpest(model: type[BaseModel], problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first problem, or where a union refused: that of the branch which came furthest."""
+    """The first error; where no branch of a union fits, the error of the branch that fits to the greatest depth."""
     path = _known_part(model, problems[0]["loc"])
     same = [one for one in problems if _known_part(model, one["loc"])[: len(path)] == path]
     return max(same, key=lambda one: len(_known_part(model, one["loc"])))
 
 
 def _allowed_tags(tags: str) -> str:
-    """What the tag of a union must be, of pydantic's list of them in quotes."""
+    """Allowed tags of a union in words, from pydantic's list of them in quotes."""
     return "one of " + tags.replace("'", "")
 
 
 def left_out(name: str, known: Sequence[str]) -> str:
-    """What an unknown field must be: left out, with the known fields and the one that was probably meant."""
+    """Words for an unknown field, which must be left out: the known fields, and the one that was probably meant."""
     near = get_close_matches(name[:80], known, n=1)
     meant = f" (did you mean {near[0]}?)" if near else ""
     return f"left out{meant}: the fields are {', '.join(known)}"
 
 
 def allowed_object(model: type[BaseModel]) -> str:
-    """What a message must be, in words."""
+    """Words for a message that must be an object: its fields."""
     return f"an object with the fields {', '.join(model.model_fields)}"
 
 
 def plain_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema of a model in one piece: definitions in their places, no generated titles, whole bounds as integers.
+    """JSON schema of a model in one piece: definitions inlined, no generated titles, whole bounds as integers.
 
     pydantic and FastAPI write bounds as doubles, and 2^63 as 9.223372036854776e+18, which is another number.
     """
@@ -183,9 +184,10 @@ def _inner_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tuple[int, FieldInfo | None]]:
-    """Position in ``loc`` of each part that leads to a value, and the field where it names one.
+    """Split pydantic's ``loc``: position of each part that leads to a value, with its field.
 
-    Indices of arrays and keys of dictionaries name none. Names of unions' branches, which pydantic adds, are left out.
+    The field is None for indices of arrays and keys of dictionaries. Names of union branches, which pydantic adds to
+    ``loc``, are skipped.
     """
     models, found = [model], list[tuple[int, FieldInfo | None]]()
     for at, part in enumerate(loc):
@@ -216,14 +218,14 @@ def _model_at(model: type[BaseModel], loc: Sequence[int | str]) -> type[BaseMode
 
 
 def _tags(model: type[BaseModel]) -> set[int | str]:
-    """What pydantic's paths may call this branch of a union: its class, or the text in the field that tells it."""
+    """Names of this branch of a union in pydantic's paths: its class name, or a literal text of its tag field."""
     texts = (get_args(field.annotation) for field in model.model_fields.values())
     return {model.__name__, *(text for found in texts for text in found if isinstance(text, str))}
 
 
 @lru_cache(maxsize=1024)
 def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    """What the value at ``path`` must be, in words."""
+    """Words for what the value at ``path`` must be."""
     fields = [(at, field) for at, field in _fields_along(model, path) if field is not None]
     if not fields:
         return allowed_object(model)
@@ -318,10 +320,10 @@ def _number(value: float) -> str:
 
 
 def parse_json(text: str | bytes, refusal: type[Exception], finite: bool = True) -> Any:
-    """Strict JSON: no NaN or infinity, no key repeated in one object, no integer too long to read.
+    """Parse strict JSON: no NaN or infinity, no key repeated in one object, no integer too long for Python.
 
-    Unless ``finite``, NaN and infinity are read, for messages to refuse them by field. Raises ``refusal`` with a
-    sentence that follows the name of the text.
+    With ``finite=False`` NaN and infinity are read, so that message models can refuse them and name the field. Raises
+    ``refusal`` with a text that callers put after the name of what they read.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -335,7 +337,7 @@ def parse_json(text: str | bytes, refusal: type[Exception], finite: bool = True)
     def constant(name: str) -> float:
         if not finite:
             return float(name)
-        raise refusal(f"{name} is no JSON number")
+        raise refusal(f"{name} is not a JSON number")
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=constant)

@@ -1,7 +1,7 @@
 """Actions, observations and metrics of the serving environment as dataclasses, with bounds, units and defaults.
 
 Field names, types and order follow the published plan of InferenceGym. ``ACTION_FIELDS`` and ``OBSERVATION_FIELDS`` are
-the only place of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
+the only source of bounds, units and defaults: schemas, spaces, codecs and documents are derived from them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ACTION_FIELDS: Final[dict[str, Field]] = {
         Field("kv_budget", 0.1, 1.0, "share", "share of the free GPU memory given to the KV cache pool", 1.0),
         Field("spec_length", 0, 8, "tokens", "draft tokens per verification step, 0 = off", 0, SPEC_LENGTHS),
         Field("batch_size", 1, 512, "requests", "most requests that run at once on one replica", 32),
-        Field("prefill_disagg", 0, 1, "flag", "prefill on GPUs of its own (they are paid for)", 0, (0, 1)),
+        Field("prefill_disagg", 0, 1, "flag", "prefill on separate GPUs, which add to the cost", 0, (0, 1)),
         Field("quant_tier", 0, 2, "tier", "precision: 0 FP16, 1 INT8, 2 INT4", 0, (0, 1, 2)),
     )
 }
@@ -101,7 +101,7 @@ class ServeAction:
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
         if self._is_plain():
-            return True  # as almost every action is; any other is looked at field by field
+            return True  # the fast path of almost every action; all others are checked field by field
         if not isinstance(self.quant_tier, QuantTier):
             raise InvalidActionError("quant_tier", self.quant_tier, "a QuantTier: FP16, INT8 or INT4")
         if not isinstance(self.prefill_disagg, bool):
@@ -152,7 +152,7 @@ class ServeAction:
 
 
 def _tier(value: object) -> object:
-    """The number of a tier, which may be named; anything else is left to pydantic, which refuses it."""
+    """The number of a tier given as member or name; anything else is left to pydantic, which checks it."""
     if isinstance(value, QuantTier):
         return value.value
     if isinstance(value, str) and value in QuantTier.__members__:
@@ -178,7 +178,7 @@ def _described(field: Field) -> Any:
 NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
-"""An engine's defaults, left alone: what the baseline plays and what missing fields of an action mean."""
+"""Default knob values: the naive baseline plays them, and missing fields of an action take them."""
 
 
 class ServeActionMessage(Message):

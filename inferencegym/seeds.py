@@ -1,7 +1,7 @@
-"""Seeds of episodes: which are allowed, which one follows another, and random generators for many of them at once.
+"""Seeds of episodes: allowed seeds, the sequence of seeds of a row's episodes, and random generators for many seeds.
 
 The first episode of a row plays the seed it was reset with, and its k-th restart plays ``episode_seed(first, k)``. So
-any episode of a run can be played again alone.
+any episode of a run can be replayed alone.
 
 NumPy's :class:`numpy.random.SeedSequence` mixes a seed's words with 32-bit integer arithmetic (M. E. O'Neill's
 ``seed_seq_fe``; its output is fixed by NumPy's compatibility policy). The same arithmetic on arrays does it for all
@@ -44,8 +44,8 @@ def check_seed(seed: object) -> int:
 def episode_seed(first: int, episode: int) -> int:
     """Seed of the ``episode``-th restart of a row that was first reset with ``first``; the 0-th is ``first`` itself.
 
-    A 63-bit hash of the pair: seeds that people choose (small numbers) are never met by accident, so a learner trained
-    here has not seen held-out seeds.
+    A 63-bit hash of the pair: it practically never gives a small number, which is what people choose as a seed, so a
+    learner has not trained on held-out seeds.
     """
     if episode == 0:
         return first
@@ -60,7 +60,7 @@ def episode_seeds(first: Sequence[int] | NDArray[np.int64], episode: int | NDArr
 
 
 class SeedSeries:
-    """Which seed each row plays next."""
+    """Sequence of episode seeds for each row of a batch."""
 
     def __init__(self, n_rows: int) -> None:
         self._first: NDArray[np.int64] = np.full(n_rows, -1, dtype=np.int64)
@@ -74,7 +74,7 @@ class SeedSeries:
     def next(
         self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None
     ) -> tuple[list[int], list[int]]:
-        """The rows that start an episode now (all, or those of the mask) and the seeds that they play.
+        """Rows that start an episode now (all, or those of the mask ``rows``) and their seeds.
 
         A row with a seed starts a new series with it. A row without one (None) goes on to the next episode of its
         series; if it has none yet, it starts one with a seed drawn from the operating system.
@@ -85,7 +85,7 @@ class SeedSeries:
             raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each")
         given = {row: check_seed(s) for row in chosen.tolist() if seeds is not None and (s := seeds[row]) is not None}
         if len(chosen) < n_rows and not self.started:
-            raise NotResetError("the first reset must start all episodes")
+            raise NotResetError("the first reset must start all episodes: reset once without a mask")
         self._episode[chosen] += 1
         for row in {*given, *chosen[self._first[chosen] < 0].tolist()}:
             self._first[row] = given[row] if row in given else _fresh_seed()
@@ -109,7 +109,7 @@ def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> N
     low, high = seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32)
     after = np.asarray(second).astype(np.uint32)
     pool = np.zeros((_POOL_WORDS, len(seeds)), dtype=np.uint32)
-    # A small number takes one word, so what follows it moves up.
+    # SeedSequence takes one word for a seed below 2**32 and two for a larger one; ``after`` comes behind them.
     pool[0] = low
     pool[1] = np.where(high == 0, after, high)
     pool[2] = np.where(high == 0, np.uint32(0), after)
@@ -124,8 +124,8 @@ def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> N
 
 
 def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[np.random.Generator, ...]]:
-    """``default_rng([seed, stream])`` of every stream, seed by seed."""
-    if len(seeds) == 1:  # arrays of so few numbers cost more than they save
+    """Generators equal to ``default_rng([seed, stream])``: for each seed, a tuple with one per stream."""
+    if len(seeds) == 1:  # for one seed the array arithmetic costs more than it saves
         yield tuple(np.random.default_rng([seeds[0], stream]) for stream in streams)
         return
     states = hashed(np.repeat(np.asarray(seeds, dtype=np.uint64), len(streams)), np.tile(streams, len(seeds)))
@@ -134,7 +134,7 @@ def generators(seeds: Sequence[int], streams: Sequence[int]) -> Iterator[tuple[n
 
 
 class _Seeded(ISeedSequence):
-    """What a bit generator asks a seed for, known beforehand."""
+    """Seed sequence with a precomputed state, as NumPy's bit generators ask for it."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state

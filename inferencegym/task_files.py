@@ -110,7 +110,7 @@ Grade = Annotated[Throughput | LatencyMemory | FourTerm, Field(discriminator="ki
 
 
 class CalibrationEntry(Message):
-    """Measured constants of a task. Other keys, which tell how they were measured, are passed over."""
+    """Measured constants of a task. Other keys, which record how they were measured, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -243,7 +243,7 @@ class TaskEntry(Message):
             raise FieldError(low, getattr(self, low), f"at most {high}, which is {getattr(self, high):g}")
 
     def _require_whole_flood(self) -> None:
-        """Floods are two rates in turn, or a multiple of the rate now and then; each kind has keys of its own."""
+        """Check the keys of floods: two alternating rates, or a multiple of the rate at intervals, not a mixture."""
         in_turn = ("burst_period_steps", "arrival_rate_burst")
         occasional = ("burst_interval_steps", "burst_duration_steps", "burst_multiplier")
         given = [key for key in (*in_turn, *occasional) if getattr(self, key) is not None]

@@ -13,12 +13,12 @@ from inferencegym.messages import M, Message, parse_json, read
 MAX_EPISODE_LENGTH: Final = 5_000
 """Most steps of an episode, in both families."""
 
-# The names that Gymnasium takes, but for the colon, which ends the name of a module there.
+# Names that Gymnasium allows, without the colon, which ends the name of a module there.
 _GYM_ID: Final = re.compile(r"[\w.-]+")
 
 Entry = TypeVar("Entry")
 
-# ---------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------- errors
 
 
 def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
@@ -30,11 +30,11 @@ def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
 
 
 MISSING: Final = object()
-"""Value of a key that is not there, for :func:`refusal`."""
+"""Stands for the value of a missing key in calls of :func:`refusal`."""
 
 
 def read_entry(model: type[M], entry: object) -> M:
-    """An entry of a file as a message; raises :class:`InvalidConfigError` naming the key at fault."""
+    """Validate an entry of a file as a message; raises :class:`InvalidConfigError` naming the invalid key."""
     return read(model, entry, refusal, missing=MISSING, whole="")
 
 
@@ -48,7 +48,7 @@ class _File(Message):
 def load_entries(path: Path, kind: str, parse: Callable[[str, object], Entry]) -> dict[str, Entry]:
     """The entries of a JSON file ``{"tasks": {ID: ENTRY}}``, each parsed from its id and its JSON.
 
-    ``kind`` says in messages what the file should be. Every error names the file, and the task at fault.
+    ``kind`` names the expected sort of file in error messages. Every error names the file and the task.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def load_entries(path: Path, kind: str, parse: Callable[[str, object], Entry]) -
 
 
 class NamedTask(Protocol):
-    """Names that tasks of both families have."""
+    """A task of either family: its id and its Gymnasium name."""
 
     @property
     def task_id(self) -> int | str: ...
@@ -91,7 +91,7 @@ def task_registry(paths: Iterable[Path], load: Callable[[Path], list[Named]]) ->
                 raise InvalidConfigError(f"{path}: task id {task.task_id!r} is already taken; choose another")
             if task.gym_id in by_gym_id:
                 raise InvalidConfigError(
-                    f"{path}: task {str(task.task_id)!r}: gym_id={task.gym_id!r} is already that of task "
+                    f"{path}: task {str(task.task_id)!r}: gym_id={task.gym_id!r} is already used by task "
                     f"{str(by_gym_id[task.gym_id].task_id)!r}; give it another"
                 )
             registry[str(task.task_id)] = by_gym_id[task.gym_id] = task
@@ -99,7 +99,7 @@ def task_registry(paths: Iterable[Path], load: Callable[[Path], list[Named]]) ->
 
 
 def gym_id_of(task_id: str, given: str | None) -> str:
-    """The name for Gymnasium that a task's entry gives, or one made of its id: ``LunchDesk`` of ``lunch-desk``."""
+    """Gymnasium name of a task: the given one, or one made from its id (``lunch-desk`` gives ``LunchDesk``)."""
     gym_id = given or "".join(word.capitalize() for word in task_id.replace("_", "-").split("-"))
     if not _GYM_ID.fullmatch(gym_id):
         raise refusal("gym_id", gym_id, "made of letters, digits, _, . and - (left out, it is made of the task's id)")

@@ -267,18 +267,18 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
 def _burst(entry: TaskEntry) -> Burst | None:
     if entry.burst_enabled is False:
         return None
-    if entry.burst_period_steps is not None and entry.arrival_rate_burst is not None:  # two rates in turn
+    if entry.burst_period_steps is not None and entry.arrival_rate_burst is not None:  # two alternating rates
         period = entry.burst_period_steps
-        return Burst(entry.arrival_rate_burst, 2 * period, period, _first(entry, period))
+        return Burst(entry.arrival_rate_burst, 2 * period, period, _first_flood_step(entry, period))
     interval, duration, multiplier = entry.burst_interval_steps, entry.burst_duration_steps, entry.burst_multiplier
     if interval is None or duration is None or multiplier is None:
         return None
-    # A multiple of the rate, now and then.
-    return Burst(entry.arrival_rate_rps * multiplier, interval, duration, _first(entry, interval - duration))
+    # a multiple of the rate at intervals
+    first = _first_flood_step(entry, interval - duration)
+    return Burst(entry.arrival_rate_rps * multiplier, interval, duration, first)
 
 
-def _first(entry: TaskEntry, default: int) -> int:
-    """The step at which the first flood starts."""
+def _first_flood_step(entry: TaskEntry, default: int) -> int:
     return default if entry.burst_offset_steps is None else entry.burst_offset_steps
 
 
@@ -322,7 +322,7 @@ def _trace(name: str | None, base: Path) -> str | None:
         path = (base / name).resolve()
         if zipfile.is_zipfile(path):
             return str(path)
-    except ValueError as error:  # no name that a file can have
+    except ValueError as error:  # not a valid file name
         raise refusal("trace", name, allowed) from error
     raise refusal("trace", name, f"{allowed}; there is none at {path}")
 
@@ -338,7 +338,7 @@ def _output_dist(mean: float, cv: float, high: float) -> LengthDist:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured constants of one task: what ``inferencegym calibrate`` found, nothing typed by hand.
+    """Measured constants of one task, as ``inferencegym calibrate`` writes them.
 
     ``floor_tps`` is the throughput with no batching (batch_size 1), ``optimal_tps`` the best that the solver reached,
     ``max_throughput_tps`` normalises the reward and ``price`` is the cost of a thousand tokens on one GPU that writes a
@@ -352,7 +352,7 @@ class Calibration:
 
 
 UNCALIBRATED: Final = Calibration(0.0, 1.0, 1.0, 1.0)
-"""Neutral constants, for measuring the real ones."""
+"""Neutral constants, used while the real ones are measured."""
 
 
 def get_calibration(task_id: TaskId) -> Calibration:
@@ -373,7 +373,7 @@ def get_calibration(task_id: TaskId) -> Calibration:
 
 @lru_cache(maxsize=4)
 def _calibrations(path: str, version: int) -> dict[str, Calibration]:
-    """The constants of one state of a file."""
+    """Constants in a calibration file; ``version``, its modification time, makes a changed file be read again."""
 
     def parse(_: str, entry: object) -> Calibration:
         return Calibration(**read_entry(CalibrationEntry, entry).model_dump())

@@ -1,9 +1,9 @@
 """Traffic controller: its four actions, its state, the settings of its server model, and its tasks as data.
 
 A controller stands before one server and decides each second which share of the incoming requests it lets through.
-Field names follow the published HTTP document of that environment. The tables below are the only home of their bounds,
-units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same form
-(setting ``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
+Field names follow the published HTTP document of that environment. The tables below are the only source of their
+bounds, units and defaults; a task is one entry of ``simulator/data/traffic_tasks.json`` or of a user's file of the same
+form (setting ``INFERENCEGYM_TRAFFIC_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UnknownTrafficTaskError(UnknownTaskError):
 
 
 class TrafficAction(Enum):
-    """Which share of the incoming requests is let through for one step."""
+    """Action of the traffic controller: the share of the incoming requests to let through for one step."""
 
     ALLOW_ALL = "allow_all"
     THROTTLE_70 = "throttle_70"
@@ -60,7 +60,7 @@ class TrafficAction(Enum):
 
     @property
     def index(self) -> int:
-        """Position among the actions: the integer that vector faces and learners use."""
+        """Position among the actions: the integer that vector environments and learners use."""
         return ACTION_NAMES.index(self.value)
 
 
@@ -111,7 +111,7 @@ STATE_FIELDS: Final[dict[str, Field]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrafficState:
-    """What the controller sees; bounds and units in :data:`STATE_FIELDS`.
+    """Observation of the traffic controller; bounds and units in :data:`STATE_FIELDS`.
 
     Everything but ``request_rate`` describes the step just taken. ``request_rate`` is the rate that the next action
     will meet, so that a controller can act before a spike and not after it.

@@ -41,11 +41,11 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
     returns the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step
     that ends an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]``
-    hold the last of the old, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are restarted by
-    ``reset(options={"reset_mask": mask})`` and by nothing else.
+    hold the last observation and info of the old one, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended
+    rows are restarted only by ``reset(options={"reset_mask": mask})``.
     """
 
-    # Some versions of Gymnasium close what is garbage: an environment is open only once it is complete.
+    # Some versions of Gymnasium close environments in __del__, so one whose __init__ failed must count as closed.
     closed = True
 
     def __init__(
@@ -83,7 +83,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         return self._observe(), self._info()
 
     def step(self, actions: NDArray[Any]) -> Stepped:
-        """Play one second in every row: observation, reward, terminated, truncated, info."""
+        """Take one step of one second in every row: observation, reward, terminated, truncated, info."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             return self._restart_or_step(np.asarray(actions))
         if self._ended_before.any():
@@ -120,19 +120,19 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
 
     @abstractmethod
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
-        """Play one second in all rows or those of the mask; a fresh array of rewards (B,)."""
+        """Take one step of one second in all rows or those of the mask; returns a new array of rewards (B,)."""
 
     @abstractmethod
     def _ended(self) -> tuple[BoolArray, BoolArray]:
-        """Fresh arrays (B,): rows whose episode is terminated, and truncated."""
+        """New arrays (B,): rows whose episode is terminated, and rows whose episode is truncated."""
 
     @abstractmethod
     def _observe(self) -> Float32Array:
-        """A fresh array of observations."""
+        """A new array of observations."""
 
     @abstractmethod
     def _info(self) -> Info:
-        """Fresh infos in Gymnasium's vector form."""
+        """New infos in Gymnasium's vector form."""
 
 
 def _reset_mask(options: Mapping[str, Any] | None, num_envs: int) -> BoolArray | None:

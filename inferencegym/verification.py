@@ -5,9 +5,9 @@ An episode is a JSON object, in the form of POST /grader's body::
     {"task": 3, "seed": 11, "config": {...}, "steps": [{"timestep", "action", "reward", "metrics"}, ...],
      "release": "1.0.0", "table_sha256": "57...", "constants_sha256": "3b..."}
 
-``task_id`` and ``episode_log`` are read for ``task`` and ``steps``, and answers of POST /step as steps. ``config`` may
-be left out (the task's own), ``family`` too (told by the task), and a ``score``, where there is one, is checked too.
-The last three keys name the simulator that gave the numbers. A log may leave them out, but then one that was played on
+``task_id`` and ``episode_log`` are accepted for ``task`` and ``steps``, and answers of POST /step as steps. ``config``
+may be left out (then it is the task's own), and ``family`` (then the task tells it). A ``score`` is checked if given.
+The last three keys identify the simulator that made the numbers. A log may leave them out, but then one played on
 another table or calibration cannot be told from a forged one. :func:`saved` writes all of them.
 A ``.json`` file holds one episode or an array of them; JSON Lines hold an episode per line, or the object without
 ``steps`` on one line and each of its steps on a line of its own.
@@ -47,7 +47,7 @@ class EpisodeLog:
     steps: list[Any] = field(default_factory=list)
     score: float | None = None
     simulator: Simulator | None = None
-    """What played it; None if the file does not say."""
+    """The simulator that played it; None if the file does not say."""
 
     @property
     def names_constants(self) -> bool:
@@ -68,8 +68,8 @@ def verify_episode(log: EpisodeLog) -> Grade:
     """Replay an episode and return its grade.
 
     Raises :class:`ForgedLogError` naming the first step and field that differ from the replay, or the score,
-    :class:`MalformedLogError` where the steps are not those of a log, and :class:`DataFormatError` where they were
-    played on another simulator, which this one cannot judge.
+    :class:`MalformedLogError` where the steps do not have the form of a log, and :class:`DataFormatError` where the
+    file names another simulator than this one, which cannot check its numbers.
     """
     if log.simulator is not None:
         try:
@@ -99,14 +99,14 @@ def _verified(log: EpisodeLog) -> Grade:
 
 
 def simulator(family: Family, task_id: TaskId) -> Simulator:
-    """What plays a task's episodes here."""
+    """Identity of the simulator that plays a task's episodes here: release, and digests of table and constants."""
     return Simulator(__version__, family.table_sha256(), constants_sha256(family, task_id))
 
 
 def constants_sha256(family: Family, task_id: TaskId) -> str:
     """Digest of what a task's numbers depend on beside release and table: its definition and its measured constants.
 
-    It knows no other task, and not how the constants were measured. Raises :class:`UnknownTaskError`, and
+    Other tasks, and how the constants were measured, do not change it. Raises :class:`UnknownTaskError`, and
     :class:`InvalidConfigError` for a task that is not calibrated.
     """
     played = {name: _canonical(value) for name, value in family.constants(task_id).items()}
@@ -114,7 +114,7 @@ def constants_sha256(family: Family, task_id: TaskId) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Numbers as 12 digits: parts of a task are logarithms, whose last digit is the machine's."""
+    """Numbers with 12 digits: parts of a task are logarithms, whose last digit may differ between machines."""
     if isinstance(value, Mapping):
         return {str(name): _canonical(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -128,7 +128,7 @@ def _canonical(value: Any) -> Any:
 
 
 def saved(env: EpisodeEnv) -> dict[str, Any]:
-    """An episode as far as it was played, with all that verifying it needs: the object that a file holds."""
+    """An episode so far as the object that an episode file holds, with everything that verification needs."""
     family = family_of(env.task_id)
     return {
         "family": family.name,

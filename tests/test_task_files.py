@@ -239,8 +239,8 @@ def test_what_is_not_a_task_file_is_refused_by_name(tmp_path: Path, text: str, w
     ("tasks", "said"),
     [
         ({"1": entry()}, "task id 1 is already taken; choose another"),
-        ({"mine": entry(gym_id="StaticUniform")}, "gym_id='StaticUniform' is already that of task '1'"),
-        ({"lunch-desk": entry(), "lunch_desk": entry()}, "gym_id='LunchDesk' is already that of task 'lunch-desk'"),
+        ({"mine": entry(gym_id="StaticUniform")}, "gym_id='StaticUniform' is already used by task '1'"),
+        ({"lunch-desk": entry(), "lunch_desk": entry()}, "gym_id='LunchDesk' is already used by task 'lunch-desk'"),
     ],
 )
 def test_a_name_that_is_taken_is_refused(

@@ -21,7 +21,7 @@ ACTION_SIZE: Final = len(ACTION_FIELDS)
 ACTION_LOW: Final = KNOB_LOW
 ACTION_HIGH: Final = KNOB_HIGH
 FORCED: Final = KNOB_DEFAULTS
-"""Values that a task forces on the knobs that it does not offer: those of the naive defaults."""
+"""Values of knobs that a task does not offer: those of the naive baseline."""
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:

@@ -61,7 +61,7 @@ class ActionCodec(Protocol):
         ...
 
     def encode(self, knobs: FloatArray) -> NDArray[Any]:
-        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can say."""
+        """Actions (B, 5) for allowed knobs (B, 5): the nearest that the format can express."""
         ...
 
 
@@ -92,8 +92,8 @@ class BoxCodec:
         unit[:, 2] = np.log(knobs[:, 2]) / math.log(ACTION_HIGH[2])
         unit[:, 3] = _middle(LEVELS["prefill_disagg"], knobs[:, 3])
         unit[:, 4] = _middle(LEVELS["quant_tier"], knobs[:, 4])
-        # To what float32 can say near 1, everywhere: else the rounding of a knob in the middle, where float32 is finer,
-        # would come back as another knob.
+        # Rounded to float32's precision near 1 everywhere: near 0, where float32 is finer, the rounding error of a knob
+        # would otherwise decode to another knob.
         return (np.rint((2.0 * unit - 1.0) / _BOX_STEP) * _BOX_STEP).astype(np.float32)
 
 
@@ -145,7 +145,7 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 
 
 def action_codec(action: str) -> ActionCodec:
-    """The codec of an action format; raises :class:`InvalidConfigError` with the formats there are."""
+    """Codec of an action format; raises :class:`InvalidConfigError` listing the known formats."""
     if action not in ACTION_CODECS:
         raise InvalidConfigError(f"action={action!r} is not allowed: one of {', '.join(ACTION_CODECS)}")
     return ACTION_CODECS[action]()
@@ -156,7 +156,7 @@ _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
 def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
-    """Where each step stands in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+    """Position of each step in the task's flood schedule, (T + 1, 3), every number in [0, 1].
 
     Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
     once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
@@ -191,9 +191,9 @@ class ObservationCodec:
         high = OBSERVATION_HIGH.copy()
         names = list(OBSERVATION_FIELDS)
         high[names.index("timestep")] = config.episode_length
-        # Dearest step: all decode and prefill GPUs paid for, charged as if they made 50 tokens/s (the dynamics' floor).
-        dearest = calibration.price * 2 * task.fleet.n_replicas / 0.05
-        high[names.index("cost_so_far")] = dearest * config.episode_length
+        # Highest cost of a step: all decode and prefill GPUs, at 50 tokens/s (the lowest throughput that is priced).
+        highest_cost = calibration.price * 2 * task.fleet.n_replicas / 0.05
+        high[names.index("cost_so_far")] = highest_cost * config.episode_length
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
         if self._schedule is not None:
@@ -208,7 +208,7 @@ class ObservationCodec:
         return spaces.Box(self.low, self.high, dtype=np.float32)
 
     def encode(self, observation: FloatArray) -> Float32Array:
-        """A fresh float32 array in this format, cut to the bounds (which costs a rounding error at most)."""
+        """A new float32 array in this format, clipped to the bounds (which changes it by a rounding error at most)."""
         scaled = self._scale(observation).astype(np.float32)
         if self._schedule is not None:
             step = observation[:, _TIMESTEP].astype(np.int64)
@@ -220,12 +220,12 @@ class ObservationCodec:
 
 
 def _nth(levels: FloatArray, unit: FloatArray) -> FloatArray:
-    """The level whose equal share of [0, 1] holds each number; NaN stays."""
+    """For each number, the level whose equal part of [0, 1] contains it; NaN stays."""
     index = np.minimum(np.nan_to_num(unit) * len(levels), len(levels) - 1).astype(np.int64)
     return np.where(np.isnan(unit), np.nan, levels[index])
 
 
 def _middle(levels: FloatArray, value: FloatArray) -> FloatArray:
-    """The middle of a level's share of [0, 1]."""
+    """The middle of each level's part of [0, 1]."""
     middle: FloatArray = (np.abs(levels - value[:, None]).argmin(axis=1) + 0.5) / len(levels)
     return middle

@@ -1,4 +1,4 @@
-"""Knobs of a fleet: the one writer, which clamps and rounds every action to the nearest allowed one.
+"""Writer of a fleet's knobs: clamps and rounds every action to the nearest allowed one.
 
 Plain Python that the build compiles to C (types in ``knobs.pxd``).
 """
@@ -35,7 +35,7 @@ class KnobKernel:
 
     ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
     clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,
-    ``prefill_disagg`` is on above 0.5. ``fleet`` is the one whose knob arrays are written; None for arrays alone.
+    ``prefill_disagg`` is on above 0.5. ``fleet`` is the fleet whose knob arrays are written; None if only arrays are.
     """
 
     def __init__(self, offered: Sequence[bool], fleet: Any = None) -> None:
@@ -51,7 +51,7 @@ class KnobKernel:
         self._snap(actions, snapped)
 
     def write(self, actions: Any, lo: int, hi: int) -> None:
-        """Set the fleet's rows ``lo`` (included) to ``hi`` (excluded) to what is nearest to ``actions`` (B, 5)."""
+        """Set the fleet's rows ``lo`` (included) to ``hi`` (excluded) to the allowed actions nearest to ``actions``."""
         self._write(actions, lo, hi)
 
     def write_action(self, row: int, action: ServeAction) -> None:

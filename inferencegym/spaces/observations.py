@@ -13,7 +13,7 @@ OBSERVATION_SIZE: Final = len(OBSERVATION_FIELDS)
 OBSERVATION_LOW: Final = np.array([f.low for f in OBSERVATION_FIELDS.values()])
 OBSERVATION_HIGH: Final = np.array([f.high for f in OBSERVATION_FIELDS.values()])
 
-# Scales for learners: what counts as large. Numbers spread over decades enter by their logarithm.
+# Large values of each field, which become about 1. Fields that span decades are scaled by their logarithm.
 _LOG_FIELDS: Final = ("queue_depth", "mean_prompt_len", "arrival_rate", "ttft_p50", "tpot_p50")
 _LOG_SCALE: Final = {
     "queue_depth": 512.0,
@@ -54,7 +54,7 @@ def to_array(observation: ServeObservation) -> NDArray[np.float64]:
 
 
 def normalise(observation: NDArray[np.float64], episode_length: int, cost_budget: float) -> NDArray[np.float32]:
-    """Scaled observations (..., 14), about 0 to 1: logarithms for what spans decades, shares as they are."""
+    """Scale observations (..., 14) to about 0 to 1: logarithms of fields that span decades, shares as they are."""
     scaled = observation.astype(np.float64, copy=True)
     for i, name in enumerate(OBSERVATION_FIELDS):
         if name in _LOG_FIELDS:
