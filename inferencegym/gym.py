@@ -160,7 +160,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         if num_envs < 1:
             raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
         if observation not in ("raw", "normalised"):
-            raise InvalidConfigError(f"observation={observation!r} is not allowed: one of raw, normalised")
+            raise InvalidConfigError(f"observation={observation!r} is not allowed: it must be one of raw, normalised")
         task = get_traffic_task(task_id)
         self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
         self.task = task

@@ -40,7 +40,7 @@ class ConstantTraffic:
 
     def __init__(self, action: str) -> None:
         if action not in ACTION_NAMES:
-            raise InvalidConfigError(f"action={action!r} is not allowed: one of {', '.join(ACTION_NAMES)}")
+            raise InvalidConfigError(f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_NAMES)}")
         self.index = ACTION_NAMES.index(action)
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:

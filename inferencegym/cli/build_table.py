@@ -1,4 +1,4 @@
-"""``inferencegym build-table``: the lookup table from the measured operator times."""
+"""``inferencegym build-table``: build the lookup table from the measured operator times."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--out", type=Path, help="file to write (default: the shipped table of that card)")
+    """Add the command's options."""
+    parser.add_argument("--out", type=Path, help="file to write (default: the shipped table of this card)")
     parser.add_argument("--hardware", default="a100-40gb", choices=("a100-40gb", "a100-80gb"))
     parser.add_argument("--engine", help="engine profile (default: a100_40 on 40 GB, vllm_v1 on 80 GB)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")

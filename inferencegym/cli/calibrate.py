@@ -1,4 +1,4 @@
-"""``inferencegym calibrate``: floors, optima, peaks and prices of the tasks, measured with the solver."""
+"""``inferencegym calibrate``: measure floor, optimum, peak throughput and price of tasks with the solver."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
-    parser.add_argument("--quick", action="store_true", help="a coarse sweep and a short search: seconds, not minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="coarse sweep and short search: takes seconds, not minutes"
+    )
     parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
     parser.add_argument(
         "--policies",
         type=Path,
         metavar="FOLDER",
-        help="folder for the policies found, to be played as best_adaptive:FOLDER (default: the one that best_adaptive "
-        "reads by itself, beside the agents, or beside the file of a task of your own)",
+        help="folder for the policies found, for the agents best_static:FOLDER and best_adaptive:FOLDER (default: the "
+        "one that these agents read; for a task of your own it lies beside the task file)",
     )
     parser.add_argument("--json", action="store_true", help="print the entries as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate and write."""
+    """Calibrate the tasks and write their constants and policies."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: tasks 1 to 3)")
     parser.add_argument(
         "--agent",
         action="append",
         help="naive, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], best_adaptive[:FOLDER], ..., "
-        "constant:'{\"batch_size\": 256}' (missing knobs: naive), or all; may be given several times (default: all)",
+        "constant:'{\"batch_size\": 256}' (other knobs as naive), or all; may be given several times (default: all)",
     )
-    parser.add_argument("--seeds", type=seed_count(2), default=30, help="how many held-out seeds (default: 30)")
-    parser.add_argument("--ray", metavar="ADDRESS", help="spread agents over this Ray cluster; 'local' starts one here")
+    parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="run agents in parallel on this Ray cluster; 'local' starts one"
+    )
     parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate and print."""
+    """Evaluate the agents on the tasks and print their scores."""
     from inferencegym.tasks import list_tasks
 
     ids = args.task or [task.task_id for task in list_tasks()]
-    with _spread(args) as workers:
+    with _ray_workers(args) as workers:
         results = [_compare(task_id, args.agent or ["all"], args.seeds, workers) for task_id in ids]
     if args.json:
         print(json.dumps({"results": results}, indent=2))
@@ -43,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _spread(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
-    """Ray workers where --ray asks for them."""
+def _ray_workers(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
+    """Context of Ray workers if --ray is given, of None otherwise."""
     if args.ray is None:
         return nullcontext()
     from agents.integrations.ray_workers import Workers
@@ -53,7 +55,7 @@ def _spread(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:
 
 
 def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | None) -> dict[str, Any]:
-    """Agents on a task of whichever family it belongs to."""
+    """Scores of agents on a task of any family."""
     from agents.families import compare_policies
     from agents.seeds import held_out_seeds
     from inferencegym.families import family_of
@@ -67,7 +69,7 @@ def _compare(task_id: Any, names: list[str], n_seeds: int, workers: Workers | No
 
 
 def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], workers: Workers) -> dict[str, Any]:
-    """Agents on a serving task, each on a Ray worker. Raises UnknownTaskError for tasks of other families."""
+    """Scores of agents on a serving task, each played by a Ray worker; UnknownTaskError for other families' tasks."""
     from agents.evaluate import compare
     from agents.integrations.ray_workers import Job
     from inferencegym.tasks import get_task
@@ -79,7 +81,7 @@ def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], wo
 
 
 def _table(result: dict[str, Any]) -> str:
-    if "optimum" in result:  # the traffic controller's is known exactly
+    if "optimum" in result:  # of traffic tasks, where the planner computes it exactly
         from agents.traffic_report import traffic_table
 
         return traffic_table(result)

@@ -1,4 +1,4 @@
-"""``inferencegym import-bench``: a lookup table of your own engine, from benchmark results."""
+"""``inferencegym import-bench``: build a lookup table of your own engine from benchmark results."""
 
 from __future__ import annotations
 
@@ -13,25 +13,38 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("files", nargs="+", type=Path, help="results of vllm bench serve, GuideLLM or AIPerf")
-    parser.add_argument("--out", type=Path, default=Path("my-engine.parquet"), help="table to write")
-    parser.add_argument("--hardware", default="a100-40gb", choices=("a100-40gb", "a100-80gb"), help="nearest card")
+    parser.add_argument(
+        "--out", type=Path, default=Path("my-engine.parquet"), help="table to write (default my-engine.parquet)"
+    )
+    parser.add_argument(
+        "--hardware", default="a100-40gb", choices=("a100-40gb", "a100-80gb"), help="the card that is nearest to yours"
+    )
     parser.add_argument("--engine", default="vllm_v1", help="engine profile to start from (default vllm_v1)")
     parser.add_argument("--name", default="imported", help="name of the fitted profile")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="the engine's bound on running requests")
-    parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"), help="precision that was served")
-    parser.add_argument("--replicas", type=int, default=1, help="engines behind the benchmarked address")
     parser.add_argument(
-        "--hold-out", type=float, default=0.25, help="share of the runs kept for judging (default 0.25)"
+        "--max-num-seqs", type=int, default=256, help="max_num_seqs of the benchmarked engine (default 256)"
     )
-    parser.add_argument("--fit-only", action="store_true", help="print the fit, write no table")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that build the table")
+    parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"), help="precision in the benchmark")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="number of engines behind the benchmarked address (default 1)"
+    )
+    parser.add_argument(
+        "--hold-out",
+        type=float,
+        default=0.25,
+        help="share of the runs kept out of the fit to measure its error (default 0.25)",
+    )
+    parser.add_argument("--fit-only", action="store_true", help="print the fit and write no table")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that build the table (default: all cores)"
+    )
     parser.add_argument("--json", action="store_true", help="print the fit as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read all files, fit, print the errors, build the table."""
+    """Read all files, fit the engine profile, print its errors and build the table."""
     from inferencegym.files import prepare_output
     from simulator.offline.bench_files import read_runs
     from simulator.offline.bench_import import Setup, fit_engine
@@ -51,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         path = build_table(args.out, fit.card, fit.engine, args.jobs, progress=not args.json, notes=notes)
         if not args.json:
             print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
-            print("scores need new constants on a new table: inferencegym calibrate --out ...")
+            print("tasks must be calibrated again on a new table: inferencegym calibrate --out FILE")
     return 0
 
 
@@ -79,4 +92,4 @@ def _print(fit: BenchFit) -> None:
         )
     Console(width=120).print(table)
     if not fit.held_out:
-        print("nothing was held out, so these errors flatter: give at least two runs, better six or more")
+        print("no run was held out, so these errors are too low: give at least two runs, better six or more")

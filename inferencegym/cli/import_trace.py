@@ -1,4 +1,4 @@
-"""``inferencegym import-trace``: a task of your own traffic, from a request log."""
+"""``inferencegym import-trace``: make a task of your own traffic from a request log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMATS = ("auto", "azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("file", type=Path, help="the request log")
     add_log_arguments(parser)
     parser.add_argument("--id", required=True, help="id of the new task, for example my-trace")
@@ -22,27 +22,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue-limit", type=int, help="requests that may wait (default 512)")
     parser.add_argument("--episode-length", type=int, help="seconds of an episode (default 200)")
     parser.add_argument(
-        "--calibrate", default="quick", choices=("quick", "full", "no"), help="how well to measure the task"
+        "--calibrate",
+        default="quick",
+        choices=("quick", "full", "no"),
+        help="how long to search when measuring the task",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite the files of this id")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files of this id")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that say how to read a log."""
-    parser.add_argument("--format", default="auto", choices=FORMATS, help="what the log was written by")
+    """Add the options for reading a request log."""
+    parser.add_argument("--format", default="auto", choices=FORMATS, help="format of the log")
     parser.add_argument(
-        "--run", dest="run_index", type=int, metavar="N", help="which benchmark of a report with several"
+        "--run",
+        dest="run_index",
+        type=int,
+        metavar="N",
+        help="number of the benchmark to read from a report with several",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
     parser.add_argument(
-        "--from-s", type=float, default=0.0, metavar="S", help="only from S seconds after the first request"
+        "--from-s", type=float, default=0.0, metavar="S", help="leave out requests before second S of the log"
     )
-    parser.add_argument("--to-s", type=float, default=math.inf, metavar="S", help="only up to S seconds")
+    parser.add_argument("--to-s", type=float, default=math.inf, metavar="S", help="leave out requests from second S on")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import, calibrate, write."""
+    """Import the log, calibrate the task and write both."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -50,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from agents.search.trace_task import check_id, log_summary, write_trace_task
     from simulator.offline.importers import import_log
 
-    check_id(args.id)  # before minutes of work
+    check_id(args.id)  # before the calibration, which may take minutes
     imported = import_log(
         args.file, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run_index
     )
@@ -93,10 +100,10 @@ def _print(log: dict[str, Any], written: Any) -> None:
     print(f"  prompts p50 {log['prompt_tokens_p50']:.0f} p99 {log['prompt_tokens_p99']:.0f} tokens")
     print(f"  outputs p50 {log['output_tokens_p50']:.0f} p99 {log['output_tokens_p99']:.0f} tokens")
     if log["tick_s"]:
-        print(f"  arrivals were recorded in steps of {log['tick_s']:g} s and spread within them")
+        print(f"  arrivals were recorded in steps of {log['tick_s']:g} s and are spread over these steps")
     if log["reused_share"]:
-        how = "by the log's own block ids" if log["reuse_measured"] else "by Mooncake's published curve"
-        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; what a cache finds of them is told {how}")
+        how = "the log's own block ids" if log["reuse_measured"] else "Mooncake's published curve"
+        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; prefix cache hit rates come from {how}")
     entry = written.entry
     print(f"fleet of {entry['n_replicas']}, objective {entry['slo_target_ms']:g} ms")
     if written.solved is not None:

@@ -17,29 +17,32 @@ if TYPE_CHECKING:
 
 EPILOG = """BOARD is JSON Lines, one episode per line: format, family, task, agent, seed, score, release, table_sha256,
 constants_sha256 (the task's definition and calibration) and the actions. A submission is a log (see `inferencegym
-verify`) or lines of another board. Everything is replayed; one forged submission and nothing is added. Exit status: 0
-all hold, 1 one is refused, 2 a file cannot be read or, when adding, judged here."""
+verify`) or lines of another board. Every submission is replayed; if one is forged, nothing is added. Exit status: 0 if
+all scores are verified, 1 if one is refused, 2 if a file cannot be read or (add) a submission names another release,
+table or calibration than this one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = actions.add_parser("add", help="replay submissions and add them", epilog=EPILOG)
-    add.add_argument("board", metavar="BOARD", type=Path, help="the leaderboard; made if there is none")
+    add.add_argument("board", metavar="BOARD", type=Path, help="leaderboard file; created if it does not exist")
     add.add_argument("submissions", metavar="SUBMISSION", nargs="*", type=Path, help="logs, or lines of another board")
-    add.add_argument("--agent", help="name under which logs are entered")
-    add.add_argument("--play", metavar="AGENT", help="play a built-in agent (see `inferencegym evaluate`) and enter it")
+    add.add_argument("--agent", help="agent name for episode logs")
+    add.add_argument("--play", metavar="AGENT", help="play a built-in agent (see `inferencegym evaluate`) and add it")
     add.add_argument("--task", action="append", help="task for --play; may be given several times (default: 1 to 3)")
-    add.add_argument("--seeds", type=seed_count(1), default=30, help="held-out seeds that --play plays (default 30)")
+    add.add_argument("--seeds", type=seed_count(1), default=30, help="number of held-out seeds for --play (default 30)")
     check = actions.add_parser("check", help="replay every line and print the ranking", epilog=EPILOG)
     check.add_argument("board", metavar="BOARD", type=Path)
-    check.add_argument("--seeds", type=seed_count(1), default=30, help="held-out seeds that a rank needs (default 30)")
+    check.add_argument(
+        "--seeds", type=seed_count(1), default=30, help="number of held-out seeds needed for a rank (default 30)"
+    )
     check.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Add or check."""
+    """Add submissions to a leaderboard, or check one."""
     return _add(args) if args.action == "add" else _check(args)
 
 
@@ -58,7 +61,7 @@ def _add(args: argparse.Namespace) -> int:
             if submission.key in known:
                 family, task, agent, seed = submission.key
                 raise DataFormatError(
-                    f"{place}: {agent!r} is entered for {family} task {task}, seed {seed}: give the agent another name"
+                    f"{place}: {agent!r} already has {family} task {task}, seed {seed}: give the agent another name"
                 )
             known.add(submission.key)
             new.append(submission)
@@ -100,7 +103,8 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
     for log in read_episodes(path):
         if not log.own_config:
             raise DataFormatError(
-                f"{log.place}: config={dict(log.config or {})} is not the task's own: scores would not compare"
+                f"{log.place}: config={dict(log.config or {})} is not the task's own, so its score cannot be "
+                "compared: play the task without config"
             )
         try:
             grade = verify_episode(log)
@@ -133,7 +137,7 @@ def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[
 
 
 def _append(board: Path, new: Sequence[Submission]) -> None:
-    """Write the board anew beside the old one and put it in its place: a crash leaves the one or the other."""
+    """Append to the board atomically: write a new file and rename it, so that a crash leaves the old or the new one."""
     old = board.read_text(encoding="utf-8") if board.exists() else ""
     if old and not old.endswith("\n"):
         old += "\n"
@@ -160,7 +164,7 @@ def _check(args: argparse.Namespace) -> int:
     for place, submission in _read_board(args.board):
         try:
             if submission.key in seen:
-                raise DataFormatError("there is a line with the same task, agent and seed before it")
+                raise DataFormatError("an earlier line has the same task, agent and seed: remove one of them")
             checked = _replayed(submission)
         except InferenceGymError as error:
             refused.append({"line": place, "agent": submission.agent, "reason": str(error), "code": error.code})
@@ -191,8 +195,8 @@ def _print_text(standings: dict[tuple[str, str], list[Standing]], refused: list[
         print(f"{family}, task {task}: mean score over {n_seeds} held-out seeds (standard deviation)")
         for one in found:
             place = "  -" if one.rank is None else f"{one.rank:3d}"
-            lacking = f", {one.missing} seeds missing" if one.missing else ""
-            print(f"{place}  {one.mean:.4f} ({one.sd:.4f})  {one.agent}{lacking}")
+            missing = f", {one.missing} seeds missing" if one.missing else ""
+            print(f"{place}  {one.mean:.4f} ({one.sd:.4f})  {one.agent}{missing}")
     for line in refused:
         print(f"REFUSED {line['line']} ({line['agent']}): {line['reason']}")
 
@@ -207,7 +211,7 @@ def _read_board(path: Path) -> Iterator[tuple[str, Submission]]:
 
     for place, value in read_json(path):
         if not isinstance(value, dict):
-            raise DataFormatError(f"{place}: a submission is an object")
+            raise DataFormatError(f"{place}: a submission must be a JSON object")
         try:
             yield place, Submission.from_dict(value)
         except DataFormatError as error:
@@ -222,7 +226,7 @@ def _is_board(path: Path) -> bool:
 
 
 def _replayed(submission: Submission) -> Submission:
-    """The submission with the score of its replay. Raises ForgedLogError and DataFormatError as the replay does."""
+    """Replay a submission and return it with the replayed score; ForgedLogError or DataFormatError if it is refused."""
     from grader.leaderboard import replay_submission
     from inferencegym.families import family_of
     from inferencegym.verification import simulator

@@ -11,19 +11,21 @@ from agents.policies.llm import Game, LlmAgent, LlmSettings, ServingGame, Traffi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command; the endpoint comes from INFERENCEGYM_LLM_URL, _KEY and _MODEL."""
-    parser.add_argument("--server", default="http://localhost:7860", help="server of the environment")
+    """Add the command's options; the model's endpoint is set by INFERENCEGYM_LLM_URL, _KEY and _MODEL."""
+    parser.add_argument("--server", default="http://localhost:7860", help="URL of the InferenceGym server")
     parser.add_argument("--family", choices=("serving", "traffic"), default="serving")
     parser.add_argument("--task", help="task id (default 1, or task_easy)")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--model", help="name of the model, instead of INFERENCEGYM_LLM_MODEL")
-    parser.add_argument("--every", type=int, default=1, help="ask at every this many steps, hold in between")
-    parser.add_argument("--no-tools", action="store_true", help="ask for JSON in the text, without tool calls")
+    parser.add_argument("--model", help="name of the model (default: INFERENCEGYM_LLM_MODEL)")
+    parser.add_argument("--every", type=int, default=1, help="ask for an action every N steps and hold it in between")
+    parser.add_argument("--no-tools", action="store_true", help="ask for JSON in the reply text instead of tool calls")
     parser.add_argument("--max-requests", type=int, default=400)
     parser.add_argument("--max-tokens", type=int, default=2_000_000)
-    parser.add_argument("--max-cost", type=float, default=float("inf"), help="in the unit of the prices")
-    parser.add_argument("--input-price", type=float, default=0.0, help="per million prompt tokens")
-    parser.add_argument("--output-price", type=float, default=0.0, help="per million reply tokens")
+    parser.add_argument(
+        "--max-cost", type=float, default=float("inf"), help="stop at this cost, in the unit of the prices"
+    )
+    parser.add_argument("--input-price", type=float, default=0.0, help="price of a million prompt tokens")
+    parser.add_argument("--output-price", type=float, default=0.0, help="price of a million reply tokens")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,21 +17,21 @@ from inferencegym.errors import InferenceGymError
 from inferencegym.installation import install_hint, interpreted_modules
 
 COMMANDS: Final[dict[str, str]] = {
-    "simulate": "what-if on a steady, bursty or recorded load, outside any task",
+    "simulate": "simulate one configuration under a steady, bursty or recorded load",
     "evaluate": "score agents on held-out seeds with confidence intervals",
-    "calibrate": "measure floors, optima and prices of the tasks",
+    "calibrate": "measure the throughput and price constants of tasks",
     "train": "train a PPO policy",
     "llm": "let a language model play an episode on a server",
     "sweep": "evaluate agents and seeds on many workers",
-    "verify": "replay an episode log and check every number of it",
-    "leaderboard": "add to or check a replay-verified leaderboard",
+    "verify": "replay episode logs and check every number",
+    "leaderboard": "add scores to a leaderboard, or check it by replay",
     "import-bench": "turn benchmark results of your engine into a lookup table",
     "import-trace": "turn a request log into a task",
-    "shadow": "what each policy would have done on a request log",
-    "build-table": "rebuild the lookup table from the measurements",
+    "shadow": "compare policies on a request log",
+    "build-table": "rebuild the lookup table from measured operator times",
     "serve": "start the HTTP and WebSocket server",
 }
-"""Every command and its line of help; the module is the name with ``-`` as ``_``."""
+"""Commands and their one-line help; a command's module has its name, with ``_`` for ``-``."""
 
 INTERPRETED: Final = (
     "inferencegym: running as plain Python: the same results as compiled, tens of times slower. "
@@ -42,7 +42,7 @@ INTERPRETED: Final = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
-    Errors of ours, and packages of an extra that is not installed, end in one line on stderr and status 2.
+    Errors of this package, and missing packages of an extra, end in one line on stderr and status 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((a for a in arguments if a in COMMANDS), None)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """All commands with their line of help; the options of the chosen one."""
+    """Parser of all commands, with the options of the chosen one."""
     parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

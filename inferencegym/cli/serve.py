@@ -7,14 +7,14 @@ import os
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command; everything else is a setting (``INFERENCEGYM_*``)."""
+    """Add the command's options; everything else is an environment variable ``INFERENCEGYM_*``."""
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="port to listen on (default 7860)")
     parser.add_argument("--workers", type=int, help="server processes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the server and stay until it is stopped."""
+    """Run the server until it is stopped."""
     from server.app import main
 
     for name in ("host", "port", "workers"):

@@ -1,4 +1,4 @@
-"""``inferencegym shadow``: what each policy would have done on a request log."""
+"""``inferencegym shadow``: compare policies on a request log."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from inferencegym.cli.import_trace import add_log_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("--trace", type=Path, required=True, help="request log, or a packed trace (.npz)")
     add_log_arguments(parser)
     parser.add_argument(
-        "--agent", default="heuristic", help="policies, separated by commas (constant:{...} may be given with ';')"
+        "--agent", default="heuristic", help="policies, separated by commas; constant:{...} may contain commas"
     )
     parser.add_argument(
-        "--baseline", default="{}", metavar="JSON", help="the fixed configuration; missing knobs: naive"
+        "--baseline", default="{}", metavar="JSON", help="the fixed configuration to compare with; other knobs as naive"
     )
     parser.add_argument("--task", help="take fleet, objectives and stored policies from this task")
     parser.add_argument("--replicas", type=int, help="GPUs of the fleet (default: the task's, or sized to the log)")
     parser.add_argument("--slo-ms", type=float, help="objective for the time to first token (default 500)")
     parser.add_argument("--table", type=Path, help="another lookup table, for example from import-bench")
     parser.add_argument("--html", type=Path, help="write a report with figures (extra: report)")
-    parser.add_argument("--export", choices=("vllm",), help="write the best policy's settings in the engine's terms")
+    parser.add_argument("--export", choices=("vllm",), help="write the best policy's settings as a vLLM configuration")
     parser.add_argument("--export-policy", metavar="NAME", help="export this policy instead of the best")
-    parser.add_argument("--export-file", type=Path, help="where to (default: shadow-vllm.yaml; - is the terminal)")
+    parser.add_argument("--export-file", type=Path, help="file to export to (default: shadow-vllm.yaml; - prints it)")
     parser.add_argument("--draft-model", default="YOUR-EAGLE-HEAD", help="draft model named in the export")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def agent_names(text: str) -> list[str]:
-    """Names separated by commas; commas within braces belong to the name."""
+    """Split a list of agent names at commas, except at those within braces."""
     names, depth, start = [], 0, 0
     for i, letter in enumerate(text + ","):
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -106,7 +106,7 @@ def _object(text: str) -> dict[str, Any]:
     except InvalidConfigError as error:
         raise InvalidConfigError(f"--baseline: {error}; write --baseline '{{\"batch_size\": 256}}'") from error
     if not isinstance(value, dict):
-        raise InvalidConfigError("--baseline must be a JSON object with knobs, as in '{\"batch_size\": 256}'")
+        raise InvalidConfigError("--baseline must be a JSON object of knobs, as in '{\"batch_size\": 256}'")
     return value
 
 

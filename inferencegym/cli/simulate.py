@@ -1,4 +1,4 @@
-"""``inferencegym simulate``: what-if on a steady, bursty or recorded load."""
+"""``inferencegym simulate``: simulate one configuration under a steady, bursty or recorded load."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--gpus", type=int, default=1, help="replicas, one GPU each")
-    parser.add_argument("--batch-size", type=int, default=256, help="requests that run at once on a replica")
-    parser.add_argument("--kv-budget", type=float, default=0.95, help="share of free memory for the KV pool")
+    """Add the command's options."""
+    parser.add_argument("--gpus", type=int, default=1, help="replicas, one GPU each (default 1)")
+    parser.add_argument(
+        "--batch-size", type=int, default=256, help="most requests that run at once on a replica (default 256)"
+    )
+    parser.add_argument(
+        "--kv-budget", type=float, default=0.95, help="share of free memory for the KV pool (default 0.95)"
+    )
     parser.add_argument("--spec-length", type=int, default=0, help="draft tokens per verification: 0, 1, 2, 4, 8")
     parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"))
-    parser.add_argument("--disagg", action="store_true", help="prefill on GPUs of its own")
-    parser.add_argument("--memory-gb", type=int, default=40, choices=(40, 80), help="A100 of 40 or 80 GB")
-    parser.add_argument("--table", type=Path, help="another lookup table")
-    parser.add_argument("--qps", type=float, default=10.0, help="Poisson arrivals per second")
+    parser.add_argument("--disagg", action="store_true", help="prefill on separate GPUs")
+    parser.add_argument("--memory-gb", type=int, default=40, choices=(40, 80), help="A100 with 40 or 80 GB")
+    parser.add_argument("--table", type=Path, help="lookup table to use instead, for example from import-bench")
+    parser.add_argument(
+        "--qps", type=float, default=10.0, help="mean requests per second, Poisson arrivals (default 10)"
+    )
     parser.add_argument("--requests", type=int, help="number of requests (default 300, or as many as fit --burst-s)")
     parser.add_argument("--prompt-tokens", type=float, default=247.0, help="mean prompt length")
     parser.add_argument("--prompt-cv", type=float, default=0.0, help="its coefficient of variation (log-normal)")
     parser.add_argument("--output-tokens", type=float, default=350.0, help="mean output length")
     parser.add_argument("--output-cv", type=float, default=0.55, help="its coefficient of variation (log-normal)")
-    parser.add_argument("--burst-s", type=float, help="arrivals only in the first so many seconds")
-    parser.add_argument("--closed", type=int, default=0, metavar="N", help="N clients with one request each")
+    parser.add_argument("--burst-s", type=float, help="requests arrive only in the first BURST_S seconds")
+    parser.add_argument(
+        "--closed", type=int, default=0, metavar="N", help="closed loop: N clients with one request each at a time"
+    )
     parser.add_argument(
         "--trace", type=Path, help="request log (see `inferencegym import-trace`) instead of drawn requests"
     )
@@ -33,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the load and print what it met."""
+    """Simulate the load and print latencies, throughput and memory."""
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.models import ServeAction
     from simulator.offline.importers import import_log

@@ -1,4 +1,4 @@
-"""``inferencegym sweep``: many agents on many tasks and seeds, on as many workers as there are."""
+"""``inferencegym sweep``: evaluate many agents on many tasks and seeds in parallel."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from inferencegym.tasks import get_task, list_tasks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all)")
-    parser.add_argument("--agent", action="append", help="agent, or all; may be given several times (default: all)")
-    parser.add_argument("--seeds", type=seed_count(2), default=30, help="how many held-out seeds (default: 30)")
+    parser.add_argument(
+        "--agent", action="append", help="agent as in evaluate; may be given several times (default: all)"
+    )
+    parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument("--workers", type=int, default=1, help="processes; more than one needs Ray (default: 1)")
-    parser.add_argument("--ray", metavar="ADDRESS", help="address of a Ray cluster; left out, Ray runs on this machine")
-    parser.add_argument("--out", type=Path, help="write JSON with per-seed scores here")
+    parser.add_argument("--ray", metavar="ADDRESS", help="address of a Ray cluster (default: Ray on this machine)")
+    parser.add_argument("--out", type=Path, help="JSON file for the per-seed scores")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.add_argument("--task", default="3", help="task id (default 3)")
-    parser.add_argument("--steps", type=int, default=50_000, help="environment steps in all (default 50000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its traffic (default 0)")
+    parser.add_argument("--steps", type=int, default=50_000, help="total environment steps (default 50000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its episodes (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
-    parser.add_argument("--envs", type=int, default=16, help="episodes played side by side (default 16)")
+    parser.add_argument("--envs", type=int, default=16, help="episodes played in parallel (default 16)")
     parser.add_argument("--url", help="train against this server instead of in process")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, then say what came out."""
+    """Train a policy and print the result."""
     if args.steps < 1 or args.envs < 1:
         raise InvalidConfigError("--steps and --envs must be at least 1")
     task = get_task(args.task)

@@ -1,4 +1,4 @@
-"""``inferencegym verify``: is a log what its episode really gave?"""
+"""``inferencegym verify``: check episode logs by replay."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader takes it; a file
-holds one, an array of them, or one per line (JSON Lines). Every step is played again and every number compared, floats
-to 1e-9 of it, integers and booleans exactly; the score is the replay's. A log may name what it was played on (release,
-table_sha256, constants_sha256). Exit status: 0 all verified, 1 one is forged (its first differing step and field are
-named) or, if it names nothing, was played elsewhere, 2 one cannot be read or judged here."""
+EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader accepts it; a file
+holds one, an array of them, or one per line (JSON Lines). Every step is replayed and every number compared, floats
+within a relative 1e-9, integers and booleans exactly; the score printed is that of the replay. A log may name the
+simulator that played it (release, table_sha256, constants_sha256). Exit status: 0 if all logs are verified; 1 if one is
+forged (its first differing step and field are named), or differs and does not name its simulator; 2 if one cannot be
+read, or names another simulator."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the command's options."""
     parser.epilog = EPILOG
-    parser.add_argument("logs", metavar="LOG", nargs="+", type=Path, help="file with one episode or more")
-    parser.add_argument("--task", help="task of a log that names none")
-    parser.add_argument("--seed", type=int, help="seed of a log that names none")
-    parser.add_argument("--config", type=_json, help="settings (JSON) of a log that names none")
+    parser.add_argument("logs", metavar="LOG", nargs="+", type=Path, help="file with one or more episodes")
+    parser.add_argument("--task", help="task of logs that do not name it")
+    parser.add_argument("--seed", type=int, help="seed of logs that do not name it")
+    parser.add_argument("--config", type=_json, help="configuration (JSON) of logs that do not name it")
     parser.add_argument("--json", action="store_true", help="print one JSON object per episode")
 
 
@@ -31,7 +32,7 @@ def _json(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify every episode and print the verdicts."""
+    """Verify every episode and print the results."""
     from inferencegym.errors import ForgedLogError
     from inferencegym.verification import read_episodes, verify_episode
 

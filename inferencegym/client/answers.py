@@ -1,4 +1,4 @@
-"""Answers of a server: their JSON, or the exception that local use would have raised."""
+"""Decoding of a server's HTTP answers: their JSON, or the exception that the local environment would have raised."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from inferencegym.errors import (
 
 
 class ServerError(RemoteError):
-    """The server answered with an error that has no exception class of its own; ``code`` is the server's name for it.
+    """The server answered with an error for which this package has no class.
 
-    (HTTP status in ``status``)
+    ``code`` is the server's error code, ``status`` the HTTP status.
     """
 
     def __init__(self, message: str, code: str, status: int) -> None:
         super().__init__(message, status)
-        self.code = code  # type: ignore[misc]  # the server's, so it belongs to this error and not to the class
+        self.code = code  # type: ignore[misc]  # sent by the server, so it differs between errors of this class
 
 
 def json_of(answer: httpx.Response) -> dict[str, Any]:
-    """The JSON object of a successful answer; any other answer raises its exception (:func:`error_of`)."""
+    """Return the JSON object of a successful answer; raise the exception of any other (see :func:`error_of`)."""
     try:
         body = answer.json()
     except ValueError as error:
         raise ServerUnavailableError(
-            f"{answer.url} answered {answer.status_code} with no JSON: is this an InferenceGym server?"
+            f"{answer.url} answered {answer.status_code} and no JSON: is this the address of an InferenceGym server?"
         ) from error
     if answer.status_code == 200 and isinstance(body, dict):
         return body
@@ -46,7 +46,7 @@ def json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[str, Any] | None = None) -> Exception:
-    """The exception for an error ``code`` of a server: the class that local use raises, else :class:`ServerError`."""
+    """Exception for an error ``code`` of a server: the class that local use raises, or else :class:`ServerError`."""
     detail = detail or {}
     if code == InvalidActionError.code:
         error = InvalidActionError(str(detail.get("field", "action")), None, str(detail.get("allowed", "")))

@@ -1,6 +1,6 @@
-"""Client for many episodes at once: arrays over ``POST /step/batch``, the fast lane for remote learners.
+"""Client for many episodes at once: arrays over ``POST /step/batch``, the fastest way to train on a server.
 
-Needs httpx and numpy and no simulator.
+Needs httpx and numpy, but no simulator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _BINARY: Final = {"content-type": MEDIA_TYPE}
 class InferenceGymBatch:
     """N episodes of one task on a server, all at the same step.
 
-    Steps carry their number, so a request whose answer was lost is sent again and played once. The session lives in the
-    server's memory: after a restart of the server :class:`~inferencegym.errors.UnknownSessionError` is raised, and the
-    same seeds and actions give the same episodes again.
+    Steps carry their number, so a request whose answer was lost is sent again and played once. The server keeps the
+    session in memory only: after a restart of the server steps raise
+    :class:`~inferencegym.errors.UnknownSessionError`; the same seeds and actions give the same episodes again.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class InferenceGymBatch:
         """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
 
         Returns the observations (N, 14). With ``autoreset`` the step that ends the episodes shows the first
-        observations of the next ones. The session of an earlier reset is used again where it fits and still exists, and
-        closed otherwise.
+        observations of the next ones. The session of an earlier reset is reused if it fits and still exists, and closed
+        otherwise.
         """
         wanted = {"n": n, "task_id": task_id, "seed": seed, "config": config, "autoreset": autoreset}
         body: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
@@ -134,7 +134,7 @@ class InferenceGymBatch:
         self.close()
 
     def _open(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Reset the session of an earlier reset where the server still has it, else open a new one."""
+        """Reset the session of an earlier reset if the server still has it; open a new one otherwise."""
         if self.session_id is not None:
             try:
                 return self._reset({**body, "session_id": self.session_id})
@@ -146,7 +146,7 @@ class InferenceGymBatch:
         return json_of(self._retries.send(self._client, "POST", "/reset/batch", json=body))
 
     def _end_session(self) -> None:
-        # An unreachable server needs no closing, and a session that is already gone neither.
+        # Nothing is left to close on a server that cannot be reached or no longer has the session.
         try:
             self._client.post("/close/batch", json={"session_id": self.session_id})
         except httpx.TransportError:

@@ -1,9 +1,10 @@
 """Remote Gymnasium environments: serving tasks on a server, with the spaces, seeds and numbers of local ones.
 
 :class:`HTTPGymEnv` plays one episode, which the server records step by step; :class:`HTTPVectorEnv` plays many at once
-as arrays, unrecorded. Requests carry their step's number: one whose answer was lost is sent again and played once.
-Importing this module registers :data:`REMOTE_ID`, and ``gymnasium.make("inferencegym.client.gym:InferenceGym/HTTP-v1",
-url=..., task_id=3)`` imports it by itself. No simulator is needed.
+as arrays, which are not recorded. Requests carry their step's number: one whose answer was lost is sent again and
+played once. Importing this module registers :data:`REMOTE_ID`;
+``gymnasium.make("inferencegym.client.gym:InferenceGym/HTTP-v1", url=..., task_id=3)`` imports it too. No simulator is
+needed.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ log = logging.getLogger(__name__)
 REMOTE_ID: Final = registered_id("HTTP")
 """Gymnasium id of any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 REPLAY_STEPS: Final = 65_536
-"""Steps in one request, summed over the episodes, when lost episodes are replayed."""
+"""Most steps per request, summed over the episodes, when lost episodes are replayed."""
 
 
 class _RemoteTask:
-    """Task and formats of a remote environment; the server is sent knobs, and answers, in natural units."""
+    """Task and formats of a remote environment, which exchanges knobs and observations in their own units."""
 
     def __init__(self, task_id: TaskId, config: Mapping[str, Any] | None, observation: str, action: str) -> None:
         self.task = get_task(task_id)
@@ -56,7 +57,7 @@ class _RemoteTask:
         self._mask = action_mask(self.task.active_actions)
 
     def knobs(self, actions: NDArray[Any], n_rows: int) -> FloatArray:
-        """Allowed knobs (B, 5) of a learner's actions."""
+        """Decode a learner's actions into allowed knobs (B, 5)."""
         knobs = self.actions.decode(actions)
         if knobs.shape != (n_rows, ACTION_SIZE):
             raise InvalidActionError("actions", knobs.shape, f"an array of shape ({n_rows}, {ACTION_SIZE})")
@@ -72,7 +73,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 
     The server keeps these episodes in memory only. If it no longer has them (it was restarted, or they were not stepped
     for ten minutes), the running episodes are replayed from their seeds and actions, with a warning in the log, before
-    the step. :class:`StepConflictError` if the replay differs, as on a server of another version.
+    the step. Raises :class:`StepConflictError` if the replay differs, as on a server of another version.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """One episode of a serving task on a server at ``url``; numbers equal :class:`inferencegym.gym.InferenceGymEnv`.
 
-    ``info`` is the server's, with ``session_id`` and ``seed``: ``POST /grader`` grades the session under that id. The
-    session outlives the server's process. Seeds of resets are those of :func:`inferencegym.seeds.episode_seed`.
+    ``info`` is the server's, with ``session_id`` and ``seed`` added: ``POST /grader`` grades the session of that id.
+    The session outlives the server's process. Resets without a seed take the next
+    :func:`inferencegym.seeds.episode_seed`.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -208,7 +210,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         try:
             first = self._start(playing, self.session_id)
         except UnknownSessionError:
-            # The server has forgotten the session since its last step.
+            # The server no longer has the session.
             first = self._start(playing, None)
         self._series, self._seed = series, playing
         return first, self._info_of({"timestep": 0})

@@ -1,8 +1,8 @@
-"""HTTP clients of one episode: the methods of ``InferenceEnv``, its return values and its errors.
+"""HTTP clients of one episode, with the methods, return values and errors of ``InferenceEnv``.
 
-A step carries its number, so that sending it again after a lost answer is safe: the server answers the same step with
-the same result and plays it once. Sessions outlive the connection, the client and the server's process:
-:meth:`InferenceGymHTTP.resume` continues one. Needs httpx and no simulator.
+A step carries its number, so that sending it again after a lost answer is safe: the server plays it once and gives the
+same answer again. Sessions outlive the connection, the client and the server's process:
+:meth:`InferenceGymHTTP.resume` continues one. Needs httpx, but no simulator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Request:
 
 
 class _Episode:
-    """State of a session as its client knows it; builds requests and reads answers, without input or output."""
+    """State of a session as its client knows it; builds requests and decodes answers, and sends nothing itself."""
 
     def __init__(self) -> None:
         self.session_id: str | None = None
@@ -95,7 +95,7 @@ class _Episode:
 
 
 class _Client:
-    """Base of the client with methods and the one with coroutines."""
+    """Base of the blocking and the asyncio client."""
 
     def __init__(self, retries: int) -> None:
         self._episode = _Episode()
@@ -146,11 +146,11 @@ class InferenceGymHTTP(_Client):
         return self._episode.was_stepped(self._send(self._episode.step(action)))
 
     def resume(self, session_id: str) -> ServeObservation:
-        """Continue a session that another client, or this one before a crash, has left; returns its observation."""
+        """Continue a session that another client, or this one before a crash, began; returns its observation."""
         return self._episode.was_resumed(session_id, self._send(self._episode.state(session_id)))
 
     def state(self) -> dict[str, Any]:
-        """State of the episode, as GET /state gives it."""
+        """State of the episode, as GET /state returns it."""
         return self._send(self._episode.state())
 
     def grade(
@@ -165,7 +165,7 @@ class InferenceGymHTTP(_Client):
         return self._send(self._episode.grade(task_id, episode_log, seed, config, verify))
 
     def get(self, path: str) -> dict[str, Any]:
-        """JSON answer to a GET of a path such as ``/tasks``, ``/info``, ``/baseline`` or ``/health``."""
+        """GET a path such as ``/tasks``, ``/info``, ``/baseline`` or ``/health``; returns the JSON answer."""
         return self._send(_Request("GET", path))
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class InferenceGymHTTP(_Client):
 
 
 class AsyncInferenceGymHTTP(_Client):
-    """:class:`InferenceGymHTTP` with coroutines."""
+    """:class:`InferenceGymHTTP` for asyncio: its methods are coroutines."""
 
     def __init__(
         self,

@@ -21,9 +21,9 @@ from inferencegym.errors import InvalidActionError
 
 @contextmanager
 def without_gradio() -> Iterator[None]:
-    """Context in which OpenEnv is imported without Gradio, its demonstration page: two seconds and 80 MB less.
+    """Context in which importing OpenEnv does not import Gradio, its demo page: saves two seconds and 80 MB.
 
-    OpenEnv works without it. The name is blocked in ``sys.modules`` until the context ends.
+    OpenEnv works without Gradio. The name is blocked in ``sys.modules`` until the context ends.
     """
     if "gradio" in sys.modules:
         yield
@@ -55,13 +55,13 @@ V = TypeVar("V")
 
 
 def _checked(check: Callable[[Any], V]) -> BeforeValidator:
-    """Validate with the leaf's own check; its message becomes pydantic's."""
+    """Validator that calls ``check`` and hands its message to pydantic."""
 
     def validate(value: Any) -> V:
         try:
             return check(value)
         except InvalidActionError as error:
-            # A plain ValueError would travel in the error's context, which no server can send as JSON.
+            # Pydantic would put a plain ValueError into the error's context, which cannot be sent as JSON.
             raise PydanticCustomError(error.code, "{message}", {"message": str(error)}) from error
 
     return BeforeValidator(validate)
@@ -71,22 +71,22 @@ def _described(field: models.Field) -> dict[str, Any]:
     return {"description": f"{field.description} ({field.unit})"}
 
 
-def _seen(field: models.Field) -> Any:
-    """Bounds in the schema only: observations come from the simulator, and checking them again would cost time."""
+def _unchecked(field: models.Field) -> Any:
+    """Field with its bounds in the JSON schema only: observations from the simulator need no second check."""
     schema: dict[str, Any] = {"minimum": field.low}
     if math.isfinite(field.high):
         schema["maximum"] = field.high
     return Field(json_schema_extra=schema, **_described(field))
 
 
-_SEEN: Final = models.OBSERVATION_FIELDS
+_OBSERVATION: Final = models.OBSERVATION_FIELDS
 _STATE: Final = traffic.STATE_FIELDS
 
 # ---------------------------------------------------------------- serving fleet
 
 
 class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[misc]
-    """The five knobs; what is left out takes the naive baseline's value.
+    """Action: the five knobs; those left out take the naive baseline's values.
 
     ``quant_tier`` is 0, 1, 2 or "FP16", "INT8", "INT4". ``metadata["step"]`` may number the step, counting from 1: sent
     again, the same step with the same knobs gives the same answer and is not played twice.
@@ -94,29 +94,29 @@ class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[mis
 
 
 class InferenceGymObservation(Observation):  # type: ignore[misc]
-    """The twelve fields of an observation, and ``info`` if the reset asked for it."""
+    """Observation: twelve fields, and ``info`` if the reset asked for it."""
 
-    # An older client goes on with a newer server.
+    # An older client ignores the new fields of a newer server.
     model_config = ConfigDict(extra="ignore")
 
-    queue_depth: Annotated[float, _seen(_SEEN["queue_depth"])]
-    mean_prompt_len: Annotated[float, _seen(_SEEN["mean_prompt_len"])]
-    arrival_rate: Annotated[float, _seen(_SEEN["arrival_rate"])]
-    kv_cache_occupancy: Annotated[float, _seen(_SEEN["kv_cache_occupancy"])]
-    ttft_p50: Annotated[float, _seen(_SEEN["ttft_p50"])]
-    tpot_p50: Annotated[float, _seen(_SEEN["tpot_p50"])]
-    slo_violation_rate: Annotated[float, _seen(_SEEN["slo_violation_rate"])]
-    gpu_memory_used_gb: Annotated[float, _seen(_SEEN["gpu_memory_used_gb"])]
-    spec_accept_rate: Annotated[float, _seen(_SEEN["spec_accept_rate"])]
+    queue_depth: Annotated[float, _unchecked(_OBSERVATION["queue_depth"])]
+    mean_prompt_len: Annotated[float, _unchecked(_OBSERVATION["mean_prompt_len"])]
+    arrival_rate: Annotated[float, _unchecked(_OBSERVATION["arrival_rate"])]
+    kv_cache_occupancy: Annotated[float, _unchecked(_OBSERVATION["kv_cache_occupancy"])]
+    ttft_p50: Annotated[float, _unchecked(_OBSERVATION["ttft_p50"])]
+    tpot_p50: Annotated[float, _unchecked(_OBSERVATION["tpot_p50"])]
+    slo_violation_rate: Annotated[float, _unchecked(_OBSERVATION["slo_violation_rate"])]
+    gpu_memory_used_gb: Annotated[float, _unchecked(_OBSERVATION["gpu_memory_used_gb"])]
+    spec_accept_rate: Annotated[float, _unchecked(_OBSERVATION["spec_accept_rate"])]
     priority_distribution: Annotated[
         list[float],
         Field(description="shares of the last 50 steps' arrivals: " + ", ".join(models.PRIORITY_CLASSES)),
     ]
-    timestep: Annotated[int, _seen(_SEEN["timestep"])]
-    cost_so_far: Annotated[float, _seen(_SEEN["cost_so_far"])]
+    timestep: Annotated[int, _unchecked(_OBSERVATION["timestep"])]
+    cost_so_far: Annotated[float, _unchecked(_OBSERVATION["cost_so_far"])]
     info: Annotated[
         dict[str, Any] | None,
-        Field(description="metrics, workload, action_applied and more, as POST /step gives them"),
+        Field(description="metrics, workload, action_applied and more, as in the answer of POST /step"),
     ] = None
 
 
@@ -137,7 +137,7 @@ class InferenceGymState(State):  # type: ignore[misc]
 
 
 class TrafficControllerAction(Action):  # type: ignore[misc]
-    """The share of the incoming requests to let through. ``metadata["step"]`` as in :class:`InferenceGymAction`."""
+    """Action: the share of the incoming requests to let through. ``metadata`` as in :class:`InferenceGymAction`."""
 
     action: Annotated[
         str,
@@ -147,16 +147,16 @@ class TrafficControllerAction(Action):  # type: ignore[misc]
 
 
 class TrafficControllerObservation(Observation):  # type: ignore[misc]
-    """The seven fields of the state, and ``info`` if the reset asked for it."""
+    """Observation: the seven fields of the state, and ``info`` if the reset asked for it."""
 
     model_config = ConfigDict(extra="ignore")
 
-    cpu_usage: Annotated[float, _seen(_STATE["cpu_usage"])]
-    memory_usage: Annotated[float, _seen(_STATE["memory_usage"])]
-    request_rate: Annotated[float, _seen(_STATE["request_rate"])]
-    queue_length: Annotated[int, _seen(_STATE["queue_length"])]
-    avg_latency: Annotated[float, _seen(_STATE["avg_latency"])]
-    step: Annotated[int, _seen(_STATE["step"])]
+    cpu_usage: Annotated[float, _unchecked(_STATE["cpu_usage"])]
+    memory_usage: Annotated[float, _unchecked(_STATE["memory_usage"])]
+    request_rate: Annotated[float, _unchecked(_STATE["request_rate"])]
+    queue_length: Annotated[int, _unchecked(_STATE["queue_length"])]
+    avg_latency: Annotated[float, _unchecked(_STATE["avg_latency"])]
+    step: Annotated[int, _unchecked(_STATE["step"])]
     crashed: Annotated[bool, Field(description=_STATE["crashed"].description)]
     info: Annotated[
         dict[str, Any] | None,

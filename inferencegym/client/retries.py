@@ -1,4 +1,4 @@
-"""HTTP requests with retries: sent again after a lost answer or a status that asks to wait."""
+"""HTTP requests with retries: repeated after a lost answer or a status that says to try later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Retries:
     advice: str = ""
 
     def send(self, client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-        """First answer that needs no retry; :class:`ServerUnavailableError` when the last attempt had none."""
+        """Send until an answer needs no retry; raises :class:`ServerUnavailableError` if the last attempt had none."""
         attempt = 0
         while True:
             answer, lost = None, None
@@ -62,12 +62,12 @@ class Retries:
     def _pause_s(
         self, url: httpx.URL, attempt: int, answer: httpx.Response | None, lost: httpx.TransportError | None
     ) -> float:
-        """Seconds until the next attempt: what the server asked for, else exponential backoff."""
+        """Seconds until the next attempt: the server's ``Retry-After``, or else exponential backoff."""
         if answer is None and attempt > self.most:
             reason = f"{url} did not answer in {attempt} attempts ({lost!r}): is a server running there?"
             raise ServerUnavailableError(f"{reason} {self.advice}".rstrip()) from lost
         asked = "" if answer is None else answer.headers.get("retry-after", "")
-        # Jitter, so that clients that failed together do not retry together.
+        # Random jitter, so that clients that failed at the same time do not retry at the same time.
         grown = FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
         return min(float(asked) if asked.isdigit() else grown, LONGEST_PAUSE_S)
 
@@ -82,11 +82,11 @@ class Server:
         self._retries = Retries()
 
     def get(self, path: str) -> dict[str, Any]:
-        """JSON answer to a GET."""
+        """Send a GET; returns the JSON answer."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """JSON answer to a POST; the request must be one that may be sent twice."""
+        """Send a POST, which must be safe to send twice; returns the JSON answer."""
         return self._call("POST", path, body)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Server:
 
 
 def _message(answer: httpx.Response) -> str:
-    """Error message of an answer, with what to do next where the server says so."""
+    """Error message of an answer, with what to do next if the server says it."""
     try:
         detail = answer.json()["detail"]
     except (ValueError, KeyError, TypeError):

@@ -235,7 +235,7 @@ def _class_index(cell: Value) -> int:
         return PRIORITY_CLASSES.index(text)
     if text in {"0", "1", "2"}:
         return int(text)
-    raise cell.wrong(f"is not allowed: one of {', '.join(PRIORITY_CLASSES)}, 0, 1, 2")
+    raise cell.wrong(f"is not allowed: it must be one of {', '.join(PRIORITY_CLASSES)}, 0, 1, 2")
 
 
 def _read_parquet(source: Source) -> Iterator[_Row]:
