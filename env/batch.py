@@ -52,7 +52,7 @@ class ServingBatch:
         n_threads: int | None = None,
     ) -> None:
         if n_threads is not None and n_threads < 1:
-            raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1", "n_threads")
         self.task = task
         self.n_rows = n_rows
         self.config = config or task.config()

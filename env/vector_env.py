@@ -45,7 +45,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         calibration: Calibration | None = None,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
         self.task = get_task(task_id)
         self.config = self.task.config(config)
         self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)

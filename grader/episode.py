@@ -64,28 +64,35 @@ def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
 
 def _read_step(i: int, step: object) -> list[float]:
     if not isinstance(step, Mapping):
-        raise MalformedLogError(f"step {i}: must be an object with 'action' and 'metrics', not {type(step).__name__}")
+        raise MalformedLogError(
+            f"step {i}: must be an object with 'action' and 'metrics', not {type(step).__name__}", i
+        )
     info = step.get("info")
     source: Mapping[str, Any] = step
     if "metrics" not in step and isinstance(info, Mapping):
         source = {"metrics": info.get("metrics"), "action": info.get("action_applied")}
     metrics, action = source.get("metrics"), source.get("action")
     if not isinstance(metrics, Mapping):
-        raise MalformedLogError(f"step {i}: 'metrics' is missing or not an object")
+        raise MalformedLogError(f"step {i}: 'metrics' is missing or not an object", i, "metrics")
     if not isinstance(action, Mapping):
-        raise MalformedLogError(f"step {i}: 'action' is missing or not an object")
+        raise MalformedLogError(f"step {i}: 'action' is missing or not an object", i, "action")
     try:
         parsed = ServeAction.from_dict(dict(action))
     except InvalidActionError as error:
-        raise MalformedLogError(f"step {i}: action.{error}") from error
+        raise MalformedLogError(f"step {i}: action.{error}", i, f"action.{error.field}") from error
     values = [checked_metric(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
     return [*values, float(parsed.batch_size), parsed.kv_budget]
 
 
-def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC) -> float:
-    """A metric of step ``i`` as a number from 0 to ``high``; raises :class:`MalformedLogError` naming both."""
+def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC, first: int = 0) -> float:
+    """A metric of step ``i`` as a number from 0 to ``high``; raises :class:`MalformedLogError` naming both.
+
+    ``first`` is the number of a log's first step.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:  # NaN is not
         raise MalformedLogError(
-            f"step {i}: metrics.{name}={short_repr(value)} is not allowed: it must be a number from 0 to {high:g}"
+            f"step {i}: metrics.{name}={short_repr(value)} is not allowed: it must be a number from 0 to {high:g}",
+            i - first,
+            f"metrics.{name}",
         )
     return float(value)

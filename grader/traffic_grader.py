@@ -49,7 +49,7 @@ def traffic_log(episode_log: object) -> list[Mapping[str, Any]]:
 
 def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
-        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics")
+        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics", i - 1)
     state, info = entry.get("state"), entry.get("info")
     if "metrics" in entry or not isinstance(state, Mapping) or not isinstance(info, Mapping):
         return entry
@@ -58,7 +58,9 @@ def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     if not names:
         allowed = ", ".join(map(str, ACCEPT_SHARES.values()))
         raise MalformedLogError(
-            f"step {i}: info.accept_rate={short_repr(share)} is not allowed: it must be one of {allowed}"
+            f"step {i}: info.accept_rate={short_repr(share)} is not allowed: it must be one of {allowed}",
+            i - 1,
+            "info.accept_rate",
         )
     return {
         "timestep": info.get("episode_step"),
@@ -79,7 +81,7 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
     # Added up step by step, as the environment does: another order could change the last digit.
     for i, entry in enumerate(episode_log, 1):
         if crashed:
-            raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow")
+            raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow", i - 1)
         metrics = _checked_metrics(i, entry)
         latency += metrics["avg_latency"]
         allowed += metrics["allowed_requests"]
@@ -99,21 +101,31 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
 def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
         raise MalformedLogError(
-            f"step {i}: timestep={short_repr(entry.get('timestep'))} is not allowed: steps count from 1"
+            f"step {i}: timestep={short_repr(entry.get('timestep'))} is not allowed: steps count from 1",
+            i - 1,
+            "timestep",
         )
     try:
         parse_action(entry.get("action"))
     except InvalidActionError as error:
-        raise MalformedLogError(f"step {i}: {error}") from error
+        raise MalformedLogError(f"step {i}: {error}", i - 1, error.field) from error
     metrics = entry.get("metrics")
     if not isinstance(metrics, Mapping):
-        raise MalformedLogError(f"step {i}: metrics must be an object")
+        raise MalformedLogError(f"step {i}: metrics must be an object", i - 1, "metrics")
     for name in SCORED[:-1]:
-        checked_metric(i, name, metrics.get(name))
+        checked_metric(i, name, metrics.get(name), first=1)
     if metrics["allowed_requests"] > metrics["incoming_requests"]:
-        raise MalformedLogError(f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests")
+        raise MalformedLogError(
+            f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests",
+            i - 1,
+            "metrics.allowed_requests",
+        )
     if not isinstance(metrics.get("crashed"), bool):
-        raise MalformedLogError(f"step {i}: metrics.crashed={short_repr(metrics.get('crashed'))} must be true or false")
+        raise MalformedLogError(
+            f"step {i}: metrics.crashed={short_repr(metrics.get('crashed'))} must be true or false",
+            i - 1,
+            "metrics.crashed",
+        )
     return metrics
 
 

@@ -72,7 +72,7 @@ def _must_be_whole(episode: EpisodeEnv, what_ends: str) -> None:
 def _as_entry(step: int, entry: object) -> Entry:
     """One step in the form of a log; a step answer of the server is read as well."""
     if not isinstance(entry, Mapping):
-        raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}")
+        raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}", step)
     info = entry.get("info")
     if "metrics" not in entry and isinstance(info, Mapping):
         entry = {
@@ -83,10 +83,10 @@ def _as_entry(step: int, entry: object) -> Entry:
         }
     for key in ENTRY_KEYS:
         if key not in entry:
-            raise MalformedLogError(f"step {step}: {key} is missing, and only whole entries can be verified")
+            raise MalformedLogError(f"step {step}: {key} is missing, and only whole entries can be verified", step, key)
     for key in ("action", "metrics"):
         if not isinstance(entry[key], Mapping):
-            raise MalformedLogError(f"step {step}: {key} must be an object")
+            raise MalformedLogError(f"step {step}: {key} must be an object", step, key)
     return entry
 
 
@@ -114,7 +114,7 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
             same = _same(claimed, true)
         except OverflowError as error:
             raise MalformedLogError(
-                f"step {step}: {path}={short_repr(claimed)} is not allowed: no float is as large"
+                f"step {step}: {path}={short_repr(claimed)} is not allowed: no float is as large", step, path
             ) from error
         if not same:
             raise _forged(step, path, claimed, true)

@@ -64,10 +64,17 @@ class InvalidActionError(InferenceGymError, ValueError):
 
 
 class InvalidConfigError(InferenceGymError, ValueError):
-    """A setting of an episode, a task or the server is unknown or out of range. (HTTP 422)"""
+    """A setting of an episode, a task or the server is unknown or out of range. (HTTP 422)
+
+    ``field`` is the setting's name or path, None where it is no single one.
+    """
 
     code = "invalid_config"
     http_status = 422
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class UnknownTaskError(InferenceGymError, LookupError):
@@ -106,10 +113,19 @@ class StepConflictError(InferenceGymError, RuntimeError):
 
 
 class MalformedLogError(InferenceGymError, ValueError):
-    """An episode log does not have the documented form; the message names step and field. (HTTP 422)"""
+    """An episode log does not have the documented form; the message names step and field. (HTTP 422)
+
+    ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the log
+    as a whole is at fault, ``field`` alone where a whole entry is.
+    """
 
     code = "malformed_log"
     http_status = 422
+
+    def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
+        self.step = step
+        self.field = field
+        super().__init__(message)
 
 
 class ForgedLogError(InferenceGymError, ValueError):

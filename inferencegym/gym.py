@@ -158,9 +158,11 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
         if observation not in ("raw", "normalised"):
-            raise InvalidConfigError(f"observation={observation!r} is not allowed: it must be one of raw, normalised")
+            raise InvalidConfigError(
+                f"observation={observation!r} is not allowed: it must be one of raw, normalised", "observation"
+            )
         task = get_traffic_task(task_id)
         self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
         self.task = task

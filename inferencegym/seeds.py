@@ -34,7 +34,7 @@ _HALF: Final = np.uint32(16)
 def check_seed(seed: object) -> int:
     """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
     if isinstance(seed, (bool, float)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}")
+        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}", "seed")
     return int(seed)
 
 
@@ -82,7 +82,7 @@ class SeedSeries:
         n_rows = len(self._first)
         chosen = np.arange(n_rows) if rows is None else np.flatnonzero(rows)
         if seeds is not None and len(seeds) != n_rows:
-            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each")
+            raise InvalidConfigError(f"seed: {len(seeds)} seeds for {n_rows} episodes; give one for each", "seed")
         given = {row: check_seed(s) for row in chosen.tolist() if seeds is not None and (s := seeds[row]) is not None}
         if len(chosen) < n_rows and not self.started:
             raise NotResetError("the first reset must start all episodes: reset once without a mask")

@@ -24,9 +24,10 @@ Entry = TypeVar("Entry")
 def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
     """The error for a value that is not ``allowed``; ``field`` is its path, empty for a whole entry."""
     if value is MISSING:
-        return InvalidConfigError(f"{field} is missing: it must be {allowed}")
+        return InvalidConfigError(f"{field} is missing: it must be {allowed}", field)
     found = short_repr(value)
-    return InvalidConfigError(f"{f'{field}={found}' if field else found} is not allowed: it must be {allowed}")
+    named = f"{field}={found}" if field else found
+    return InvalidConfigError(f"{named} is not allowed: it must be {allowed}", field or None)
 
 
 MISSING: Final = object()
@@ -62,7 +63,7 @@ def load_entries(path: Path, kind: str, parse: Callable[[str, object], Entry]) -
         try:
             entries[task_id] = parse(task_id, entry)
         except InvalidConfigError as error:
-            raise InvalidConfigError(f"{path}: task {task_id!r}: {error}") from error
+            raise InvalidConfigError(f"{path}: task {task_id!r}: {error}", error.field) from error
     return entries
 
 

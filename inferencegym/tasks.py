@@ -167,7 +167,8 @@ def _weights(where: str, base: RewardWeights, overrides: RewardOverrides) -> Rew
     if taken_off > 1.0 + 1e-12:
         raise InvalidConfigError(
             f"{where}: beta + gamma + delta must not exceed 1, so that rewards stay in [-1, 1]; "
-            f"they sum to {taken_off:g}"
+            f"they sum to {taken_off:g}",
+            where,
         )
     return weights
 

@@ -140,5 +140,7 @@ def _reset_mask(options: Mapping[str, Any] | None, num_envs: int) -> BoolArray |
     if mask is None:
         return None
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (num_envs,) or not mask.any():
-        raise InvalidConfigError(f"options['reset_mask'] must be a bool array of shape ({num_envs},) with a True in it")
+        raise InvalidConfigError(
+            f"options['reset_mask'] must be a bool array of shape ({num_envs},) with a True in it", "reset_mask"
+        )
     return mask

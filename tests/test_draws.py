@@ -29,8 +29,9 @@ def test_episodes_drawn_together_are_those_drawn_alone(task_id: TaskId) -> None:
 
 
 def test_a_wrong_seed_among_many_is_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="seed=-1"):
+    with pytest.raises(InvalidConfigError) as refused:
         load_source(get_task(1), load_tables()).draw([1, -1], 10)
+    assert refused.value.field == "seed"
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.integers(0, 2**32 - 1))

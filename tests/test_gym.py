@@ -161,7 +161,7 @@ def test_snapping_clamps_rounds_and_forces_as_numpy_does(actions: np.ndarray, ma
 
 def test_actions_of_another_shape_are_refused_before_they_are_snapped() -> None:
     for shape in ((5,), (2, 4), (1, 2, 5)):
-        with pytest.raises(InvalidActionError, match="an array of shape"):
+        with pytest.raises(InvalidActionError):
             snap(np.zeros(shape), action_mask(list(LEVELS)))
 
 
@@ -189,8 +189,9 @@ def test_unknown_formats_are_refused_with_those_there_are() -> None:
         ig.InferenceGymEnv(1, action="boxes")
     with pytest.raises(InvalidConfigError, match="raw, normalised, scheduled"):
         ig.InferenceGymEnv(1, observation="scaled")
-    with pytest.raises(InvalidConfigError, match="num_envs"):
+    with pytest.raises(InvalidConfigError) as refused:
         ig.VectorInferenceEnv(0, 1)
+    assert refused.value.field == "num_envs"
 
 
 def test_raw_observations_are_those_of_the_environment_to_float32() -> None:
@@ -333,7 +334,7 @@ def test_without_autoreset_a_step_after_the_end_is_refused_until_the_row_is_rese
     action = np.zeros((2, 5), dtype=np.float32)
     for _ in range(SHORT["episode_length"]):
         envs.step(action)
-    with pytest.raises(EpisodeDoneError, match="reset_mask"):
+    with pytest.raises(EpisodeDoneError):
         envs.step(action)
     seen, _ = envs.reset(options={"reset_mask": np.array([True, True])})
     assert (seen[:, 12] == 0).all()
@@ -366,22 +367,24 @@ def test_a_reset_mask_that_is_no_mask_is_refused() -> None:
         envs.reset(options={"reset_mask": np.array([True, False])})
     envs.reset(seed=0)
     for wrong in ([True, False], np.array([True]), np.array([1, 0]), np.array([False, False])):
-        with pytest.raises(InvalidConfigError, match="reset_mask"):
+        with pytest.raises(InvalidConfigError) as refused:
             envs.reset(options={"reset_mask": wrong})
+        assert refused.value.field == "reset_mask"
 
 
 def test_misuse_of_the_batch_is_named() -> None:
-    with pytest.raises(InvalidConfigError, match="n_threads"):
+    with pytest.raises(InvalidConfigError) as refused:
         ig.VectorInferenceEnv(2, 1, n_threads=0)
+    assert refused.value.field == "n_threads"
     envs = ig.VectorInferenceEnv(2, 1, autoreset_mode="Disabled", action="natural")
     with pytest.raises(NotResetError):
         envs.step(np.tile(FORCED, (2, 1)))
-    with pytest.raises(InvalidConfigError, match="2 episodes"):
-        envs.reset(seed=[1, 2, 3])
-    with pytest.raises(InvalidConfigError, match="seed"):
-        envs.reset(seed=[-1, 2])
+    for seeds in ([1, 2, 3], [-1, 2]):
+        with pytest.raises(InvalidConfigError) as refused:
+            envs.reset(seed=seeds)
+        assert refused.value.field == "seed"
     envs.reset(seed=0)
-    with pytest.raises(InvalidActionError, match="shape"):
+    with pytest.raises(InvalidActionError):
         envs.step(np.tile(FORCED, (3, 1)))
     rows = AutoresetBatch(ServingBatch(get_task(1), 1, get_task(1).config({"episode_length": 1})))
     rows.reset([1])
@@ -534,10 +537,11 @@ def test_a_remote_batch_without_autoreset_is_restarted_as_a_whole(server: Runnin
     for _ in range(2):
         ended = remote.step(action)[2]
     assert ended.all()
-    with pytest.raises(EpisodeDoneError, match="reset_mask"):
+    with pytest.raises(EpisodeDoneError):
         remote.step(action)
-    with pytest.raises(InvalidConfigError, match="must set all rows"):
+    with pytest.raises(InvalidConfigError) as refused:
         remote.reset(options={"reset_mask": np.array([True, False])})
+    assert refused.value.field == "reset_mask"
     remote.reset(options={"reset_mask": np.array([True, True])})
     assert remote.seeds.tolist() == [episode_seed(1, 1), episode_seed(2, 1)]
     remote.step(action)

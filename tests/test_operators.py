@@ -171,11 +171,13 @@ def test_every_profile_says_where_its_numbers_come_from() -> None:
 
 
 def test_unknown_names_are_refused_with_what_is_allowed() -> None:
-    with pytest.raises(InvalidConfigError, match="a100-40gb"):
-        hardware("h100")
-    with pytest.raises(InvalidConfigError, match="vllm_v0"):
-        engine("sglang")
-    with pytest.raises(InvalidConfigError, match="INT8"):
-        weights_gb("FP8")
-    with pytest.raises(InvalidConfigError, match="columns"):
+    for look_up, name, field, known in (
+        (hardware, "h100", "hardware", "a100-40gb"),
+        (engine, "sglang", "engines", "vllm_v0"),
+        (weights_gb, "FP8", "tier", "INT8"),
+    ):
+        with pytest.raises(InvalidConfigError, match=known) as refused:
+            look_up(name)
+        assert refused.value.field == field
+    with pytest.raises(InvalidConfigError):
         measured.spec_acceptance("nobody", "eagle")

@@ -210,7 +210,7 @@ def test_a_batch_refuses_steps_before_reset_and_after_the_end() -> None:
     batch.reset([0, 1])
     for _ in range(3):
         batch.step(naive)
-    with pytest.raises(EpisodeDoneError, match="row 0"):
+    with pytest.raises(EpisodeDoneError):
         batch.step(naive)
 
 

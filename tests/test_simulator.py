@@ -155,8 +155,10 @@ def test_a_batched_lookup_equals_single_lookups(simulator: TraceSimulator) -> No
 
 
 def test_a_wrong_action_names_field_value_and_range(simulator: TraceSimulator) -> None:
-    with pytest.raises(InvalidActionError, match=r"batch_size=1000 .* from 1 to 512"):
+    with pytest.raises(InvalidActionError) as refused:
         simulator.simulate(action(batch=1000), WORKLOAD)
+    assert (refused.value.field, refused.value.value) == ("batch_size", 1000)
+    assert "1 to 512" in refused.value.allowed
 
 
 def test_a_missing_table_says_how_to_build_one(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_missing_table_says_how_to_build_one(tmp_path: Path) -> None:
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"PAR1 but not really")
-    with pytest.raises(TableError, match="not a lookup table"):
+    with pytest.raises(TableError, match=path.name):
         TraceSimulator(path)
 
 

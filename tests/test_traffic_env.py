@@ -122,7 +122,7 @@ def test_an_unknown_task_is_answered_with_the_ids_that_exist() -> None:
 
 
 def test_a_step_before_the_first_reset_is_refused() -> None:
-    with pytest.raises(NotResetError, match="reset"):
+    with pytest.raises(NotResetError):
         TrafficEnv().step("allow_all")
 
 
@@ -130,7 +130,7 @@ def test_a_step_after_the_end_is_refused_and_changes_nothing() -> None:
     env = started()
     play(env, ["throttle_40"])
     before = env.state()
-    with pytest.raises(EpisodeDoneError, match="30 of 30"):
+    with pytest.raises(EpisodeDoneError):
         env.step("throttle_40")
     assert env.state() == before
 
@@ -140,8 +140,9 @@ def test_a_step_after_the_end_is_refused_and_changes_nothing() -> None:
 )
 def test_a_wrong_action_is_refused_with_the_four_names_and_no_step_is_taken(action: Any) -> None:
     env = started()
-    with pytest.raises(InvalidActionError, match="action"):
+    with pytest.raises(InvalidActionError) as refused:
         env.step(action)
+    assert refused.value.field in ("action", "rate")
     assert env.state()["step_count"] == 0
 
 
@@ -150,18 +151,20 @@ def test_a_wrong_action_is_refused_with_the_four_names_and_no_step_is_taken(acti
 def test_a_setting_out_of_range_is_refused_with_field_value_and_range(name: str, value: Any) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         TrafficEnv().reset(config={name: value})
-    assert f"config.{name}={value!r}" in str(caught.value)
+    assert caught.value.field == f"config.{name}"
     assert f"{CONFIG_FIELDS[name].low:g}" in str(caught.value)
 
 
 def test_an_unknown_setting_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(InvalidConfigError, match=r"capacity=10 .* left out \(did you mean server_capacity\?\)"):
+    with pytest.raises(InvalidConfigError, match=r"did you mean server_capacity\?") as refused:
         TrafficEnv().reset(config={"capacity": 10})
+    assert refused.value.field == "config.capacity"
 
 
 def test_half_a_queue_place_is_refused() -> None:
-    with pytest.raises(InvalidConfigError, match=r"max_queue=10\.5"):
+    with pytest.raises(InvalidConfigError) as refused:
         TrafficEnv().reset(config={"max_queue": 10.5})
+    assert refused.value.field == "config.max_queue"
 
 
 def test_a_refused_reset_leaves_the_running_episode_alone() -> None:
@@ -176,8 +179,9 @@ def test_a_refused_reset_leaves_the_running_episode_alone() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, 2**63])
 def test_a_wrong_seed_is_refused(seed: Any) -> None:
-    with pytest.raises(InvalidConfigError, match="seed"):
+    with pytest.raises(InvalidConfigError) as refused:
         TrafficEnv().reset(seed=seed)
+    assert refused.value.field == "seed"
 
 
 # ---------------------------------------------------------------- settings
@@ -313,7 +317,7 @@ def test_observations_keep_the_order_and_bounds_of_the_published_fields() -> Non
 
 @pytest.mark.parametrize("actions", [[0, 0], [0, 0, 4], [0, 0, -1], [0.0, 1.0, 2.0], 0])
 def test_wrong_actions_of_a_batch_are_refused(actions: Any) -> None:
-    with pytest.raises(InvalidActionError, match="3 integers from 0 to 3"):
+    with pytest.raises(InvalidActionError):
         TrafficBatch(next(iter(list_traffic_tasks())), 3).step(actions)
 
 
@@ -364,30 +368,40 @@ def test_the_breakdown_shows_what_the_score_is_made_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"timestep": 3}, "step 4: timestep=3"),
-        ({"timestep": None}, "step 4: timestep=None"),
-        ({"action": {"action": "wait"}}, "step 4: action='wait'"),
-        ({"metrics": None}, "step 4: metrics"),
-        ({"metrics.avg_latency": math.nan}, "step 4: metrics.avg_latency=nan"),
-        ({"metrics.avg_latency": "58"}, "step 4: metrics.avg_latency='58'"),
-        ({"metrics.avg_latency": 10**400}, "step 4: metrics.avg_latency=1000"),
-        ({"metrics.avg_latency": 10**5000}, "step 4: metrics.avg_latency=<int of too many digits>"),
-        ({"metrics.incoming_requests": 1e308}, "step 4: metrics.incoming_requests=1e\\+308 .* from 0 to 1e\\+15"),
-        ({"metrics.queue_length": -1}, "step 4: metrics.queue_length=-1"),
-        ({"metrics.allowed_requests": 41.0}, "step 4: metrics.allowed_requests"),
-        ({"metrics.crashed": 0}, "step 4: metrics.crashed=0"),
-        ({"metrics.crashed": True}, "step 5: the server crashed at step 4"),
+        {"timestep": 3},
+        {"timestep": None},
+        {"timestep": True},
+        {"action": {"action": "wait"}},
+        {"metrics": None},
+        {"metrics.avg_latency": math.nan},
+        {"metrics.avg_latency": "58"},
+        {"metrics.avg_latency": 10**400},
+        {"metrics.avg_latency": 10**5000},
+        {"metrics.incoming_requests": 1e308},
+        {"metrics.queue_length": -1},
+        {"metrics.allowed_requests": 41.0},
+        {"metrics.crashed": 0},
     ],
 )
-def test_a_damaged_log_is_refused_with_step_and_field(change: dict[str, Any], message: str) -> None:
+def test_a_damaged_log_is_refused_with_step_and_field(change: dict[str, Any]) -> None:
     log = finished_log()
-    for key, value in change.items():
-        target = log[3]["metrics"] if key.startswith("metrics.") else log[3]
-        target[key.removeprefix("metrics.")] = value
-    with pytest.raises(MalformedLogError, match=message):
+    ((field, value),) = change.items()
+    target = log[0]["metrics"] if field.startswith("metrics.") else log[0]
+    target[field.removeprefix("metrics.")] = value
+    with pytest.raises(MalformedLogError) as refused:
         grade_traffic("task_easy", log)
+    assert (refused.value.step, refused.value.field) == (0, field)
+
+
+def test_no_step_follows_a_crash() -> None:
+    log = finished_log()
+    log[3]["metrics"]["crashed"] = True
+    with pytest.raises(MalformedLogError) as refused:
+        grade_traffic("task_easy", log)
+    assert refused.value.step == 4
+    assert "crashed" in grade_traffic("task_easy", log[:4])["feedback"]
 
 
 @pytest.mark.parametrize("task_id", ["task_easy", "task_medium", "task_hard"])
@@ -402,11 +416,13 @@ def test_the_largest_metrics_still_give_a_score(task_id: str) -> None:
 
 def test_a_log_longer_than_the_episode_is_refused() -> None:
     log = finished_log()
-    with pytest.raises(MalformedLogError, match="31 steps"):
+    with pytest.raises(MalformedLogError) as refused:
         grade_traffic("task_easy", [*log, log[-1]])
+    assert refused.value.step is None
 
 
 @pytest.mark.parametrize("log", ["text", {"steps": []}, 7])
 def test_what_is_not_a_list_of_steps_is_refused(log: Any) -> None:
-    with pytest.raises(MalformedLogError, match="list"):
+    with pytest.raises(MalformedLogError) as refused:
         grade_traffic("task_easy", log)
+    assert refused.value.step is None

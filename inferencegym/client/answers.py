@@ -54,10 +54,18 @@ def error_of(code: str, message: str, http_status: int = 400, detail: Mapping[st
         return error
     found = _CLASSES.get(code)
     if found is not None:
-        return found(message)
+        return _with_place(found(message), detail)
     if http_status == InvalidConfigError.http_status:
-        return InvalidConfigError(message)
+        return _with_place(InvalidConfigError(message), detail)
     return ServerError(message, code, http_status)
+
+
+def _with_place(error: InferenceGymError, detail: Mapping[str, Any]) -> InferenceGymError:
+    """The error with the step and the field that the server names."""
+    for name in ("step", "field"):
+        if name in detail and hasattr(error, name):
+            setattr(error, name, detail[name])
+    return error
 
 
 _CLASSES: Final[dict[str, type[InferenceGymError]]] = {

@@ -91,7 +91,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         retries: int = 5,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
         self._remote = _RemoteTask(task_id, config, observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
@@ -117,7 +117,8 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         if rows is not None and not rows.all():
             raise InvalidConfigError(
                 "options['reset_mask'] must set all rows: all episodes of a remote batch are at the same step; "
-                "for episodes that start at different times use one HTTPGymEnv each"
+                "for episodes that start at different times use one HTTPGymEnv each",
+                "reset_mask",
             )
         # A reset that fails must not use up seeds.
         series = copy.deepcopy(self._series)

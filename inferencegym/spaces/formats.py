@@ -147,7 +147,9 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 def action_codec(action: str) -> ActionCodec:
     """Codec of an action format; raises :class:`InvalidConfigError` listing the known formats."""
     if action not in ACTION_CODECS:
-        raise InvalidConfigError(f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_CODECS)}")
+        raise InvalidConfigError(
+            f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_CODECS)}", "action"
+        )
     return ACTION_CODECS[action]()
 
 
@@ -182,7 +184,8 @@ class ObservationCodec:
     def __init__(self, task: TaskSpec, config: EpisodeConfig, calibration: Calibration, observation: str) -> None:
         if observation not in OBSERVATION_FORMATS:
             raise InvalidConfigError(
-                f"observation={observation!r} is not allowed: it must be one of {', '.join(OBSERVATION_FORMATS)}"
+                f"observation={observation!r} is not allowed: it must be one of {', '.join(OBSERVATION_FORMATS)}",
+                "observation",
             )
         self._normalised = observation != "raw"
         self._schedule = schedule_features(task, config.episode_length) if observation == "scheduled" else None

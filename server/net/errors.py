@@ -11,9 +11,8 @@ class InvalidRequestError(InvalidConfigError):
     code = "invalid_request"
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        self.field = field
         self.allowed = allowed
-        super().__init__(not_allowed(field, value, allowed))
+        super().__init__(not_allowed(field, value, allowed), field)
 
 
 class SessionConflictError(InferenceGymError, RuntimeError):

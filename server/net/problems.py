@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from inferencegym.errors import ForgedLogError, InferenceGymError
+from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
 from inferencegym.families import FAMILIES
 from server.net.errors import InvalidRequestError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
@@ -66,7 +66,7 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         value = getattr(error, key, None)
         if value is not None:
             detail[key] = str(value)
-    if isinstance(error, ForgedLogError) and error.step is not None:
+    if isinstance(error, (ForgedLogError, MalformedLogError)) and error.step is not None:
         detail["step"] = error.step
     detail["next"] = _next(error.code, path)
     headers: list[tuple[bytes, bytes]] = []
@@ -161,7 +161,10 @@ def detail_schema() -> dict[str, Any]:
     """Every error's body."""
     text = {"type": "string"}
     properties: dict[str, Any] = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
-    properties["step"] = {"type": "integer", "description": "of a forged log: the first step that differs, from 0"}
+    properties["step"] = {
+        "type": "integer",
+        "description": "of a forged or malformed log: the first entry at fault, counted from 0",
+    }
     detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
     return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
 

@@ -116,7 +116,7 @@ def weights_gb(tier: str) -> float:
     """Decimal GB that the weights of a precision tier take."""
     table = profiles()["model"]["weights_gb"]
     if tier not in table:
-        raise InvalidConfigError(f"tier={tier!r} is unknown: choose one of {', '.join(table)}")
+        raise InvalidConfigError(f"tier={tier!r} is unknown: choose one of {', '.join(table)}", "tier")
     return float(table[tier])
 
 
@@ -124,7 +124,7 @@ def _entry(kind: str, name: str) -> dict[str, Any]:
     table = profiles()[kind]
     if name not in table:
         raise InvalidConfigError(
-            f"{kind}={name!r} is unknown: choose one of {', '.join(table)}, or add it to {PROFILES_PATH.name}"
+            f"{kind}={name!r} is unknown: choose one of {', '.join(table)}, or add it to {PROFILES_PATH.name}", kind
         )
     entry: dict[str, Any] = table[name]
     return entry

@@ -62,11 +62,12 @@ class Fleet:
             raise InvalidConfigError(f"batch_size={self.batch_size}, replicas={self.replicas}: both must be at least 1")
         if self.kv_pool_tokens < BLOCK_TOKENS:
             raise InvalidConfigError(
-                f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {BLOCK_TOKENS}"
+                f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {BLOCK_TOKENS}", "kv_pool_tokens"
             )
         if len(self.acceptance) < self.draft_tokens:
             raise InvalidConfigError(
-                f"draft_tokens={self.draft_tokens} needs as many acceptance probabilities, got {len(self.acceptance)}"
+                f"draft_tokens={self.draft_tokens} needs as many acceptance probabilities, got {len(self.acceptance)}",
+                "draft_tokens",
             )
 
     def handover_ms(self, tokens: int) -> float:
