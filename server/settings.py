@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,9 @@ READ_ELSEWHERE: Final = frozenset(
     )
 )
 """Variables of this prefix that others read: the simulator's rooms, the language-model agent, the notebook."""
+
+HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+"""A host as the Host header names it, without its port; ``*.`` before it stands for all names below it."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Durability = Literal["full", "process", "none"]
@@ -120,6 +124,11 @@ class Settings(BaseSettings):
         (),
         description="Comma-separated addresses or networks whose X-Forwarded-For is believed; * believes every peer.",
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, Allowed("host names without ports, or *.example.com")] = Field(
+        (),
+        description="Comma-separated names that the Host header may have on every path but /health; *.example.com "
+        "stands for all names below example.com. Others are refused with 403. Empty: any name.",
+    )
     cors: Literal["read", "all", "off"] = Field(
         "read",
         description="What pages of other origins may do: read (GET), all (GET, POST and WebSockets) or nothing. "
@@ -203,6 +212,17 @@ class Settings(BaseSettings):
         if "*" in parts:
             parts = ["0.0.0.0/0", "::/0"]
         return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        hosts = tuple(part.strip().lower() for part in value.split(",") if part.strip())
+        for host in hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is no host name")
+        return hosts
 
     @field_validator("api_key")
     @classmethod

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import websockets.sync.client
 
+from inferencegym.errors import InvalidConfigError
+from server.settings import load_settings
 from tests.servers import RunningServer, running_server
 
 ONE_NETWORK = ("2001:db8:0:7::1", "2001:db8:0:7:ffff::2", "2001:0DB8:0:0007:8::3")
 """Addresses that one host with a /64 network can take."""
 ONE_IPV4 = ("192.0.2.9", "::ffff:192.0.2.9", "::FFFF:c000:0209")
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +71,38 @@ def test_the_unfinished_episodes_of_a_network_are_counted_together(tmp_path: Pat
     with running_server(tmp_path, max_sessions_per_client="3", trusted_proxies="127.0.0.1") as server:
         assert [reset_status(server, address) for address in (*ONE_NETWORK, ONE_NETWORK[0])] == [200, 200, 200, 429]
         assert reset_status(server, "2001:db8:0:8::1") == 200
+
+
+def test_a_server_that_knows_its_names_answers_to_no_other(tmp_path: Path) -> None:
+    with running_server(tmp_path, allowed_hosts="gym.example.com, *.example.org, [::1]") as server:
+
+        def status(host: str, path: str = "/tasks") -> int:
+            return server.client.get(path, headers={"Host": host}).status_code
+
+        def handshake(host: str) -> int:
+            """Status of the answer to a WebSocket's request."""
+            with server.client.stream("GET", "/ws", headers={**UPGRADE, "Host": host}) as answer:
+                return answer.status_code
+
+        for host in ("gym.example.com", "GYM.example.com:7860", "a.b.example.org", "[::1]:7860"):
+            assert (status(host), handshake(host)) == (200, 101), host
+        for host in (
+            "evil.example",
+            "example.org",
+            "anexample.org",
+            "gym.example.com.evil.example",
+            "127.0.0.1",
+            "[::2]",
+        ):
+            assert (status(host), handshake(host)) == (403, 403), host
+        assert status("evil.example", "/health") == 200, "probes ask by address"
+        refused = server.client.post("/reset", headers={"Host": "evil.example"}).json()["detail"]
+        assert refused["code"] == "unknown_host"
+        assert "INFERENCEGYM_ALLOWED_HOSTS" in refused["next"]
+
+
+@pytest.mark.parametrize("wrong", ["http://a.example", "a.example:80", "*", "*example.com", "a..example", "::1"])
+def test_a_host_that_could_never_be_asked_for_stops_the_start(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("INFERENCEGYM_ALLOWED_HOSTS", f"a.example,{wrong}")
+    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_ALLOWED_HOSTS"):
+        load_settings()

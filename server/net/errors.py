@@ -71,6 +71,13 @@ class ForeignOriginError(InferenceGymError, PermissionError):
     http_status = 403
 
 
+class UnknownHostError(InferenceGymError, PermissionError):
+    """The Host header has a name that this server does not answer to. (HTTP 403)"""
+
+    code = "unknown_host"
+    http_status = 403
+
+
 class RateLimitedError(InferenceGymError, RuntimeError):
     """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
 

@@ -12,12 +12,19 @@ from typing import Final
 
 from starlette.types import Scope
 
-from server.net.errors import BodyTooLargeError, ForeignOriginError, RateLimitedError, UnauthorizedError
+from inferencegym.errors import short_repr
+from server.net.errors import (
+    BodyTooLargeError,
+    ForeignOriginError,
+    RateLimitedError,
+    UnauthorizedError,
+    UnknownHostError,
+)
 from server.net.json_io import RawHeaders
 from server.settings import Settings
 
 OPEN_PATHS: Final = frozenset({"/health"})
-"""Paths that need no API key."""
+"""Paths that need no API key and are answered under any host name: probes know neither."""
 IPV6_CLIENT_BITS: Final = 64
 """Leading bits of an IPv6 address that stand for one client: the smallest network that a host is given."""
 
@@ -29,6 +36,8 @@ class Limits:
         key = settings.api_key
         self._key = None if key is None else key.get_secret_value().encode()
         self._callers = callers
+        self._hosts = frozenset(host for host in settings.allowed_hosts if not host.startswith("*"))
+        self._host_endings = tuple(host.removeprefix("*") for host in settings.allowed_hosts if host.startswith("*"))
         self._all_origins = settings.cors == "all"
         self._largest = max(
             settings.max_body_bytes, settings.max_log_bytes, settings.max_trace_bytes, settings.max_batch_bytes
@@ -49,8 +58,10 @@ class Limits:
         }
 
     def check(self, scope: Scope) -> None:
-        """Refuse what has no API key, comes from a foreign page, is too much at once, or longer than any path takes."""
+        """Refuse what asks by a wrong name, has no API key, comes from a foreign page, is too much or too long."""
         path = scope["path"]
+        if (self._hosts or self._host_endings) and path not in OPEN_PATHS:
+            self._check_host(scope["headers"])
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(scope, self._key)
         if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
@@ -66,6 +77,12 @@ class Limits:
         if limit is not None:
             limit.take(self._callers.client(scope))
 
+    def _check_host(self, headers: RawHeaders) -> None:
+        """A page whose own name was made to lead here (DNS rebinding) is of our origin, but asks by its own name."""
+        named = [_host_name(value) for name, value in headers if name == b"host"]
+        if not named or not all(name in self._hosts or name.endswith(self._host_endings) for name in named):
+            raise UnknownHostError(f"this server does not answer to {short_repr(named[-1] if named else '')}")
+
     def _check_key(self, scope: Scope, key: bytes) -> None:
         for name, value in scope["headers"]:
             if name == b"x-api-key":
@@ -78,6 +95,12 @@ class Limits:
             if hmac.compare_digest(hashlib.sha256(sent).digest(), hashlib.sha256(key).digest()):
                 return
         raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
+
+
+def _host_name(value: bytes) -> str:
+    """The Host header without its port; an IPv6 address keeps its brackets."""
+    host = value.decode("latin-1").lower()
+    return host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
 
 
 def _only_reads(scope: Scope) -> bool:

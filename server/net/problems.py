@@ -41,6 +41,7 @@ NEXT: Final[dict[str, str]] = {
     "body_timeout": "send the whole body at once",
     "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
     "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
+    "unknown_host": "ask by a name of the server, or have it started with this one in INFERENCEGYM_ALLOWED_HOSTS",
     "rate_limited": "wait for the time in Retry-After",
     "not_found": "GET /openapi.json lists the paths",
     "method_not_allowed": "GET /openapi.json lists the methods of each path",
@@ -139,7 +140,7 @@ def failure_reply(headers: RawHeaders = ()) -> JsonReply:
 _STATUS_TEXTS: Final = {
     400: "The request cannot be answered as things stand (the episode is over, for one)",
     401: "The API key is missing or wrong",
-    403: "A page of another origin wants to do more than read",
+    403: "A page of another origin wants to do more than read, or the Host header has another name than the server",
     404: "There is no such session, or no such environment",
     408: "The body did not arrive in time",
     409: "Another action was already accepted for this step, or the session plays another task",
