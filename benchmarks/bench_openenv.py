@@ -1,4 +1,4 @@
-"""Steps per second of this server and of a stock OpenEnv echo server, measured in turns within one run.
+"""Benchmark: steps per second of this server and of a stock OpenEnv echo server, measured alternately in one run.
 
     python benchmarks/bench_openenv.py [--seconds 3] [--rounds 3] [--json FILE]
 
@@ -39,7 +39,7 @@ BARS = {"1 WebSocket client": 1.2, "8 WebSocket clients": 1.6, "1 HTTP connectio
 
 @dataclass(frozen=True)
 class Target:
-    """One server, and what to send it."""
+    """A server to measure, and the messages to send it."""
 
     name: str
     url: str
@@ -54,7 +54,7 @@ class Target:
         return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
 
     def cpu_s(self) -> float:
-        """Processor time that the server has used so far, seconds."""
+        """Processor time of the server so far, seconds."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -75,7 +75,7 @@ async def _play(target: Target, until: float) -> int:
 
 
 def websocket(clients: int) -> Callable[[Target, float], int]:
-    """Load of so many OpenEnv clients in one process."""
+    """Load of several OpenEnv clients in one process."""
 
     def load(target: Target, seconds: float) -> int:
         async def together() -> int:
@@ -115,7 +115,7 @@ def http_steps(target: Target, seconds: float) -> int:
 
 
 Load = Callable[[Target, float], int]
-"""Plays for so many seconds and returns the steps played."""
+"""Function that plays for a number of seconds and returns the number of steps."""
 
 LOADS: dict[str, Load] = {
     "1 WebSocket client": websocket(1),
@@ -161,7 +161,7 @@ def running(
 
 
 def serve_echo(port: int, fast: bool) -> None:
-    """OpenEnv's own application around an environment that does nothing."""
+    """Serve OpenEnv's own application with an environment that does nothing."""
     import uvicorn
     from openenv.core.env_server.http_server import create_app
     from openenv.core.env_server.interfaces import Environment
@@ -195,14 +195,14 @@ def serve_echo(port: int, fast: bool) -> None:
 
 
 def main() -> int:
-    """Print the table; 1 when a ratio lies below its bar."""
+    """Run the comparison and print it; returns 1 if a ratio is below its goal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements per server and load; the median is shown")
     parser.add_argument(
-        "--wait", type=float, default=0.0, help="before each measurement wait up to so many seconds for a quiet machine"
+        "--wait", type=float, default=0.0, help="longest wait for an idle machine before each measurement, in seconds"
     )
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
     parser.add_argument(SERVE_ECHO, nargs=2, metavar=("PORT", "KIND"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_echo:
@@ -275,7 +275,7 @@ def wait_for_quiet(limit_s: float) -> None:
 
 
 def busy_s() -> float:
-    """Processor time that everybody on this machine has used so far, seconds."""
+    """Processor time of all processes of this machine so far, seconds."""
     fields = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
@@ -285,7 +285,7 @@ def _medians(figures: dict[str, dict[str, list[float]]]) -> Figures:
 
 
 def show(report: dict[str, Any], path: Path | None) -> int:
-    """Print the report; 1 when a ratio of steps per second lies below its bar."""
+    """Print the report; returns 1 if a ratio of steps per second is below its goal."""
     names = list(report["idle_rss_mib"])
     ours, stock = names[0], names[1]
     print(f"{'':34}" + "".join(f"{name:>20}" for name in names) + f"{'ours : stock':>14}")

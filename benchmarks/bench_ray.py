@@ -1,12 +1,12 @@
-"""How rollouts scale from one Ray actor to several, beside the same worker in process, in turns within one run.
+"""Benchmark: rollouts on one Ray actor, on several, and in process, measured alternately in one run.
 
     python benchmarks/bench_ray.py [--actors 1 2 4] [--seconds 3] [--rounds 3] [--out benchmarks/results/ray]
 
 Beside steps per second stands the processor time that a step takes in all processes together (this one, the actors,
 Ray's own), which says what Ray costs where other work disturbs the clock. Every actor owns 64 episodes of the hard
-task, played by the naive agent: the cheapest agent, so that what Ray costs shows most. Fragments travel whole to this
-process, as a learner would take them. Needs Ray (`make dev`, the extra `ray`); without it nothing is measured, and that
-is said.
+task, played by the naive agent: the cheapest agent, so that Ray's share of the cost is largest. Fragments are sent
+whole to this process, as to a learner. Needs Ray (`make dev`, the extra `ray`); without it the script says so and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TASK: Final = 3
 AGENT: Final = "naive"
 ROWS: Final = 64
 FRAGMENTS: Final = (MIN_FRAGMENT_STEPS, 12_800)
-"""Least steps of a fragment: the fewest that are worth a message, and the default of a rollout."""
+"""Least steps of a fragment: the fewest that are worth a message, and the default of rollouts."""
 
 
 Load = Callable[[float], tuple[float, float]]
-"""Plays for so many seconds: steps per second, and processor microseconds per step."""
+"""Function that plays for a number of seconds and returns steps per second and processor microseconds per step."""
 
 
 def in_process(min_steps: int) -> Load:
@@ -48,7 +48,7 @@ def actors(n: int, min_steps: int) -> Load:
     fragments = Workers(n).fragments(TASK, AGENT, sys.maxsize, n_rows=ROWS, min_steps=min_steps)
 
     def load(seconds: float) -> tuple[float, float]:
-        # What was played while others had their turn lies ready; the clock starts when all actors play again.
+        # Fragments played during the other loads' turns are waiting; the clock starts when all actors play again.
         for _ in range(2 * n):
             next(fragments)
         return timed(lambda: next(fragments)[1].steps, seconds)
@@ -64,7 +64,7 @@ def timed(play: Callable[[], int], seconds: float) -> tuple[float, float]:
 
 
 def processor_s() -> float:
-    """Processor time of this process and of all that it has started, as far as they live."""
+    """Processor time of this process and of the running processes that it has started."""
     parents, used = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -128,10 +128,10 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2, 4], help="numbers of actors; 1 must be there")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "ray", help="without its ending")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "ray", help="path of the results without suffix")
     options = parser.parse_args()
     if 1 not in options.actors:
-        parser.error("--actors must have 1 in it: all others are compared with it")
+        parser.error("--actors must include 1, with which all others are compared")
     if not importlib.util.find_spec("ray"):
         print("Ray is not installed, nothing is measured: run `make dev`, or install the extra 'ray'")
         return

@@ -1,11 +1,11 @@
-"""How fast everything is, beside its peers, measured in turns within one run of about three minutes.
+"""Speed benchmark: environments, clients and server compared with their peers, in one run of about three minutes.
 
     python benchmarks/bench_speed.py [--seconds 1.5] [--rounds 3] [--out benchmarks/results/performance]
 
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
-simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, what
-durability costs, start and memory, and how the cost of a step depends on what came before. Medians of the rounds.
-EnvPool is in the extra `bench` (`make peers`); without it its row is left out and said so.
+simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, the cost of
+durability, start and memory, and the cost of a step late in an episode and beside many sessions. The loads take turns;
+results are medians of the rounds. EnvPool is in the extra `bench` (`make peers`); without it its row is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -52,7 +51,7 @@ LONG_EPISODE = 5_000
 
 SCALAR_PEER = "CartPole-v1"
 VECTOR_PEER = "Gymnasium CartPole-v1, vectorised"
-VECTOR_FACE = "ours, task 1, Gymnasium's interface with info"
+VECTOR_INTERFACE = "ours, task 1, Gymnasium's interface with info"
 
 BARS: dict[str, tuple[float, bool]] = {
     "vector, 1,024 rows with autoreset (steps/s)": (1_310_000, True),
@@ -65,7 +64,7 @@ BARS: dict[str, tuple[float, bool]] = {
     "idle memory (MiB)": (130, False),
     "first /health (s)": (1.5, False),
 }
-"""What is to be reached, and whether more is better."""
+"""Goal of each measure, and whether more is better."""
 
 # ---------------------------------------------------------------- in process
 
@@ -87,7 +86,7 @@ def vector_ours(task_id: int) -> Callable[[float], float]:
     return load
 
 
-def vector_gymnasium_face(task_id: int) -> Callable[[float], float]:
+def vector_gymnasium_interface(task_id: int) -> Callable[[float], float]:
     envs = VectorInferenceEnv(ROWS, task_id, action="natural", n_threads=os.cpu_count() or 1)
     envs.reset(seed=0)
     actions = constant_actions(ROWS)
@@ -155,7 +154,7 @@ def scalar_cartpole() -> Callable[[float], float]:
 
 
 def constant_actions(rows: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """One action per row, spread over all that is allowed."""
+    """One action per row, spread evenly over the action space."""
     return np.random.default_rng(0).uniform(ACTION_LOW, ACTION_HIGH, (rows, len(ACTION_LOW)))
 
 
@@ -200,11 +199,11 @@ def _one_websocket(target: Target, seconds: float) -> int:
 
 
 def network_loads(pool: ProcessPoolExecutor) -> dict[str, Load]:
-    """Clients in processes of their own: eight connections in one would measure the client's interpreter."""
+    """Loads whose clients run in separate processes: one process with eight clients would measure the client."""
 
     def spread(client: Load, processes: int) -> Load:
         def load(target: Target, seconds: float) -> int:
-            # A handle of a process does not travel, and no client needs it.
+            # The handle of the server's process cannot be pickled, and clients do not need it.
             alone = replace(target, process=None)  # type: ignore[arg-type]
             return sum(job.result() for job in [pool.submit(client, alone, seconds) for _ in range(processes)])
 
@@ -228,12 +227,6 @@ def our_server(name: str = "InferenceGym", **settings: str) -> Iterator[Target]:
             yield target
 
 
-def wait_until_complete(target: Target) -> None:
-    """OpenEnv's paths are made once the server is up: a measurement begins when they are there."""
-    with urllib.request.urlopen(f"{target.url}/schema", timeout=60) as answer:
-        answer.read()
-
-
 def batched(target: Target) -> Callable[[float], float]:
     client = InferenceGymBatch(target.url)
     client.reset(ROWS, 1, seed=0, autoreset=True)
@@ -251,7 +244,6 @@ def remote_vector(target: Target, rows: int) -> Callable[[float], float]:
 def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
     with our_server() as ours, running("stock OpenEnv echo", echo, {"message": "hello"}, {}) as stock:
-        wait_until_complete(ours)
         time.sleep(2)
         idle = {target.name: target.resident_mib() for target in (ours, stock)}
         rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
@@ -271,7 +263,7 @@ def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> 
 
 
 def client_cost(target: Target, seconds: float) -> float:
-    """Processor microseconds that OpenEnv's client itself takes per step, four clients in this process."""
+    """Processor microseconds per step of OpenEnv's client itself, with four clients in this process."""
     began = time.process_time()
     steps = _websocket_clients(target, seconds)
     return (time.process_time() - began) / steps * 1e6
@@ -290,7 +282,7 @@ def first_health(rounds: int) -> dict[str, float]:
 
 
 def durability(seconds: float, rounds: int) -> Figures:
-    """Steps per second, and the server's processor time per step, of one connection by what is kept."""
+    """Steps per second and the server's processor time per step over one connection, by durability setting."""
     kinds = {
         "memory:// (lost with the process)": {"STORE_URL": "memory://"},
         "none": {"DURABILITY": "none"},
@@ -299,15 +291,13 @@ def durability(seconds: float, rounds: int) -> Figures:
     }
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(our_server(name, **kind)) for name, kind in kinds.items()]
-        for server in servers:
-            wait_until_complete(server)
         rates, costs = measure(servers, seconds, rounds, loads={"1 HTTP connection": http_steps})
     return {
         name: {"rate": rates["1 HTTP connection"][name], "cost": costs["1 HTTP connection"][name]} for name in kinds
     }
 
 
-# ---------------------------------------------------------------- flatness
+# ---------------------------------------------------------------- cost by step number and number of sessions
 
 
 def by_episode_length() -> dict[str, float]:
@@ -315,7 +305,7 @@ def by_episode_length() -> dict[str, float]:
     task = get_task(2)
     batch = ServingBatch(task, 64, task.config({"episode_length": LONG_EPISODE}))
     batch.reset(np.arange(64))
-    # One allowed action throughout: what a step costs must not hide behind what an action causes.
+    # One action throughout, so that the cost of a step is not mixed with the effects of different actions.
     actions = np.tile([1.0, 0.0, 64.0, 0.0, 0.0], (64, 1))
     found = {}
     for upto in (250, 500, 1_000, 2_000, LONG_EPISODE):
@@ -327,10 +317,9 @@ def by_episode_length() -> dict[str, float]:
 
 
 def by_sessions() -> dict[str, float]:
-    """The server's processor microseconds per step while so many sessions take turns on one connection."""
+    """The server's processor microseconds per step, by the number of sessions that take turns on one connection."""
     found = {}
     with our_server() as target:
-        wait_until_complete(target)
         connection = http.client.HTTPConnection(target.url.removeprefix("http://"))
 
         def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -357,10 +346,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median is kept")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "performance", help="without its ending")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "results" / "performance", help="path of the results without suffix"
+    )
     options = parser.parse_args()
     began = time.perf_counter()
-    # Before any thread exists: forked clients start at once and have everything imported.
+    # Made before any thread exists: forked client processes start at once, with all modules imported.
     with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
         list(pool.map(abs, range(64)))
         report = measured(pool, options.seconds, options.rounds)
@@ -375,7 +366,7 @@ def main() -> None:
 def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     network = over_the_network(pool, seconds, rounds)
     vectors = {f"ours, task {task_id}": vector_ours(task_id) for task_id in (1, 2, 3)}
-    vectors[VECTOR_FACE] = vector_gymnasium_face(1)
+    vectors[VECTOR_INTERFACE] = vector_gymnasium_interface(1)
     vectors["ours, task 1, 64 steps played together"] = played_together(1)
     if importlib.util.find_spec("envpool"):
         vectors["EnvPool CartPole-v1"] = vector_envpool()
@@ -395,7 +386,7 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
 
 
 def reached(report: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that have a bar."""
+    """Results that have a goal."""
     network = report["network"]
     found = {
         "vector, 1,024 rows with autoreset (steps/s)": report["vector"]["ours, task 1"],
@@ -447,11 +438,11 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def paths(report: Mapping[str, Any]) -> list[str]:
-    """Every way to step an episode of task 1 beside Gymnasium's CartPole, alone and 1,024 at once."""
+    """Table of the ways to step task 1, compared with Gymnasium's CartPole, one and 1,024 at once."""
     network = report["network"]
     found = {"one environment in process": report["scalar"]["ours, task 1"]}
     found |= {name: by["InferenceGym"] for name, by in network["rates"].items()}
-    found[f"vector environment in process, {ROWS:,} rows"] = report["vector"][VECTOR_FACE]
+    found[f"vector environment in process, {ROWS:,} rows"] = report["vector"][VECTOR_INTERFACE]
     found[f"`HTTPVectorEnv`, {FEW_ROWS} rows"] = network["arrays"][f"remote vector, {FEW_ROWS:,} rows"]
     found[f"`HTTPVectorEnv`, {ROWS:,} rows"] = network["arrays"][f"remote vector, {ROWS:,} rows"]
     found[f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps a request"] = network["arrays"]["batched"]
@@ -463,7 +454,7 @@ def paths(report: Mapping[str, Any]) -> list[str]:
 
 
 def shared_processors(network: Mapping[str, Any], cpus: int) -> str:
-    """What the clients leave of this machine's processors."""
+    """Sentence on the processor time that clients and server share on this machine."""
     load = "8 WebSocket clients"
     client, server, bar = network["client_us"], network["costs"][load]["InferenceGym"], BARS[f"{load} (steps/s)"][0]
     return (

@@ -1,8 +1,8 @@
-"""What one step costs in each store: microseconds per append, rounds interleaved, best round of each.
+"""Benchmark of the session stores: microseconds per appended step, best of interleaved rounds.
 
     python benchmarks/bench_store.py [--redis redis://127.0.0.1:6379/15] [--steps 2000]
 
-50 sessions take turns, as under load. The last SQLite row is the layout that was not taken: one growing record per
+50 sessions take turns, as under load. The last SQLite row is a layout that was rejected: one growing record per
 session, rewritten at every step.
 """
 

@@ -1,4 +1,4 @@
-"""How far the simulator is from real hardware, layer by layer, failures included.
+"""Fidelity report: errors of the simulator against real hardware, layer by layer, failures included.
 
     python benchmarks/fidelity.py              writes results/fidelity.json, results/fidelity.md and two figures
     python benchmarks/fidelity.py --json       prints the JSON and writes nothing
@@ -32,7 +32,7 @@ from simulator.whatif import STEP_S
 
 HERE = Path(__file__).resolve().parent
 RESULTS, FIGURES = HERE / "results", HERE / "figures"
-# The quantity behind each name that a source uses.
+# Sources' names of metrics -> quantities of the report.
 QUANTITY = {
     "ttft_ms_p50": "TTFT p50",
     "ttft_ms_p90": "TTFT p90",
@@ -69,7 +69,7 @@ STEPS = {ENVIRONMENT: 1.0, f"Command simulate ({STEP_S:g} s steps)": STEP_S}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One figure of one load: reference or measurement, and simulation."""
+    """One quantity of one load: reference or measured value, and simulated value."""
 
     group: str
     name: str
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def reference_points(served: Iterable[tuple[Case, Seen]], step_s: float) -> list[Point]:
-    """Every case as the dynamics serve it beside what the reference saw."""
+    """Every case served by the dynamics, compared with the reference."""
     return [point for case, seen in served for point in _case_points(case, seen, dynamics(case, step_s))]
 
 
@@ -134,7 +134,7 @@ def _case_points(case: Case, expected: Seen, found: Seen) -> list[Point]:
 
 
 def hardware_points(comparisons: Iterable[HardwareComparison]) -> list[Point]:
-    """Every measured figure."""
+    """Every measured quantity of the hardware runs."""
     return [
         Point(c.group, f"{c.version} {c.suite} {c.precision} {c.scenario}", QUANTITY[c.metric], c.measured, c.predicted)
         for c in comparisons
@@ -142,7 +142,7 @@ def hardware_points(comparisons: Iterable[HardwareComparison]) -> list[Point]:
 
 
 def reference_itself() -> list[Point]:
-    """The discrete-event reference against the same hardware: what the dynamics could reach at best."""
+    """The discrete-event reference against the same hardware: the best that the dynamics could reach."""
     return [
         Point(f"{version} {precision}", c.scenario, QUANTITY[c.metric], c.measured, c.predicted)
         for version, precision in (("0.20.1", "BF16"), ("0.7.3", "BF16"), ("0.7.3", "W8A8"), ("0.7.3", "W4A16"))
@@ -167,7 +167,7 @@ def errors(points: Sequence[Point]) -> list[Errors]:
 
 
 def summary(layers: dict[str, tuple[list[Point], list[Point]]]) -> dict[str, Any]:
-    """Everything that the report says, as JSON."""
+    """Contents of the report, as JSON."""
     return {
         "operators": [asdict(e) for e in argonne_errors()],
         "dynamics": {name: _layer(*points) for name, points in layers.items()},
@@ -191,7 +191,7 @@ def _layer(cases: Sequence[Point], runs: Sequence[Point]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The report as it stands in the documentation."""
+    """The report as Markdown, as the documentation includes it."""
     parts = [
         "<!-- written by benchmarks/fidelity.py; do not edit -->",
         "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
@@ -294,7 +294,7 @@ def _percent(share: float) -> str:
 
 
 def draw_scatter(cases: Sequence[Point], runs: Sequence[Point], path: Path) -> None:
-    """Simulated over reference for every load, the hardware's in front."""
+    """Scatter plot of simulated against reference values of every load, hardware in front."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -324,7 +324,7 @@ def _scatter(axes: Any, label: str, points: Sequence[Point], colour: str, size: 
 
 
 def draw_coverage(path: Path) -> None:
-    """Support of the table's cells: batch size over prompt length, for each precision, without and with drafting."""
+    """Heat maps of the support of the table's cells by batch size and prompt length, per precision and draft length."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""PPO on every task and five seeds: curves, scores on held-out traffic beside other agents, the policies to ship.
+"""Training report: PPO on every task with five seeds, learning curves, held-out scores, and the policies to ship.
 
     python benchmarks/learning.py             everything (15 runs of 50,000 steps and a long one)
     python benchmarks/learning.py --ship      and copy the chosen policies to agents/policies
 
-A run's score is measured on the held-out seeds; which run is shipped is decided on the validation seeds, so that the
-shipped policy's held-out score is no pick of the luckiest. Figures go to ``benchmarks/results/learning.json`` and
-``.md``, curves to ``benchmarks/figures/learning.png``, each run's own files below ``--out``.
+A run's score is measured on the held-out seeds; the run to ship is chosen on the validation seeds, so that the shipped
+policy's held-out score is not biased by the choice. Results go to ``benchmarks/results/learning.json`` and ``.md``,
+curves to ``benchmarks/figures/learning.png``, each run's own files below ``--out``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RIVALS = ["random", "naive", "heuristic", "best_static", "best_adaptive"]
 
 
 def one_run(task: TaskSpec, seed: int, steps: int, out: Path) -> dict[str, Any]:
-    """Train once; wall time, curve, rise and scores."""
+    """Train once; returns wall time, learning curve, improvement and scores."""
     settings = PpoSettings()
     envs = VectorInferenceEnv(
         settings.n_envs, task.task_id, observation=OBSERVATION, action=ACTION, autoreset_mode="SameStep"
@@ -66,7 +66,7 @@ def _mean_by_end(episodes: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
-    """PPO over its training seeds, and paired with every rival on the same held-out seeds."""
+    """Scores of PPO over its training seeds, and paired differences to other agents on the same held-out seeds."""
     rivals = compare(task, RIVALS, HELD_OUT_SEEDS)
     per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
     mean_of_runs = per_seed.mean(axis=0)
@@ -87,7 +87,7 @@ def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) ->
 
 
 def curves(results: dict[str, Any], path: Path) -> None:
-    """Mean return of the episodes that ended together, one line per training seed."""
+    """Plot the mean return of the episodes that ended together, one line per training seed."""
     figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = np.atleast_1d(figure.subplots(1, len(results)))

@@ -1,11 +1,11 @@
-"""Many sessions at once: 1,000 over HTTP, each with its connection, and 64 over WebSockets, against one server.
+"""Load test: 1,000 sessions over HTTP, each on its own connection, and 64 over WebSockets, against one server.
 
     python benchmarks/load.py                       starts a server of its own and stops it
     python benchmarks/load.py --url http://127.0.0.1:7860
 
-Bounded in count and time, and it talks to this machine only. Prints requests per second, latencies as the clients saw
-them (client and server share the processor), what was answered, and the most memory that the server ever held.
-Exit status 1 if anything but 200 was answered.
+Bounded in count and time, and restricted to servers on this machine. Prints requests per second, latencies as clients
+saw them (client and server share the processor), counts of the statuses, and the server's peak memory. Exit status 1
+if any answer was not 200.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MAX_SESSIONS, MAX_STEPS, MAX_WEBSOCKETS, MAX_SECONDS = 5_000, 1_000, 512, 900
 
 @dataclass
 class Report:
-    """What the clients saw."""
+    """Results of a load test as its clients saw them."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     latencies_s: dict[str, list[float]] = field(default_factory=dict)
     rewards: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    """Rewards of every session, by kind and seed: they can be compared with an episode played in process."""
+    """Rewards of every session by kind and seed, to compare them with episodes played in process."""
     took_s: float = 0.0
 
     def add(self, kind: str, status: str, took_s: float) -> None:
@@ -62,7 +62,7 @@ class Report:
 
 
 class Connection:
-    """One HTTP/1.1 connection that is kept; a few lines, so that the load is the server's and not the client's."""
+    """A keep-alive HTTP/1.1 connection; minimal, so that the server is measured and not the client."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
@@ -87,13 +87,13 @@ class Connection:
 
 
 def action(seed: int, step: int) -> dict[str, Any]:
-    """What the session with this seed does at this step; anybody can play it again."""
+    """Action of the session with this seed at this step: deterministic, so that the episode can be replayed."""
     rng = random.Random(1_000_003 * seed + step)
     return {"batch_size": rng.randint(1, 512), "kv_budget": round(rng.uniform(0.1, 1.0), 3)}
 
 
 def episode(seed: int, steps: int) -> dict[str, Any]:
-    """An episode that these steps finish: a server keeps unfinished ones for a day, and refuses more than so many."""
+    """Reset body of an episode that these steps finish; a server limits the unfinished ones that it keeps."""
     return {"task_id": 1 + seed % 3, "seed": seed, "config": {"episode_length": max(1, steps)}}
 
 
@@ -151,10 +151,10 @@ async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float
         ("seconds", seconds, MAX_SECONDS),
     ):
         if not 0 <= value <= most:
-            raise ValueError(f"{name}={value} is not allowed: at most {most}")
+            raise ValueError(f"{name}={value} is not allowed: it must be at most {most}")
     host, port = loopback(url)
     report = Report()
-    # Everybody connects first, and the clock starts when they begin together.
+    # All connect first; the clock starts when they begin together.
     start = asyncio.Barrier(sessions + sockets + 1)
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
         for seed in range(first_seed, first_seed + sessions):
@@ -168,7 +168,7 @@ async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float
 
 
 def loopback(url: str) -> tuple[str, int]:
-    """Host and port of a URL of this machine; others are refused."""
+    """Host and port of a URL of this machine; ValueError for any other."""
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
     try:
@@ -181,13 +181,13 @@ def loopback(url: str) -> tuple[str, int]:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit on open files of this process as far as the system lets it."""
+    """Raise this process's limit on open files to the system's hard limit."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def memory_mb(pid: int, what: str = "VmHWM") -> float:
-    """Most memory that a process ever had in RAM (VmHWM) or has now (VmRSS), in MB of 1e6 bytes."""
+    """Resident memory of a process, at its peak (VmHWM) or now (VmRSS), in MB of 1e6 bytes."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith(what))
 
@@ -238,14 +238,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help=f"steps of each session (at most {MAX_STEPS})")
     parser.add_argument("--websockets", type=int, default=64, help=f"WebSocket sessions (at most {MAX_WEBSOCKETS})")
     parser.add_argument("--seconds", type=float, default=120, help=f"give up after so long (at most {MAX_SECONDS})")
-    parser.add_argument("--workers", type=int, default=1, help="processes of the server that this starts")
-    parser.add_argument("--url", help="a server that runs on this machine already")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of the server that is started")
+    parser.add_argument("--url", help="a running server on this machine (default: start one)")
     args = parser.parse_args()
     allow_many_connections()
     with contextlib.ExitStack() as stack:
         url, pid = (args.url, None) if args.url else stack.enter_context(own_server(args.workers))
         report = asyncio.run(load(url, args.sessions, args.steps, args.websockets, args.seconds))
-        # With several workers the process that was started only minds the others.
+        # With several workers the process that was started only supervises the others.
         show(report, memory_mb(pid) if pid is not None and args.workers == 1 else None)
     return 1 if report.refused() else 0
 

@@ -1,8 +1,8 @@
-"""Are the tasks worth playing? Scores of all agents, constant against adaptive, what each knob is worth, and whether
-rewards point the same way as grades.
+"""Report on the tasks: scores of all agents, constant against adaptive policies, ablation of the knobs, and agreement
+of rewards and grades.
 
-    python benchmarks/tasks.py                       all of it: results/tasks.json, tasks.md, figures/
-    python benchmarks/tasks.py --skip-ablation       without the slow part: ablation searches anew for each knob
+    python benchmarks/tasks.py                       everything: results/tasks.json, tasks.md, figures/
+    python benchmarks/tasks.py --skip-ablation       without the slow ablation, which runs a new search for each knob
 
 Agents play the 30 held-out seeds that nothing was fitted to; intervals are 95 % Student t intervals over seeds,
 differences are paired by seed. A task's free parameters were chosen after its held-out scores had been seen, so the
@@ -37,7 +37,7 @@ ABLATED_TASK = 3
 CONFIRMED = ("random", "naive", "heuristic", "best_static", "best_adaptive")
 DRAWN_SEED = HELD_OUT_SEEDS[0]
 ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10)
-"""Every search starts from the free policy, so it needs less than finding that one did."""
+"""Budget of an ablation's search, which starts from the policy found without the ablation and so needs less."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +81,7 @@ def measure(task: TaskSpec) -> dict[str, Any]:
 
 
 def confirm(task: TaskSpec) -> dict[str, Any]:
-    """The claims on the confirmation seeds."""
+    """Paired differences on the confirmation seeds."""
     scores = {name: evaluate(name, task, CONFIRMATION_SEEDS).scores for name in CONFIRMED}
     return {
         "seeds": list(CONFIRMATION_SEEDS),
@@ -217,7 +217,7 @@ def draw_scores(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_episode(task: TaskSpec, path: Path) -> None:
-    """One episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
+    """Draw one episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
     import matplotlib.pyplot as plt
 
     load = load_source(task, load_tables()).draw([DRAWN_SEED], task.episode_length)

@@ -1,6 +1,6 @@
-"""Ask pip-audit whether a pinned dependency has a known vulnerability: `make audit`.
+"""Check the pinned dependencies for known vulnerabilities with pip-audit: `make audit`.
 
-Exit status 1 if one has. Where the advisory source cannot be reached nothing is known: it says so and ends with 0.
+Exit status 1 if there is one. If the advisory source cannot be reached, the script says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIMEOUT_S = 300
 
 
 def audit(requirements: Path) -> Mapping[str, Any] | None:
-    """What pip-audit reports on a complete, hashed requirements file; None if it could not ask."""
+    """Report of pip-audit on a complete, hashed requirements file; None if the advisory source cannot be reached."""
     command = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", "--format", "json"]
     command += ["--progress-spinner", "off", "--timeout", "10", "--requirement", str(requirements)]
     try:
@@ -34,8 +34,8 @@ def audit(requirements: Path) -> Mapping[str, Any] | None:
 def verdict(report: Mapping[str, Any] | None) -> tuple[int, str]:
     """Exit status and text for a report.
 
-    A source that does not know a package has not cleared it: pip-audit says "no known vulnerabilities" then, and this
-    does not.
+    Packages that the source does not know are reported as not audited; pip-audit alone would report no known
+    vulnerabilities for them.
     """
     if report is None:
         return 0, "NOT AUDITED: the advisory source cannot be reached from here. Run `make audit` where it can."
@@ -43,7 +43,7 @@ def verdict(report: Mapping[str, Any] | None) -> tuple[int, str]:
     audited = [package for package in packages if "vulns" in package]
     skipped = [package["name"] for package in packages if "vulns" not in package]
     if not audited:
-        return 0, f"NOT AUDITED: the source that answers here has advisories for none of {len(packages)} packages."
+        return 0, f"NOT AUDITED: the advisory source that answers here knows none of the {len(packages)} packages."
     lines = [
         f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in {vulnerability['fix_versions']}"
         for package in audited

@@ -1,4 +1,4 @@
-"""Check that all data say whose they are: ``python scripts/check_data_notices.py``.
+"""Check that all data files name their source and licence: ``python scripts/check_data_notices.py``.
 
 Every file of a data folder must stand in a table row of the README.md beside it (or in the nearest one above it, by
 its path from there), and that row must name a licence. Measured files must have the checksum that ``SHA256SUMS``
@@ -16,14 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("simulator/data", "server/web/data")
 MEASURED = ROOT / "simulator/data/measured"
-# What a licence is called in a notice, and how the name of its text begins where that text must be passed on.
+# Name of each licence in a notice, and the beginning of its text's file name if the text must be distributed.
 LICENCES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "CC-BY-4.0": None}
 NO_LICENCE = "the source states none: only aggregate statistics are here"
 ABOUT_DATA = ("README.md", "SHA256SUMS")
 
 
 def data_files() -> list[Path]:
-    """Data that git tracks, without the notices themselves."""
+    """Data files that git tracks, without the notices themselves."""
     command = ["git", "ls-files", "-z", "--", *FOLDERS]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     paths = [ROOT / name for name in listed if name and (ROOT / name).exists()]
@@ -65,7 +65,7 @@ def changed_measurements() -> list[str]:
     """Measured files whose content or name differs from ``SHA256SUMS``."""
     stated = dict(reversed(line.split()) for line in (MEASURED / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
     present = {path.name: path for path in MEASURED.glob("*.csv")}
-    found = [f"{name}: in SHA256SUMS, but not there" for name in sorted(stated.keys() - present.keys())]
+    found = [f"{name}: listed in SHA256SUMS, but missing" for name in sorted(stated.keys() - present.keys())]
     for name, path in sorted(present.items()):
         if hashlib.sha256(path.read_bytes()).hexdigest() != stated.get(name):
             found.append(f"{path.relative_to(ROOT)}: not the file that SHA256SUMS states")
@@ -73,7 +73,7 @@ def changed_measurements() -> list[str]:
 
 
 def missing_texts() -> list[str]:
-    """Licences of measured files whose text is not passed on."""
+    """Licences of measured files whose text is missing from ``licenses/``."""
     texts = [path.name for path in (MEASURED / "licenses").iterdir()]
     needed = {LICENCES[name] for path in data_files() if path.parent == MEASURED for name in licences_of(path)}
     return [
@@ -84,7 +84,7 @@ def missing_texts() -> list[str]:
 
 
 def problems() -> list[str]:
-    """Everything that is missing or wrong."""
+    """All problems found."""
     return [*unlicensed(), *changed_measurements(), *missing_texts()]
 
 

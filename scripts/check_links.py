@@ -1,7 +1,7 @@
 """Check the links of the documents without a network: ``python scripts/check_links.py``.
 
 Every relative link must lead to a file of the repository, every fragment to a heading of its document, every address
-to a well-formed URL of https (or of this machine). Prints what does not and exits with 1.
+to a well-formed URL of https (or of this machine). Prints links that do not and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def anchors(text: str) -> set[str]:
 
 
 def targets(text: str) -> Iterator[str]:
-    """Where the links and pictures outside code lead."""
+    """Targets of links and pictures outside code."""
     for match in LINK.finditer(CODE.sub("", FENCE.sub("", text))):
         yield match["target"] or match["attribute"]
 
 
 def problem(document: Path, target: str) -> str | None:
-    """What is wrong with one link, or None."""
+    """Reason why a link is wrong; None if it is right."""
     parts = urlsplit(target)
     if parts.scheme:
         local = parts.hostname in ("localhost", "127.0.0.1")

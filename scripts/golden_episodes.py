@@ -1,9 +1,9 @@
-"""Golden episodes: numbers of every task, pinned in a file: ``python -m scripts.golden_episodes [--write]``.
+"""Golden episodes: recorded numbers of every task, for regression tests: ``python -m scripts.golden_episodes``.
 
 An episode holds random actions for some seconds each, so that fleets restart, queues overflow and memory runs out.
-``tests/golden/episodes.json`` keeps its actions and, for every step, all that the episode gave: metrics, reward and its
-terms, observation, workload, state, and grades of the log so far. ``tests/test_golden_episodes.py`` plays the actions
-again. Without ``--write`` the command prints what differs; with it the file is written anew, and its digest wants a
+``tests/golden/episodes.json`` keeps its actions and the numbers of every step: metrics, reward and its terms,
+observation, workload, state, and grades of the log so far. ``tests/test_golden_episodes.py`` replays the actions.
+Without ``--write`` the command prints the differences; with it the file is written anew, and its new digest needs a
 line with the reason in ``tests/golden/CHANGES.md``.
 """
 
@@ -37,12 +37,12 @@ FOLDER: Final = Path(__file__).resolve().parent.parent / "tests" / "golden"
 EPISODES_FILE: Final = FOLDER / "episodes.json"
 CHANGES_FILE: Final = FOLDER / "CHANGES.md"
 EXTREME_TASKS_FILE: Final = FOLDER / "extreme_tasks.json"
-"""Tasks that reach what the registered ones do not: prompts longer than a KV pool, thousands of requests a second."""
+"""Tasks with extremes that no registered task has: prompts longer than a KV pool, thousands of requests a second."""
 
 SEEDS: Final = (7, 3_000_000_000_250)
 """One seed of a single 32-bit word and one of two, whose noise is cut; the second has a configuration of its own."""
 TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
-"""These tasks have no randomness: each seed stands for other actions."""
+"""Traffic tasks have no randomness: each seed draws other actions."""
 SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
 TRAFFIC_CONFIG: Final = {
     "server_capacity": 110.0,
@@ -78,7 +78,7 @@ def play(episode: Mapping[str, Any]) -> tuple[list[Row], dict[str, Row]]:
 
 @contextmanager
 def _extreme_tasks() -> Iterator[None]:
-    """Registers the extreme tasks."""
+    """Context in which the extreme tasks are registered."""
     before = os.environ.get(TASKS_ENV)
     os.environ[TASKS_ENV] = str(EXTREME_TASKS_FILE)
     try:
@@ -94,7 +94,7 @@ def _play_serving(
 ) -> tuple[list[Row], dict[str, Row]]:
     env = InferenceEnv(task_id=task_id)
     env.reset(seed=seed, config=config)
-    # A batch of one tells the metrics that the scalar environment keeps to itself.
+    # A batch with one row has metrics that the scalar environment does not return.
     batch = ServingBatch(env.task, 1, env.config)
     batch.reset([seed])
     rows = [_serving_row(env, batch)]
@@ -144,7 +144,7 @@ def _traffic_row(env: TrafficEnv, batch: TrafficBatch) -> Row:
 
 
 def _grade_steps(n_steps: int) -> list[int]:
-    """After how many steps the log is graded: early ones too, where no part has reached its bound yet."""
+    """Step numbers after which the log is graded, early ones too, where no part of the grade has reached its bound."""
     return sorted({max(1, n_steps // part) for part in (32, 16, 8, 4, 2, 1)})
 
 
@@ -167,7 +167,7 @@ def flat(name: str, value: Any) -> Row:
 
 
 def differences(episode: Mapping[str, Any]) -> Iterator[str]:
-    """What an episode gives now and did not when it was recorded: task, seed, step, field, expected and got."""
+    """Differences of a replay from the recording, as text: task, seed, step, field, expected and actual value."""
     who = f"{episode['family']} task {episode['task_id']!r}, seed {episode['seed']}"
     rows, grades = play(episode)
     expected_rows = [episode["reset"], *unpack(episode["columns"])]
@@ -205,7 +205,7 @@ def load(path: Path = EPISODES_FILE) -> list[Episode]:
 
 
 def digest(path: Path = EPISODES_FILE) -> str:
-    """Name of this version of the file: the first 16 digits of its SHA-256."""
+    """Digest that identifies this version of the file: the first 16 digits of its SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -230,7 +230,7 @@ def pack(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def unpack(columns: Mapping[str, Any]) -> list[Row]:
-    """Rows of :func:`pack`."""
+    """Undo :func:`pack`."""
     values: dict[str, list[Any]] = {}
     for name, listed in columns.items():
         if isinstance(listed, str):
@@ -250,7 +250,7 @@ def _rounded(value: Any) -> Any:
 
 
 def write(path: Path = EPISODES_FILE) -> None:
-    """Draw the actions, play them, and write what they give: one line a column."""
+    """Draw the actions, play them, and write the file, one line per column."""
     texts = []
     for episode in planned():
         rows, grades = play(episode)
@@ -293,7 +293,7 @@ def planned() -> Iterator[Episode]:
 
 
 def _generator(task_id: TaskId, seed: int) -> np.random.Generator:
-    """Other actions for every task."""
+    """Generator of actions, seeded by task and seed."""
     return np.random.default_rng([seed, *str(task_id).encode()])
 
 
@@ -304,7 +304,7 @@ def _episode(family: str, task_id: TaskId, seed: int, config: Mapping[str, Any],
 def _serving_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
     """Knobs from the whole action space, held for 2 to 14 seconds each.
 
-    Half of the time precision and prefill placement stay: else a fleet would never be done with restarting.
+    Half of the time precision and prefill placement do not change; otherwise a fleet would restart without end.
     """
     held: list[Any] = []
     disagg, tier = False, 0
@@ -337,7 +337,7 @@ def _traffic_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
 
 
 def main() -> int:
-    """Compare with the file, or write it; returns the exit status."""
+    """Compare with the recorded file, or write it; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the file anew")
     if parser.parse_args().write:

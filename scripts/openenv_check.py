@@ -1,9 +1,9 @@
-"""Ask OpenEnv's own validator for its three verdicts: the directory, the runtime graders, and a running server.
+"""Run OpenEnv's own validator on the directory, on the runtime graders and on a running server.
 
     .venv/bin/python scripts/openenv_check.py
 
-The runtime graders normally build an image and start it with Docker. Here they talk to the server started as a plain
-process, so they also run where no Docker daemon does; the two checks that need isolation are reported as skipped.
+The runtime graders normally build an image and start it with Docker. Here the server is a plain process, so that they
+run without Docker too; the two checks that need isolation are reported as skipped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLAN = ROOT / "scripts/openenv_plan.json"
 
 
 def main() -> int:
-    """Print every verdict; 0 when none of them is a failure."""
+    """Run all checks and print their verdicts; returns 0 if none failed."""
     with tempfile.TemporaryDirectory(prefix="openenv-check-") as folder:
         tree = copy_of_the_tree(Path(folder) / "tree")
         directory = openenv("validate", str(tree), "--level", "static")
@@ -54,12 +54,12 @@ def main() -> int:
 
 
 def openenv(*arguments: str) -> int:
-    """Run OpenEnv's command line; what it prints is the report."""
+    """Run OpenEnv's command line, which prints its report."""
     return subprocess.run([BIN / "openenv", *arguments], check=False).returncode
 
 
 def runtime_graders(tree: Path, artifacts: Path) -> int:
-    """Play the probe through OpenEnv's graders; a grader that fails or cannot run makes it 1."""
+    """Play the probe with OpenEnv's graders; returns 1 if a grader fails or cannot run."""
     manifest = tree / "openenv.yaml"
     manifest.write_text(manifest.read_text(encoding="utf-8").rstrip() + EXECUTION, encoding="utf-8")
     (tree / "validation").mkdir()
@@ -73,7 +73,7 @@ def runtime_graders(tree: Path, artifacts: Path) -> int:
 
 
 def copy_of_the_tree(destination: Path) -> Path:
-    """What git tracks: the validator refuses the symbolic links of a virtual environment."""
+    """Copy the files that git tracks: the validator refuses the symbolic links of a virtual environment."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).exists():
@@ -90,15 +90,15 @@ class RunningServer:
     base_url: str
 
     def inspect(self) -> dict[str, Any]:
-        """What the report says about the container."""
+        """Description of the container for the report."""
         return {"pid": self.process.pid}
 
     def logs(self, max_bytes: int = 65536) -> str:
-        """The server writes to this process's own output."""
+        """No logs: the server writes to this process's own output."""
         return ""
 
     def stop(self) -> None:
-        """End the server; it has ten seconds to finish what it does."""
+        """Stop the server; it has ten seconds to finish running requests."""
         self.process.terminate()
         self.process.wait(10)
 
@@ -111,17 +111,17 @@ class ProcessProvider:
     supported_network_modes = frozenset({"public", "no-network"})
 
     def build(self, root: Path, execution: object) -> str:
-        """There is no image; the validator wants the form of a digest."""
+        """Stand-in for an image's digest, in the form that the validator expects; nothing is built."""
         return "sha256:" + "0" * 64
 
     def start(self, spec: object) -> RunningServer:
-        """A healthy server on a free port."""
+        """Start a server on a free port and wait until it is healthy."""
         return start_server()
 
 
 @contextmanager
 def served() -> Iterator[RunningServer]:
-    """A server for the length of a block."""
+    """Context with a running server, stopped at its end."""
     running = start_server()
     try:
         yield running

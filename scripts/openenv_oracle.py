@@ -1,10 +1,10 @@
-"""The oracle that openenv.yaml declares: plays its tasks with the best policy that the solver found.
+"""Oracle agent that openenv.yaml declares: plays its tasks with the best policy that the solver found.
 
     python scripts/openenv_oracle.py [--split train] [--seed 10000] [--url http://localhost:7860]
 
-Prints one JSON object per task: the mean reward and the grade of the oracle, and of an engine's defaults on the same
-traffic. Plays in process, or with ``--url`` on a server, and then from observations that came over HTTP. Exits with 1
-if the defaults reach the oracle on any task.
+Prints one JSON object per task: the mean reward and the grade of the oracle, and of the naive baseline (default knobs)
+on the same traffic. Plays in process, or with ``--url`` on a server, from observations received over HTTP. Exits with 1
+if the baseline scores as high as the oracle on any task.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Play = Callable[[TaskSpec, str, int], dict[str, float]]
 
 
 def main() -> int:
-    """Play the split's tasks; 1 when the oracle is no better than the defaults somewhere."""
+    """Play the split's tasks; returns 1 if the oracle is not better than the naive baseline on each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--split", choices=["train", "test"], default="train", help="as in the Task API")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEEDS[0], help="one that no policy was fitted on")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def play_here(task: TaskSpec, agent: str, seed: int) -> dict[str, float]:
-    """One episode in this process."""
+    """Play one episode in this process."""
     env = InferenceEnv(task_id=task.task_id, seed=seed)
     rewards = _play(env, make_agent(agent, task), task)
     return {
@@ -60,7 +60,7 @@ def play_here(task: TaskSpec, agent: str, seed: int) -> dict[str, float]:
 
 
 def play_on(url: str) -> Play:
-    """Episodes on a server."""
+    """Function that plays episodes on a server."""
 
     def play(task: TaskSpec, agent: str, seed: int) -> dict[str, float]:
         with InferenceGymHTTP(url) as env:

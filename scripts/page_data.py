@@ -1,4 +1,4 @@
-"""Write what the page shows without computing it: measured against predicted figures, and an example of a request log.
+"""Write the page's static data: measured and predicted values for the Fidelity tab, and an example request log.
 
     python scripts/page_data.py [--check]
 
@@ -55,7 +55,7 @@ METRIC_NAMES: Final = {
 
 
 def fidelity() -> dict[str, Any]:
-    """Everything the tab shows, as JSON."""
+    """Data of the Fidelity tab, as JSON."""
     tables = load_tables()
     served = hardware_comparisons()
     return {
@@ -129,7 +129,7 @@ def _served_errors(served: Sequence[HardwareComparison]) -> list[dict[str, Any]]
 
 
 def example_log() -> str:
-    """The first minutes of a shipped trace as the plainest of the formats that logs are read in."""
+    """The first minutes of a shipped trace as CSV."""
     task = get_task(EXAMPLE_TASK)
     assert task.trace is not None
     log = load_trace(task.trace)[0]
@@ -144,7 +144,7 @@ def _rounded(value: float) -> float:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Where two such files differ by more than the tolerance."""
+    """Differences between two such files beyond the tolerance, as text."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         return [found for key in old for found in differences(old[key], new[key], f"{path}.{key}")]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
@@ -159,7 +159,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def stale() -> list[str]:
-    """What the files on disk say otherwise than the code would now."""
+    """Differences between the files on disk and what the code gives now."""
     found = differences(json.loads(FIDELITY.read_text(encoding="utf-8")), json.loads(json.dumps(fidelity())))
     if EXAMPLE.read_text(encoding="utf-8") != example_log():
         found.append(f"{EXAMPLE.name} is not the beginning of {EXAMPLE_TASK}")
@@ -167,7 +167,7 @@ def stale() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write, or check, the data that the page carries.")
+    parser = argparse.ArgumentParser(description="Write or check the static data of the web page.")
     parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
     if parser.parse_args().check:
         found = stale()

@@ -2,8 +2,8 @@
 
 A block stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Some come from the code (tables of fields,
 tasks, settings, paths), some from files that a benchmark wrote under ``benchmarks/results/``. A block whose benchmark
-has not been run stays as it is, and is named. With ``--check`` nothing is written and the exit status tells whether
-every other block is up to date.
+has not been run is named and left as it is. With ``--check`` nothing is written, and the exit status is 1 if any other
+block is out of date.
 """
 
 from __future__ import annotations
@@ -150,14 +150,14 @@ def settings() -> str:
 
 
 def endpoints() -> str:
-    """Paths of the HTTP interface, from the document that the server itself serves."""
+    """Paths of the HTTP interface, from the server's openapi.json."""
     from server.app import create_app
     from server.settings import Settings
 
     described = create_app(Settings(store_url="memory://")).openapi()["paths"]
     lines = ["| method | path | what it does |", "|---|---|---|"]
     for path, methods in described.items():
-        # Below them stands OpenEnv's own interface, which OpenEnv documents.
+        # OpenEnv's own interface is documented by OpenEnv.
         if "{env_name}" in path or path.rsplit("/", 1)[1] in OPENENV_PATHS:
             continue
         lines += [f"| {method.upper()} | `{path}` | {told['summary']} |" for method, told in methods.items()]
@@ -182,7 +182,7 @@ def traffic_tasks() -> str:
 
 
 def traffic_scores() -> str:
-    """Final score and return of every controller beside the exact optimum; what ``bench_traffic.py`` prints."""
+    """Final score and return of every traffic controller and of the exact optimum, as ``bench_traffic.py`` prints."""
     from agents.traffic_report import compare_traffic
     from inferencegym.traffic import list_traffic_tasks
 
@@ -206,7 +206,7 @@ def exact(row: dict[str, Any], key: str) -> str:
 
 SCORE_ROWS = {
     "random": "random",
-    "naive": "naive (an engine's defaults)",
+    "naive": "naive (default knob values)",
     "hill_climb": "hill climbing",
     "heuristic": "heuristic",
     "best_static": "best constant setting",
@@ -233,7 +233,7 @@ def scores() -> str:
 
 
 def written(name: str) -> Callable[[], str]:
-    """A block whose text a benchmark wrote."""
+    """Block with the text of a benchmark's result file."""
 
     def read() -> str:
         return (RESULTS / f"{name}.md").read_text(encoding="utf-8").strip()
@@ -263,7 +263,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """The document with every block filled whose figures were measured."""
+    """Fill the blocks of a document; blocks whose benchmark has not been run stay as they are."""
 
     def fill(match: re.Match[str]) -> str:
         try:

@@ -1,10 +1,10 @@
-"""Lay out what `openenv push` uploads, without changing this repository's own top level.
+"""Copy the files for `openenv push` into a folder of their own, in the layout that OpenEnv expects.
 
     python scripts/stage_openenv.py DIRECTORY && openenv push DIRECTORY --repo-id NAME/inference_gym
 
 `openenv push` wants a package at its root (`__init__.py`, `client.py`) beside the manifest, and uploads everything it
-finds. The directory gets what the image is built from, these two files, the oracle that the manifest names, and the
-validator's plan; no tests, benchmarks, virtual environments or build products.
+finds. The folder gets the files that the image is built from, these two files, the oracle that the manifest names, and
+the validator's plan; no tests, benchmarks, virtual environments or build products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def stage(destination: Path) -> list[Path]:
 
 
 def _tracked() -> list[str]:
-    """Files that git tracks, or would offer to: what a build leaves behind is ignored."""
+    """Files that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
@@ -74,7 +74,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Stage and say how much."""
+    """Copy the files and print their number and size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="a new or empty directory")
     args = parser.parse_args()

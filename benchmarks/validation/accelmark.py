@@ -45,7 +45,7 @@ SEEDS = range(5)
 
 @dataclass(frozen=True, slots=True)
 class ServedComparison:
-    """One measured figure of one run and its prediction, in the unit that the metric names."""
+    """One measured metric of one run and its prediction, in the unit that the metric's name states."""
 
     version: str
     precision: str
@@ -55,15 +55,15 @@ class ServedComparison:
     predicted: float
 
     def relative_error(self) -> float:
-        """Signed: positive when the prediction is larger."""
+        """Signed relative error: positive when the prediction is larger."""
         return self.predicted / self.measured - 1.0
 
 
 def accelmark_comparisons(version: str = "0.20.1", precision: str = "BF16") -> list[ServedComparison]:
-    """Every figure of the runs with standard prompts of one engine version in one precision, measured and predicted.
+    """Every metric of the runs with standard prompts of one engine version in one precision, measured and predicted.
 
     Predictions are means over seeds (which draw arrivals and the order of lengths). The vLLM 0.20.1 runs in W8A8 and
-    W4A16 ran without CUDA graphs, which the engine profile does not model: expect them to be predicted too fast.
+    W4A16 ran without CUDA graphs, which the engine profile assumes: their predictions are too fast.
     """
     tier, runs = TIER_OF_PRECISION[precision], _runs(version, precision)
     served = operator_model(CARD, tier, ENGINE_OF_VERSION[version])
@@ -171,7 +171,7 @@ def _outcome(row: dict[str, str], model: OperatorModel, version: str, precision:
 
 
 def _figures(row: dict[str, str], outcome: Outcome) -> dict[str, float]:
-    """The figures of an outcome that the row states."""
+    """The metrics that the row states, computed from a simulated outcome."""
     ttft, tpot = outcome.ttft_ms(), outcome.tpot_ms()
     scenario = row["scenario"]
     if scenario == "offline":

@@ -1,4 +1,4 @@
-"""The serving dynamics beside the discrete-event reference: the same requests, knobs and operator times, both served.
+"""Comparison of the serving dynamics with the discrete-event reference on the same requests, knobs and operator times.
 
 A :class:`Case` is one load on one fleet under one action. :func:`reference` serves it iteration by iteration,
 :func:`dynamics` with the environment's own second-by-second dynamics; both return :class:`Seen`.
@@ -24,7 +24,7 @@ from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
 from simulator.whatif import STEP_S, serve_requests, steady_requests
 from simulator.workload import load_source
 
-# Card, engine profile and table that belong together.
+# Engine profile and table of each card.
 SYSTEMS = {"40gb": ("a100-40gb", "a100_40", DEFAULT_TABLE), "80gb": ("a100-80gb", "vllm_v1", TABLE_80GB)}
 METRICS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "throughput_tok_s", "makespan_s")
 TASK_SECONDS = 60
@@ -32,7 +32,9 @@ TASK_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a client of the fleet measures. TPOT is the median over requests, throughput output tokens over makespan."""
+    """Metrics as a client of the fleet measures them.
+
+    TPOT is the median over requests, throughput is output tokens over makespan."""
 
     ttft_p50_ms: float
     ttft_p99_ms: float
@@ -63,7 +65,7 @@ class Case:
 def act(
     batch_size: int = 128, kv_budget: float = 1.0, spec_length: int = 0, disagg: bool = False, tier: str = "FP16"
 ) -> ServeAction:
-    """An action, by keyword."""
+    """Action with the given knobs."""
     return ServeAction(kv_budget, spec_length, batch_size, disagg, QuantTier[tier])
 
 
@@ -160,7 +162,7 @@ def task_requests(task: TaskSpec, seed: int, n_steps: int, start_step: int = 0) 
 
 
 def task_cases(seed: int = 1000) -> Iterator[Case]:
-    """A minute of every task's traffic, its first flood within, under several constant actions."""
+    """A minute of every task's traffic that contains its first flood, under several constant actions."""
     actions = {
         "b32": act(32),
         "b64 kv.5": act(64, 0.5),
@@ -255,7 +257,7 @@ def recorded_cases() -> Iterator[Case]:
 
 
 def closed_cases() -> Iterator[Case]:
-    """Clients that each send their next request when the last is answered."""
+    """Closed loops: clients that each send their next request when the last is answered."""
     for clients in (1, 8, 64):
         log = replace(
             steady_requests(1, max(60, 6 * clients), 247, 350, 0.55), arrival_s=np.zeros(max(60, 6 * clients))

@@ -1,4 +1,4 @@
-"""The serving dynamics beside served loads on a real A100-80GB (AccelMark), request by request the same load.
+"""Comparison of the serving dynamics with served loads on a real A100-80GB (AccelMark), with the same requests.
 
 AccelMark draws its arrivals from Python's generator with seed 42, one generator per scenario, its rates in ascending
 order: the same draws are made here, and reproduce the request counts that the runs report. Prompts are the source's,
@@ -39,13 +39,13 @@ SERVED_SLOTS = {"0.20.1": 128, "0.7.3": 256}
 OFFLINE_SLOTS = 512
 SCENARIOS = ("interactive", "sustained", "offline", "online", "burst")
 INTERACTIVE_REQUESTS, SUSTAINED_REQUESTS, OFFLINE_REQUESTS, ONLINE_REQUESTS = 150, 400, 100, 300
-# What the source's load generator draws per window, in multiples of the expected number.
+# Requests that the source's load generator draws per window, in multiples of the expected number.
 DRAWN_PER_EXPECTED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareComparison:
-    """One measured figure of one run and what the dynamics say, in the metric's unit."""
+    """One measured metric of one run and its simulated value, in the metric's unit."""
 
     version: str
     suite: str
@@ -57,7 +57,7 @@ class HardwareComparison:
 
     @property
     def group(self) -> str:
-        """What the row was used for."""
+        """Group of the row in reports: engine version, precision, and calibration or held out."""
         if self.version == "0.20.1" and self.precision != "BF16":
             return "0.20.1 quantised (eager)"
         if self.precision == "BF16" and self.suite == "suite_A" and self.scenario != "burst":
@@ -65,7 +65,7 @@ class HardwareComparison:
         return f"{self.version} {'BF16' if self.precision == 'BF16' else 'quantised'}, held out"
 
     def relative_error(self) -> float:
-        """Signed: positive when the prediction is larger."""
+        """Signed relative error: positive when the prediction is larger."""
         return self.predicted / self.measured - 1.0
 
 
@@ -108,7 +108,7 @@ def _tables(version: str, offline: bool) -> ServingTables:
 
 
 def _rows(version: str) -> list[dict[str, str]]:
-    """The first row of each suite, precision, scenario and rate: repetitions differ in nothing that matters here."""
+    """The first row of each suite, precision, scenario and rate; repetitions are left out."""
     chosen: dict[tuple[str, ...], dict[str, str]] = {}
     for row in measured.rows("accelmark_a100_80gb.csv"):
         key = (row["suite"], row["precision"], row["scenario"], row["target_qps"])
@@ -127,7 +127,7 @@ def _compare(row: dict[str, str], version: str, step_s: float) -> Iterator[Hardw
 
 
 def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, float]:
-    """The figures that the row states, as the dynamics see them."""
+    """The metrics that the row states, computed with the dynamics."""
     scenario, mean = row["scenario"], _mean_output(row, version)
     if scenario == "offline":
         served = _serve(row, version, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
@@ -151,7 +151,7 @@ def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, floa
             "tpot_ms_p50": float(np.median(served.tpot_ms)),
             "elapsed_s": served.makespan_s(),
         }
-    # The clients' common start and the last requests are not what a sustained run measures.
+    # A sustained run does not measure the clients' common start and the last requests.
     rate = served.metric["tokens_per_sec"]
     steady = rate[len(rate) // 10 : -len(rate) // 4]
     ttft, weight = ttft_samples(served.record[1:])

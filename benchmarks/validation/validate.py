@@ -1,4 +1,4 @@
-"""How far the step model and the committed table are from runs on real A100s.
+"""Errors of the step model and of the shipped table against measured runs on real A100s.
 
 The measured runs are static batches of LLM-Inference-Bench (Argonne) on A100-40GB cards: ``batch`` equal prompts at
 once, the time until the last of ``batch * output_len`` tokens. vLLM's rows split into six that fitted the two
@@ -66,13 +66,13 @@ class Comparison:
     predicted_s: float
 
     def relative_error(self) -> float:
-        """Signed: positive when the prediction is too slow."""
+        """Signed relative error: positive when the prediction is too slow."""
         return self.predicted_s / self.row.latency_s - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Relative errors of some comparisons: of their absolute values median, p90 and worst; ``bias`` is the mean."""
+    """Relative errors of a group: median, p90 and worst of their absolute values; ``bias`` is their mean."""
 
     group: str
     rows: int
@@ -113,8 +113,8 @@ def argonne_errors() -> list[ErrorSummary]:
 def table_vs_argonne(table_path: Path | str = TABLE_PATH) -> list[ErrorSummary]:
     """Errors of batch latencies composed from a table's ``decode_ms`` and ``prefill_saturated_ms``.
 
-    Only rows that fit the cache: the composition has no preemption. The table speaks for its own engine profile, so
-    part of the error is the difference between that engine and the measured one.
+    Only rows that fit the cache: the composition has no preemption. The table holds the times of its own engine
+    profile, so part of the error is the difference between that engine and the measured one.
     """
     table = _TableSteps(Path(table_path))
     rows = [row for row in argonne_rows() if row.fits_cache()]
@@ -200,7 +200,7 @@ class _TableSteps:
         """All prompts one after the other, then one decode iteration per output token at a growing context."""
         contexts = row.input_tokens + 1.0 + np.arange(row.output_tokens - 1)
         decode = sum(self._at(self.decode, row.batch, context) for context in contexts)
-        # The prompts of a static batch find nothing to hide behind: the batch-1 column.
+        # The prompts of a static batch are not overlapped with decoding: the batch-1 column.
         return (row.batch * self._at(self.prefill, 1, row.input_tokens) + float(decode)) / 1e3
 
     def _at(self, values: np.ndarray[tuple[int, int], np.dtype[np.float64]], batch: float, length: float) -> float:
