@@ -1,9 +1,9 @@
-"""Film a race on the page, and take a picture of it on a desktop (the README's) and one on a phone.
+"""Record the web page: an animated GIF of a race, and screenshots on a desktop (for the README) and on a phone.
 
     python scripts/record_demo.py [--url http://localhost:7860] [--out benchmarks/figures]
 
-Without ``--url`` a server is started for it. Needs Chromium and the requirements for training (Pillow comes with them).
-Frames are shown by the race's own clock, so the film is the same length however slow the machine is that records it.
+Without ``--url`` the script starts a server. Needs Chromium and the requirements for training (Pillow comes with them).
+Frames are timed by the race's own clock, so that the speed of the recording machine does not change the film's length.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ FILM_WIDTH: Final = 880
 FILM_LIMIT_BYTES: Final = 5_000_000
 PICTURE_LIMIT_BYTES: Final = 150_000
 MS_PER_SECOND: Final = 90
-"""How long a second of the race is on the film."""
+"""Milliseconds of film per second of the race."""
 END_MS: Final = 5_000
 START_S: Final = 30
 
 ORDER: Final = ("quant_tier", "batch_size", "kv_budget", "prefill_disagg", "spec_length")
-"""In which the person in the film moves the sliders, one every few seconds, towards the best constant setting known."""
+"""Order in which the film moves the sliders, one every few seconds, towards the best known constant action."""
 EVERY_S: Final = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Film a race on the page and take pictures of it.")
+    parser = argparse.ArgumentParser(description="Record a film and screenshots of a race on the web page.")
     parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="where the files go")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="folder for the files")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     server = contextlib.nullcontext(options.url) if options.url else running_server()
@@ -115,7 +115,7 @@ def _wait_for(url: str) -> None:
 
 
 def film(browser: Browser, url: str, path: Path) -> Path:
-    """A whole race as an animated GIF."""
+    """Record a whole race as an animated GIF."""
     page = opened(browser, url, FILM_SIZE, "light")
     page.get_by_label("Speed").select_option("5")
     moves = best_moves(page, url)
@@ -135,7 +135,7 @@ def film(browser: Browser, url: str, path: Path) -> Path:
 
 
 def best_moves(page: Page, url: str) -> list[tuple[str, str]]:
-    """Knobs and slider positions that come nearest to the best constant setting, in the order of play."""
+    """Knobs and slider positions nearest to the best constant action, in the order in which they are moved."""
     body = {"task_id": TASK, "seed": SEED, "agent": "best_static"}
     answer = page.request.post(f"{url}/play", data=body).json()
     return [(knob, _nearest(page, knob, float(answer["action"][knob][0]))) for knob in ORDER]
@@ -153,14 +153,14 @@ def _nearest(page: Page, knob: str, value: float) -> str:
 
 
 def _value(text: str) -> float:
-    """The number that a slider's words stand for."""
+    """Value of a knob from the text of its slider."""
     named = {
         "no speculation": 0.0,
         "FP16": 0.0,
         "INT8": 1.0,
         "INT4": 2.0,
-        "prefill together": 0.0,
-        "prefill apart": 1.0,
+        "shared GPUs": 0.0,
+        "separate prefill": 1.0,
     }
     if text in named:
         return named[text]
@@ -169,7 +169,7 @@ def _value(text: str) -> float:
 
 
 def played(page: Page) -> int:
-    """Seconds of the race that are over."""
+    """Seconds of the race played so far."""
     found = re.search(r"(\d+) of 200", page.locator(".readings").inner_text())
     assert found
     return int(found[1])
@@ -193,7 +193,7 @@ def _write_film(frames: Sequence[tuple[int, bytes]], path: Path) -> None:
 
 
 def picture(browser: Browser, url: str, path: Path) -> Path:
-    """The end of a race on a desktop, in the dark theme."""
+    """Screenshot of the end of a race on a desktop, in the dark theme."""
     page = opened(browser, url, PICTURE_SIZE, "dark")
     page.get_by_label("Speed").select_option("1000")
     for knob, position in best_moves(page, url):
@@ -205,7 +205,7 @@ def picture(browser: Browser, url: str, path: Path) -> Path:
 
 
 def phone_picture(browser: Browser, url: str, path: Path) -> Path:
-    """The middle of a race on a phone."""
+    """Screenshot of the middle of a race on a phone."""
     page = opened(browser, url, PHONE_SIZE, "light")
     page.get_by_label("Speed").select_option("25")
     page.get_by_role("button", name="Start the race").click()

@@ -204,7 +204,7 @@ def test_the_link_to_a_run_replays_it_to_the_same_score(visit: Visit) -> None:
 
 def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
     page = visit().open("race?task=1&seed=8&you=nonsense")
-    expect(page.get_by_role("alert")).to_contain_text("The link holds no run")
+    expect(page.get_by_role("alert")).to_contain_text("does not contain a valid run")
 
 
 def test_the_log_of_a_race_is_downloaded_and_verified(visit: Visit, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_forged_log_is_shown_where_it_breaks(visit: Visit) -> None:
     page.get_by_role("button", name="A forged log").click()
     expect(page.locator("#panel-verify textarea")).to_have_value(re.compile("tokens_per_sec"))
     page.get_by_role("button", name="Replay and grade").click()
-    expect(page.locator("#panel-verify h2.bad")).to_have_text("Forged: it breaks at second 101")
+    expect(page.locator("#panel-verify h2.bad")).to_have_text("Forged: first difference at second 101")
     expect(page.locator("#panel-verify mark")).to_have_count(1)
     expect(page.locator("#panel-verify figure.chart")).to_have_count(3)
 
@@ -287,7 +287,7 @@ def test_what_is_no_log_is_refused_in_words(visit: Visit) -> None:
     page = visit().open("verify")
     page.locator("#panel-verify textarea").fill("Hello")
     page.get_by_role("button", name="Replay and grade").click()
-    expect(page.get_by_role("alert")).to_contain_text("This is no episode log")
+    expect(page.get_by_role("alert")).to_contain_text("This is not an episode log")
 
 
 # ---------------------------------------------------------------- your trace
@@ -300,11 +300,11 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
     page = visit().open("trace")
     page.locator("#panel-trace input[type=file]").set_input_files(log)
     page.get_by_label("Fixed batch size").fill("4")
-    page.get_by_role("button", name="What would they have done?").click()
+    page.get_by_role("button", name="Compare policies").click()
     expect(page.locator("#panel-trace table tbody tr")).to_have_count(3)
     expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
     expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
-    page.get_by_label("Of", exact=True).select_option("fixed")
+    page.get_by_label("Policy", exact=True).select_option("fixed")
     expect(page.locator("#panel-trace pre")).to_contain_text("max-num-seqs: 4")
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Download", exact=True).click()
@@ -313,11 +313,11 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
 
 def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(visit: Visit) -> None:
     page = visit().open("trace")
-    page.get_by_role("button", name="An example").click()
+    page.get_by_role("button", name="Load an example").click()
     expect(page.locator("#panel-trace textarea")).to_have_value(re.compile("arrival_s"))
     page.get_by_label("Fleet and objectives").select_option("azure-conv")
     page.locator("#panel-trace fieldset").get_by_label("Best static").check()
-    page.get_by_role("button", name="What would they have done?").click()
+    page.get_by_role("button", name="Compare policies").click()
     expect(page.locator("#panel-trace table")).to_contain_text("Best static")
     assert objections(page) == []
 
@@ -327,7 +327,7 @@ def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit)
     visitor.allowed_errors.append(REFUSED)
     page = visitor.open("trace")
     page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\nsoon,10,10\n")
-    page.get_by_role("button", name="What would they have done?").click()
+    page.get_by_role("button", name="Compare policies").click()
     expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'")
 
 

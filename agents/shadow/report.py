@@ -42,7 +42,7 @@ _KNOBS: Final = (
     ("kv_budget", "KV budget", None),
     ("spec_length", "draft tokens", None),
     ("quant_tier", "precision", ("FP16", "INT8", "INT4")),
-    ("prefill_disagg", "prefill apart", ("off", "on")),
+    ("prefill_disagg", "separate prefill", ("off", "on")),
 )
 
 

@@ -1,4 +1,4 @@
-/** The page's address: which tab, and what in it. `#race?task=3&seed=7&you=...` */
+/** The page's address, which holds the tab and its parameters: `#race?task=3&seed=7&you=...` */
 
 export function read() {
   const [tab, query = ""] = location.hash.slice(1).split("?");
@@ -17,7 +17,7 @@ export function link(tab, params = {}) {
 
 const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
-/** Actions as short text: only the seconds at which something changed, `second.kv-spec-batch-disagg-tier`. */
+/** Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`. */
 export function packActions(actions) {
   const parts = [];
   let last = "";
@@ -30,7 +30,7 @@ export function packActions(actions) {
   return `${actions.length}_${parts.join("_")}`;
 }
 
-/** The actions that `packActions` packed, or null if the text is no such thing. */
+/** Decode a text of `packActions`; null if the text is malformed. */
 export function unpackActions(text) {
   const [count, ...parts] = text.split("_");
   const changes = parts.map((part) => part.match(/^(\d+)\.(\d+)-(\d+)-(\d+)-([01])-([012])$/));

@@ -1,4 +1,4 @@
-/** The public API, nothing else: every request of the page goes through here. */
+/** Client of the public HTTP API: every request of the page goes through this module. */
 
 export class ApiError extends Error {
   constructor(status, detail) {
@@ -12,8 +12,8 @@ export class ApiError extends Error {
 const MAX_WAITS = 3;
 let site;
 
-/** Where the environments are, relative to the page. */
-async function place(environment, path) {
+/** URL of a path of an environment, relative to the page. */
+async function urlOf(environment, path) {
   site ??= request("site.json");
   return (await site)[environment] + path;
 }
@@ -33,7 +33,7 @@ async function request(url, body) {
   for (let waited = 0; ; waited++) {
     const answer = await send(url, options);
     if (answer.ok) return answer.json();
-    // A busy server says how long to wait; a play by hand is worth it.
+    // A busy server says how long to wait; waiting keeps the visitor's run.
     if ((answer.status === 429 || answer.status === 503) && waited < MAX_WAITS) {
       await sleep(1000 * Number(answer.headers.get("retry-after") ?? 1));
       continue;
@@ -52,18 +52,18 @@ async function send(url, options) {
 
 export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-export const get = async (path, environment = "serving") => request(await place(environment, path));
-export const post = async (path, body, environment = "serving") => request(await place(environment, path), body);
+export const get = async (path, environment = "serving") => request(await urlOf(environment, path));
+export const post = async (path, body, environment = "serving") => request(await urlOf(environment, path), body);
 
 /** A file of the page itself. */
 export const own = (path) => request(path);
 
-/** The address of the API as programs elsewhere see it. */
+/** Absolute URL of the API, for programs outside the page. */
 export const baseUrl = () => new URL("..", document.baseURI).href.replace(/\/$/, "");
 
 const kept = new Map();
 
-/** A GET whose answer does not change while the page is open. */
+/** GET a path once and keep the answer while the page is open. */
 export function once(path, environment = "serving") {
   const key = `${environment} ${path}`;
   if (!kept.has(key)) {

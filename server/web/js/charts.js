@@ -1,4 +1,4 @@
-/** Time charts: uPlot with our colours, limit lines, shaded floods, a readout, and words for screen readers. */
+/** Charts: uPlot with the page's colours, limit lines, shaded floods, a readout, and a summary for screen readers. */
 
 import { el } from "./dom.js";
 import { compact } from "./format.js";
@@ -8,13 +8,13 @@ const HEIGHT = 150;
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** After the theme changed. */
+/** Redraw all charts after a change of theme. */
 export function redrawAll() {
   for (const chart of charts) chart.recolour();
 }
 
 /**
- * One chart in a `figure`.
+ * Time chart in a `figure` element.
  *
  * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label}`; `log` makes the axis logarithmic,
  * `unit` stands in the title and readout, `sync` links the cursors of charts with the same key.
@@ -138,7 +138,7 @@ export class TimeChart {
     this.readout.replaceChildren(`${this.data[0][idx]} ${this.xLabel}: `, ...parts);
   }
 
-  /** The chart in a sentence, for those who do not see it. */
+  /** Write the chart's summary for screen readers. */
   say() {
     const parts = this.series.flatMap((s, i) => {
       const seen = this.data[i + 1].filter((v) => v !== null && v !== undefined);
@@ -179,7 +179,7 @@ export function floods(phases) {
   return stretches;
 }
 
-/** Predicted against measured on logarithmic axes, with the diagonal; `points` are {measured, predicted, key, name}. */
+/** Scatter chart of predicted against measured, logarithmic, with the diagonal; points {measured, predicted, key, name}. */
 export class Scatter {
   constructor({ title, unit, groups, points, height = 320 }) {
     Object.assign(this, { title, unit, groups, height });

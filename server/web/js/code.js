@@ -1,4 +1,4 @@
-/** Code to copy: each piece is a file that the tests run as it stands. */
+/** Code tab: examples to copy; each is a file that the tests run unchanged. */
 
 import { baseUrl, own } from "./api.js";
 import { copy, el, fill } from "./dom.js";
@@ -11,7 +11,7 @@ export async function start(panel) {
   const url = baseUrl();
   fill(panel,
     el("h2", { text: "From your own code" }),
-    el("p", { text: `This server: ${url}. Every piece below was run as it stands by the tests of this version.` }),
+    el("p", { text: `This server: ${url}. The tests of this version run every example below unchanged.` }),
     ...pieces.map((piece, i) => show(piece, texts[i].replaceAll(PLACEHOLDER, url).trimEnd())));
   return {};
 }

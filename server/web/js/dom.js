@@ -49,7 +49,7 @@ export function table(caption, head, rows) {
       el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell))))));
 }
 
-/** Say something to screen readers, politely. */
+/** Announce a text to screen readers, through a polite live region. */
 export function announce(text) {
   let region = document.getElementById("announcer");
   if (!region) {
@@ -59,19 +59,19 @@ export function announce(text) {
   region.textContent = text;
 }
 
-/** Replace what an element holds. */
+/** Replace the children of an element. */
 export function fill(node, ...children) {
   node.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
   return node;
 }
 
-/** What went wrong, in words, as an alert. */
+/** An alert with an error's message and what to do next. */
 export function problem(error) {
   const next = error.next ? ` What to do: ${error.next}.` : "";
   return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
 }
 
-/** Put text on the clipboard; in a frame without that right, select it for the visitor instead. */
+/** Copy text to the clipboard; in a frame without that permission, select it so that the visitor can copy it. */
 export async function copy(text, button) {
   const said = button.textContent;
   try {

@@ -25,7 +25,7 @@ export class DropBox {
   async take(file) {
     if (!file) return;
     if (file.size > this.limitBytes) {
-      this.onProblem({ message: `${file.name} has ${file.size} bytes; the server takes ${this.limitBytes}`, next: "send a part of it" });
+      this.onProblem({ message: `${file.name} has ${file.size} bytes; the limit is ${this.limitBytes}`, next: "send a part of it" });
       return;
     }
     this.put(await file.text(), file.name);

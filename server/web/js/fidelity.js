@@ -1,4 +1,4 @@
-/** Fidelity: what was measured on real hardware beside what is predicted, failures included. */
+/** Fidelity tab: predictions compared with measurements on real hardware, including failures. */
 
 import { own } from "./api.js";
 import { Scatter } from "./charts.js";
@@ -9,14 +9,14 @@ export async function start(panel) {
   const data = await own("data/fidelity.json");
   fill(panel,
     el("h2", { text: "How far is the simulated fleet from a real one?" }),
-    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one figure that somebody measured on an A100 and published; on the diagonal the prediction is exact. What was fitted is marked: only the rest are predictions.` }));
+    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Points that the model was fitted to are marked; only the others are predictions.` }));
   const batches = batchScatter(data.batches), served = servedScatter(data.served);
   panel.append(
     el("div", { class: "charts wide" }, batches.figure, served.figure),
     table("Static batches: error of the time to finish", ["Runs", "Predicted by", "Rows", "Median", "90th percentile", "Worst", "Bias"],
       data.batch_errors.map((e) => [e.group, e.predicted_by, e.rows, percent(e.median, 1), percent(e.p90, 1), percent(e.worst, 1), signed(e.bias)])),
     servedTable(data.served_errors),
-    el("p", { class: "note", text: "Eager: these runs went without CUDA graphs, which the model assumes, so it is too fast for them. Outputs were not published; their lengths are inferred." }),
+    el("p", { class: "note", text: "Eager: these runs did not use CUDA graphs, which the model assumes, so its predictions for them are too fast. Output lengths were not published; they are inferred." }),
     coverage(data.coverage));
   batches.fit();
   served.fit();
@@ -54,11 +54,11 @@ function servedTable(errors) {
     const found = errors.find((e) => e.group === group && e.metric === figure);
     return found ? `${percent(found.median)} (${percent(found.worst)})` : "–";
   };
-  return table("Served loads on an A100-80GB: the environment's own dynamics beside vLLM, median error and in brackets the worst",
+  return table("Served loads on an A100-80GB: the environment's dynamics compared with vLLM, median error and in brackets the worst",
     ["Runs", ...figures], groups.map((group) => [group, ...figures.map((figure) => cell(group, figure))]));
 }
 
-/** Which cells of the table rest on measurements. */
+/** Heat map of how well measurements support each cell of the lookup table. */
 function coverage(cover) {
   const box = el("div");
   const tier = select(cover.quant_tier.map((name, i) => [i, name]), 0, () => draw());
@@ -75,7 +75,7 @@ function coverage(cover) {
   draw();
   const shares = Object.entries(cover.shares.all).map(([level, share]) => `${level} ${percent(share)}`).join(", ");
   return el("section", {},
-    el("h2", { text: "What the table rests on" }),
-    el("p", { text: `Over all cells: ${shares}. Every step's answer says which of these it was.` }),
+    el("h2", { text: "Measurements behind the lookup table" }),
+    el("p", { text: `Over all cells: ${shares}. The answer to each step says which of these levels it used.` }),
     el("div", { class: "controls" }, field("Precision", tier), field("Speculation", draft)), box);
 }

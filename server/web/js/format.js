@@ -1,4 +1,4 @@
-/** Numbers as text. */
+/** Formatting of numbers and names as text. */
 
 export function compact(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";

@@ -4,11 +4,11 @@ import { el } from "./dom.js";
 import { shown } from "./strip.js";
 
 const TEXTS = {
-  kv_budget: ["KV cache", "Memory for running requests. More: fewer evictions, but closer to the limit."],
-  batch_size: ["Batch size", "Requests running at once on a GPU. More: throughput. Too many: slow tokens, full memory."],
-  spec_length: ["Speculation", "Draft tokens per step. Quick when calm, wasted work when busy."],
+  kv_budget: ["KV cache", "Memory for running requests. More: fewer preemptions, but closer to the memory limit."],
+  batch_size: ["Batch size", "Most requests running at once on a GPU. More: higher throughput. Too many: slow tokens, full memory."],
+  spec_length: ["Speculation", "Draft tokens per verification. Faster at low load, wasted work at high load."],
   quant_tier: ["Precision", "INT8 and INT4 are faster and smaller; changing restarts the GPUs one by one."],
-  prefill_disagg: ["Prefill apart", "Prompts on GPUs of their own: no stalls, but they cost."],
+  prefill_disagg: ["Separate prefill", "Prompts on separate GPUs: decoding does not stall, but it costs more."],
 };
 const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
@@ -57,7 +57,7 @@ export class Knobs {
     knob.slider.setAttribute("aria-valuetext", text);
   }
 
-  /** The action as POST /step takes it. */
+  /** The action as POST /step accepts it. */
   action() {
     return Object.fromEntries(Object.entries(this.knobs).map(([name, knob]) => [name, knob.value]));
   }
@@ -70,7 +70,7 @@ export class Knobs {
     for (const [name, knob] of Object.entries(this.knobs)) this.put(name, knob.fallback);
   }
 
-  /** Only the knobs that a task offers can be moved; the others are not shown. */
+  /** Enable the knobs that a task offers; the others keep their default and cannot be moved. */
   offer(active, enabled = true) {
     for (const [name, knob] of Object.entries(this.knobs)) {
       const on = active.includes(name);

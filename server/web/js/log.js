@@ -1,2 +1,2 @@
-/** A log that one tab hands to another. */
+/** A log that one tab passes to another. */
 export const handed = { text: "" };

@@ -1,4 +1,4 @@
-/** Starts the page: tabs, theme, and the tab that the address names. */
+/** Entry point of the page: tabs, theme, and opening the tab that the address names. */
 
 import * as address from "./address.js";
 import { atRoot, get } from "./api.js";
@@ -17,7 +17,7 @@ const LOADERS = {
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const opened = new Map();
 
-// Panels are not named as their addresses are: a browser moves the focus to what an address names.
+// Ids of panels differ from the tabs' addresses: a browser would move the focus to the element that an address names.
 const nameOf = (tab) => tab.id.replace("tab-", "");
 const panelOf = (name) => document.getElementById(`panel-${name}`);
 
@@ -46,7 +46,7 @@ async function open(name, params) {
 async function followAddress() {
   const { tab, params } = address.read();
   if (tab in LOADERS) return open(tab, params);
-  // Whoever serves the traffic controller at the root wants it seen first.
+  // A server with the traffic controller at its root shows that tab first.
   const home = await atRoot().catch(() => "serving");
   return open(home === "traffic" ? "traffic" : "race", params);
 }
@@ -71,7 +71,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 window.addEventListener("hashchange", followAddress);
 
-// A frame may deny storage; the theme then follows the system each time.
+// Local storage may be denied, as within a frame; the theme then follows the system on each visit.
 function remembered(value) {
   try {
     if (value) localStorage.setItem("theme", value);

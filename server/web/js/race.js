@@ -1,4 +1,4 @@
-/** The race: the visitor and four policies on the same traffic, second by second. */
+/** Race tab: the visitor and four policies play the same episode, second by second. */
 
 import * as address from "./address.js";
 import { once, post, sleep } from "./api.js";
@@ -15,9 +15,9 @@ const RIVALS = [
   { key: "heuristic", label: "Heuristic", colour: "heuristic" },
   { key: "ppo", label: "PPO", colour: "ppo", dash: [8, 3] },
   { key: "best_static", label: "Best static", colour: "static", dash: [3, 3] },
-  { key: "naive", label: "Engine defaults", colour: "naive", dash: [1, 3] },
+  { key: "naive", label: "Default knobs", colour: "naive", dash: [1, 3] },
 ];
-const SPEEDS = [[2, "2 s per second"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as it goes"]];
+const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const REPLAY_SPEED = 25;
 const MAX_SEED = 2 ** 53 - 1;
 
@@ -31,7 +31,7 @@ export async function start(panel) {
 class Race {
   constructor(tasks, info) {
     this.tasks = tasks;
-    // A stranger meets the task in which every knob counts.
+    // First visits start with the task that offers the most knobs.
     const knobs = tasks.map((task) => task.active_actions.length);
     this.first = tasks[knobs.indexOf(Math.max(...knobs))];
     this.info = info;
@@ -84,11 +84,11 @@ class Race {
     if (this.tasks.some((task) => String(task.id) === asked)) this.taskSelect.value = asked;
     this.seedInput.value = /^\d{1,16}$/.test(seed) ? seed : "42";
     await this.choose(shared);
-    if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link holds no run", next: "play this traffic yourself" }));
+    if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "start the race to play this episode yourself" }));
     else if (shared) this.press();
   }
 
-  /** Take the chosen task and seed: load the rivals' episodes and show what the traffic did to them. */
+  /** Load the policies' episodes for the chosen task and seed, and draw them. */
   async choose(shared = null) {
     const generation = ++this.generation;
     this.phase = "idle";
@@ -176,13 +176,13 @@ class Race {
 
   // ---------------------------------------------------------------- drawing
 
-  /** Show the first `until` seconds of everybody. */
+  /** Draw the first `until` seconds of all players. */
   draw(until) {
     const x = Array.from({ length: this.length }, (_, i) => i + 1);
     const cut = (column) => x.map((_, i) => (i < until ? column[i] ?? null : null));
     const everyone = (pick) => Object.fromEntries([["you", cut(pick(this.mine))], ...this.rivals.map(({ key, episode }) => [key, cut(pick(episode))])]);
     const span = [0, this.length];
-    // The first observation is the one before the first second.
+    // Observation 0 is that of the reset, before the first second.
     const seen = (name) => (run) => run.observation[name].slice(1);
     const measured = (name) => (run) => run.metrics[name];
     this.charts.arrivals.set(x, { traffic: cut(this.rivals[0].episode.observation.arrival_rate.slice(1)) }, span);
@@ -201,12 +201,12 @@ class Race {
   tellReadings() {
     const at = this.mine.reward.length - 1;
     const last = (column) => (at < 0 ? undefined : column.at(-1));
-    const late = last(this.mine.observation.slo_violation_rate);
+    const missed = last(this.mine.observation.slo_violation_rate);
     const entries = [
       ["Second", `${at + 1} of ${this.length}`, false],
       ["Queue", at < 0 ? "–" : compact(Math.round(last(this.mine.observation.queue_depth))), false],
       ["First token", at < 0 ? "–" : `${compact(last(this.mine.metrics.ttft_p50_ms))} ms`, last(this.mine.metrics.ttft_p50_ms) > this.task.slo_target_ms],
-      ["Late", at < 0 ? "–" : percent(late), late > 0.1],
+      ["SLO missed", at < 0 ? "–" : percent(missed), missed > 0.1],
       ["Memory", at < 0 ? "–" : `${last(this.mine.metrics.gpu_memory_gb).toFixed(1)} GB`, last(this.mine.metrics.gpu_memory_gb) > (this.task.memory_hard_limit_gb ?? Infinity)],
       ["Cost", at < 0 ? "–" : `${last(this.mine.observation.cost_so_far).toFixed(2)} of ${this.task.cost_budget}`, last(this.mine.observation.cost_so_far) > this.task.cost_budget],
     ];
@@ -242,14 +242,14 @@ class Race {
       this.mine = emptyRun();
       append(this.mine.observation, begun.observation);
       this.draw(0);
-      announce(this.shared ? "Replaying a shared run." : "The race is on.");
+      announce(this.shared ? "Replaying a shared run." : "The race has started.");
       await this.run(generation);
     } catch (error) {
       this.stopped(generation, error);
     }
   }
 
-  /** Play until paused or over. A retry of a step is safe: it carries its number. */
+  /** Play until paused or over. Repeating a step is safe, since it carries its number. */
   async run(generation) {
     this.phase = "running";
     this.looping = generation;
@@ -294,7 +294,7 @@ class Race {
     append(this.mine.action, answer.info.action_applied);
     this.mine.reward.push(answer.reward);
     this.mine.log.push({ timestep: answer.info.timestep, action: answer.info.action_applied, reward: answer.reward, metrics: answer.info.metrics });
-    if (number % 25 === 0) announce(`Second ${number}: queue ${Math.round(answer.observation.queue_depth)}, ${percent(answer.observation.slo_violation_rate)} late.`);
+    if (number % 25 === 0) announce(`Second ${number}: queue ${Math.round(answer.observation.queue_depth)}, ${percent(answer.observation.slo_violation_rate)} missed their SLO.`);
   }
 
   async finish(generation) {
@@ -323,7 +323,7 @@ class Race {
   }
 }
 
-/** Hand a log to the tab that verifies logs. */
+/** Pass a log to the Verify tab. */
 function verify(log) {
   handed.text = log;
   location.hash = "verify?log=handed";
@@ -333,7 +333,7 @@ function emptyRun() {
   return { observation: columns(), metrics: columns(), action: columns(), reward: [], log: [] };
 }
 
-/** Columns that exist as soon as they are asked for. */
+/** Object whose missing properties are created as empty arrays when they are read. */
 function columns() {
   return new Proxy({}, { get: (target, name) => (typeof name === "string" ? target[name] ??= [] : undefined) });
 }

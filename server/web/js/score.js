@@ -1,9 +1,9 @@
-/** Scores with their parts, as a table with bars. */
+/** Table of scores and their parts, with bars. */
 
 import { el } from "./dom.js";
 import { compact, score, words } from "./format.js";
 
-/** 1 for the best; equal scores share their place. */
+/** Rank of a row, 1 for the best; equal scores share their rank. */
 export function placeOf(row, rows) {
   return 1 + rows.filter((other) => other.score > row.score + 1e-9).length;
 }
@@ -12,7 +12,7 @@ export function placeOf(row, rows) {
 export function scoreBoard(rows) {
   const parts = Object.keys(rows[0].breakdown);
   const alone = rows.length === 1;
-  // What is no share of one (a latency, say) is shown as a number, without a bar.
+  // Parts that are not shares of one, such as a latency, are shown as numbers without a bar.
   const shares = new Set(parts.filter((part) => part !== "crashed" && rows.every(({ breakdown }) => breakdown[part] <= 1)));
   const head = [...(alone ? [] : ["Place"]), "Player", "Score", ...parts.map(words)];
   const body = rows.map((row) => el("tr", { class: row.key === "you" ? "you" : "" },

@@ -1,4 +1,4 @@
-/** The coloured strip of decisions: one lane per knob, one column per second, darker is more. */
+/** Strip chart of knob settings: one lane per knob, one column per second; stronger colour is a higher setting. */
 
 import { colour } from "./charts.js";
 import { el } from "./dom.js";
@@ -6,7 +6,7 @@ import { el } from "./dom.js";
 const LANE = 9;
 const GAP = 2;
 
-/** How far up its range a knob stands, 0 to 1. */
+/** Position of a knob's value within its range, 0 to 1. */
 export const LEVELS = {
   kv_budget: (v) => (v - 0.1) / 0.9,
   spec_length: (v) => Math.log2(1 + v) / Math.log2(9),
@@ -30,7 +30,7 @@ export class Strip {
     this.canvas.addEventListener("pointerleave", () => this.tell(this.until - 1));
   }
 
-  /** Columns of knob values and how many seconds of them to show. */
+  /** Set the columns of knob values (name -> array) and how many seconds of them to show. */
   set(columns, until) {
     this.columns = columns;
     this.until = until;
@@ -81,7 +81,7 @@ export function shown(name, value) {
     case "kv_budget": return `KV ${Math.round(100 * value)} %`;
     case "spec_length": return value ? `speculate ${value}` : "no speculation";
     case "batch_size": return `batch ${value}`;
-    case "prefill_disagg": return Number(value) ? "prefill apart" : "prefill together";
+    case "prefill_disagg": return Number(value) ? "separate prefill" : "shared GPUs";
     default: return TIERS[value];
   }
 }

@@ -1,4 +1,4 @@
-/** Your trace: what policies would have done on a visitor's request log, and the engine settings to try. */
+/** Your trace tab: compares policies on a visitor's request log and gives engine settings to try. */
 
 import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
@@ -9,8 +9,8 @@ import { Strip } from "./strip.js";
 
 const EXAMPLE = "data/azure-conversation.csv";
 const PLAYERS = {
-  fixed: { label: "Fixed setting", colour: "naive", dash: [1, 3] },
-  naive: { label: "Engine defaults", colour: "naive", dash: [1, 3] },
+  fixed: { label: "Fixed configuration", colour: "naive", dash: [1, 3] },
+  naive: { label: "Default knobs", colour: "naive", dash: [1, 3] },
   heuristic: { label: "Heuristic", colour: "heuristic" },
   hill_climb: { label: "Hill climbing", colour: "you" },
   ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
@@ -36,7 +36,7 @@ class Trace {
     this.box = new DropBox({
       label: "Request log (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
       placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
-      hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. It is played and forgotten.",
+      hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
       onText: (text, name) => { if (name) this.name = name; }, onProblem: (error) => this.tell(problem(error)),
     });
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
@@ -46,12 +46,12 @@ class Trace {
     this.to = el("input", { type: "number", min: "0", step: "1", placeholder: "end" });
     this.batch = el("input", { type: "number", min: "1", max: "512", step: "1", value: "32" });
     this.policies = el("fieldset", { class: "legend" });
-    this.button = el("button", { type: "button", class: "main", text: "What would they have done?", on: { click: () => this.run() } });
-    this.example = el("button", { type: "button", text: "An example", on: { click: () => this.takeExample() } });
+    this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
+    this.example = el("button", { type: "button", text: "Load an example", on: { click: () => this.takeExample() } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
-      el("h2", { text: "Your traffic, their decisions" }),
-      el("p", { text: "Drop a log of requests. Every policy serves it on the simulated fleet, beside a fixed setting; nothing is controlled, nothing is kept. You get cost, misses of the objective, and the settings to try on your engine." }),
+      el("h2", { text: "Compare policies on your own traffic" }),
+      el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get cost, the share of requests that miss the objective, and engine settings to try." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.example),
@@ -63,7 +63,7 @@ class Trace {
     this.offer();
   }
 
-  /** Stored policies belong to a task; the others play anything. */
+  /** List the policies to choose from. Stored policies belong to one task; the others work on any log. */
   async offer() {
     const names = [...ALONE];
     if (this.task.value) {
@@ -94,11 +94,11 @@ class Trace {
     const number = (input) => (input.value === "" ? undefined : Number(input.value));
     const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
     if (!log.trim() || !policies.length) {
-      this.tell(problem({ message: log.trim() ? "No policy is chosen" : "There is no log yet", next: log.trim() ? "choose at least one" : "drop a file, paste text, or take the example" }));
+      this.tell(problem({ message: log.trim() ? "No policy is chosen" : "There is no log yet", next: log.trim() ? "choose at least one" : "drop a file, paste text, or load the example" }));
       return;
     }
     this.button.disabled = true;
-    this.tell(el("p", { text: "Playing…" }));
+    this.tell(el("p", { text: "Simulating…" }));
     const task = this.task.value;
     const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", policies, fixed: { batch_size: number(this.batch) ?? 32 },
       task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, replicas: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
@@ -113,7 +113,7 @@ class Trace {
   report(report) {
     const players = report.outcomes.map((outcome) => ({ key: outcome.policy, ...PLAYERS[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
-    const verdict = `${best.label} serves it best: ${percent(best.outcome.slo_miss_share, 1)} beyond the objective, ${compact(best.outcome.gpu_s_per_1k_tokens)} GPU seconds per 1,000 tokens.`;
+    const verdict = `Best: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective and ${compact(best.outcome.gpu_s_per_1k_tokens)} GPU seconds per 1,000 tokens.`;
     const { log } = report;
     const number = (value) => compact(value);
     const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.cost.toFixed(1),
@@ -122,8 +122,8 @@ class Trace {
     this.out.append(
       el("h2", { text: verdict }),
       el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_replicas} × ${report.hardware}, objective ${compact(report.slo_ms)} ms to the first token.` }),
-      table("What each would have made of it", ["Policy", "Beyond objective", "Cost", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
-      el("p", { class: "note", text: "Cost: in units of which the fixed setting spends 5. Simulated: see Fidelity for how far that is from hardware." }),
+      table("Results of each policy", ["Policy", "Beyond objective", "Cost", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
+      el("p", { class: "note", text: "Cost is in units of which the fixed configuration spends 5. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
       this.drawing(report, players), this.settings(report, players));
     for (const draw of this.later) draw();
     announce(verdict);
@@ -151,7 +151,7 @@ class Trace {
       this.later.push(() => strip.set(Object.fromEntries(KNOBS.map((name) => [name, outcome.timeline[name]])), x.length));
       return strip.node;
     });
-    return el("div", {}, el("div", { class: "charts" }, ...figures), el("h3", { text: "Decisions (KV cache, speculation, batch, prefill apart, precision)" }), ...strips);
+    return el("div", {}, el("div", { class: "charts" }, ...figures), el("h3", { text: "Knob settings (KV cache, speculation, batch size, separate prefill, precision)" }), ...strips);
   }
 
   settings(report, players) {
@@ -161,8 +161,8 @@ class Trace {
     const copyButton = el("button", { type: "button", text: "Copy" });
     copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
     show(report.best);
-    return el("section", {}, el("h2", { text: "Settings to try, in vLLM's terms" }),
-      el("div", { class: "controls" }, field("Of", choice), copyButton,
+    return el("section", {}, el("h2", { text: "vLLM settings to try" }),
+      el("div", { class: "controls" }, field("Policy", choice), copyButton,
         el("button", { type: "button", text: "Download", on: { click: () => download("vllm.yaml", text.textContent, "text/yaml") } }),
         el("button", { type: "button", text: "Download the report", on: { click: () => download("shadow.json", JSON.stringify(report)) } })), pre);
   }

@@ -1,4 +1,4 @@
-/** The traffic controller: one server, four actions, second by second, against three controllers. */
+/** Traffic controller tab: the visitor plays one server with four actions, one per second, against three policies. */
 
 import * as address from "./address.js";
 import { once, post } from "./api.js";
@@ -10,7 +10,7 @@ import { scoreBoard } from "./score.js";
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const RIVALS = [
   { key: "adaptive", label: "Adaptive rule", colour: "heuristic" },
-  { key: "planner", label: "Perfect play", colour: "ppo", dash: [8, 3] },
+  { key: "planner", label: "Optimal plan", colour: "ppo", dash: [8, 3] },
   { key: "allow_all", label: "Allow all", colour: "naive", dash: [1, 3] },
 ];
 const ACTIONS = [["allow_all", "Allow all", 1], ["throttle_70", "Let 70 % in", 0.7], ["throttle_40", "Let 40 % in", 0.4], ["drop_aggressive", "Let 20 % in", 0.2]];
@@ -37,7 +37,7 @@ class Traffic {
     this.strip = el("div", { class: "moves", role: "list", "aria-label": "Your decisions" });
     this.legend = el("div", { class: "legend" });
     this.node = el("div", {},
-      el("h2", { text: "Save the server: let in as much as it can stand" }),
+      el("h2", { text: "Let in as many requests as the server can handle" }),
       this.story,
       el("div", { class: "controls" }, field("Task", this.taskSelect), this.again),
       this.now,
@@ -108,7 +108,7 @@ class Traffic {
     const shown = fresh ? this.length : until;
     const cut = (column) => x.map((_, i) => (i < shown ? column[i] ?? null : null));
     const everyone = (mine, theirs) => ({ you: cut(this.mine[mine]), ...Object.fromEntries(this.rivals.map(({ key, episode }) => [key, cut(episode.metrics[theirs])])) });
-    // Perfect play sees every second to its end, so its episode has the whole traffic.
+    // A crash ends an episode, so the longest episode shows the most of the incoming traffic.
     const whole = this.rivals.reduce((a, b) => (a.episode.steps >= b.episode.steps ? a : b)).episode;
     const span = [0, this.length];
     this.charts.traffic.set(x, { incoming: cut(whole.metrics.incoming_requests), ...everyone("allowed", "allowed_requests") }, span);
@@ -121,7 +121,7 @@ class Traffic {
     }));
     const s = this.state;
     this.now.textContent = until >= this.length || s.crashed ? "" :
-      `Second ${until + 1} of ${this.length}. Coming: ${compact(s.request_rate)} requests/s (capacity ${compact(this.config.server_capacity)}, crash above ${compact(this.config.server_capacity * this.config.crash_load_ratio)}). Queue ${s.queue_length}, latency ${compact(s.avg_latency)} ms.`;
+      `Second ${until + 1} of ${this.length}. Incoming: ${compact(s.request_rate)} requests/s (capacity ${compact(this.config.server_capacity)}, crash above ${compact(this.config.server_capacity * this.config.crash_load_ratio)}). Queue ${s.queue_length}, latency ${compact(s.avg_latency)} ms.`;
   }
 
   async act(name) {
@@ -153,7 +153,7 @@ class Traffic {
     this.enable(false);
     const grade = await post("grader", { session_id: this.session }, "traffic");
     const places = [{ ...YOU, score: grade.score, breakdown: grade.breakdown ?? {} }, ...this.rivals.map((rival) => ({ ...rival, score: rival.episode.score, breakdown: rival.episode.breakdown ?? {} }))].sort((a, b) => b.score - a.score);
-    const verdict = info.crashed ? `The server crashed at second ${this.mine.action.length}. Your score: ${grade.score.toFixed(3)}` : `You kept it up. Your score: ${grade.score.toFixed(3)}`;
+    const verdict = info.crashed ? `The server crashed at second ${this.mine.action.length}. Your score: ${grade.score.toFixed(3)}` : `The server stayed up. Your score: ${grade.score.toFixed(3)}`;
     fill(this.out, el("h2", { text: verdict }), el("p", { text: grade.feedback ?? "" }), scoreBoard(places));
     announce(verdict);
   }

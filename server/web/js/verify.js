@@ -1,4 +1,4 @@
-/** Verify: a log is replayed by the server and graded; a forged one is shown where it breaks. */
+/** Verify tab: the server replays and grades a log; for a forged one the first difference is shown. */
 
 import { once, post } from "./api.js";
 import { TimeChart } from "./charts.js";
@@ -7,7 +7,7 @@ import { DropBox } from "./drop.js";
 import { handed } from "./log.js";
 import { scoreBoard } from "./score.js";
 
-/** Field charts of a log, by the environment that wrote it. */
+/** Fields of a log that are drawn, by environment. */
 const CHARTED = {
   serving: [["tokens_per_sec", "Throughput", "tokens/s"], ["ttft_p50_ms", "Time to first token", "ms"], ["gpu_memory_gb", "Memory per GPU", "GB"]],
   traffic: [["allowed_requests", "Let through", "requests/s"], ["avg_latency", "Latency", "ms"], ["queue_length", "Queue", "requests"]],
@@ -28,7 +28,7 @@ class Verify {
     this.box = new DropBox({
       label: "Episode log (JSON)", accept: ".json,application/json", limitBytes, rows: 12,
       placeholder: '{"task_id": 3, "seed": 42, "episode_log": [{"timestep": 1, "action": {...}, "reward": ..., "metrics": {...}}, ...]}',
-      hint: "The log alone, or with its task_id, seed and config, as the race's download has it.",
+      hint: "The array of steps alone, or an object with task_id, seed, config and episode_log, as downloaded from the race.",
       onText: (text) => this.read(text), onProblem: (error) => this.tell(problem(error)),
     });
     const tasks = [...serving.map((task) => [task.id, `${task.id}: ${task.name}`]), ...traffic.map((task) => [task.id, task.id])];
@@ -38,12 +38,12 @@ class Verify {
     const example = (text, forge) => el("button", { type: "button", text, on: { click: () => this.example(forge) } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
-      el("h2", { text: "Is this score real?" }),
-      el("p", { text: "An episode is its task, seed, settings and actions. The server plays the log's actions again and compares every number; a log that was touched is refused, and you see where." }),
+      el("h2", { text: "Verify an episode log by replay" }),
+      el("p", { text: "Task, seed, settings and actions determine every number of an episode. The server replays the log's actions and compares all numbers; a log with a changed number is refused, and you see the first difference." }),
       el("div", { class: "columns" },
         el("div", {}, this.box.node,
           el("div", { class: "controls" }, field("Task", this.task), field("Seed", this.seed), this.button),
-          el("div", { class: "buttons" }, el("span", { class: "note", text: "No log at hand?" }), example("A true log", false), example("A forged log", true))),
+          el("div", { class: "buttons" }, el("span", { class: "note", text: "Examples:" }), example("A genuine log", false), example("A forged log", true))),
         this.out));
   }
 
@@ -95,7 +95,7 @@ class Verify {
   async verify() {
     const log = this.read(this.box.area.value);
     if (!log) {
-      this.tell(problem({ message: "This is no episode log", next: "paste the JSON of a log, or take one of the examples" }));
+      this.tell(problem({ message: "This is not an episode log", next: "paste the JSON of a log, or load one of the examples" }));
       return;
     }
     this.button.disabled = true;
@@ -111,14 +111,14 @@ class Verify {
       this.drawLog(log, family);
       announce(`Verified, score ${grade.score.toFixed(3)}`);
     } catch (error) {
-      if (error.code === "forged_log" || error.code === "malformed_log") this.showBreak(error, log, family);
+      if (error.code === "forged_log" || error.code === "malformed_log") this.showDifference(error, log, family);
       else this.tell(problem(error));
     }
     this.button.disabled = false;
   }
 
-  /** The first place at which the log and its replay differ. */
-  showBreak(error, log, family) {
+  /** Show the first number that differs between the log and its replay. */
+  showDifference(error, log, family) {
     const found = error.message.match(/step (\d+): (\S+) is (.*) in the log, and (.*) when its actions are replayed/s);
     if (!found) {
       this.tell(el("h2", { class: "bad", text: "Refused" }), problem(error));
@@ -133,11 +133,11 @@ class Verify {
       return [index + 1, index === step ? el("mark", { text: shown }) : shown, index === step ? replayed : index < step ? "the same" : "not compared"];
     });
     this.tell(
-      el("h2", { class: "bad", text: `Forged: it breaks at second ${step + 1}` }),
-      el("p", { text: `${name} is ${claimed} in the log. Playing its actions gives ${replayed}.` }),
-      table("Around the break", ["Second", `${name} in the log`, "replayed"], rows));
-    this.drawLog(log, family, { x: step + 1, label: "breaks here" });
-    announce(`Forged: it breaks at second ${step + 1}`);
+      el("h2", { class: "bad", text: `Forged: first difference at second ${step + 1}` }),
+      el("p", { text: `${name} is ${claimed} in the log. Replaying its actions gives ${replayed}.` }),
+      table("Seconds around the first difference", ["Second", `${name} in the log`, "replayed"], rows));
+    this.drawLog(log, family, { x: step + 1, label: "differs here" });
+    announce(`Forged: first difference at second ${step + 1}`);
   }
 
   drawLog(log, family, mark) {
