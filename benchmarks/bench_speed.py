@@ -430,7 +430,13 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += ["", "### What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
     lines += ["|---|---|---|"]
     lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
-    lines += ["", "### Flat cost", "", "| in process, 64 rows of task 2 | CPU, us/step |", "|---|---|"]
+    lines += [
+        "",
+        "### Cost of a step late in an episode and beside many sessions",
+        "",
+        "| in process, 64 rows of task 2 | CPU, us/step |",
+        "|---|---|",
+    ]
     lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
     lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
     lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]

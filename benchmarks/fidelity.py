@@ -55,7 +55,7 @@ TARGETS = {
     "hardware": {"TTFT p50": 0.15, "TTFT p99": 0.15, "TPOT": 0.07, "throughput": 0.03, "makespan": 0.05},
     "reference": {"TTFT p50": 0.10, "TTFT p99": 0.10, "throughput": 0.05},
 }
-# Median errors that other simulators claim for themselves, on their own hardware and loads; not measured here.
+# Median errors that other simulators publish about themselves, on their own hardware and loads; not measured here.
 CLAIMS = (
     ("BLIS", "17.6 %", "7.1 %", "end to end 6.7 %"),
     ("aiconfigurator", "42 %", "11 %", ""),
@@ -207,11 +207,11 @@ def markdown(result: dict[str, Any]) -> str:
             _verdict(layer["reference"], ALL_LOADS, TARGETS["reference"]),
         ]
     parts += [
-        "**The discrete-event reference itself against that hardware** (rows that fitted its profiles included)",
+        "**The discrete-event reference against that hardware** (rows that its profiles were fitted to included)",
         _grid(result["reference_itself"]),
         "**Operator model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
         _operators(result["operators"]),
-        "**Beside what others claim for themselves** (median errors, their hardware and loads; not measured here)",
+        "**Errors that other simulators publish** (medians, on their hardware and loads; not measured here)",
         _beside_others(result["dynamics"]),
         "**Coverage of the table's cells**",
         _table(

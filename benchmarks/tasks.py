@@ -169,8 +169,8 @@ def confirmation_table(result: dict[str, Any]) -> str:
 
 def ablation_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at the engine's default;",
-        "the policy is searched anew each time, and the best of all that were found is the free one.",
+        f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at its default value.",
+        "A new policy is searched each time; costs are relative to the best policy of all these searches.",
         "",
         "| knob | best constant value | cost of freezing it there [95 % CI] | default | cost of leaving it there |",
         "|---|---|---|---|---|",

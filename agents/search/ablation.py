@@ -26,13 +26,13 @@ def ablate(
     budget: Budget | None = None,
     seeds: Sequence[int] = HELD_OUT_SEEDS,
 ) -> list[dict[str, Any]]:
-    """Freeze each live knob in turn, search again, and report what that costs on the seeds.
+    """Freeze each live knob in turn, search again, and report how much score that costs on the seeds.
 
     A knob is frozen at every value that it takes in the best constant action or in a mode of the adaptive policy; each
-    is searched anew and the one that is best on the validation seeds counts. A policy that may not move a knob is also
-    one that does not: where such a search validates best of all, its policy is the free one. ``cost`` is the paired
-    difference of the free policy to the frozen one, ``cost_of_default`` that to the policy with the knob left at the
-    engine's default.
+    gets a new search, and the one that is best on the validation seeds counts. The free policy, to which all are
+    compared, is the best on these seeds of all that were found, with or without a frozen knob. ``cost`` is the paired
+    difference of the free policy to the frozen one, ``cost_of_default`` that to the policy with the knob at its default
+    value.
     """
     solver = Solver(task, get_calibration(task.task_id), budget=budget)
     found = [(adaptive, solver.validated(adaptive))]

@@ -29,7 +29,7 @@ from simulator.tables import load_tables
 from simulator.workload import load_source
 
 HEADROOM: Final = 1.2
-"""Planned capacity of the default fleet, at an engine's default precision, over the log's mean load."""
+"""Planned capacity of the default fleet, at the default precision (FP16), over the log's mean load."""
 DEFAULT_SLO_MS: Final = 500.0
 _ID: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -102,7 +102,7 @@ def check_id(task_id: str) -> None:
 
 
 def fleet_for(task: TaskSpec) -> int:
-    """Replicas that serve a task's mean load at an engine's default precision with some headroom."""
+    """Replicas that serve a task's mean load at the default precision (FP16) with some headroom."""
     tables = load_tables()
     source = load_source(task, tables)
     plan = CapacityPlanner(task, tables, source.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
