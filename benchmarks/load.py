@@ -3,6 +3,7 @@
     python benchmarks/load.py                       starts a server of its own and stops it
     python benchmarks/load.py --url http://127.0.0.1:7860
 
+A server started otherwise needs INFERENCEGYM_CONCURRENT_ENVS_PER_CLIENT=64 for as many WebSockets of one client.
 Bounded in count and time, and restricted to servers on this machine. Prints requests per second, latencies as clients
 saw them (client and server share the processor), counts of the statuses, and the server's peak memory. Exit status 1
 if any answer was not 200.
@@ -201,6 +202,7 @@ def own_server(workers: int) -> Iterator[tuple[str, int]]:
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         names = {"PORT": port, "HOST": "127.0.0.1", "WORKERS": workers, "DATA_DIR": directory, "ACCESS_LOG": "errors"}
+        names["CONCURRENT_ENVS_PER_CLIENT"] = MAX_WEBSOCKETS
         clean = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCEGYM_")}
         environment = {**clean, **{f"INFERENCEGYM_{name}": str(value) for name, value in names.items()}}
         log = stack.enter_context(Path(directory, "server.log").open("wb"))

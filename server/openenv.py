@@ -8,6 +8,7 @@ recorded step by step, GET /state and POST /grader see it, and after a dropped c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -35,14 +36,20 @@ from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, In
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import parse_object, to_json
+from server.net.slots import NoSlotError, Slot, Slots
 from server.schemas import Seed, StepNumber, TaskName, read_request
 from server.sessions.manager import LiveSession, StepResult
 
 log = logging.getLogger(__name__)
 
-IDLE_SLOT_S: Final = 900.0
-"""A connection silent for so long does not count against the limit of connections. It may speak again, and counts again
-then: its episode is not kept here but in its session."""
+GAVE_WAY: Final[Mapping[str, Any]] = {
+    "type": "websocket.close",
+    # "Try again later" in IANA's registry of WebSocket close codes.
+    "code": 1013,
+    # A reason holds at most 123 bytes.
+    "reason": "idle, and others wait: connect again, reset(episode_id=..., resume=True) goes on",
+}
+"""Closes an idle connection whose slot another one takes."""
 
 NEXT: Final[Mapping[str, str]] = {
     "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) goes on with one played before",
@@ -221,62 +228,72 @@ def _internal_error_frame() -> str:
 class PlayEndpoint:
     """ASGI application of ``/ws``: any number of episodes per connection, one after the other.
 
-    At most ``max_concurrent_envs`` connections are taken that spoke within :data:`IDLE_SLOT_S`.
+    How many connections there may be, in all and of one client, and which idle ones give way, say
+    :class:`~server.net.slots.Slots`.
     """
 
     def __init__(self, context: Context, family: Family) -> None:
         self._context = context
         self._family = family
-        self._open: set[Connection] = set()
+        settings = context.settings
+        self._slots = Slots(settings.max_concurrent_envs, settings.envs_per_client())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # What is sent to a client that went away is an OSError.
         with suppress(OSError):
             await receive()
             await send({"type": "websocket.accept"})
-            refusal = self._refusal(scope)
-            if refusal is None:
-                await self._serve(Connection(self._context, self._family, scope), receive, send)
-            else:
-                await send({"type": "websocket.send", "text": refusal})
-                await send({"type": "websocket.close", "code": 1000})
-
-    def _refusal(self, scope: Scope) -> str | None:
-        """The error frame for a connection that cannot be taken."""
-        if b"session_id=" in scope["query_string"]:
-            # OpenEnv's way to take up a session of POST /mcp, which starts none here.
-            next_step = "connect to /ws as it is, and reset(episode_id=..., resume=True) goes on with an episode"
-            said = write_error("/ws has no session_id", "unknown_session", next_step)
-            return _encode("error", {"message": said, "code": "SESSION_ERROR"})
-        since, most = time.monotonic() - IDLE_SLOT_S, self._context.settings.max_concurrent_envs
-        active = sum(connection.heard > since for connection in self._open)
-        if active < most:
-            return None
-        next_step = "close one, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server"
-        said = write_error(f"{active} connections play, and no more than {most} may", "capacity", next_step)
-        counts = {"active_sessions": active, "max_sessions": most}
-        return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
+            if b"session_id=" in scope["query_string"]:
+                await _refuse(send, _no_session())
+                return
+            try:
+                slot = self._slots.take(self._context.callers.client(scope))
+            except NoSlotError as error:
+                await _refuse(send, _no_slot(error))
+                return
+            try:
+                await self._serve(Connection(self._context, self._family, scope, slot), receive, send)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or not slot.gave_way:
+                    raise
+                task.uncancel()
+                await send(dict(GAVE_WAY))
+            finally:
+                self._slots.give_back(slot)
 
     async def _serve(self, connection: Connection, receive: Receive, send: Send) -> None:
-        self._open.add(connection)
-        try:
-            while (message := await receive())["type"] == "websocket.receive":
-                connection.heard = time.monotonic()
-                answer = await connection.answer(message)
-                if answer is None:
-                    await send({"type": "websocket.close", "code": 1000})
-                    return
-                await send({"type": "websocket.send", "text": answer})
-        finally:
-            self._open.discard(connection)
+        while (message := await receive())["type"] == "websocket.receive":
+            answer = await connection.answer(message)
+            if answer is None:
+                await send({"type": "websocket.close", "code": 1000})
+                return
+            await send({"type": "websocket.send", "text": answer})
+
+
+async def _refuse(send: Send, text: str) -> None:
+    await send({"type": "websocket.send", "text": text})
+    await send({"type": "websocket.close", "code": 1000})
+
+
+def _no_session() -> str:
+    # OpenEnv's way to take up a session of POST /mcp, which starts none here.
+    next_step = "connect to /ws as it is, and reset(episode_id=..., resume=True) goes on with an episode"
+    said = write_error("/ws has no session_id", "unknown_session", next_step)
+    return _encode("error", {"message": said, "code": "SESSION_ERROR"})
+
+
+def _no_slot(error: NoSlotError) -> str:
+    said = write_error(str(error), error.code, error.next_step)
+    counts = {"active_sessions": error.taken, "max_sessions": error.most}
+    return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
 
 
 class Connection:
     """One WebSocket and the episode that it plays."""
 
-    def __init__(self, context: Context, family: Family, scope: Scope) -> None:
-        self.heard = time.monotonic()
-        """When its last frame arrived."""
+    def __init__(self, context: Context, family: Family, scope: Scope, slot: Slot) -> None:
+        self._slot = slot
         self._context = context
         self._sessions = context.sessions
         self._family = family
@@ -306,6 +323,7 @@ class Connection:
             return _internal_error_frame()
 
     async def _step(self, data: dict[str, Any]) -> str:
+        self._slot.played = time.monotonic()
         metadata = data.pop("metadata", None)
         number = self._taken + 1
         if metadata:
@@ -316,6 +334,7 @@ class Connection:
         return self._stepped(result)
 
     async def _reset(self, data: dict[str, Any]) -> str:
+        self._slot.played = time.monotonic()
         # One allowance with POST /reset, whichever way a client comes.
         self._context.limits.take("/reset", self._scope)
         wanted = read_request(ResetArguments, data)
@@ -337,6 +356,7 @@ class Connection:
             last = None
         self._live, self._reset_id, self._taken = live, live.record.reset_id, len(live.actions)
         self._with_info = bool(wanted.info)
+        self._slot.has_episode = True
         if last is not None:
             return self._stepped(last)
         return _encode("observation", {"observation": first, "reward": None, "done": False})

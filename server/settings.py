@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import tempfile
@@ -115,6 +116,13 @@ class Settings(BaseSettings):
         le=10_000,
         description="WebSocket sessions at once, per process and environment.",
         validation_alias=AliasChoices(PREFIX + "MAX_CONCURRENT_ENVS", "MAX_CONCURRENT_ENVS"),
+    )
+    concurrent_envs_per_client: int | None = Field(
+        None,
+        ge=1,
+        le=10_000,
+        description="WebSocket sessions of one client at once, per process and environment. Unset: three quarters of "
+        "INFERENCEGYM_MAX_CONCURRENT_ENVS.",
     )
 
     api_key: SecretStr | None = Field(
@@ -252,6 +260,10 @@ class Settings(BaseSettings):
             return Path(self.store_url.removeprefix("sqlite://"))
         return self._writable_dir() / "sessions.db"
 
+    def envs_per_client(self) -> int:
+        """``concurrent_envs_per_client``; three quarters of all, rounded up, where it is not set."""
+        return self.concurrent_envs_per_client or math.ceil(0.75 * self.max_concurrent_envs)
+
     def shared_metrics_dir(self) -> Path | None:
         """``metrics_dir``, made if it is missing: workers that cannot write there would each report their own."""
         return None if self.metrics_dir is None else _made("metrics_dir", self.metrics_dir)
@@ -347,7 +359,7 @@ def _allowed(field: FieldInfo) -> str:
     low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
     high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
     if low is not None:
-        kind = "an integer" if field.annotation is int else "a number"
+        kind = "an integer" if field.annotation in (int, int | None) else "a number"
         return f"{kind} from {low:,} to {high:,}"
     named: dict[Any, str] = {SecretStr | None: "8 characters or more", Path | None: "a directory", str: "text"}
     return named.get(field.annotation, "addresses or networks, or *")

@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
+PATIENCE_S = 120
+"""How long a test waits for a socket or a message: time enough on a machine that does much else."""
 
 
 N_TEST_PROCESSES = 16
@@ -60,6 +62,8 @@ class RunningServer:
     settings: dict[str, str]
     log: Path
     port: int = field(default_factory=free_port)
+    before: str = ""
+    """Python statements that run first: they set constants that a test has no hours to wait for."""
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -69,9 +73,14 @@ class RunningServer:
     def start(self) -> RunningServer:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("INFERENCEGYM_")}
         environment = {**clean, **self.settings, "INFERENCEGYM_PORT": str(self.port), "INFERENCEGYM_HOST": "127.0.0.1"}
+        program = ["-c", f"{self.before}; from server.app import main; main()"] if self.before else ["-m", "server.app"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "server.app"], cwd=ROOT, env=environment, stderr=log, start_new_session=True
+                [sys.executable, *program],
+                cwd=ROOT,
+                env=environment,
+                stderr=log,
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -116,10 +125,10 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(directory: Path, **settings: str) -> Iterator[RunningServer]:
+def running_server(directory: Path, *, before: str = "", **settings: str) -> Iterator[RunningServer]:
     """A server that keeps its sessions in ``directory`` and is stopped at the end."""
     named = {f"INFERENCEGYM_{name.upper()}": value for name, value in settings.items()}
-    server = RunningServer({"INFERENCEGYM_DATA_DIR": str(directory), **named}, directory / "server.log")
+    server = RunningServer({"INFERENCEGYM_DATA_DIR": str(directory), **named}, directory / "server.log", before=before)
     try:
         yield server.start()
     finally:

@@ -21,7 +21,7 @@ SOAK_S = 600
 @pytest.fixture
 def quiet_server(tmp_path: Path) -> Iterator[RunningServer]:
     allow_many_connections()
-    with running_server(tmp_path, access_log="errors") as server:
+    with running_server(tmp_path, access_log="errors", concurrent_envs_per_client="64") as server:
         yield server
 
 

@@ -163,3 +163,11 @@ def test_log_lines_of_libraries_are_json_too() -> None:
     record = logging.LogRecord("uvicorn.error", logging.WARNING, "file", 1, "port %d", (7860,), None)
     line = orjson.loads(JsonFormatter().format(record))
     assert (line["level"], line["logger"], line["message"]) == ("warning", "uvicorn.error", "port 7860")
+
+
+@pytest.mark.parametrize(("most", "one_client"), [(1, 1), (2, 2), (4, 3), (64, 48), (128, 96)])
+def test_one_client_may_have_three_quarters_of_the_websocket_sessions_unless_it_is_set(
+    most: int, one_client: int
+) -> None:
+    assert load_settings(max_concurrent_envs=most).envs_per_client() == one_client
+    assert load_settings(max_concurrent_envs=most, concurrent_envs_per_client=7).envs_per_client() == 7

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from inferencegym.client import InferenceGymEnv, InferenceGymHTTP, TrafficContro
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import ACTION_NAMES, list_traffic_tasks
-from tests.servers import RunningServer
+from tests.servers import RunningServer, running_server
 
 SEED = 20_26
 Played = list[tuple[dict[str, Any], float | None, bool]]
@@ -154,20 +155,22 @@ def test_an_episode_over_a_websocket_is_graded_as_the_same_episode_over_http(ser
     assert server.get("/state", session_id=episode_id)["step_count"] == len(actions)
 
 
-def test_sixty_four_websocket_episodes_at_once_stay_apart(server: RunningServer) -> None:
+def test_sixty_four_websocket_episodes_at_once_stay_apart(tmp_path: Path) -> None:
     """Each has its own seed; every one equals the same seed played alone in process."""
     actions = serving_actions(2)[:25]
 
-    async def play(seed: int) -> list[tuple[dict[str, Any], float | None, bool]]:
+    async def play(server: RunningServer, seed: int) -> list[tuple[dict[str, Any], float | None, bool]]:
         async with InferenceGymEnv(base_url=server.url) as env:
             played = [seen(await env.reset(task_id=2, seed=seed))]
             played += [seen(await env.step(action)) for action in actions]
             return played
 
-    async def together() -> list[Played]:
-        return await asyncio.gather(*(play(seed) for seed in range(64)))
+    async def together(server: RunningServer) -> list[Played]:
+        return await asyncio.gather(*(play(server, seed) for seed in range(64)))
 
-    for seed, played in enumerate(asyncio.run(together())):
+    with running_server(tmp_path, concurrent_envs_per_client="64") as server:
+        episodes = asyncio.run(together(server))
+    for seed, played in enumerate(episodes):
         env = InferenceEnv(task_id=2, seed=seed)
         env.reset()
         assert played[0][0] == env.observation_dict()

@@ -39,7 +39,6 @@ from inferencegym.error_text import read_error, write_error
 from inferencegym.errors import CapacityError, InvalidActionError, InvalidConfigError, NotResetError, UnknownTaskError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
-from server import openenv as openenv_adapter
 from server.app import create_app
 from server.sessions.manager import SessionManager
 from server.settings import load_settings
@@ -611,31 +610,6 @@ def test_a_full_server_refuses_and_has_room_again_when_a_client_leaves(tmp_path:
                     await third.close()
 
         asyncio.run(run())
-
-
-def test_slots_of_silent_sockets_come_back_and_a_silent_socket_may_speak_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv_adapter, "IDLE_SLOT_S", 0.2)
-    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=1))
-    with TestClient(app) as client, client.websocket_connect("/ws") as silent:
-        silent.send_json(reset(episode_id="silent"))
-        assert silent.receive_json()["type"] == "observation"
-        deadline = time.monotonic() + 30
-        while True:
-            with client.websocket_connect("/ws") as other:
-                other.send_json(reset())
-                answer = other.receive_json()
-            if answer["type"] == "observation":
-                break
-            assert answer["data"]["code"] == "CAPACITY_REACHED"
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        monkeypatch.setattr(openenv_adapter, "IDLE_SLOT_S", 900.0)
-        silent.send_json(step(batch_size=64))
-        assert silent.receive_json()["data"]["observation"]["timestep"] == 1
-        silent.send_json({"type": "state"})
-        assert silent.receive_json()["data"]["episode_id"] == "silent"
-        with client.websocket_connect("/ws") as other:
-            assert other.receive_json()["data"]["code"] == "CAPACITY_REACHED", "who speaks again counts again"
 
 
 def test_a_frame_that_the_server_fails_on_is_answered_and_reported(

@@ -1,0 +1,89 @@
+"""Slots of WebSocket connections: how many play at once, in all and of one client, and which idle one gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from inferencegym.errors import CapacityError
+
+NEW_S: Final = 10.0
+"""How long a connection without an episode keeps its slot when others want it. A client's first reset follows its
+handshake at once; even over a slow line or on a busy machine it is here by then."""
+IDLE_S: Final = 60.0
+"""How long a connection keeps its slot after its last reset or step when others want it: longer than a language model
+takes for an answer, so that no rollout is interrupted between two steps."""
+
+
+class NoSlotError(CapacityError):
+    """No slot is free for a connection, and none can be freed."""
+
+    def __init__(self, message: str, next_step: str, taken: int, most: int) -> None:
+        super().__init__(message)
+        self.next_step = next_step
+        self.taken = taken
+        self.most = most
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The slot of one connection, made in the task that serves it."""
+
+    client: str
+    played: float = field(default_factory=time.monotonic)
+    """When its last reset or step arrived; before the first, when it was opened."""
+    has_episode: bool = False
+    gave_way: bool = False
+    """Whether the slot went to another connection; the task that serves this one is then cancelled."""
+    _task: asyncio.Task[None] | None = field(default_factory=asyncio.current_task)
+
+    def may_give_way(self, now: float) -> bool:
+        """Whether it has not played for so long that another connection may have its slot."""
+        return now - self.played >= (IDLE_S if self.has_episode else NEW_S)
+
+    def give_way(self) -> None:
+        """End its connection."""
+        assert self._task is not None
+        self.gave_way = True
+        self._task.cancel()
+
+
+class Slots:
+    """Slots of one process and environment; ``most_per_client`` of them may be one client's."""
+
+    def __init__(self, most: int, most_per_client: int) -> None:
+        self._most = most
+        self._most_per_client = most_per_client
+        self._taken: set[Slot] = set()
+
+    def take(self, client: str) -> Slot:
+        """A slot for the connection that the current task serves. Raises NoSlotError.
+
+        If all are taken, or all that one client may have, an idle connection gives way: one that plays no episode
+        before any other, then the one idle the longest.
+        """
+        own = [slot for slot in self._taken if slot.client == client]
+        if self._most > self._most_per_client <= len(own):
+            said = f"{len(own)} connections of this client play, and no more than {self._most_per_client} may"
+            self._free_one_of(own, said, "INFERENCEGYM_CONCURRENT_ENVS_PER_CLIENT", self._most_per_client)
+        elif len(self._taken) >= self._most:
+            said = f"{len(self._taken)} connections play, and no more than {self._most} may"
+            self._free_one_of(list(self._taken), said, "INFERENCEGYM_MAX_CONCURRENT_ENVS", self._most)
+        slot = Slot(client)
+        self._taken.add(slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Free the slot of a connection that has ended."""
+        self._taken.discard(slot)
+
+    def _free_one_of(self, slots: list[Slot], said: str, setting: str, most: int) -> None:
+        now = time.monotonic()
+        idle = [slot for slot in slots if slot.may_give_way(now)]
+        if not idle:
+            raise NoSlotError(said, f"close one, or raise {setting} on the server", len(slots), most)
+        first = min(idle, key=lambda slot: (slot.has_episode, slot.played))
+        self._taken.discard(first)
+        first.give_way()
