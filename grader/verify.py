@@ -9,7 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencegym.errors import EpisodeDoneError, ForgedLogError, InvalidActionError, MalformedLogError, short_repr
+from inferencegym.errors import (
+    EpisodeDoneError,
+    ForgedLogError,
+    InvalidActionError,
+    MalformedLogError,
+    short_repr,
+    short_text,
+)
 from inferencegym.tasks import TaskId
 
 if TYPE_CHECKING:
@@ -103,7 +110,8 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
             _compare(step, f"{path}.{key}" if path else str(key), claimed.get(key), true[key])
         for key in claimed:
             if key not in true:
-                raise _forged(step, f"{path}.{key}" if path else str(key), claimed[key], "absent")
+                name = short_text(str(key))
+                raise _forged(step, f"{path}.{name}" if path else name, claimed[key], "absent")
     elif isinstance(true, (list, tuple)):
         if not isinstance(claimed, (list, tuple)) or len(claimed) != len(true):
             raise _forged(step, path, claimed, true)

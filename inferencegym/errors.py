@@ -30,12 +30,24 @@ def short_repr(value: object, limit: int = 80) -> str:
         text = _REPR.repr(value)
     except ValueError:  # Python refuses to print an integer of more than 4,300 digits
         return f"<{type(value).__name__} of too many digits>"
+    return short_text(text, limit)
+
+
+def short_text(text: str, limit: int = 80) -> str:
+    """Bounded text for error messages and logs: a name from outside is cut as :func:`short_repr` cuts a value."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+MAX_PATH_CHARS: Final = 200
+"""Longest path of a field in an error."""
+MAX_MESSAGE_CHARS: Final = 2_000
+"""Longest message of an error: several times the longest that only says what is allowed."""
 
 
 def not_allowed(field: str, value: object, allowed: str) -> str:
     """Message of an error about one field: its name, what was found, what is allowed."""
-    return f"{field}={short_repr(value)} is not allowed: {field} must be {allowed}"
+    path = short_text(field, MAX_PATH_CHARS)
+    return f"{path}={short_repr(value)} is not allowed: {path} must be {allowed}"
 
 
 _REPR: Final = Repr()
@@ -49,6 +61,10 @@ class InferenceGymError(Exception):
     code: ClassVar[str] = "error"
     http_status: ClassVar[int] = 500
 
+    def __str__(self) -> str:
+        # Nobody can make an answer or a line of the log as long as what was sent, whatever a message quotes.
+        return short_text(super().__str__(), MAX_MESSAGE_CHARS)
+
 
 class InvalidActionError(InferenceGymError, ValueError):
     """An action field is missing, of the wrong type or out of range. (HTTP 422)"""
@@ -57,7 +73,7 @@ class InvalidActionError(InferenceGymError, ValueError):
     http_status = 422
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        self.field = field
+        self.field = short_text(field, MAX_PATH_CHARS)
         self.value = value
         self.allowed = allowed
         super().__init__(not_allowed(field, value, allowed))
@@ -73,7 +89,7 @@ class InvalidConfigError(InferenceGymError, ValueError):
     http_status = 422
 
     def __init__(self, message: str, field: str | None = None) -> None:
-        self.field = field
+        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
         super().__init__(message)
 
 
@@ -124,7 +140,7 @@ class MalformedLogError(InferenceGymError, ValueError):
 
     def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
         self.step = step
-        self.field = field
+        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
         super().__init__(message)
 
 
@@ -140,7 +156,7 @@ class ForgedLogError(InferenceGymError, ValueError):
 
     def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
         self.step = step
-        self.field = field
+        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
         super().__init__(message)
 
 

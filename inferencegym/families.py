@@ -21,7 +21,7 @@ from agents.families import (
 from env.family import Family
 from env.serving import family as serving
 from env.traffic import family as traffic
-from inferencegym.errors import DataFormatError, UnknownTaskError
+from inferencegym.errors import DataFormatError, UnknownTaskError, short_repr
 from inferencegym.tasks import TaskId
 
 SERVING: Final = serving.NAME
@@ -63,9 +63,9 @@ def family_of(task_id: TaskId, named: str | None = None) -> Family:
     """
     if named is not None:
         if named not in FAMILIES:
-            raise DataFormatError(f"family={named!r} is not allowed: it must be one of {', '.join(FAMILIES)}")
+            raise DataFormatError(f"family={short_repr(named)} is not allowed: it must be one of {', '.join(FAMILIES)}")
         return FAMILIES[named]
     known = {str(task.task_id): family for family in reversed(FAMILIES.values()) for task in family.tasks()}
     if str(task_id) not in known:
-        raise UnknownTaskError(f"task_id={task_id!r} is not a task: valid ids are {', '.join(known)}")
+        raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(known)}")
     return known[str(task_id)]

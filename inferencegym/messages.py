@@ -19,6 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from inferencegym.errors import short_repr, short_text
+
 M = TypeVar("M", bound=BaseModel)
 
 MAX_DEPTH: Final = 64
@@ -47,10 +49,10 @@ class FieldError(ValueError):
     """Error of a validator of a whole message: names the invalid field, its value and what is allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        self.field = field
+        self.field = short_text(field)
         self.value = _whole(value)
         self.allowed = allowed
-        super().__init__(f"{field} must be {allowed}")
+        super().__init__(f"{self.field} must be {allowed}")
 
 
 def _whole(value: object) -> object:
@@ -92,7 +94,8 @@ def _explain(
     """Turn a pydantic error into an exception; unknown fields first, since a misspelt field is also a missing one."""
     problems = error.errors(include_url=False)
     problem = next((one for one in problems if one["type"] in _UNKNOWN), None) or _sharpest(model, problems)
-    loc, found, context = problem["loc"], problem["input"], problem.get("ctx", {})
+    loc = tuple(short_text(part) if isinstance(part, str) else part for part in problem["loc"])
+    found, context = problem["input"], problem.get("ctx", {})
     if problem["type"] in _UNKNOWN:
         known = list(_model_at(model, loc[:-1]).model_fields)
         name = str(loc[-1])
@@ -131,7 +134,7 @@ def _allowed_tags(tags: str) -> str:
 
 def left_out(name: str, known: Sequence[str]) -> str:
     """Words for an unknown field, which must be left out: the known fields, and the one that was probably meant."""
-    near = get_close_matches(name[:80], known, n=1)
+    near = get_close_matches(short_text(name), known, n=1)
     meant = f" (did you mean {near[0]}?)" if near else ""
     return f"left out{meant}: the fields are {', '.join(known)}"
 
@@ -331,7 +334,7 @@ def parse_json(text: str | bytes, refusal: type[Exception], finite: bool = True)
         if len(found) != len(pairs):
             seen: set[str] = set()
             again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise refusal(f"the key {again[:80]!r} is repeated in one object")
+            raise refusal(f"the key {short_repr(again)} is repeated in one object")
         return found
 
     def constant(name: str) -> float:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError, UnknownTaskError
+from inferencegym.errors import InvalidConfigError, UnknownTaskError, short_repr
 from inferencegym.installation import room_folder
 from inferencegym.messages import read
 from inferencegym.models import PRIORITY_CLASSES
@@ -185,7 +185,7 @@ def get_task(task_id: TaskId) -> TaskSpec:
     key = _key(task_id)
     if key not in registry:
         raise UnknownTaskError(
-            f"task_id={task_id!r} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
+            f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
         )
     return registry[key]
 

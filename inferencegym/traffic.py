@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 import pydantic
 from pydantic import model_validator
 
-from inferencegym.errors import InvalidActionError, UnknownTaskError
+from inferencegym.errors import InvalidActionError, UnknownTaskError, short_repr
 from inferencegym.installation import room_folder
 from inferencegym.messages import WHOLE, FieldError, Message, read
 from inferencegym.models import Field, bounds
@@ -264,7 +264,9 @@ def get_traffic_task(task_id: object) -> TrafficTask:
     """The task with this id; raises :class:`UnknownTrafficTaskError` listing the valid ids."""
     registry = _registry(os.environ.get(TASKS_ENV, ""))
     if not isinstance(task_id, str) or task_id not in registry:
-        raise UnknownTrafficTaskError(f"task_id={task_id!r} is not a task: valid ids are {', '.join(registry)}")
+        raise UnknownTrafficTaskError(
+            f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(registry)}"
+        )
     return registry[task_id]
 
 

@@ -11,7 +11,6 @@ import re
 import secrets
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,10 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inferencegym.errors import InferenceGymError
+from inferencegym.errors import InferenceGymError, short_text
 from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
 from server.net.limits import Limits
-from server.net.logs import LineLog
+from server.net.logs import LineLog, traceback_text
 from server.net.metrics import Metrics
 from server.net.problems import problem_reply
 from server.settings import Settings
@@ -31,6 +30,8 @@ CLIENT_WENT_AWAY: Final = 499
 """Status under which a request is logged and counted that nobody waited for; no answer carries it."""
 LOGGED_ID_CHARS: Final = 8
 """A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
+LOGGED_PATH_CHARS: Final = 200
+"""Longer paths are cut in the log: none of ours is."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
@@ -103,7 +104,7 @@ class RequestLog:
         session = scope.get(SESSION_KEY)
         client = scope.get("client")
         error = sys.exc_info()[1]
-        cause = {} if error is None else {"traceback": "".join(traceback.format_exception(error))}
+        cause = {} if error is None else {"traceback": traceback_text(error)}
         self._log.write(
             {
                 "time": time.time(),
@@ -112,7 +113,7 @@ class RequestLog:
                 "request_id": request_id.decode(),
                 "session": session[:LOGGED_ID_CHARS] if session else None,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": short_text(scope["path"], LOGGED_PATH_CHARS),
                 "status": status,
                 "ms": round(1000 * took_s, 3),
                 "client": client[0] if client else None,

@@ -42,6 +42,7 @@ from inferencegym.errors import (
     InvalidActionError,
     StepConflictError,
     UnknownSessionError,
+    short_repr,
 )
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.models import ACTION_FIELDS
@@ -209,7 +210,7 @@ class BatchSessions:
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(
-                f"there is no batch session {session_id[:128]!r}: it never was, was closed, made room after "
+                f"there is no batch session {short_repr(session_id)}: it never was, was closed, made room after "
                 f"{IDLE_S:g} s without a step, or ended with the server's process"
             )
         return session

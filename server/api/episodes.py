@@ -18,7 +18,7 @@ from starlette.responses import Response
 from env.family import Grade
 from grader.verify import verify_log
 from inferencegym import __version__
-from inferencegym.errors import StoreError
+from inferencegym.errors import StoreError, short_repr
 from inferencegym.families import SERVING
 from inferencegym.messages import plain_schema
 from inferencegym.tasks import TaskId
@@ -191,7 +191,7 @@ class EpisodeRoutes:
         record = live.record
         played_id = record.task_id
         if task_id is not None and str(task_id) != str(played_id):
-            raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {task_id!r}")
+            raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
         # The log never left the server, so there is nothing to verify it against but itself.
         played, done = list(live.env.episode_log), live.env.done
         if len(played) > LARGE_LOG_ENTRIES:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from env.family import Family, TaskEntry
 from inferencegym import __version__
+from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
@@ -183,7 +184,7 @@ class InfoRoutes:
         wanted = await self._read(request, TaskRequest)
         tasks = self._described(wanted.split)
         if not 0 <= wanted.index < len(tasks):
-            raise HTTPException(400, f"index {wanted.index} names no task: {wanted.split[:80]!r} has {len(tasks)}")
+            raise HTTPException(400, f"index {wanted.index} names no task: {short_repr(wanted.split)} has {len(tasks)}")
         return reply({"task": tasks[wanted.index]})
 
     async def task_range(self, request: Request) -> Response:
@@ -203,7 +204,7 @@ class InfoRoutes:
         """OpenEnv's clients may write the name with capitals."""
         name = request.path_params["env_name"]
         if name.lower() != self._family.env_name.lower():
-            raise HTTPException(404, f"no environment {name[:80]!r} is served here, but {self._family.env_name!r}")
+            raise HTTPException(404, f"no environment {short_repr(name)} is served here, but {self._family.env_name!r}")
 
 
 # ---------------------------------------------------------------- MCP
@@ -212,6 +213,7 @@ NO_TOOLS: Final = "this environment has no MCP tools: play over /ws, or with POS
 _PARSE_ERROR: Final = -32700
 _INVALID_REQUEST: Final = -32600
 METHOD_NOT_FOUND: Final = -32601
+MAX_RPC_ID_CHARS: Final = 200
 
 
 class JsonRpcRequest(BaseModel):
@@ -222,7 +224,8 @@ class JsonRpcRequest(BaseModel):
     jsonrpc: Literal["2.0"]
     method: str
     params: dict[str, Any] | list[Any] = Field(default_factory=dict)
-    id: str | int | None = None
+    # It is sent back.
+    id: Annotated[str, Field(max_length=MAX_RPC_ID_CHARS)] | int | None = None
 
 
 def mcp_answer(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from env.family import Family
 from env.serving.family import tables
-from inferencegym.errors import DataFormatError
+from inferencegym.errors import DataFormatError, short_text
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import get_task
@@ -151,7 +151,7 @@ def shadow_answer(family: Family, wanted: ShadowRequest) -> dict[str, Any]:
         except DataFormatError as error:
             # The visitor knows the file by its own name, and options of the command as fields of this request.
             text = _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error))
-            raise DataFormatError(text.replace(str(path), wanted.file_name)) from error
+            raise DataFormatError(text.replace(str(path), short_text(wanted.file_name))) from error
     export = {outcome.policy: vllm_config(report, table, outcome.policy) for outcome in report.outcomes}
     return {**report.to_dict(), "export": export}
 

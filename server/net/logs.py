@@ -6,12 +6,20 @@ import asyncio
 import logging
 import sys
 import time
+import traceback
 from typing import Any, Final, TextIO
 
 import orjson
 
+from inferencegym.errors import MAX_MESSAGE_CHARS, short_text
+
 FLUSH_EVERY_S: Final = 0.2
 FLUSH_LINES: Final = 200
+
+
+def traceback_text(error: BaseException) -> str:
+    """Traceback for the log, where no line is longer than an error of ours: others quote whatever they were given."""
+    return "".join(short_text(line, MAX_MESSAGE_CHARS) for line in traceback.format_exception(error))
 
 
 class JsonFormatter(logging.Formatter):
@@ -22,10 +30,10 @@ class JsonFormatter(logging.Formatter):
             "time": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": short_text(record.getMessage(), MAX_MESSAGE_CHARS),
         }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1] is not None:
+            line["traceback"] = traceback_text(record.exc_info[1])
         return orjson.dumps(line).decode()
 
 

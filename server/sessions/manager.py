@@ -35,6 +35,7 @@ from inferencegym.errors import (
     StepConflictError,
     StoreError,
     UnknownSessionError,
+    short_repr,
 )
 from inferencegym.tasks import TaskId
 from server.net.errors import InvalidRequestError, RateLimitedError
@@ -417,7 +418,7 @@ class SessionManager:
     async def _load(self, session_id: str) -> LiveSession:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None
         if stored is None:
-            raise UnknownSessionError(f"there is no session {session_id[:128]!r}: it never was, or it has expired")
+            raise UnknownSessionError(f"there is no session {short_repr(session_id)}: it never was, or it has expired")
         family = self._family_of(stored.record)
         env = await self._replay(family, stored.record, session_id)
         live = LiveSession(session_id, family, stored.record, stored.token, "", env, last_result(env))
