@@ -1,4 +1,4 @@
-"""The files of this checkout, for tests of what is built from them."""
+"""Files of this checkout, for tests of packages and images that are built from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tracked_files() -> list[Path]:
 
 
 def copy_of_the_tree(destination: Path) -> Path:
-    """What a fresh clone with the present changes would hold."""
+    """Copy the files that a fresh clone with the present changes would have."""
     for source in tracked_files():
         target = destination / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

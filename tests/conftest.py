@@ -1,4 +1,4 @@
-"""Fixtures that several rooms' tests share."""
+"""Shared pytest fixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two small tasks of a user's own, whose definitions and constants a test may change."""
+"""Two small user tasks whose definitions and constants a test may change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSTANTS: Final = {"floor_tps": 50.0, "optimal_tps": 1000.0, "max_throughput_tp
 
 
 class Desk:
-    """The tasks ``desk`` and ``other`` in a file that the setting names, with constants as calibration writes them."""
+    """User tasks ``desk`` and ``other`` in a file named by INFERENCEGYM_TASKS, with constants as calibration writes."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._folder, self._patch = folder, patch
@@ -47,7 +47,7 @@ class Desk:
         return self._folder / f"tasks-{self._files}.json"
 
     def calibrate(self, name: str, **changes: Any) -> None:
-        """Give a task the constants of above, with changes."""
+        """Write a task's default constants, with changes."""
         self._constants[name] = {**CONSTANTS, **changes}
         text = json.dumps({"tasks": self._constants})
         self.path.with_suffix(".calibration.json").write_text(text, encoding="utf-8")

@@ -8,33 +8,34 @@ import schemathesis
 from schemathesis import Case, CheckContext, Response
 
 MAY_REFUSE: Final = frozenset({401, 403, 404, 409, 429})
-"""No credentials, no such session, a race, too often: right requests may meet these."""
+"""Statuses that valid requests may get: missing credentials, unknown session, conflict, rate limit."""
 
-NO_SCHEMA_CAN_TELL: Final = {
-    "episode_done": ("/step",),  # whether an episode is over
-    "forged_log": ("/grader",),  # what a replay gives
-    "data_format": ("/shadow",),  # what a request log's text looks like
-    "invalid_batch": ("/step/batch",),  # how arrays lie in bytes, and that rows are equally long
-    "http_error": ("/task",),  # how many tasks a split has
-    "malformed_log": ("/traffic/grader", "/grader"),  # that the steps of a log follow one another
+BEYOND_SCHEMAS: Final = {
+    "episode_done": ("/step",),  # the episode is over
+    "forged_log": ("/grader",),  # the replay differs
+    "data_format": ("/shadow",),  # the format of a request log's text
+    "invalid_batch": ("/step/batch",),  # the layout of binary arrays, rows of equal length
+    "http_error": ("/task",),  # the number of tasks in a split
+    "malformed_log": ("/traffic/grader", "/grader"),  # the order of a log's steps
 }
+"""Error codes, with the ends of their paths, of rules that JSON Schema cannot express."""
 
 
 @schemathesis.check
-def accepted_unless_no_schema_can_tell(ctx: CheckContext, response: Response, case: Case) -> None:
-    """A request that fits the schema is accepted, unless it breaks a rule that JSON Schema has no words for."""
+def valid_requests_are_accepted(ctx: CheckContext, response: Response, case: Case) -> None:
+    """A request that fits the schema is accepted, unless it breaks a rule that JSON Schema cannot express."""
     positive = case.meta is not None and case.meta.generation.mode.is_positive
     if not positive or response.status_code < 400 or response.status_code in MAY_REFUSE or response.status_code >= 500:
         return
     detail = response.json()["detail"]
-    if case.operation.path.endswith(NO_SCHEMA_CAN_TELL.get(detail["code"], ())):
+    if case.operation.path.endswith(BEYOND_SCHEMAS.get(detail["code"], ())):
         return
     if case.operation.path.endswith("/reset/batch") and "episodes of this length" in detail["message"]:
         return
     if "beta + gamma + delta must not exceed 1" in detail["message"]:
         return
     if case.operation.path.endswith("/shadow") and detail.get("field") == "policies":
-        return  # which policies are stored for which task
+        return  # a policy is not stored for this task
     if case.operation.path.endswith("/step/batch") and detail.get("field") == "repeat":
-        return  # repeated is only a single step
+        return  # only a single step can be repeated
     raise AssertionError(f"a request that fits the schema was refused: {response.status_code} {detail}")

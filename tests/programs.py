@@ -1,4 +1,4 @@
-"""Programs that tests start for real."""
+"""Installed programs that tests start."""
 
 from __future__ import annotations
 

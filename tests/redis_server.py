@@ -1,4 +1,4 @@
-"""A real Redis server for tests, with an append-only file: what was answered survives a kill of the process."""
+"""Redis server process for tests, with an append-only file, so that acknowledged writes survive a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.servers import START_TIMEOUT_S, free_port
 
 
 class RedisServer:
-    """Can be killed and started again on the same port and data."""
+    """Redis server that can be killed and started again on the same port and data."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

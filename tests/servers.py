@@ -1,4 +1,4 @@
-"""Real servers for tests: started as an operator starts them, talked to over sockets, killed when a test says so."""
+"""Server processes for tests: started as an operator starts them, used over sockets, and killed where a test asks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ N_TEST_PROCESSES = 16
 
 
 def free_port() -> int:
-    """A port that stays free until it is used, and while a server that was killed is down.
+    """Port that stays free until it is used, and while a server that was killed is down.
 
-    It is not one of those (above 32,767) that the kernel lends to whoever connects somewhere, nor one that another of
-    pytest-xdist's processes would choose.
+    It is below the kernel's ephemeral ports (above 32,767), and other processes of pytest-xdist choose other ones.
     """
     here = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % N_TEST_PROCESSES
     ports = range(15_000 + here, 32_000, N_TEST_PROCESSES)
-    # Not the random numbers of the test, which may be seeded.
+    # A generator of its own, since a test may have seeded the global one.
     for port in random.SystemRandom().sample(ports, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -57,7 +56,7 @@ def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float =
 
 @dataclass
 class RunningServer:
-    """One server (with all its workers) and a client for it."""
+    """A server process (with all its workers) and an HTTP client for it."""
 
     settings: dict[str, str]
     log: Path
@@ -94,11 +93,11 @@ class RunningServer:
         pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
 
     def kill(self) -> None:
-        """As a crash would: no signal handler runs, in no worker."""
+        """Kill the server and its workers like a crash: no signal handler runs."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """As an operator would; fails the test unless the server ends by itself and in order."""
+        """Stop the server like an operator; fails the test unless it shuts down in order by itself."""
         # A process that ends on a signal says so in its status; with several workers the parent ends with 0.
         assert self._end(signal.SIGTERM) in (0, -signal.SIGTERM)
         assert "Application shutdown complete" in self.log.read_text()
@@ -113,7 +112,7 @@ class RunningServer:
         return self.process.wait(timeout=30)
 
     def post(self, path: str, body: Any = None) -> dict[str, Any]:
-        """The JSON answer; anything but 200 fails the test with what the server said."""
+        """POST and return the JSON answer; any status but 200 fails the test and shows the answer."""
         answer = self.client.post(path, json=body)
         assert answer.status_code == 200, f"{path} {body}: {answer.status_code} {answer.text}"
         return dict(answer.json())
@@ -126,7 +125,7 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(directory: Path, *, before: str = "", **settings: str) -> Iterator[RunningServer]:
-    """A server that keeps its sessions in ``directory`` and is stopped at the end."""
+    """Context with a server that keeps its sessions in ``directory`` and is stopped at the end."""
     named = {f"INFERENCEGYM_{name.upper()}": value for name, value in settings.items()}
     server = RunningServer({"INFERENCEGYM_DATA_DIR": str(directory), **named}, directory / "server.log", before=before)
     try:

@@ -122,7 +122,7 @@ def test_rows_on_several_threads_equal_rows_on_one() -> None:
     assert_array_equal(many.returns[:80], few.returns)
 
 
-def test_the_naive_agent_never_leaves_the_engine_defaults() -> None:
+def test_the_naive_agent_always_plays_the_default_knobs() -> None:
     played = run_episodes(get_task(3), NaiveAgent(), [1])
     assert_array_equal(played.actions[:, 0], np.tile([1.0, 0, 32, 0, 0], (200, 1)))
 
@@ -452,7 +452,7 @@ def test_the_policies_of_ones_own_task_lie_beside_it_and_are_played_by_name(
 
 
 @pytest.mark.parametrize("place", ["--out", "--policies"])
-def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
+def test_a_path_that_cannot_be_written_is_named_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     def never(*_: object) -> None:
@@ -470,7 +470,7 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tasks": 5}'])
-def test_what_is_no_calibration_file_is_not_written_over(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_calibration_file_is_not_overwritten(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(text)
     with pytest.raises(DataFormatError, match="not a calibration file"):

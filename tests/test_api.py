@@ -311,7 +311,7 @@ def test_fifty_episodes_at_once_do_not_mix(server: RunningServer) -> None:
         assert together[seed] == asyncio.run(alone(seed))
 
 
-def test_no_answer_holds_a_number_that_is_none(server: RunningServer) -> None:
+def test_no_answer_holds_nan_or_infinity(server: RunningServer) -> None:
     session_id = server.post("/reset", {"task_id": 3, "seed": 1})["session_id"]
     rng = random.Random(0)
 

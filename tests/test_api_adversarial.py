@@ -193,7 +193,7 @@ def test_openenvs_paths_take_bodies_in_pieces(strict: RunningServer, path: str, 
         b"GET /health HTTP/1.1\r\nHost: x\r\nBad Header: 1\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_refused_and_the_connection_closed(strict: RunningServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http_are_refused_and_the_connection_closed(strict: RunningServer, sent: bytes) -> None:
     with connect(strict) as connection:
         connection.sendall(sent)
         assert not all_of(connection).startswith(b"HTTP/1.1 2")
@@ -311,7 +311,7 @@ def test_the_api_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- limits under every prefix
 
 
-def test_dear_paths_are_limited_under_every_prefix() -> None:
+def test_expensive_paths_are_limited_under_every_prefix() -> None:
     limits: dict[str, Any] = {"resets_per_minute": 2, "grades_per_minute": 2, "baselines_per_minute": 1}
     settings = Settings(store_url="memory://", access_log="off", env="traffic", **limits)
     with TestClient(create_app(settings)) as client:

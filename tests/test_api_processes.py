@@ -245,7 +245,7 @@ def test_a_server_goes_on_in_the_file_that_another_one_put_in_the_place_of_a_dam
         begun_on_one.check(two)
 
 
-def test_a_server_without_a_place_for_its_sessions_is_not_ready_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_server_without_a_store_for_its_sessions_is_not_ready_and_loses_nothing(tmp_path: Path) -> None:
     with running_server(tmp_path, store_url=f"sqlite://{tmp_path}/sessions.db") as server:
         stepper = Stepper(server, 5)
         stepper.step_for(0.1)

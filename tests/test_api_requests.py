@@ -242,7 +242,7 @@ def test_an_api_key_guards_everything_but_health() -> None:
         assert client.get("/tasks").headers["www-authenticate"] == "Bearer"
 
 
-def test_dear_paths_are_limited_per_client_and_say_when_to_come_back() -> None:
+def test_expensive_paths_are_limited_per_client_and_say_when_to_come_back() -> None:
     with client_of(resets_per_minute=3) as client:
         codes = [client.post("/reset").status_code for _ in range(4)]
         assert codes == [200, 200, 200, 429]

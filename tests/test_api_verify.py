@@ -262,7 +262,7 @@ def test_a_log_that_is_too_short_or_too_long_is_refused(client: TestClient, hone
 
 
 @pytest.mark.parametrize("entry", [5, {}, {"action": {}}, {"timestep": 0, "action": 1, "reward": 0, "metrics": {}}])
-def test_what_is_no_log_entry_is_malformed(client: TestClient, entry: Any) -> None:
+def test_an_entry_without_the_form_of_a_log_is_malformed(client: TestClient, entry: Any) -> None:
     detail = grade(client, [entry]).json()["detail"]
     assert detail["code"] == "malformed_log"
     assert "step 0" in detail["message"]

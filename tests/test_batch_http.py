@@ -149,7 +149,7 @@ def test_a_lost_answer_costs_the_client_nothing(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_no_number_is_refused_by_place_and_nothing_is_lost(batch: InferenceGymBatch, value: float) -> None:
+def test_nan_is_refused_with_its_position_and_nothing_is_lost(batch: InferenceGymBatch, value: float) -> None:
     batch.reset(2, 1, seed=3)
     wrong = random_actions(2, 2)
     wrong[1, 0, 2] = value
@@ -215,7 +215,7 @@ def test_a_wrong_reset_names_its_field(server: RunningServer, body: dict[str, An
         ([[[1, 2, 3, 4, [5]]]], "actions[0][0].quant_tier"),
     ],
 )
-def test_wrong_json_actions_are_refused_by_place(server: RunningServer, actions: Any, field: str) -> None:
+def test_wrong_json_actions_are_refused_with_their_position(server: RunningServer, actions: Any, field: str) -> None:
     session_id = server.post("/reset/batch", {"n": 1})["session_id"]
     answer = server.client.post("/step/batch", json={"session_id": session_id, "actions": actions})
     assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)

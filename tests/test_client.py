@@ -163,7 +163,7 @@ def test_a_step_that_another_client_took_is_a_conflict_and_not_a_silent_jump(
     assert client.step({"batch_size": 64})[0].timestep == 2
 
 
-def test_what_is_no_server_of_ours_is_said_so(tmp_path: Path) -> None:
+def test_a_server_of_another_kind_is_reported_as_such(tmp_path: Path) -> None:
     pages = {
         "/health": httpx.Response(200, text="<html>"),
         "/info": httpx.Response(418, json={"detail": "teapot"}),

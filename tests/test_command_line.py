@@ -62,7 +62,7 @@ def test_more_requests_than_may_be_simulated_are_refused_before_they_are_drawn(
 
 
 @pytest.mark.parametrize("name", ["missing/file", "folder"])
-def test_a_place_for_results_that_cannot_be_written_is_told_before_the_work(
+def test_a_path_for_results_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def no_work(*_: object, **__: object) -> list[Job]:
@@ -84,7 +84,7 @@ def test_a_place_for_results_that_cannot_be_written_is_told_before_the_work(
     assert "cannot be written" in refusal(capsys, "shadow", "--trace", tmp_path / "log.csv", "--html", place)
 
 
-def test_a_folder_for_results_that_cannot_be_made_is_told_before_the_work(
+def test_a_folder_for_results_that_cannot_be_made_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_work(*_: object, **__: object) -> None:

@@ -46,7 +46,7 @@ def test_generators_made_together_are_those_that_numpy_makes() -> None:
             assert rng.bit_generator.state == np.random.default_rng([seed, stream]).bit_generator.state
 
 
-def test_a_seed_known_beforehand_gives_no_other_words() -> None:
+def test_a_precomputed_seed_gives_no_other_words() -> None:
     (rng,) = next(generators([5, 6], [0]))
     seed = rng.bit_generator.seed_seq
     with pytest.raises(ValueError, match="4 of uint64"):

@@ -224,7 +224,7 @@ def test_the_schedule_tells_of_the_flood_that_comes_the_one_that_is_on_and_the_o
 
 
 @pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
-def test_a_row_of_the_vector_the_scalar_face_and_inference_env_play_the_same_episode(task_id: Any) -> None:
+def test_a_row_of_the_vector_the_scalar_interface_and_inference_env_play_the_same_episode(task_id: Any) -> None:
     rng = np.random.default_rng(5)
     codec = action_codec("box")
     envs = ig.VectorInferenceEnv(3, task_id, config=SHORT)
@@ -361,7 +361,7 @@ def test_rows_that_were_reset_apart_end_apart_and_equal_the_same_episodes_alone(
         assert ended[0] == ended[2] == (k == 3)
 
 
-def test_a_reset_mask_that_is_no_mask_is_refused() -> None:
+def test_an_invalid_reset_mask_is_refused() -> None:
     envs = ig.VectorInferenceEnv(2, 1)
     with pytest.raises(NotResetError):
         envs.reset(options={"reset_mask": np.array([True, False])})

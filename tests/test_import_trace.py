@@ -170,7 +170,7 @@ BAD: list[tuple[str, str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[m for _, _, m in BAD])
-def test_a_bad_file_is_refused_with_its_place_and_leaves_nothing_behind(
+def test_a_bad_file_is_refused_with_its_line_and_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | bytes, message: str
 ) -> None:
     path, out = tmp_path / name, tmp_path / "out"

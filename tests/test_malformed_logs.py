@@ -226,7 +226,7 @@ WRONG: Final = [
 
 
 @pytest.mark.parametrize(("name", "log", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_an_uploaded_mistake_is_named_with_its_place(client: TestClient, name: str, log: str, said: str) -> None:
+def test_an_uploaded_mistake_is_named_with_its_line(client: TestClient, name: str, log: str, said: str) -> None:
     status, text = answer(client, name, log)
     detail = json.loads(text)["detail"]
     assert (status, detail["code"]) == (422, "data_format")
@@ -278,7 +278,7 @@ def packed(**changes: Any) -> dict[str, Any]:
         ({"meta": np.frombuffer(b"[" * 50_000, dtype=np.uint8)}, "maximum recursion depth"),
     ],
 )
-def test_a_packed_trace_that_is_none_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_file_that_is_not_a_packed_trace_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     np.savez(tmp_path / "log.npz", **packed(**changes))
     with pytest.raises(DataFormatError) as refused:
         load_trace(str(tmp_path / "log.npz"))
@@ -286,7 +286,7 @@ def test_a_packed_trace_that_is_none_is_refused(tmp_path: Path, changes: dict[st
     assert said in str(refused.value)
 
 
-def test_a_single_array_is_no_packed_trace(tmp_path: Path) -> None:
+def test_a_single_array_is_not_a_packed_trace(tmp_path: Path) -> None:
     np.save(tmp_path / "log.npy", np.ones(3))
     with pytest.raises(DataFormatError, match=r"log.npy is not a packed trace"):
         load_trace(str(tmp_path / "log.npy"))

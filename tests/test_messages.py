@@ -131,7 +131,7 @@ def test_an_array_is_told_by_its_length_and_its_entries(schema: dict[str, Any], 
         (b"\xff", "not JSON: "),
     ],
 )
-def test_what_is_no_strict_json_is_refused(text: str | bytes, said: str) -> None:
+def test_json_that_is_not_strict_is_refused(text: str | bytes, said: str) -> None:
     with pytest.raises(Refused) as caught:
         parse_json(text, Refused)
     assert str(caught.value).startswith(said)

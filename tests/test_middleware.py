@@ -49,6 +49,6 @@ def test_an_ipv4_caller_has_one_address_whichever_socket_it_comes_through(truste
     assert address("2001:db8::1", "9.9.9.9", trusted) == "2001:db8::1"
 
 
-def test_what_is_no_address_is_kept_and_not_trusted() -> None:
+def test_a_peer_that_is_not_an_ip_address_is_kept_and_not_trusted() -> None:
     assert address("testclient", "9.9.9.9") == "testclient"
     assert address("10.1.2.3", "9.9.9.9, a:b") == "10.1.2.3"

@@ -654,7 +654,7 @@ def test_a_close_frame_ends_the_connection_and_keeps_the_episode(server: Running
     talk(server, conversation)
 
 
-def test_mcp_takes_no_places_of_players() -> None:
+def test_mcp_takes_no_slots_of_players() -> None:
     app = create_app(load_settings(store_url="memory://", max_concurrent_envs=1))
     create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
     with TestClient(app) as client:

@@ -91,7 +91,7 @@ def test_the_validators_plan_is_a_whole_episode_of_valid_actions() -> None:
     assert all(ServeAction.from_dict(action).validate() for action in plan["actions"])
 
 
-def test_the_oracle_is_better_than_an_engines_defaults_on_every_declared_task() -> None:
+def test_the_oracle_is_better_than_the_naive_baseline_on_every_declared_task() -> None:
     oracle = script("openenv_oracle")
     for task_id in (1, 2, 3):
         task = get_task(task_id)

@@ -262,7 +262,7 @@ def test_a_forged_log_is_shown_where_it_breaks(visit: Visit) -> None:
     expect(page.locator("#panel-verify figure.chart")).to_have_count(3)
 
 
-def test_a_true_log_is_verified_from_a_file(visit: Visit, server: RunningServer, tmp_path: Path) -> None:
+def test_a_genuine_log_is_verified_from_a_file(visit: Visit, server: RunningServer, tmp_path: Path) -> None:
     played = server.post("/play", {"task_id": 3, "seed": 4, "agent": "best_adaptive", "log": True})
     log = tmp_path / "log.json"
     log.write_text(json.dumps({"task_id": 3, "seed": 4, "episode_log": played["episode_log"]}))
@@ -283,7 +283,7 @@ def test_a_traffic_log_is_verified_too(visit: Visit, server: RunningServer) -> N
     expect(page.locator("#panel-verify h2.good")).to_contain_text("all 40 seconds")
 
 
-def test_what_is_no_log_is_refused_in_words(visit: Visit) -> None:
+def test_text_that_is_not_a_log_is_refused_in_words(visit: Visit) -> None:
     page = visit().open("verify")
     page.locator("#panel-verify textarea").fill("Hello")
     page.get_by_role("button", name="Replay and grade").click()

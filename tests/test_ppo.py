@@ -178,7 +178,7 @@ def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other
     assert all(0.9 < float(part.probs.max()) < 0.99 for part in parts)
 
 
-def test_files_that_are_no_policies_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_policies_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("hello")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.savez(tmp_path / "future.npz", header=np.array('{"version": 99}'))

@@ -262,5 +262,5 @@ def test_commas_within_braces_do_not_part_agent_names() -> None:
     assert agent_names('naive, constant:{"a": 1, "b": 2},ppo') == ["naive", 'constant:{"a": 1, "b": 2}', "ppo"]
 
 
-def test_the_default_baseline_is_an_engines_defaults() -> None:
+def test_the_default_baseline_has_the_default_knobs() -> None:
     assert shadow(flood(20), [], n_replicas=1).fixed_action == NAIVE_ACTION.to_dict()

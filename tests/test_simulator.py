@@ -166,7 +166,7 @@ def test_a_missing_table_says_how_to_build_one(tmp_path: Path) -> None:
         TraceSimulator(tmp_path / "absent.parquet")
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"PAR1 but not really")
     with pytest.raises(TableError, match=path.name):

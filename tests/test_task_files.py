@@ -212,7 +212,7 @@ def test_whatever_stands_at_a_key_is_taken_or_refused_by_name(tmp_path: Path, ke
 
 
 @pytest.mark.parametrize("raw", ODD_VALUES)
-def test_an_entry_that_is_no_task_is_refused_by_name(tmp_path: Path, raw: Any) -> None:
+def test_an_entry_that_is_not_a_task_is_refused_by_name(tmp_path: Path, raw: Any) -> None:
     with pytest.raises(InvalidConfigError, match=r"mine\.json: task '²': "):
         load_task_file(write(tmp_path, {"²": raw}))
 

@@ -107,7 +107,7 @@ def cost_of_freezing(knob: str, value: float) -> float:
 
 
 @pytest.mark.parametrize("knob", list(ACTION_FIELDS))
-def test_leaving_any_knob_at_the_engine_default_costs_on_the_hard_task(knob: str) -> None:
+def test_leaving_any_knob_at_its_default_costs_on_the_hard_task(knob: str) -> None:
     """`benchmarks/tasks.py` says how much, with the rest of the policy searched anew for every frozen knob."""
     assert cost_of_freezing(knob, ACTION_FIELDS[knob].default) > 0.0
 

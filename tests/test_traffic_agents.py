@@ -111,7 +111,7 @@ def test_where_every_action_crashes_the_plan_is_one_step_long() -> None:
     assert plan.cumulative_reward == -10.0
 
 
-def test_thinking_wins_on_the_hard_task() -> None:
+def test_on_the_hard_task_the_planner_beats_the_adaptive_rule_and_the_rule_every_constant() -> None:
     task = get_traffic_task("task_hard")
     constants = [evaluate_traffic(ConstantTraffic(name), task).final_score[0] for name in ACTION_NAMES]
     adaptive = evaluate_traffic(AdaptiveTraffic(), task).final_score[0]

@@ -149,7 +149,7 @@ def test_the_root_answers_ok_to_probes_of_the_document_when_told_to(tmp_path: Pa
 
 
 @pytest.mark.parametrize("body", [None, {}, {"task_id": None, "config": None, "seed": None}])
-def test_a_reset_without_wishes_starts_the_easy_task(server: RunningServer, body: Any) -> None:
+def test_a_reset_without_arguments_starts_the_easy_task(server: RunningServer, body: Any) -> None:
     begun = server.post("/traffic/reset", body)
     assert (begun["task_id"], begun["max_steps"], begun["seed"]) == ("task_easy", 30, 42)
 
@@ -367,7 +367,7 @@ def test_only_a_cookie_of_its_own_decides_whose_episode_is_meant(
     assert answer.status_code == status
 
 
-def test_the_cookie_is_read_beside_cookies_that_are_none(server: RunningServer) -> None:
+def test_the_cookie_is_read_beside_malformed_ones(server: RunningServer) -> None:
     session_id = server.post("/traffic/reset", {"task_id": "task_hard"})["session_id"]
     headers = {"Cookie": f'odd={{"a": [1]}}; inferencegym_traffic={session_id}', "X-Client-Id": "nobody"}
     assert httpx.get(f"{server.url}/traffic/state", headers=headers).json()["task_id"] == "task_hard"

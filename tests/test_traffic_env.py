@@ -161,7 +161,7 @@ def test_an_unknown_setting_is_refused_with_those_that_exist() -> None:
     assert refused.value.field == "config.capacity"
 
 
-def test_half_a_queue_place_is_refused() -> None:
+def test_a_queue_limit_that_is_not_whole_is_refused() -> None:
     with pytest.raises(InvalidConfigError) as refused:
         TrafficEnv().reset(config={"max_queue": 10.5})
     assert refused.value.field == "config.max_queue"

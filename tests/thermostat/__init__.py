@@ -1,6 +1,6 @@
-"""A third environment family, as its author would add it: one folder, and one line in the registry.
+"""Example of a third environment family, as its author would add it: one folder, and one line in the registry.
 
-Heat a room through a night: choose the heater's level once a minute, keep the room near its set point, burn little.
+Heat a room through a night: choose the heater's level once a minute, keep the room near its set point, use little fuel.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TASKS: Final = {"frosty-night": -10.0, "mild-night": 8.0}
 
 
 class HeaterAction(Message):
-    """How much to heat."""
+    """Action: the heater's level."""
 
     level: Annotated[int, Field(ge=0, le=MAX_LEVEL, description="of the heater"), WHOLE] = 0
 
 
 class RoomMessage(BaseModel):
-    """What the thermostat sees."""
+    """Observation of the thermostat."""
 
     inside_c: float
     outside_c: float
@@ -40,7 +40,7 @@ class RoomMessage(BaseModel):
 
 
 class NightConfig(Message):
-    """What a reset may override."""
+    """Settings that a reset may override."""
 
     episode_length: Annotated[int, Field(ge=1, le=1_000), WHOLE] = 60
 
