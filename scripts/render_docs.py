@@ -259,6 +259,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scores": scores,
     "ray": written("ray"),
     "performance": written("performance"),
+    "openenv-speed": written("openenv"),
 }
 
 
