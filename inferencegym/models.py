@@ -219,13 +219,15 @@ class MetricsSnapshot:
     two output tokens of a running request. ``cost_per_1k`` is normalised cost per 1,000 output tokens.
     """
 
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    tpot_ms: float
-    tokens_per_sec: float
-    gpu_memory_gb: float
-    cost_per_1k: float
-    spec_accept_rate: float
+    ttft_p50_ms: Annotated[
+        float, pydantic.Field(description="median time from arrival to first output token, queueing included (ms)")
+    ]
+    ttft_p99_ms: Annotated[float, pydantic.Field(description="99th percentile of the same (ms)")]
+    tpot_ms: Annotated[float, pydantic.Field(description="time per output token of a running request (ms)")]
+    tokens_per_sec: Annotated[float, pydantic.Field(description="output tokens per second of the whole fleet")]
+    gpu_memory_gb: Annotated[float, pydantic.Field(description="memory in use on one replica (decimal GB)")]
+    cost_per_1k: Annotated[float, pydantic.Field(description="normalised cost per 1,000 output tokens")]
+    spec_accept_rate: Annotated[float, pydantic.Field(description="accepted draft tokens / drafted tokens")]
     eviction_events: int
     slo_violations: int
     oom: bool = False

@@ -182,4 +182,4 @@ METRICS: Final[Mapping[str, ArraySpec]] = {
     "completed": ArraySpec("B", "requests", "completed requests"),
     "rejected": ArraySpec("B", "requests", "requests refused by a full queue"),
 }
-"""Rows of ``ServingFleet.metrics``, in order; the first ten are those of ``MetricsSnapshot``."""
+"""Rows of ``ServingFleet.metrics``, in order. Users see those that ``MetricsSnapshot`` has a field for."""

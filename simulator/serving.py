@@ -7,10 +7,11 @@ call :meth:`ServingFleet.step`, read the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,12 @@ MEASURED_ACCEPT_RATE: Final = 0.65
 """Base acceptance rate that stands for the measured tokens per verification step. Specification, medium task."""
 FIRST_PREFILL_CAP: Final = 0.85
 """Share of the time that prefill may take before an episode's first iteration. Chosen; one sweep forgets it."""
+
+_REPORTED: Final = {list(METRICS).index(name): kind for name, kind in get_type_hints(MetricsSnapshot).items()}
+_reported: Final = itemgetter(*_REPORTED)
+_FROM_FLOAT: Final[Mapping[type, Callable[[float], int]]] = {int: round, bool: bool}
+_CONVERTED: Final = [(i, _FROM_FLOAT[kind]) for i, kind in _REPORTED.items() if kind is not float]
+"""Metrics that users see as whole numbers or truths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +304,7 @@ class ServingFleet:
 
     def snapshot(self, row: int = 0) -> MetricsSnapshot:
         """The last step's metrics of one row."""
-        ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, evicted, missed, oom = self.metrics[:10, row].tolist()
-        return MetricsSnapshot(
-            ttft_p50, ttft_p99, tpot, tps, memory, cost, accept, round(evicted), round(missed), oom > 0.0
-        )
+        values = self.metrics[:, row].tolist()
+        for i, convert in _CONVERTED:
+            values[i] = convert(values[i])
+        return MetricsSnapshot(*_reported(values))

@@ -27,7 +27,8 @@ from inferencegym.tasks import DATA_DIR
 FloatArray = NDArray[np.float64]
 
 DEFAULT_TABLE: Final = DATA_DIR / "traces_llama3_8b.parquet"
-TABLE_80GB: Final = DATA_DIR / "traces_llama3_8b_a100_80gb.parquet"
+DEFAULT_CARD: Final = "a100-40gb"
+"""Card of the default table."""
 TABLE_ENV: Final = "INFERENCEGYM_TABLE"
 METADATA_KEY: Final = b"inferencegym"
 
@@ -114,6 +115,11 @@ class ServingTables:
     def nbytes(self) -> int:
         """Memory of all column arrays in bytes."""
         return sum(a.nbytes for a in self.columns.values())
+
+
+def shipped_table(card: str) -> Path:
+    """Where the table of a card lies among the shipped data."""
+    return DEFAULT_TABLE if card == DEFAULT_CARD else DATA_DIR / f"traces_llama3_8b_{card.replace('-', '_')}.parquet"
 
 
 def default_table_path() -> Path:

@@ -15,7 +15,7 @@ import itertools
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError
 from inferencegym.models import MetricsSnapshot, QuantTier, ServeAction, WorkloadState
-from simulator.tables import TABLE_80GB, load_tables
+from simulator.tables import load_tables, shipped_table
 from simulator.trace_sim import OOM_THRESHOLD_GB, TraceSimulator
 from simulator.workload import WorkloadGenerator
 
@@ -176,7 +176,7 @@ def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
 def test_reading_in_a_child_process_gives_the_same_table() -> None:
     from simulator.tables import _read_in_child, read_columns
 
-    path = str(TABLE_80GB)
+    path = str(shipped_table("a100-80gb"))
     here, there = read_columns(path), _read_in_child(path)
     assert here[1] == there[1]
     assert all(np.array_equal(here[0][name], there[0][name]) for name in here[0])

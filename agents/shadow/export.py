@@ -28,10 +28,9 @@ from agents.protocol import FloatArray
 from agents.shadow.compare import PolicyOutcome, ShadowReport
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import SPEC_LENGTHS, QuantTier
+from simulator.hardware.operators import Hardware, hardware
 from simulator.tables import ServingTables
 
-CARD_REPORTS_GB: Final = {"a100-40gb": 42.5, "a100-80gb": 85.1}
-"""Memory that a card reports to the engine, decimal GB (``simulator/data/profiles.json``)."""
 BATCH_RANGES: Final = ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))
 MINIMUM_SHARE: Final = 0.01
 """Share of the time below which a setting is passing through, not in use."""
@@ -56,7 +55,7 @@ def recommendation(report: ShadowReport, tables: ServingTables, policy: str | No
         "policy": outcome.policy,
         "replicas": report.n_replicas,
         "max_num_seqs": most,
-        "gpu_memory_utilization": _utilisation(outcome, report.hardware, tables),
+        "gpu_memory_utilization": _utilisation(outcome, hardware(report.hardware)),
         "quant_tier": tier.name,
         "num_speculative_tokens": max(schedule.values(), default=0),
         "num_speculative_tokens_per_batch_size": schedule,
@@ -185,7 +184,6 @@ def _in_use(values: FloatArray) -> list[float]:
     return [float(v) for v in kept] if len(kept) else [_most_used(values)]
 
 
-def _utilisation(outcome: PolicyOutcome, hardware: str, tables: ServingTables) -> float:
+def _utilisation(outcome: PolicyOutcome, card: Hardware) -> float:
     """Share of the card's memory that the replica takes, at most 0.98."""
-    card_gb = CARD_REPORTS_GB.get(hardware, float(tables.meta["memory_limit_gb"]))
-    return min(0.98, outcome.peak_memory_gb / card_gb)
+    return min(0.98, outcome.peak_memory_gb / card.memory_reported_gb)

@@ -20,12 +20,15 @@ from simulator.offline.table import kv_capacity_tokens
 from simulator.recorded import load_trace
 from simulator.requests import RequestLog
 from simulator.synthetic import length_quantiles
-from simulator.tables import DEFAULT_TABLE, TABLE_80GB, load_tables
+from simulator.tables import load_tables, shipped_table
 from simulator.whatif import STEP_S, serve_requests, steady_requests
 from simulator.workload import load_source
 
 # Engine profile and table of each card.
-SYSTEMS = {"40gb": ("a100-40gb", "a100_40", DEFAULT_TABLE), "80gb": ("a100-80gb", "vllm_v1", TABLE_80GB)}
+SYSTEMS = {
+    "40gb": ("a100-40gb", "a100_40", shipped_table("a100-40gb")),
+    "80gb": ("a100-80gb", "vllm_v1", shipped_table("a100-80gb")),
+}
 METRICS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "throughput_tok_s", "makespan_s")
 TASK_SECONDS = 60
 

@@ -28,7 +28,7 @@ from simulator.hardware import measured
 from simulator.hardware.operators import TIERS, operator_model
 from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
 from simulator.requests import RequestLog
-from simulator.tables import AXES, TABLE_80GB, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
+from simulator.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, load_tables, shipped_table
 from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
 from validation.accelmark import TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
 
@@ -103,7 +103,7 @@ def operator_tables(card: str, engine: str) -> ServingTables:
 @cache
 def _tables(version: str, offline: bool) -> ServingTables:
     if version == "0.20.1":
-        return load_tables(TABLE_80GB)
+        return load_tables(shipped_table(CARD))
     return operator_tables(CARD, "vllm_v0" if offline else "vllm_v0_served")
 
 

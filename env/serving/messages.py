@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from grader.episode import GRADED_METRICS
 from inferencegym.messages import plain_schema
-from inferencegym.models import OBSERVATION_FIELDS, PRIORITY_CLASSES, ServeActionMessage, bounds
+from inferencegym.models import OBSERVATION_FIELDS, PRIORITY_CLASSES, MetricsSnapshot, ServeActionMessage, bounds
 
 _SEEN: Final = OBSERVATION_FIELDS
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -38,21 +38,11 @@ class ObservationMessage(BaseModel):
     cost_so_far: Annotated[float, bounds(_SEEN["cost_so_far"])]
 
 
-class MetricsMessage(BaseModel):
-    """What one step of the fleet measured."""
-
-    ttft_p50_ms: Annotated[
-        float, Field(description="median time from arrival to first output token, queueing included (ms)")
-    ]
-    ttft_p99_ms: Annotated[float, Field(description="99th percentile of the same (ms)")]
-    tpot_ms: Annotated[float, Field(description="time per output token of a running request (ms)")]
-    tokens_per_sec: Annotated[float, Field(description="output tokens per second of the whole fleet")]
-    gpu_memory_gb: Annotated[float, Field(description="memory in use on one replica (decimal GB)")]
-    cost_per_1k: Annotated[float, Field(description="normalised cost per 1,000 output tokens")]
-    spec_accept_rate: Annotated[float, Field(description="accepted draft tokens / drafted tokens")]
-    eviction_events: int
-    slo_violations: int
-    oom: bool
+_REPORTED: Final[dict[str, Any]] = {
+    name: (kind, ...) for name, kind in get_type_hints(MetricsSnapshot, include_extras=True).items()
+}
+MetricsMessage: Final = create_model("MetricsMessage", __doc__="What one step of the fleet measured.", **_REPORTED)
+"""Fields of :class:`inferencegym.models.MetricsSnapshot`, all of which an answer holds."""
 
 
 class WorkloadMessage(BaseModel):
@@ -67,13 +57,14 @@ class WorkloadMessage(BaseModel):
     phase: Literal["warmup", "steady", "burst", "cooldown"]
 
 
-class StepInfoMessage(BaseModel):
-    """More about a step: what it measured, its traffic, and the action with the task's masks applied."""
-
-    timestep: int
-    metrics: MetricsMessage
-    workload: WorkloadMessage
-    action_applied: dict[str, Any]
+StepInfoMessage: Final = create_model(
+    "StepInfoMessage",
+    __doc__="More about a step: what it measured, its traffic, and the action with the task's masks applied.",
+    timestep=int,
+    metrics=MetricsMessage,
+    workload=WorkloadMessage,
+    action_applied=dict[str, Any],
+)
 
 
 def step_info_schema() -> dict[str, Any]:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("my-engine.parquet"), help="table to write (default my-engine.parquet)"
     )
     parser.add_argument(
-        "--hardware", default="a100-40gb", choices=("a100-40gb", "a100-80gb"), help="the card that is nearest to yours"
+        "--hardware", default="a100-40gb", help="card of profiles.json that is nearest to yours (default a100-40gb)"
     )
     parser.add_argument("--engine", default="vllm_v1", help="engine profile to start from (default vllm_v1)")
     parser.add_argument("--name", default="imported", help="name of the fitted profile")

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.models import ServeAction
     from simulator.offline.importers import import_log
     from simulator.requests import MAX_REQUESTS
-    from simulator.tables import TABLE_80GB, load_tables
+    from simulator.tables import load_tables, shipped_table
     from simulator.whatif import serve_requests, steady_requests
 
     action = ServeAction.from_dict(
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.requests is not None and args.requests < 1:
         raise InvalidConfigError(f"--requests={short_repr(args.requests)} is not allowed: it must be at least 1")
     n_requests = args.requests if args.requests is not None or args.burst_s is not None else 300
-    tables = load_tables(args.table or (TABLE_80GB if args.memory_gb == 80 else None))
+    tables = load_tables(args.table or (shipped_table("a100-80gb") if args.memory_gb == 80 else None))
     if args.trace is not None:
         requests = import_log(args.trace).log
     else:

@@ -59,13 +59,17 @@ class Chunk(NamedTuple):
 class Hardware:
     """One accelerator card. Memory in decimal GB.
 
-    An engine sizes its KV pool to ``memory_budget_gb`` and runs out of memory beyond ``memory_limit_gb``.
+    An engine sizes its KV pool to ``memory_budget_gb`` and runs out of memory beyond ``memory_limit_gb``; it takes its
+    share of memory in use from the ``memory_reported_gb`` that the driver states. ``engine`` names the profile that the
+    card's table is built with.
     """
 
     name: str
     bandwidth_gb_s: float
     memory_budget_gb: float
     memory_limit_gb: float
+    memory_reported_gb: float
+    engine: str
     source: str
 
 

@@ -31,7 +31,6 @@ one request at a time, and is marked 3. The table of the 40 GB card has no such 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -49,7 +48,6 @@ from inferencegym.files import atomic_write, prepare_output
 from simulator.hardware import measured
 from simulator.hardware.operators import (
     EXTRAPOLATED,
-    PROFILES_PATH,
     TIERS,
     EngineProfile,
     Hardware,
@@ -206,7 +204,6 @@ def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfi
         "spec_tokens_per_step": {str(k): tokens[k] for k in SPEC_LENGTHS},
         "iteration_batches": list(ITERATION_BATCHES),
         "iteration_ms": _iteration_ms(hardware_name, engine_name),
-        "profiles_sha256": hashlib.sha256(PROFILES_PATH.read_bytes()).hexdigest(),
         "measured_sha256": measured.checksums(),
     }
 
