@@ -335,9 +335,8 @@ class Served:
             mine, rank = mine[rank < admitted[-1]], rank[rank < admitted[-1]]
             if not len(mine):
                 continue
-            # Admissions only rise: where they rest, the earliest instant counts.
-            rises = np.concatenate([[True], np.diff(admitted) > 1e-12])
-            start = np.interp(rank, admitted[rises], progress[rises])
+            # Admissions only rise. Where they rest at a rank, the earliest instant counts, hence the tolerance.
+            start = np.interp(rank - _TOLERANCE, admitted, progress)
             end = start + requests.output_tokens[mine] - 1.0
             began, ended = _at(start, progress, clock), _at(end, progress, clock)
             record = self.record[self.record[:, 0] == c]
