@@ -139,16 +139,16 @@ def test_the_random_agent_reaches_every_choice_of_every_knob() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "remedy"),
     [
-        ("nobody", "agent 'nobody' is unknown: one of random, naive"),
-        ("constant:{", "not JSON"),
-        ("constant:", "not JSON"),
-        ("random:x", "the seed must be a whole number"),
+        ("nobody", "random, naive"),
+        ("constant:{", "constant:'{\"batch_size\": 256}'"),
+        ("constant:", "constant:'{\"batch_size\": 256}'"),
+        ("random:x", "random:7"),
     ],
 )
-def test_an_agent_that_cannot_be_made_is_refused_with_the_remedy(spec: str, message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message.replace("{", r"\{")):
+def test_an_agent_that_cannot_be_made_is_refused_with_the_remedy(spec: str, remedy: str) -> None:
+    with pytest.raises(InvalidConfigError, match=re.escape(remedy)):
         make_agent(spec, get_task(1))
 
 
@@ -266,36 +266,27 @@ def test_a_mode_policy_survives_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "field"),
     [
-        ({"kind": "constant"}, "kind='constant' is not allowed: it must be \"modes\""),
-        ({"stays": 1}, "stays=1 is not allowed: it must be left out (did you mean stay?)"),
-        ({"stay": "x"}, "stay='x' is not allowed: it must be a number"),
-        ({"modes": []}, "modes=[] is not allowed: it must be an array of at least 1"),
-        ({"modes": [{"knobs": {}, "gate": {}}]}, "modes[0].knobs.kv_budget is missing: it must be a number from 0.1"),
-        (
-            {"modes": [{"knobs": {}, "gate": {"queue_depht": 1}}]},
-            "modes[0].gate.queue_depht=1 is not allowed: it must be",
-        ),
-        (
-            {"modes": [{"knobs": {"volts": 1}, "gate": {}}]},
-            "modes[0].knobs.volts=1 is not allowed: it must be left out",
-        ),
-        ({"modes": [{"knobs": {}, "gate": {"one": "x"}}]}, "modes[0].gate.one='x' is not allowed: it must be a number"),
-        (
-            {"modes": [{"knobs": {}, "gates": {}}]},
-            "modes[0].gates={} is not allowed: it must be left out (did you mean g",
-        ),
+        ({"kind": "constant"}, "kind"),
+        ({"stays": 1}, "stays"),
+        ({"stay": "x"}, "stay"),
+        ({"modes": []}, "modes"),
+        ({"modes": [{"knobs": {}, "gate": {}}]}, "modes[0].knobs.kv_budget"),
+        ({"modes": [{"knobs": {}, "gate": {"queue_depht": 1}}]}, "modes[0].gate.queue_depht"),
+        ({"modes": [{"knobs": {"volts": 1}, "gate": {}}]}, "modes[0].knobs.volts"),
+        ({"modes": [{"knobs": {}, "gate": {"one": "x"}}]}, "modes[0].gate.one"),
+        ({"modes": [{"knobs": {}, "gates": {}}]}, "modes[0].gates"),
     ],
 )
-def test_a_stored_policy_with_a_mistake_is_refused_with_file_field_and_what_is_allowed(
-    tmp_path: Path, change: dict[str, Any], said: str
+def test_a_stored_policy_with_a_mistake_is_refused_with_file_and_field(
+    tmp_path: Path, change: dict[str, Any], field: str
 ) -> None:
     path = tmp_path / "best_adaptive-task-1.json"
     path.write_text(json.dumps({**two_modes(window_gate(-3, 10, 120)).to_dict(), **change}))
-    with pytest.raises(InvalidConfigError, match=re.escape(said)) as refused:
+    with pytest.raises(InvalidConfigError, match=re.escape(f"{tmp_path.name}/{path.name}")) as refused:
         make_agent(f"best_adaptive:{tmp_path}", get_task(1))
-    assert f"{tmp_path.name}/{path.name}: no stored policy (" in str(refused.value)
+    assert refused.value.field == field
 
 
 def test_the_phase_points_forward_when_a_flood_begins() -> None:

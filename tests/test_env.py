@@ -229,6 +229,7 @@ def test_state_counts_steps_and_sums_rewards() -> None:
 
 def test_a_restart_forgets_steps_rewards_and_cost() -> None:
     env = InferenceEnv(task_id=1, config={"episode_length": 4})
+    assert (env.state()["cumulative_reward"], env.state()["cost_so_far"], env.done) == (0.0, 0.0, False)
     env.reset(seed=1)
     first = env.state()
     play(env)

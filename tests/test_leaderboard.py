@@ -170,6 +170,7 @@ def test_a_line_that_is_there_twice_counts_once(
         {"agent": " x"},
         {"agent": ""},
         {"actions": [1]},
+        {"actions": [{}, 1]},
         {"more": 1},
         {"table_sha256": 1},
         {"constants_sha256": 1},

@@ -171,6 +171,24 @@ def test_a_row_of_a_batch_equals_the_same_episode_alone(task_id: Any) -> None:
         assert all(together.metric[name][2] == alone.metric[name][0] for name in METRICS)
 
 
+@pytest.mark.parametrize("every", [True, False])
+def test_several_steps_at_once_are_the_same_steps_one_by_one(every: bool) -> None:
+    n_rows, n_steps = 70, 3  # more rows than one block takes
+    together, apart = (batch_of(3, n_rows) for _ in range(2))
+    actions = np.random.default_rng(4).uniform([0.1, 0, 1, 0, 0], [1, 8, 512, 1, 2], (n_steps, n_rows, 5))
+    together.reset(range(n_rows))
+    apart.reset(range(n_rows))
+    observations, rewards = np.zeros((n_steps if every else 1, n_rows, 14)), np.zeros((n_steps, n_rows))
+    together.step_many(actions, observations, rewards)
+    for k in range(n_steps):
+        seen = apart.step(actions[k])
+        np.testing.assert_array_equal(rewards[k], apart.reward)
+        if every:
+            np.testing.assert_array_equal(observations[k], seen)
+    np.testing.assert_array_equal(observations[-1], apart.observation)
+    assert (together.time == n_steps).all()
+
+
 def test_rows_that_share_a_workload_equal_rows_with_their_own_copy() -> None:
     shared, own = batch_of(3, 4, n_loads=2), batch_of(3, 4)
     shared.reset([5, 6])

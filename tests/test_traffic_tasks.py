@@ -67,69 +67,72 @@ def test_a_task_may_bring_its_own_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field"),
     [
-        ({"colour": "red"}, "colour='red' is not allowed: it must be left out"),
-        ({"episode_length": 0}, "episode_length=0"),
-        ({"episode_length": 2.5}, "episode_length=2.5"),
-        ({"episode_length": True}, "episode_length=True"),
-        ({"name": 3}, "name=3"),
-        ({"pattern": []}, "pattern=\\[\\]"),
-        ({"pattern": {}}, "pattern.base_rps is missing"),
-        ({"pattern": {"base_rps": 10, "segments": 3}}, "segments=3"),
-        (pattern(base_rps=0), "base_rps=0"),
-        (pattern(base_rps=float("nan")), "base_rps=nan"),
-        (pattern({"start_step": 4, "end_step": 4, "rps": 5}), "start_step=4 is not allowed: it must be below end_step"),
-        (pattern({"start_step": 4, "end_step": 9}), "pattern.segments\\[0\\].rps is missing"),
-        (pattern({"start_step": 4, "end_step": 9, "rps": 5, "end_rps": -1}), "end_rps=-1"),
+        ({"colour": "red"}, "colour"),
+        ({"episode_length": 0}, "episode_length"),
+        ({"episode_length": 2.5}, "episode_length"),
+        ({"episode_length": True}, "episode_length"),
+        ({"name": 3}, "name"),
+        ({"pattern": []}, "pattern"),
+        ({"pattern": {}}, "pattern.base_rps"),
+        ({"pattern": {"base_rps": 10, "segments": 3}}, "pattern.segments"),
+        (pattern(base_rps=0), "pattern.base_rps"),
+        (pattern(base_rps=float("nan")), "pattern.base_rps"),
+        (pattern({"start_step": 4, "end_step": 4, "rps": 5}), "pattern.segments[0].start_step"),
+        (pattern({"start_step": 4, "end_step": 9}), "pattern.segments[0].rps"),
+        (pattern({"start_step": 4, "end_step": 9, "rps": 5, "end_rps": -1}), "pattern.segments[0].end_rps"),
         (
             pattern({"start_step": 5, "end_step": 9, "rps": 5}, {"start_step": 1, "end_step": 6, "rps": 5}),
-            "segments\\[0\\].start_step=5 .* at least 6, where the segment from step 1 ends",
+            "pattern.segments[0].start_step",
         ),
-        (pattern({"start_step": 4, "end_step": 9, "rps": [5]}), "pattern.segments\\[0\\].rps=\\[5\\]"),
-        ({"pattern": {"base_rps": 10, "segments": [7]}}, "pattern.segments\\[0\\]=7"),
-        ({"grade": {"kind": ["a"]}}, "grade.kind=\\['a'\\]"),
-        ({"grade": {"kind": None}}, "grade.kind=None"),
-        ({"grade": {}}, "an object whose kind is one of"),
-        ({"grade": "mean_latency_limit"}, "grade='mean_latency_limit'"),
-        ({"gym_id": "My Own"}, "gym_id='My Own'"),
-        ({"gym_id": 3}, "gym_id=3"),
-        ({"config": []}, "config=\\[\\]"),
-        ({"grade": {"kind": "luck"}}, "one of mean_latency_limit, survival_latency, throughput_queue"),
-        ({"grade": {"kind": "mean_latency_limit", "limit_ms": 100}}, "grade.score_above_limit is missing"),
+        (pattern({"start_step": 4, "end_step": 9, "rps": [5]}), "pattern.segments[0].rps"),
+        ({"pattern": {"base_rps": 10, "segments": [7]}}, "pattern.segments[0]"),
+        ({"grade": {"kind": ["a"]}}, "grade.kind"),
+        ({"grade": {"kind": None}}, "grade.kind"),
+        ({"grade": {}}, "grade"),
+        ({"grade": "mean_latency_limit"}, "grade"),
+        ({"gym_id": "My Own"}, "gym_id"),
+        ({"gym_id": 3}, "gym_id"),
+        ({"config": []}, "config"),
+        ({"grade": {"kind": "luck"}}, "grade.kind"),
+        ({"grade": {"kind": "mean_latency_limit", "limit_ms": 100}}, "grade.score_above_limit"),
         (
             {"grade": {"kind": "survival_latency", "full_score_ms": 300, "floor_ms": 300, "floor_factor": 0.5}},
-            "grade.full_score_ms=300 is not allowed: it must be below floor_ms, which is 300",
+            "grade.full_score_ms",
         ),
-        ({"config": {"max_queue": 0}}, "config.max_queue=0"),
+        ({"config": {"max_queue": 0}}, "config.max_queue"),
     ],
 )
-def test_a_mistake_in_a_task_is_refused_with_the_key_at_fault(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
+def test_a_mistake_in_a_task_is_refused_with_the_key_at_fault(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidConfigError) as refused:
         parse_traffic_task("mine", entry(**changes))
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("missing", ["name", "episode_length", "pattern", "grade"])
 def test_a_task_without_a_required_key_is_refused(missing: str) -> None:
     raw = entry()
     del raw[missing]
-    with pytest.raises(InvalidConfigError, match=f"{missing} is missing"):
+    with pytest.raises(InvalidConfigError) as refused:
         parse_traffic_task("mine", raw)
+    assert refused.value.field == missing
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tasks": 3}'])
 def test_what_is_not_a_task_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InvalidConfigError, match=r"broken\.json: not a task file"):
+    with pytest.raises(InvalidConfigError, match=re.escape(str(path))):
         load_traffic_tasks(path)
 
 
 def test_a_mistake_in_a_file_is_reported_with_file_and_task(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"tasks": {"odd_task": entry(episode_length=-1)}}), encoding="utf-8")
-    with pytest.raises(InvalidConfigError, match=r"mine\.json: task 'odd_task': episode_length=-1"):
+    with pytest.raises(InvalidConfigError, match=r"mine\.json: task 'odd_task'") as refused:
         load_traffic_tasks(path)
+    assert refused.value.field == "episode_length"
 
 
 def test_tasks_of_a_users_file_join_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +146,7 @@ def test_a_users_file_cannot_replace_a_published_task(tmp_path: Path, monkeypatc
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"tasks": {"task_easy": entry()}}), encoding="utf-8")
     monkeypatch.setenv(TASKS_ENV, str(path))
-    with pytest.raises(InvalidConfigError, match="'task_easy' is already taken"):
+    with pytest.raises(InvalidConfigError, match="'task_easy'"):
         list_traffic_tasks()
 
 

@@ -65,5 +65,6 @@ def _read(path: Path, parse: Callable[[Mapping[str, Any]], Policy]) -> Policy:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidConfigError(
             f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "
-            "or name the folder that holds it, as in best_adaptive:FOLDER"
+            "or name the folder that holds it, as in best_adaptive:FOLDER",
+            getattr(error, "field", None),
         ) from error
