@@ -105,8 +105,9 @@ test: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 test-fast: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
 
+# They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.
 soak: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m soak
+	$(PYTHON) -m pytest $(TESTS) -m soak -s
 
 check: lint types tidy documents
 
