@@ -25,6 +25,7 @@ from server.api.routes import http_routes
 from server.context import Context, prefixes
 from server.middleware import Cors, Guard, RequestLog, cors_options
 from server.net.background import background
+from server.net.buffers import BoundedBuffers
 from server.net.limits import Callers, Limits
 from server.net.logs import LineLog, logging_config
 from server.net.metrics import Metrics
@@ -70,6 +71,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     install_openapi(app)
     metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
+    app.add_middleware(BoundedBuffers, settings=settings, callers=callers)
     app.add_middleware(Guard, limits=limits)
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
@@ -144,7 +146,7 @@ def main() -> None:
         timeout_worker_healthcheck=60,
     )
     _allow_many_connections()
-    sockets = [_listen(settings.host, port) for port in sorted({settings.port, settings.also_port} - {0})]
+    sockets = [_listen(settings, port) for port in sorted({settings.port, settings.also_port} - {0})]
     server = uvicorn.Server(config)
     if settings.workers > 1:
         with _metrics_directory(settings):
@@ -174,10 +176,16 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(settings: Settings, port: int) -> socket.socket:
+    host = settings.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "linux":
+        # Its connections inherit this: the kernel ends those whose client takes nothing for so long. Neither uvicorn
+        # nor ASGI has a way to do so.
+        milliseconds = round(1000 * settings.answer_timeout_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind((host, port))
     except OSError as error:

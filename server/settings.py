@@ -157,6 +157,19 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(
         16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /step/batch, in bytes."
     )
+    max_buffered_bytes: int = Field(
+        268_435_456,
+        ge=67_108_864,
+        le=1_099_511_627_776,
+        description="Bytes of bodies being received and answers being sent that a process holds at once; beyond them "
+        "requests get 503. Those up to 64 KiB are not counted.",
+    )
+    max_buffered_bytes_per_client: int = Field(
+        67_108_864,
+        ge=67_108_864,
+        le=1_099_511_627_776,
+        description="The same for the requests of one client; beyond them it gets 429.",
+    )
     batch_sessions: int = Field(
         16, ge=0, le=10_000, description="Batch sessions (/reset/batch) per process; 0 refuses them."
     )
@@ -168,6 +181,9 @@ class Settings(BaseSettings):
     )
     body_timeout_s: float = Field(
         30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
+    )
+    answer_timeout_s: float = Field(
+        60.0, ge=0.1, le=3600, description="Longest time that a client may take to read an answer."
     )
     resets_per_minute: int = Field(
         12_000,
@@ -299,6 +315,7 @@ def load_settings(**overrides: Any) -> Settings:
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "
             f"would know its own sessions only: set {PREFIX}WORKERS=1, or name a SQLite file or a Redis server"
         )
+    _check_room(settings)
     return settings
 
 
@@ -313,6 +330,20 @@ def describe_settings() -> list[dict[str, str]]:
         }
         for name, field in Settings.model_fields.items()
     ]
+
+
+def _check_room(settings: Settings) -> None:
+    """Raise InvalidConfigError where the largest body that is taken, or all that one client may hold, has no room."""
+    per_client = settings.max_buffered_bytes_per_client
+    bodies = ("max_body_bytes", "max_log_bytes", "max_trace_bytes", "max_batch_bytes")
+    limits = [(name, "max_buffered_bytes_per_client", per_client) for name in bodies]
+    limits.append(("max_buffered_bytes_per_client", "max_buffered_bytes", settings.max_buffered_bytes))
+    for name, bound, most in limits:
+        value: int = getattr(settings, name)
+        if value > most:
+            raise InvalidConfigError(
+                f"{_variable(name)}: {value} is not allowed: it must be at most {_variable(bound)}, which is {most}"
+            )
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:

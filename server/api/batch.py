@@ -26,6 +26,7 @@ from env.batch import ServingBatch
 from env.family import Family
 from env.serving.family import tables
 from inferencegym.batch_format import (
+    ANSWER,
     HOLD,
     LAST,
     MEDIA_TYPE,
@@ -49,6 +50,7 @@ from inferencegym.models import ACTION_FIELDS
 from inferencegym.seeds import episode_seeds
 from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
 from server.context import Context, Mount
+from server.net.buffers import reserve_answer
 from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
 from server.net.json_io import SESSION_KEY, JsonRoute, parse_object, read_body, read_object, reply
 from server.net.problems import documented
@@ -75,7 +77,8 @@ MAX_FIRST_SEED: Final = 2**62 - 1
 MAX_STEPS: Final = 262_144
 """Steps of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers."""
 MAX_JSON_STEPS: Final = 16_384
-"""The same as JSON, whose answer has up to 400 bytes for each."""
+"""The same as JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
+MAX_JSON_STEP_BYTES: Final = 400
 LARGE_JSON_BYTES: Final = 65_536
 """Longer bodies are parsed on a thread."""
 IDLE_S: Final = 600.0
@@ -414,13 +417,16 @@ class BatchRoutes:
         else:
             session, steps = _json_steps(body, find)
 
+        n_rows = session.batch.n_rows
+        reserve_answer(request.scope, _answer_bytes(steps, n_rows, binary))
+
         def answer() -> Response:
             played = session.play(steps)
             if binary:
                 return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
             return reply(_as_json(played))
 
-        answered: Response = await self._sessions.run(session, steps.n_steps * session.batch.n_rows, answer)
+        answered: Response = await self._sessions.run(session, steps.n_steps * n_rows, answer)
         return answered
 
     async def close(self, request: Request) -> Response:
@@ -453,6 +459,15 @@ def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     _check_size(n_steps * n_rows, MAX_JSON_STEPS)
     actions = _array(wanted.actions, n_rows)
     return session, BatchSteps(wanted.session_id, actions, n_steps, wanted.step, wanted.last)
+
+
+def _answer_bytes(steps: BatchSteps, n_rows: int, binary: bool) -> int:
+    """Size of the answer, at most."""
+    row_steps = steps.n_steps * n_rows
+    if not binary:
+        return row_steps * MAX_JSON_STEP_BYTES
+    shown = n_rows if steps.last else row_steps
+    return (shown * OBSERVATION_SIZE + row_steps) * steps.actions.dtype.itemsize + steps.n_steps + ANSWER.size
 
 
 def _check_size(row_steps: int, most: int) -> None:

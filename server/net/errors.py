@@ -78,6 +78,13 @@ class UnknownHostError(InferenceGymError, PermissionError):
     http_status = 403
 
 
+class OverloadedError(InferenceGymError, RuntimeError):
+    """The requests under way hold all the memory that they may. (HTTP 503)"""
+
+    code = "overloaded"
+    http_status = 503
+
+
 class RateLimitedError(InferenceGymError, RuntimeError):
     """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
 

@@ -42,6 +42,7 @@ NEXT: Final[dict[str, str]] = {
     "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
     "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
     "unknown_host": "ask by a name of the server, or have it started with this one in INFERENCEGYM_ALLOWED_HOSTS",
+    "overloaded": "try again after the time in Retry-After; nothing was changed",
     "rate_limited": "wait for the time in Retry-After",
     "not_found": "GET /openapi.json lists the paths",
     "method_not_allowed": "GET /openapi.json lists the methods of each path",
@@ -148,14 +149,14 @@ _STATUS_TEXTS: Final = {
     415: "The body is not JSON",
     422: "A field is missing, unknown or out of range",
     429: "Too many requests; see Retry-After",
-    503: "The store or the table cannot be used now; see Retry-After",
+    503: "The store or the table cannot be used now, or too much is under way; see Retry-After",
 }
 
 
 def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
     """The answer 200, the errors of these statuses, and those that any path with a body may give."""
     ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
-    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, *statuses)}
+    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, 429, 503, *statuses)}
 
 
 def detail_schema() -> dict[str, Any]:
