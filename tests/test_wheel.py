@@ -410,8 +410,6 @@ def test_openenvs_discovery_finds_the_package_that_is_not_a_clone(
     program = """
 import sys
 from openenv import AutoAction, AutoEnv
-from openenv.auto._discovery import get_discovery
-get_discovery().clear_cache()
 with AutoEnv.from_env("inference_gym", base_url=sys.argv[1]).sync() as env:
     env.reset(seed=1)
     result = env.step(AutoAction.from_env("inference_gym")(batch_size=64))
@@ -421,7 +419,7 @@ print(inferencegym.__file__, type(result.observation).__name__)
     done = subprocess.run(
         [sys.executable, "-c", program, server.url],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "HOME": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -32,16 +32,22 @@ class SB3VecEnv(VecEnv):
         self._actions: NDArray[Any] = np.empty(0)
         self._returns = np.zeros(envs.num_envs)
         self._lengths = np.zeros(envs.num_envs, dtype=np.int64)
+        self._first_seeds: list[int | None] | None = None
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
-    def seed_rows(self, seeds: Sequence[int]) -> None:
+    def seed_rows(self, seeds: Sequence[int | None]) -> None:
         """First seed of every row, from the next reset on."""
-        self._seeds = list(seeds)
+        self._first_seeds = list(seeds)
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Seeds ``seed``, ``seed + 1``, ... for the rows, random ones without it, from the next reset on."""
+        drawn: Sequence[int | None] = super().seed(seed)
+        self.seed_rows(drawn)
+        return drawn
 
     def reset(self) -> NDArray[np.float32]:
-        seeded = any(s is not None for s in self._seeds)
-        observation, _ = self.envs.reset(seed=list(self._seeds) if seeded else None)
-        self._reset_seeds()
+        observation, _ = self.envs.reset(seed=self._first_seeds)
+        self._first_seeds = None
         self._returns[:] = 0.0
         self._lengths[:] = 0
         return observation
@@ -81,4 +87,6 @@ class SB3VecEnv(VecEnv):
         return [False] * self._count(indices)
 
     def _count(self, indices: Indices) -> int:
-        return len(list(self._get_indices(indices)))
+        if indices is None:
+            return int(self.num_envs)
+        return 1 if isinstance(indices, int) else len(list(indices))

@@ -8,8 +8,8 @@
   observation and state types. They need the extra ``openenv``. OpenEnv's
   ``AutoEnv.from_env("inference_gym", base_url=...)`` finds them here once this package is installed.
 
-OpenEnv keeps a list of installed environments in a cache file. If ``AutoEnv`` does not know this one after an
-installation, ``openenv.auto._discovery.get_discovery().clear_cache()`` makes it look again.
+OpenEnv keeps a list of installed environments in ``~/.cache/openenv/discovery_cache.json``. If ``AutoEnv`` does not
+know this one after an installation, delete that file.
 """
 
 from __future__ import annotations

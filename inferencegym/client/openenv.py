@@ -6,14 +6,10 @@ resume the episode and send the unanswered step again under its number; the serv
 
 from __future__ import annotations
 
-import asyncio
-import math
-import secrets
-import time
+import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar
 
-from inferencegym.client.answers import error_of
 from inferencegym.client.openenv_types import (
     InferenceGymAction,
     InferenceGymObservation,
@@ -23,20 +19,15 @@ from inferencegym.client.openenv_types import (
     TrafficControllerState,
     without_gradio,
 )
-from inferencegym.error_text import read_error
-from inferencegym.errors import CapacityError, NotResetError, ServerUnavailableError
 from inferencegym.models import ServeAction
 from inferencegym.traffic import TrafficAction, parse_action
 
+# After the types, which say what to install where OpenEnv is missing, and websockets with it.
 with without_gradio():
+    from openenv.core import EnvClient
     from openenv.core.client_types import StepResult
-    from openenv.core.env_client import EnvClient
-    from websockets.exceptions import ConnectionClosed
 
-_LOST: Final = (ConnectionClosed, TimeoutError, OSError)
-"""Errors of a dropped, silent or unreachable server; OpenEnv's own ConnectionError is an OSError."""
-FIRST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 2.0
+    from inferencegym.client.openenv_reconnection import Episode, make_calls
 
 
 class EpisodeClient(EnvClient):  # type: ignore[misc]
@@ -53,123 +44,125 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     A server that has not noticed the loss still counts the lost socket, so a full server is tried again as well.
     """
 
-    _ws: Any
-    """OpenEnv's socket; None before the first call and after it was given up."""
+    action_type: ClassVar[type[Any]]
+    observation_type: ClassVar[type[Any]]
+    state_type: ClassVar[type[Any]]
+    step_field: ClassVar[str]
+    """Field of an observation that counts the steps taken."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._episode_id: str | None = None
-        self._taken = 0
-        self._info = False
+        options = inspect.signature(EnvClient).bind(*args, **kwargs).arguments
+        self._options = {name: value for name, value in options.items() if name not in ("base_url", "provider")}
+        self._episode = Episode(self)
+        # Made now, as OpenEnv runs plain synchronous calls on the event loop of the first wrapper that it knows of.
+        self._sync_face = SyncEpisodeClient(super().sync(), self, self._episode)
 
     @property
     def episode_id(self) -> str | None:
         """Id of the episode, which is the session id for GET /state and POST /grader; None before the first reset."""
-        return self._episode_id
+        return self._episode.id
 
-    # ------------------------------------------------------------ frames
+    def reset(self, **kwargs: Any) -> Any:
+        """Start an episode; its first result, to be awaited in asynchronous code."""
+        return make_calls(self._episode.reset(super(), kwargs))
 
-    async def _reset_async(self, **kwargs: Any) -> Any:
-        wanted = {"episode_id": secrets.token_hex(16), **kwargs}
-        payload = await self._persistent({"type": "reset", "data": wanted}, resume=False)
-        result = self._parse_result(payload)
-        self._episode_id, self._info = wanted["episode_id"], bool(kwargs.get("info", False))
-        self._taken = self._steps_of(result.observation)
-        return result
+    def step(self, action: Any, **kwargs: Any) -> Any:
+        """Take one step; its result, to be awaited in asynchronous code."""
+        return make_calls(self._episode.step(super(), action, kwargs))
 
-    async def _step_async(self, action: Any, **kwargs: Any) -> Any:
-        data = self._step_payload(action)
-        result = self._parse_result(await self._persistent({"type": "step", "data": data}, resume=True))
-        self._taken = self._steps_of(result.observation)
-        return result
+    def state(self) -> Any:
+        """State of the episode, to be awaited in asynchronous code."""
+        return make_calls(self._episode.state(super()))
 
-    async def _state_async(self) -> Any:
-        payload = await self._persistent({"type": "state"}, resume=True)
-        if payload.get("episode_id") is None and self._episode_id is not None:
-            # A new socket, which has not been told of the episode yet.
-            await self._resume()
-            payload = await self._persistent({"type": "state"}, resume=True)
-        return self._parse_state(payload)
+    def disconnect(self) -> Any:
+        """Close the socket; the next call opens another and goes on with the episode."""
+        self._episode.has_socket = False
+        return super().disconnect()
 
-    async def _persistent(self, message: dict[str, Any], resume: bool) -> dict[str, Any]:
-        """Send a message and return its reply's data, connecting again as often as :attr:`reconnect_s` allows."""
-        lost: Exception | None = None
-        # OpenEnv's client opens a new socket by itself when it finds the old one closed.
-        may_be_lost = resume or self._ws is not None
-        pause_s, deadline = FIRST_PAUSE_S, math.inf
-        while time.monotonic() < deadline:
-            if lost is not None:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            try:
-                if lost is not None and resume and self._episode_id is not None:
-                    await self._resume()
-                    message = self._numbered(message)
-                return await self._data(message)
-            except NotResetError as error:
-                # A new socket, which has not been told of the episode yet.
-                if self._episode_id is None or not resume or isinstance(lost, NotResetError):
-                    raise
-                lost = error
-            except CapacityError as error:
-                # Refused with the socket, which is then gone, and not by a store that is full of sessions.
-                refused = self._ws is None
-                if self._episode_id is None or not refused or (lost is None and not may_be_lost):
-                    raise
-                lost = error
-            except _LOST as error:
-                if self._episode_id is None:
-                    raise ServerUnavailableError(
-                        f"{self._ws_url} cannot be reached ({error!r}): is a server there?"
-                    ) from error
-                lost = error
-            deadline = min(deadline, time.monotonic() + self.reconnect_s)
-        kind = CapacityError if isinstance(lost, CapacityError) else ServerUnavailableError
-        raise kind(
-            f"the connection to {self._ws_url} was lost, and {self.reconnect_s:g} s of new attempts failed ({lost!r}); "
-            f"the server keeps the episode: reset(episode_id={self._episode_id!r}, resume=True) continues it"
-        ) from lost
+    def close(self) -> Any:
+        """Close the socket, and stop the container or process that the client was made with."""
+        self._episode.has_socket = False
+        return super().close()
 
-    async def _resume(self) -> None:
-        await self._data(
-            {"type": "reset", "data": {"episode_id": self._episode_id, "resume": True, "info": self._info}}
-        )
+    def sync(self) -> SyncEpisodeClient:
+        """The same client for synchronous code."""
+        return self._sync_face
 
-    async def _data(self, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            reply = await self._send_and_receive(message)
-        except RuntimeError as error:
-            if _is_full(error):
-                # The server closes it, but this may be noticed only in the middle of the next call.
-                socket, self._ws = self._ws, None
-                await socket.close()
-            raise _ours(error) from error
-        return dict(reply.get("data", {}))
+    def another(self) -> EpisodeClient:
+        """A client of the same server with the same options, not connected yet."""
+        return type(self)(base_url=self.base_url, **self._options)
 
-    def _numbered(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["type"] != "step":
-            return message
-        return {"type": "step", "data": {**message["data"], "metadata": {"step": self._taken + 1}}}
+    def numbered(self, action: Any, number: int) -> Any:
+        """The action with the number of its step; sent again, it is not played twice."""
+        return self.action_type(**{**self._step_payload(action), "metadata": {"step": number}})
 
-    def _steps_of(self, observation: Any) -> int:
-        raise TypeError(f"{type(self).__name__} does not define _steps_of")
+    def steps_of(self, observation: Any) -> int:
+        """Steps that the episode had taken at an observation."""
+        return int(getattr(observation, self.step_field))
+
+    def _parse_result(self, payload: dict[str, Any]) -> Any:
+        reward, done = payload.get("reward"), bool(payload.get("done", False))
+        seen = self.observation_type(**{**payload["observation"], "reward": reward, "done": done})
+        return StepResult(observation=seen, reward=reward, done=done)
+
+    def _parse_state(self, payload: dict[str, Any]) -> Any:
+        return self.state_type(**payload)
 
 
-def _ours(error: RuntimeError) -> Exception:
-    """The exception of local use for an error frame, which OpenEnv raises as RuntimeError whatever its cause."""
-    found = read_error(str(error))
-    if found is not None:
-        message, code = found
-        status = 422 if str(error).endswith("(code: VALIDATION_ERROR)") else 400
-        return error_of(code, message.removeprefix("Server error: "), status)
-    if _is_full(error):
-        return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
-    return error
+class SyncEpisodeClient:
+    """Synchronous face of a client, from its ``sync()``: OpenEnv's ``SyncEnvClient``, with reconnection."""
 
+    def __init__(self, plain: Any, client: EpisodeClient, episode: Episode) -> None:
+        self._plain = plain
+        self._client = client
+        self._episode = episode
+        self._sessions: list[SyncEpisodeClient] = []
 
-def _is_full(error: RuntimeError) -> bool:
-    """Whether the server refused the socket because it holds as many as it may."""
-    return str(error).endswith("(code: CAPACITY_REACHED)")
+    def connect(self) -> SyncEpisodeClient:
+        """Open the socket."""
+        self._plain.connect()
+        return self
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Start an episode; its first result."""
+        return make_calls(self._episode.reset(self._plain, kwargs))
+
+    def step(self, action: Any, **kwargs: Any) -> Any:
+        """Take one step; its result."""
+        return make_calls(self._episode.step(self._plain, action, kwargs))
+
+    def state(self) -> Any:
+        """State of the episode."""
+        return make_calls(self._episode.state(self._plain))
+
+    def new_session(self) -> SyncEpisodeClient:
+        """Another connected client of the same server, closed with this one."""
+        session = self._client.another().sync().connect()
+        self._sessions.append(session)
+        return session
+
+    def disconnect(self) -> None:
+        """Close the socket; the next call opens another and goes on with the episode."""
+        self._episode.has_socket = False
+        self._plain.disconnect()
+
+    def close(self) -> None:
+        """Close the sockets, and stop the container or process that the client was made with."""
+        self._episode.has_socket = False
+        while self._sessions:
+            self._sessions.pop().close()
+        self._plain.close()
+
+    def __enter__(self) -> SyncEpisodeClient:
+        return self.connect()
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is OpenEnv's wrapper's and, through it, the client's."""
+        return getattr(self._plain, name)
 
 
 class InferenceGymEnv(EpisodeClient):
@@ -183,23 +176,17 @@ class InferenceGymEnv(EpisodeClient):
     or a mapping.
     """
 
+    action_type = InferenceGymAction
+    observation_type = InferenceGymObservation
+    state_type = InferenceGymState
+    step_field = "timestep"
+
     def _step_payload(self, action: InferenceGymAction | ServeAction | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(action, ServeAction):
             return ServeAction.from_dict(action.to_dict()).to_dict()
         if isinstance(action, InferenceGymAction):
             return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
         return ServeAction.from_dict(dict(action)).to_dict()
-
-    def _parse_result(self, payload: dict[str, Any]) -> Any:
-        reward, done = payload.get("reward"), bool(payload.get("done", False))
-        seen = InferenceGymObservation.model_validate({**payload["observation"], "reward": reward, "done": done})
-        return StepResult(observation=seen, reward=reward, done=done)
-
-    def _parse_state(self, payload: dict[str, Any]) -> InferenceGymState:
-        return InferenceGymState(**payload)
-
-    def _steps_of(self, observation: InferenceGymObservation) -> int:
-        return observation.timestep
 
 
 class TrafficControllerEnv(EpisodeClient):
@@ -208,20 +195,14 @@ class TrafficControllerEnv(EpisodeClient):
     An action may also be a :class:`~inferencegym.traffic.TrafficAction`, its name or a mapping.
     """
 
+    action_type = TrafficControllerAction
+    observation_type = TrafficControllerObservation
+    state_type = TrafficControllerState
+    step_field = "step"
+
     def _step_payload(
         self, action: TrafficControllerAction | TrafficAction | str | Mapping[str, Any]
     ) -> dict[str, Any]:
         if isinstance(action, TrafficControllerAction):
             return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
         return {"action": parse_action(action).value}
-
-    def _parse_result(self, payload: dict[str, Any]) -> Any:
-        reward, done = payload.get("reward"), bool(payload.get("done", False))
-        seen = TrafficControllerObservation.model_validate({**payload["observation"], "reward": reward, "done": done})
-        return StepResult(observation=seen, reward=reward, done=done)
-
-    def _parse_state(self, payload: dict[str, Any]) -> TrafficControllerState:
-        return TrafficControllerState(**payload)
-
-    def _steps_of(self, observation: TrafficControllerObservation) -> int:
-        return observation.step

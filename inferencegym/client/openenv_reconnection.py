@@ -1,0 +1,208 @@
+"""Reconnection of OpenEnv's clients: an episode goes on after a lost socket, and no step of it is played twice.
+
+The rules are written once, for ``await`` and for synchronous use: the methods of :class:`Episode` are generators that
+yield the calls of OpenEnv's client they want made, and :func:`make_calls` makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from typing import Any, Final, Protocol
+
+from websockets.exceptions import ConnectionClosed
+
+from inferencegym.client.answers import error_of
+from inferencegym.error_text import read_error
+from inferencegym.errors import CapacityError, NotResetError, ServerUnavailableError
+
+_LOST: Final = (ConnectionClosed, TimeoutError, OSError)
+"""Errors of a dropped, silent or unreachable server; OpenEnv's own ConnectionError is an OSError."""
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+
+Calls = Generator[Callable[[], Any] | float, Any, Any]
+"""Yields calls of OpenEnv's client and pauses in seconds; receives each call's result, or has its error raised."""
+
+
+class Player(Protocol):
+    """What reconnection asks of the client whose episode it is."""
+
+    reconnect_s: float
+
+    @property
+    def base_url(self) -> str | None:
+        """Address of the server."""
+
+    def numbered(self, action: Any, number: int) -> Any:
+        """The action with the step's number, under which the server plays it once however often it is sent."""
+
+    def steps_of(self, observation: Any) -> int:
+        """Steps that the episode has taken."""
+
+
+class Episode:
+    """Episode of one client, with what it takes to go on with it over another socket.
+
+    ``plain`` is OpenEnv's own client, asynchronous or synchronous: its ``reset``, ``step``, ``state`` and
+    ``disconnect`` are called; the first three open a socket where there is none.
+    """
+
+    def __init__(self, player: Player) -> None:
+        self.id: str | None = None
+        """Id of the episode; None before the first reset."""
+        self.has_socket = False
+        """Whether a socket is open as far as is known; False before the first call and after it was given up."""
+        self._player = player
+        self._taken = 0
+        self._info = False
+
+    def reset(self, plain: Any, arguments: Mapping[str, Any]) -> Calls:
+        """Calls that start an episode, or go on with the one that the arguments name."""
+        wanted = {"episode_id": secrets.token_hex(16), **arguments}
+
+        def send(_again: bool) -> Calls:
+            return (yield lambda: plain.reset(**wanted))
+
+        result = yield from self._until_answered(plain, send, resume=False)
+        self.id, self._info = wanted["episode_id"], bool(wanted.get("info", False))
+        self._taken = self._player.steps_of(result.observation)
+        return result
+
+    def step(self, plain: Any, action: Any, arguments: Mapping[str, Any]) -> Calls:
+        """Calls that take one step; sent again after a loss, it has its number."""
+
+        def send(again: bool) -> Calls:
+            sent = self._player.numbered(action, self._taken + 1) if again else action
+            return (yield lambda: plain.step(sent, **arguments))
+
+        result = yield from self._until_answered(plain, send, resume=True)
+        self._taken = self._player.steps_of(result.observation)
+        return result
+
+    def state(self, plain: Any) -> Calls:
+        """Calls that ask for the episode's state."""
+
+        def send(_again: bool) -> Calls:
+            state = yield plain.state
+            if state.episode_id is None and self.id is not None:
+                raise NotResetError(f"the socket has not been told of episode {self.id}")
+            return state
+
+        return (yield from self._until_answered(plain, send, resume=True))
+
+    def _until_answered(self, plain: Any, send: Callable[[bool], Calls], resume: bool) -> Calls:
+        """Send a request, with True when it is sent again, as often as ``reconnect_s`` allows."""
+        lost: Exception | None = None
+        # A socket that was open may have been lost unnoticed; OpenEnv's client then opens another by itself.
+        may_be_lost = resume or self.has_socket
+        pause_s, deadline = FIRST_PAUSE_S, math.inf
+        while time.monotonic() < deadline:
+            try:
+                if lost is not None:
+                    yield pause_s
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    if resume:
+                        yield from self._understood(plain, self._resume(plain))
+                return (yield from self._understood(plain, send(lost is not None)))
+            except NotResetError as error:
+                # A new socket, which has not been told of the episode yet.
+                if self.id is None or not resume or isinstance(lost, NotResetError):
+                    raise
+                lost = error
+            except CapacityError as error:
+                # Refused with the socket, which is then gone, and not by a store that is full of sessions.
+                if self.id is None or self.has_socket or (lost is None and not may_be_lost):
+                    raise
+                lost = error
+            except _LOST as error:
+                if self.id is None:
+                    raise ServerUnavailableError(
+                        f"{self._player.base_url} cannot be reached ({error!r}): is a server there?"
+                    ) from error
+                lost = error
+            deadline = min(deadline, time.monotonic() + self._player.reconnect_s)
+        kind = CapacityError if isinstance(lost, CapacityError) else ServerUnavailableError
+        raise kind(
+            f"the connection to {self._player.base_url} was lost, and {self._player.reconnect_s:g} s of new attempts "
+            f"failed ({lost!r}); the server keeps the episode: "
+            f"reset(episode_id={self.id!r}, resume=True) continues it"
+        ) from lost
+
+    def _resume(self, plain: Any) -> Calls:
+        return (yield lambda: plain.reset(episode_id=self.id, resume=True, info=self._info))
+
+    def _understood(self, plain: Any, calls: Calls) -> Calls:
+        """Make the calls; an error frame raises the exception of local use."""
+        try:
+            answer = yield from calls
+        except RuntimeError as error:
+            self.has_socket = not _is_full(error)
+            if _is_full(error):
+                # The server closes it, but this may be noticed only in the middle of the next call.
+                yield plain.disconnect
+            ours = _ours(error)
+            if ours is None:
+                raise
+            raise ours from error
+        self.has_socket = True
+        return answer
+
+
+def make_calls(calls: Calls) -> Any:
+    """Result of the calls, or a coroutine of it where OpenEnv's client answers with something to await.
+
+    OpenEnv decides at every call, by where it comes from and how the client was used before, whether it blocks.
+    """
+    try:
+        wanted = next(calls)
+        while True:
+            if isinstance(wanted, float):
+                time.sleep(wanted)
+                wanted = calls.send(None)
+                continue
+            try:
+                answer = wanted()
+            except (RuntimeError, *_LOST) as error:
+                wanted = calls.throw(error)
+                continue
+            if inspect.isawaitable(answer):
+                return _make_calls_later(calls, answer)
+            wanted = calls.send(answer)
+    except StopIteration as end:
+        return end.value
+
+
+async def _make_calls_later(calls: Calls, awaited: Awaitable[Any]) -> Any:
+    try:
+        while True:
+            try:
+                answer = await awaited
+            except (RuntimeError, *_LOST) as error:
+                wanted = calls.throw(error)
+            else:
+                wanted = calls.send(answer)
+            awaited = asyncio.sleep(wanted) if isinstance(wanted, float) else wanted()
+    except StopIteration as end:
+        return end.value
+
+
+def _ours(error: RuntimeError) -> Exception | None:
+    """The exception of local use for an error frame, which OpenEnv raises as RuntimeError whatever its cause."""
+    found = read_error(str(error))
+    if found is not None:
+        message, code = found
+        status = 422 if str(error).endswith("(code: VALIDATION_ERROR)") else 400
+        return error_of(code, message.removeprefix("Server error: "), status)
+    if _is_full(error):
+        return CapacityError(f"{error}; close a client, or raise INFERENCEGYM_MAX_CONCURRENT_ENVS on the server")
+    return None
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """Whether the server refused the socket because it holds as many as it may."""
+    return str(error).endswith("(code: CAPACITY_REACHED)")
