@@ -56,7 +56,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
         self._options = {name: value for name, value in options.items() if name not in ("base_url", "provider")}
         self._episode = Episode(self)
         # Made now, as OpenEnv runs plain synchronous calls on the event loop of the first wrapper that it knows of.
-        self._sync_face = SyncEpisodeClient(super().sync(), self, self._episode)
+        self._synchronous = SyncEpisodeClient(super().sync(), self, self._episode)
 
     @property
     def episode_id(self) -> str | None:
@@ -87,7 +87,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
 
     def sync(self) -> SyncEpisodeClient:
         """The same client for synchronous code."""
-        return self._sync_face
+        return self._synchronous
 
     def another(self) -> EpisodeClient:
         """A client of the same server with the same options, not connected yet."""
@@ -111,7 +111,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
 
 
 class SyncEpisodeClient:
-    """Synchronous face of a client, from its ``sync()``: OpenEnv's ``SyncEnvClient``, with reconnection."""
+    """Synchronous wrapper of a client, from its ``sync()``: OpenEnv's ``SyncEnvClient``, with reconnection."""
 
     def __init__(self, plain: Any, client: EpisodeClient, episode: Episode) -> None:
         self._plain = plain

@@ -107,8 +107,8 @@ class Episode:
                     yield pause_s
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     if resume:
-                        yield from self._understood(plain, self._resume(plain))
-                return (yield from self._understood(plain, send(lost is not None)))
+                        yield from self._with_local_errors(plain, self._resume(plain))
+                return (yield from self._with_local_errors(plain, send(lost is not None)))
             except NotResetError as error:
                 # A new socket, which has not been told of the episode yet.
                 if self.id is None or not resume or isinstance(lost, NotResetError):
@@ -136,7 +136,7 @@ class Episode:
     def _resume(self, plain: Any) -> Calls:
         return (yield lambda: plain.reset(episode_id=self.id, resume=True, info=self._info))
 
-    def _understood(self, plain: Any, calls: Calls) -> Calls:
+    def _with_local_errors(self, plain: Any, calls: Calls) -> Calls:
         """Make the calls; an error frame raises the exception of local use."""
         try:
             answer = yield from calls
