@@ -57,7 +57,10 @@ def ours(kind: type) -> bool:
 
 def private_names_in(kind: type) -> set[str]:
     """Names with an underscore that a class defines, or uses on itself or on ``super()``."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return set()  # compiled, or made by a function such as pydantic's create_model
     assert isinstance(body, ast.ClassDef)
     found = {node.name for node in body.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(body):
@@ -78,10 +81,7 @@ def private_names_of_others(kind: type) -> set[str]:
             continue
         hooks |= HOOKS.get(base.__name__, set())
         found |= {name for name in vars(base) if is_private(name)}
-        try:
-            found |= private_names_in(base)
-        except (OSError, TypeError, SyntaxError):
-            continue  # compiled
+        found |= private_names_in(base)
     return found - hooks
 
 
