@@ -16,9 +16,18 @@ from inferencegym.errors import (
     NotResetError,
     UnknownTaskError,
 )
-from inferencegym.models import NAIVE_ACTION, OBSERVATION_FIELDS, QuantTier, ServeAction, ServeObservation
-from inferencegym.tasks import get_task, list_tasks
+from inferencegym.models import (
+    NAIVE_ACTION,
+    OBSERVATION_FIELDS,
+    PRIORITY_CLASSES,
+    QuantTier,
+    ServeAction,
+    ServeObservation,
+)
+from inferencegym.tasks import Calibration, get_task, list_tasks
+from simulator.tables import load_tables
 from simulator.trace_sim import TraceSimulator
+from simulator.workload import load_source
 
 TASKS = [t.task_id for t in list_tasks(include_recorded=True)]
 
@@ -214,6 +223,103 @@ def test_the_reward_is_the_weighted_sum_of_its_terms() -> None:
         expected = 0.40 * t["throughput"] - 0.25 * t["latency"] - 0.15 * t["slo_violations"] - 0.40 * t["cost"]
         assert reward == pytest.approx(expected, abs=1e-12)
         assert all(0.0 <= v <= 1.0 for v in t.values())
+
+
+RANDOM = np.random.default_rng(11)
+PLAYED = [
+    {
+        "kv_budget": float(RANDOM.uniform(0.1, 1)),
+        "spec_length": int(RANDOM.choice([0, 1, 2, 4, 8])),
+        "batch_size": int(RANDOM.integers(1, 513)),
+        "prefill_disagg": bool(RANDOM.integers(2)),
+        "quant_tier": int(RANDOM.integers(3)),
+    }
+    for _ in range(80)
+]
+CAPPED = Calibration(floor_tps=1.0, optimal_tps=2.0, max_throughput_tps=400.0, price=0.7)
+
+
+@pytest.mark.parametrize(
+    ("task_id", "slo_ms", "weights"),
+    [(1, 500.0, (0.4, 0.25, 0.25, 0.1)), (2, 300.0, (0.4, 0.25, 0.3, 0.1)), (3, 200.0, (0.4, 0.25, 0.15, 0.4))],
+)
+def test_the_reward_follows_from_the_metrics_as_the_document_says(
+    task_id: int, slo_ms: float, weights: tuple[float, ...]
+) -> None:
+    env = InferenceEnv(task_id=task_id, calibration=CAPPED)
+    env.reset(seed=5)
+    seen: set[str] = set()
+    for action in PLAYED:
+        observation, reward, _, info = env.step(action)
+        metrics, terms = info["metrics"], info["reward_terms"]
+        latency = math.log(1 + metrics["ttft_p50_ms"] / slo_ms) / math.log(1 + 5000 / slo_ms)
+        # The medium task grades memory: 36 GB are free, and 10 GB beyond them cost everything.
+        beyond = max(0.0, metrics["gpu_memory_gb"] - 36) / 10 if task_id == 2 else 0.0
+        expected = {
+            "throughput": min(1.0, metrics["tokens_per_sec"] / 400),
+            "latency": min(1.0, latency),
+            "slo_violations": min(1.0, observation.slo_violation_rate + beyond),
+            # A budget of 5 for 200 steps.
+            "cost": metrics["cost_per_1k"] / (metrics["cost_per_1k"] + 5 / 200),
+        }
+        assert terms == {name: pytest.approx(value, rel=1e-9) for name, value in expected.items()}
+        gain, *prices = [weight * expected[name] for weight, name in zip(weights, expected, strict=True)]
+        assert reward == pytest.approx(gain - sum(prices), abs=1e-9)
+        seen |= {name for name, value in terms.items() if value == 1.0}
+    assert "throughput" in seen, "no step reaches the limit of throughput"
+
+
+@pytest.mark.parametrize("task_id", [1, 2, 3])
+def test_the_cost_of_a_step_is_that_of_its_gpus_per_thousand_tokens(task_id: int) -> None:
+    env = InferenceEnv(task_id=task_id, calibration=CAPPED)
+    env.reset(seed=6)
+    spent = 0.0
+    replicas = {1: 1, 2: 5, 3: 6}[task_id]
+    for action in PLAYED[:5] + [{**NAIVE_ACTION.to_dict(), "prefill_disagg": False}] * 20:
+        observation, _, _, info = env.step(action)
+        metrics = info["metrics"]
+        spent += metrics["cost_per_1k"]
+        assert observation.cost_so_far == env.state()["cost_so_far"] == pytest.approx(spent)
+        assert observation.timestep == info["timestep"]
+    # No replica prefills apart any more.
+    assert metrics["cost_per_1k"] == pytest.approx(0.7 * replicas / max(metrics["tokens_per_sec"] / 1000, 0.05))
+
+
+@pytest.mark.parametrize("task_id", [1, 2, 3])
+def test_the_observation_shows_the_metrics_within_its_bounds(task_id: int) -> None:
+    env = InferenceEnv(task_id=task_id)
+    env.reset(seed=7)
+    for action in PLAYED:
+        observation, _, _, info = env.step(action)
+        metrics = info["metrics"]
+        assert observation.ttft_p50 == min(metrics["ttft_p50_ms"], 5000.0)
+        assert observation.tpot_p50 == min(metrics["tpot_ms"], 500.0)
+        assert observation.gpu_memory_used_gb == metrics["gpu_memory_gb"]
+        assert observation.spec_accept_rate == metrics["spec_accept_rate"]
+        assert observation.queue_depth <= 512
+
+
+def test_the_observation_averages_prompts_over_ten_seconds_and_classes_over_fifty() -> None:
+    task = get_task(3)
+    env = InferenceEnv(task_id=3)
+    env.reset(seed=7)
+    source = load_source(task, load_tables())
+    load = source.draw([7], 80)
+    arrivals, prompt_tokens = load.arrivals[0], load.prompt_tokens[0]
+    place = [PRIORITY_CLASSES.index(name) for name in source.stats.names]
+    rate = 0.0
+    for t in range(80):
+        observation, *_ = env.step(NAIVE_ACTION)
+        prompts = prompt_tokens[max(0, t - 9) : t + 1].sum() / arrivals[max(0, t - 9) : t + 1].sum()
+        assert observation.mean_prompt_len == pytest.approx(np.clip(prompts, 32, 8192))
+        classes = arrivals[max(0, t - 49) : t + 1].sum(axis=0)
+        shares = np.zeros(3)
+        shares[place] = classes / classes.sum()
+        assert observation.priority_distribution == pytest.approx(shares.tolist())
+        # An average over ten steps, as in the document, has the weight 2 / (10 + 1).
+        rate = arrivals[0].sum() if t == 0 else rate + 2 / 11 * (arrivals[t].sum() - rate)
+        if t > 60:  # however it began
+            assert observation.arrival_rate == pytest.approx(min(rate, 1000.0), rel=1e-3)
 
 
 def test_state_counts_steps_and_sums_rewards() -> None:
