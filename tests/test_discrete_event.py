@@ -134,6 +134,14 @@ def test_a_prefill_gpu_of_its_own_leaves_decoding_undisturbed() -> None:
     assert apart.tpot_ms()[0] < 0.75 * together.tpot_ms()[0]
 
 
+def test_where_prefill_is_apart_a_long_prompt_holds_up_no_answer_under_way() -> None:
+    fleet = Fleet(CHUNKED, 8, ROOMY, disaggregated=True)
+    alone = serve(fleet, requests((0.0, 100, 20)))
+    beside = serve(fleet, requests((0.0, 100, 20), (0.001, 40_000, 1)))
+    assert beside.first_token_s[1] > 2 * alone.finish_s[0], "the long prompt is computed until well after"
+    assert beside.finish_s[0] == pytest.approx(alone.finish_s[0])
+
+
 def test_the_first_token_after_a_disaggregated_prefill_waits_for_the_cache() -> None:
     fleet = Fleet(CHUNKED, 8, ROOMY, disaggregated=True, link_gb_s=10.0)
     out = serve(fleet, requests((0.0, 1000, 5)))

@@ -179,7 +179,7 @@ class Sessions(RuleBasedStateMachine):
     @invariant()
     def memory_is_bounded(self) -> None:
         assert len(self.sessions) <= LIVE
-        assert self.sessions.steps_held == sum(len(live.actions) for live in self.sessions._live.values())
+        assert self.sessions.steps_held == sum(len(live.actions) for live in self.sessions.in_memory.values())
 
 
 Sessions.TestCase.settings = settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck))

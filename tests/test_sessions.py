@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from env.family import EpisodeRecord
 from inferencegym import __version__
@@ -303,20 +304,15 @@ def test_a_refused_action_changes_nothing(store_url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_session_that_the_store_has_forgotten_lives_on_if_it_is_in_use(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_the_store_has_forgotten_lives_on_if_it_is_in_use(store_url: str) -> None:
     async def scenario() -> None:
         actions = actions_of(SERVING, 10)
         expected = await undisturbed(SERVING, 3, actions)
-        async with manager_on(store_url, session_ttl_s=1) as manager:
-            live, _ = await manager.reset(SERVING, task_id=3, seed=5)
+        async with manager_on(store_url) as manager:
+            live, _ = await manager.reset(SERVING, task_id=3, seed=5, caller="me")
             outcomes = [await step(manager, live.session_id, action) for action in actions[:5]]
-            await asyncio.sleep(1.1)
-            await manager.store.purge()
+            await manager.store.make_room("me", 1, idle_s=0.0)
             assert await manager.store.position(live.session_id) is None
-            # What is stored from now on is not to be forgotten before it is looked at, however slow the machine.
-            monkeypatch.setattr(manager.store, "_ttl_s", 3600)
             outcomes += [await step(manager, live.session_id, action) for action in actions[5:]]
             assert outcomes == expected
             stored = await manager.store.get(live.session_id)
@@ -404,13 +400,16 @@ def test_the_last_steps_that_a_store_has_lost_are_stored_again(shared_url: str, 
         async with manager_on(shared_url) as manager, manager_on(shared_url) as other:
             live, _ = await manager.reset(SERVING, task_id=3, seed=5)
             told = [await step(manager, live.session_id, action) for action in actions[:8]]
-            store: Any = manager.store
+            store = manager.store
             if store.name == "sqlite":
-                store._connection.execute("DELETE FROM steps WHERE n >= ?", (8 - lost,))
+                with closing(sqlite3.connect(shared_url.removeprefix("sqlite://"))) as file, file:
+                    file.execute("DELETE FROM steps WHERE n >= ?", (8 - lost,))
             else:
-                await store._client.ltrim(f"inferencegym:actions:{live.session_id}", 0, 7 - lost)
-                if lost == 8:
-                    await store._client.delete(f"inferencegym:actions:{live.session_id}")
+                with redis.Redis.from_url(shared_url) as client:
+                    stored_actions = f"inferencegym:actions:{live.session_id}"
+                    assert client.llen(stored_actions) == 8
+                    # A list that has lost all its entries is no key.
+                    client.delete(stored_actions) if lost == 8 else client.ltrim(stored_actions, 0, 7 - lost)
             assert await store.position(live.session_id) == (live.token, 8 - lost)
             told.append(await step(manager, live.session_id, actions[8]))
             assert await store.position(live.session_id) == (live.token, 9)
@@ -561,7 +560,7 @@ def test_a_session_is_not_restarted_by_the_other_environment(store_url: str) -> 
             live, _ = await manager.reset(TRAFFIC, task_id="task_easy", seed=1)
             await manager.step(live.session_id, {"action": "allow_all"})
             for in_memory in (True, False):
-                assert (live.session_id in manager._live) == in_memory
+                assert (live.session_id in manager.in_memory) == in_memory
                 for create in (True, False):
                     with pytest.raises(UnknownSessionError, match="not of the serving one"):
                         await manager.reset(SERVING, seed=1, session_id=live.session_id, create=create)
@@ -614,7 +613,7 @@ def test_steps_in_memory_are_counted_right_when_sessions_leave_it_while_they_are
                     await manager.reset(SERVING)
                 go_on.set()
                 await waiting
-                assert manager.steps_held == sum(len(one.actions) for one in manager._live.values())
+                assert manager.steps_held == sum(len(one.actions) for one in manager.in_memory.values())
 
     asyncio.run(scenario())
 

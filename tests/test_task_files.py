@@ -15,7 +15,15 @@ from grader.grader import GRADES, SCORES
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
 from inferencegym.task_files import FourTerm, Knob, LatencyMemory, Throughput
-from inferencegym.tasks import DATA_DIR, TASKS_ENV, TaskSpec, list_tasks, load_task_file
+from inferencegym.tasks import (
+    DATA_DIR,
+    TASKS_ENV,
+    Calibration,
+    TaskSpec,
+    get_calibration,
+    list_tasks,
+    load_task_file,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,6 +102,16 @@ def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> Non
 
 def test_the_knobs_that_a_task_may_offer_are_those_of_an_action() -> None:
     assert get_args(Knob) == tuple(ACTION_FIELDS)
+
+
+def test_constants_measured_beside_a_file_come_before_those_of_its_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TASKS_ENV, str(write(tmp_path, {"mine": entry(calibration=CONSTANTS)})))
+    assert get_calibration("mine") == Calibration(1, 2, 3, 0.1)
+    measured = {"floor_tps": 10, "optimal_tps": 20, "max_throughput_tps": 30, "price": 0.5}
+    (tmp_path / "mine.calibration.json").write_text(json.dumps({"tasks": {"mine": measured}}), encoding="utf-8")
+    assert get_calibration("mine") == Calibration(10, 20, 30, 0.5)
 
 
 # ---------------------------------------------------------------- mistakes

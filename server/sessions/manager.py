@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import orjson
@@ -163,6 +164,11 @@ class SessionManager:
     def __len__(self) -> int:
         """Environments in memory."""
         return len(self._live)
+
+    @property
+    def in_memory(self) -> Mapping[str, LiveSession]:
+        """Sessions whose environment is in memory, the one used last at the end."""
+        return MappingProxyType(self._live)
 
     @property
     def steps_held(self) -> int:
