@@ -156,7 +156,9 @@ def test_a_line_that_is_there_twice_counts_once(
 ) -> None:
     status, report = checked(write(tmp_path / "board.jsonl", [*made, made[0]]), capsys)
     assert status == 1
-    assert "before it" in report["refused"][0]["reason"]
+    [refused] = report["refused"]
+    assert refused["line"].endswith(f":{len(made) + 1}")
+    assert refused["code"] == "data_format"
 
 
 @pytest.mark.parametrize(
