@@ -1,4 +1,4 @@
-"""Naive baseline: one fixed action whatever happens, and its scores."""
+"""Naive baseline: an agent that keeps the default knob values, and its scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inferencegym.models import NAIVE_ACTION
 from inferencegym.tasks import TaskId, list_tasks
 
 BASELINE_ACTION: Final = NAIVE_ACTION
-"""Whole KV pool, no speculation, 32 requests at once, prefill beside decoding, FP16."""
+"""Default knob values: whole KV pool, no speculation, batch size 32, prefill on the same GPU as decoding, FP16."""
 
 BASELINE_SEED: Final = 0
 

@@ -15,24 +15,24 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.tasks import TaskId
 
 SERVING_POLICIES: Final[Mapping[str, str]] = {
-    "naive": "The plan's baseline: batch 32, FP16, the whole KV pool, left alone.",
+    "naive": "Default knobs, never changed: batch size 32, FP16, the whole KV pool.",
     "random": "Every knob drawn anew each second.",
-    "hill_climb": "Changes one knob at a time and keeps what helped; knows no model.",
+    "hill_climb": "Changes one knob at a time and keeps changes that helped; uses no model.",
     "heuristic": "Rules an operator would write: capacity planning, and a second setting for floods.",
     "ppo": "A small network trained with PPO.",
     "best_static": "The best constant setting that a search found for the task.",
     "best_adaptive": "The best switching policy that a search found for the task.",
 }
-"""Policies that anybody may have played on a server. Only these: others read files or call models somewhere else."""
+"""Policies that any client may ask a server to play; others would read files or call models elsewhere."""
 
 TRAFFIC_POLICIES: Final[Mapping[str, str]] = {
     "allow_all": "Lets everything through.",
     "throttle_70": "Always lets 70 % through.",
     "throttle_40": "Always lets 40 % through.",
     "drop_aggressive": "Always lets 20 % through.",
-    "random": "Any action at any time.",
-    "adaptive": "Lets through as much as the server can stand.",
-    "planner": "Perfect play, planned from the first step.",
+    "random": "Every action drawn anew each second.",
+    "adaptive": "Lets through as much as the server can handle.",
+    "planner": "The optimal sequence of actions, planned from the first step.",
 }
 
 

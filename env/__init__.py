@@ -1,1 +1,1 @@
-"""Environments: the batch that steps episodes, and scalar and vector environments over it."""
+"""Environments: the batch that steps episodes, scalar and vector environments over it, and environment families."""

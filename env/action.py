@@ -1,7 +1,7 @@
 """Actions of the serving environment as rows of five numbers: bounds, clamping and conversions.
 
-These are those of :mod:`inferencegym.spaces.actions`, which remote environments use as well. The module stands where
-the plan has it; rows are written into a fleet by :class:`inferencegym.spaces.knobs.KnobKernel`.
+Re-exports :mod:`inferencegym.spaces.actions`, which remote environments use as well, under the name of the published
+plan. :class:`inferencegym.spaces.knobs.KnobKernel` writes rows into a fleet.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from simulator.tables import FloatArray, ServingTables, load_tables
 from simulator.workload import load_source
 
 ROWS_PER_THREAD: Final = 128
-"""Rows worth a thread of their own: one step of so many takes several times what handing them to a thread costs."""
+"""Rows per thread at least: one step of so many rows takes several times longer than starting it on a thread."""
 DRAWN_TOGETHER: Final = 64
 """Episodes whose workloads are drawn together: enough to share the work, few enough to stay in cache."""
 ROWS_PER_BLOCK: Final = 64
@@ -35,7 +35,7 @@ class ServingBatch:
 
     ``observation`` (B, 14), ``reward`` (B,), ``reward_terms`` (4, B: T, L, V, C), ``done`` (B,) and ``metric[name]``
     (B,) are overwritten by every step; copy what you keep. With ``n_loads`` < B, rows share workloads: row b has
-    the seed ``seeds[b % n_loads]``, which is how many actions are tried on the same requests. Each row records the
+    the seed ``seeds[b % n_loads]``, so that many actions can be compared on the same requests. Each row records the
     latencies of its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them). A large batch is
     split over at most ``n_threads`` threads (None: as many as there are cores); the result is the same.
     """
@@ -152,11 +152,11 @@ class ServingBatch:
                 observations[0, lo:hi] = self.observation[lo:hi]
 
     def advance_rows(self, rows: NDArray[np.bool_] | None = None) -> None:
-        """Take one step in all rows, or in those of the mask ``rows`` (B,), with the knobs as they stand."""
+        """Take one step in all rows, or in those of the mask ``rows`` (B,), with the current knobs."""
         split_rows(self.advance, self._all_rows if rows is None else _runs(rows), ROWS_PER_THREAD, self._n_threads)
 
     def advance(self, lo: int = 0, hi: int | None = None) -> None:
-        """Take one step in rows ``lo`` to ``hi``, in this thread, with the knobs as they stand."""
+        """Take one step in rows ``lo`` to ``hi``, in this thread, with the current knobs."""
         hi = self.n_rows if hi is None else hi
         self.fleet.step(lo, hi)
         self._reward.compute(lo, hi)

@@ -1,12 +1,11 @@
-"""Environment families: one record of everything that other rooms need to know of one.
+"""Environment families: the record with everything that other packages need to know about a family.
 
-A family is a kind of environment (serving fleets, the traffic controller). Its :class:`Family` record is all that the
-server, OpenEnv, Gymnasium, grading, verification, the leaderboard and the command line know of it, so a new family is a
-folder in ``env/`` with its record and one line in :mod:`inferencegym.families`.
+A family is a kind of environment (serving fleets, the traffic controller). The server, OpenEnv, Gymnasium, grading,
+verification, the leaderboard and the command line use nothing of it but its :class:`Family` record, so a new family is
+a folder in ``env/`` with its record and one line in :mod:`inferencegym.families`.
 
-An episode is its :class:`EpisodeRecord`: family, task, seed, configuration and the actions played. :func:`replay` plays
-a record and gives the same episode to the last bit, so the record is what is stored, sent between processes and
-verified.
+An :class:`EpisodeRecord` (family, task, seed, configuration and the actions played) determines an episode:
+:meth:`Family.replay` plays it again, bit for bit. Records are stored, sent between processes and verified.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ except ModuleNotFoundError as error:  # an installation that is a client alone
     raise ModuleNotFoundError(install_hint(error) or str(error), name=error.name) from error
 
 RECORD_VERSION: Final = 3
-"""Form of a stored record. 1 kept the names of an action's fields, 2 no id of the reset."""
+"""Version of the stored form of records. 1 kept the names of an action's fields, 2 had no id of the reset."""
 
 Entry = Mapping[str, Any]
 """One step of an episode log: timestep, action, reward, metrics."""
 Grade = dict[str, Any]
 """``score`` in [0, 1], ``breakdown``, ``feedback`` and more."""
 Action = bytes
-"""One action of a record: the values of the action's fields as a JSON array. Without the fields' names it takes a fifth
-of the room, in memory and in a store."""
+"""One action of a record: the values of the action's fields as a JSON array, a fifth of the size with the names."""
 
 
 class EpisodeEnv(Protocol):
-    """One episode being played; see :class:`env.inference_env.InferenceEnv` for the words."""
+    """Environment of one running episode; :class:`env.inference_env.InferenceEnv` documents the methods."""
 
     seed: int
     session_id: str
@@ -51,7 +49,7 @@ class EpisodeEnv(Protocol):
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """The steps played so far, as graders read them."""
+        """Steps played so far, as graders accept them."""
         ...
 
     @property
@@ -80,15 +78,15 @@ class EpisodeEnv(Protocol):
         ...
 
     def play(self, action: Any) -> tuple[Any, float, bool]:
-        """Play one step and return observation, reward and done."""
+        """Take one step and return observation, reward and done."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """More about the last step."""
+        """Details of the last step."""
         ...
 
     def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Play one step, with its info."""
+        """Take one step and return observation, reward, done and info."""
         ...
 
     def observation(self) -> Any:
@@ -110,7 +108,7 @@ class EpisodeEnv(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
-    """A task as lists show it: id, name for Gymnasium, whether it replays recorded traffic, and its description."""
+    """A task in lists: id, Gymnasium name, whether it replays recorded traffic, and its description."""
 
     task_id: TaskId
     gym_id: str
@@ -119,7 +117,7 @@ class TaskEntry:
 
 
 Policy = Callable[[Any], Any]
-"""From an observation to the next action; made anew for each episode."""
+"""Function from an observation to the next action; a new one is made for each episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +142,16 @@ class GymCodec:
 
 @dataclass(frozen=True, slots=True)
 class HttpShape:
-    """Where a family's HTTP answers differ from the default; its published document may fix them."""
+    """Differences of a family's HTTP answers from the default, where its published document fixes them."""
 
     observation_key: str = "observation"
     """Name of the observation in answers of /reset and /step."""
     reset_fields: tuple[str, ...] = ("episode_length", "config", "reward", "done")
-    """What /reset returns beside session_id, task_id, seed and the observation."""
+    """Further fields in answers of /reset, beside session_id, task_id, seed and the observation."""
     state_has_observation: bool = True
-    """Whether GET /state nests the observation; else its fields are among those of the state already."""
+    """Whether GET /state nests the observation; otherwise its fields are fields of the state."""
     session_is_optional: bool = False
-    """Whether a step without session_id means the caller's latest episode (a cookie, else address and client id)."""
+    """Whether a step without session_id is for the caller's latest episode (by cookie, else address and client id)."""
     health: Mapping[str, Any] | None = None
     """Fixed answer of GET /health under the family's prefix; None: the server's own."""
     manifest_type: str = "application/yaml"
@@ -163,7 +161,7 @@ class HttpShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An environment family, complete: what it plays, how actions are read, how episodes are graded."""
+    """Record of an environment family: its environment, messages, tasks, grade, policies and descriptions."""
 
     name: str
     title: str
@@ -176,32 +174,32 @@ class Family:
     observation_model: type[BaseModel]
     config_model: type[BaseModel]
     log_entry_schema: Mapping[str, Any]
-    """JSON schema of what graders read of one step."""
+    """JSON schema of the fields of a step that graders read."""
     tasks: Callable[[], Sequence[TaskEntry]]
     default_task: TaskId
     grade: Callable[[TaskId, Sequence[Entry]], Grade]
     constants: Callable[[TaskId], Mapping[str, Any]]
-    """What a task's numbers depend on beside release and table, for the digest of :mod:`grader.verify`."""
+    """Everything that a task's numbers depend on beside release and table, for the digest of :mod:`grader.verify`."""
     check_config: Callable[[TaskId, Mapping[str, Any] | None], object]
     """The task's configuration with these settings, equal where episodes are played alike. Raises UnknownTaskError or
     InvalidConfigError."""
     log_entries: Callable[[Any], Sequence[Entry]] = list
-    """A log's steps as entries; answers of POST /step are read as well."""
+    """Steps of a log as entries; answers of POST /step are accepted as well."""
     table_sha256: Callable[[], str | None] = lambda: None
     action_of: Callable[[Any], Any] = lambda message: message
-    """The environment's action for a message of ``action_model``."""
+    """Converts a message of ``action_model`` into the environment's action."""
     short_action: str | None = None
-    """The one field of an action that may be sent bare."""
+    """Field of an action whose bare value is accepted as an action."""
     policies: Mapping[str, str] = field(default_factory=dict)
-    """Built-in policies that anybody may have played, with a description."""
+    """Built-in policies by name that any client may ask to be played, with a description."""
     make_policy: Callable[[str, EpisodeEnv], Policy] | None = None
-    """A policy by name for an episode. Raises InvalidConfigError where there is none of this name for the task."""
+    """Makes a policy by name for an episode. Raises InvalidConfigError if the task has none of this name."""
     compare: Callable[[TaskId, Sequence[str], Sequence[int]], dict[str, Any]] | None = None
-    """Scores of agents for `inferencegym evaluate`; None: whole episodes of ``policies``, one by one."""
+    """Scores agents for `inferencegym evaluate`; None: whole episodes of ``policies`` are played one by one."""
     gym: GymFaces | GymCodec | None = None
     http: HttpShape = HttpShape()
     info: Callable[[], Mapping[str, Any]] = dict
-    """What GET /info says beside the schemas: formula of the reward, calibration, provenance of data."""
+    """Fields of GET /info beside the schemas: formula of the reward, calibration, provenance of data."""
     reward_range: tuple[float | None, float | None] = (None, None)
     baseline: Callable[[], Mapping[str, Any]] | None = None
     manifest: Path | None = None
@@ -212,7 +210,7 @@ class Family:
         return tuple(self.action_model.model_fields)
 
     def parse_action(self, action: object) -> tuple[Any, Action]:
-        """An action as the environment takes it and as records keep it. Raises InvalidActionError."""
+        """Check an action; returns it as the environment takes it and as records keep it. Raises InvalidActionError."""
         if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
         message = read(self.action_model, action, InvalidActionError, whole="action")
@@ -220,7 +218,7 @@ class Family:
         return self.action_of(message), bytes(memoryview(orjson.dumps([*message.__dict__.values()])))
 
     def action_json(self, action: Action) -> dict[str, Any]:
-        """An action of a record in its JSON form. Raises DataFormatError where it holds none of this family."""
+        """JSON form of a record's action. Raises DataFormatError if it is not an action of this family."""
         try:
             values = orjson.loads(action)
         except orjson.JSONDecodeError:
@@ -230,7 +228,7 @@ class Family:
         return dict(zip(self.action_fields, values, strict=True))
 
     def is_own_config(self, task_id: TaskId, config: Mapping[str, Any] | None) -> bool:
-        """Whether these settings change nothing of the task's own configuration, so that scores compare.
+        """Whether these settings equal the task's own configuration, so that scores can be compared.
 
         Raises UnknownTaskError or InvalidConfigError.
         """
@@ -239,14 +237,14 @@ class Family:
     def episode(
         self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
     ) -> EpisodeRecord:
-        """The record of an episode with these actions, in their JSON form. Raises InvalidActionError."""
+        """Make the record of an episode with these actions, given in JSON form. Raises InvalidActionError."""
         played = [self.parse_action(action)[1] for action in actions]
         return EpisodeRecord(self.name, task_id, seed, config or {}, played)
 
     def replay(self, record: EpisodeRecord, session_id: str | None = None) -> EpisodeEnv:
-        """Play a record again: the same episode, to the last bit.
+        """Play a record again, bit for bit.
 
-        Raises InvalidActionError and EpisodeDoneError where its actions are not those of one episode.
+        Raises InvalidActionError or EpisodeDoneError if its actions are not valid for one episode.
         """
         env = self.make()
         env.reset(seed=record.seed, task_id=record.task_id, config=record.config, session_id=session_id)
@@ -261,7 +259,7 @@ class Family:
 
 @dataclass(slots=True)
 class EpisodeRecord:
-    """Everything that an episode is, complete, so that later defaults cannot change it."""
+    """Everything that determines an episode, complete, so that later changes of defaults cannot change it."""
 
     family: str
     task_id: TaskId
@@ -269,10 +267,10 @@ class EpisodeRecord:
     config: Mapping[str, Any]
     actions: list[Action] = field(default_factory=list)
     release: str = __version__
-    """Version of the package that plays it: another one may simulate differently."""
+    """Version of the package that plays the episode: another one may simulate differently."""
     version: int = RECORD_VERSION
     reset_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells two episodes apart that begin with the same; it stays the same when the record is written again."""
+    """Id of the reset: tells episodes with the same start apart, and does not change when a record is rewritten."""
 
     def start_json(self) -> bytes:
         """The record without its actions."""
@@ -280,7 +278,7 @@ class EpisodeRecord:
 
     @classmethod
     def from_start(cls, text: bytes | str, actions: list[Action] | None = None) -> EpisodeRecord:
-        """Read :meth:`start_json`. Raises DataFormatError where another form was written."""
+        """Decode :meth:`start_json`. Raises DataFormatError if the text has another form."""
         try:
             return cls(**orjson.loads(text), actions=actions or [])
         except (TypeError, orjson.JSONDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Scalar serving environment: one episode, a batch of one."""
+"""Scalar serving environment: one episode, a batch with one row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
 
 
 class InferenceEnv:
-    """One episode of a serving task: set five knobs each second, see twelve fields, get a reward in [-1, 1].
+    """Environment of a serving task: an action sets five knobs each second, an observation has twelve fields.
 
     ``InferenceEnv(task_id=1)`` and ``InferenceEnv(simulator, task_id, seed)`` both work; ``reset(task_id=...,
     seed=...)`` may change either. The same task, seed, configuration and actions give the same episode everywhere.
@@ -60,7 +60,7 @@ class InferenceEnv:
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """The steps taken so far: ``{"timestep", "action", "reward", "metrics"}`` each, as graders read them."""
+        """Steps taken so far, ``{"timestep", "action", "reward", "metrics"}`` each, as graders accept them."""
         return self._episode_log
 
     @property
@@ -82,8 +82,8 @@ class InferenceEnv:
     ) -> ServeObservation:
         """Start an episode and return its first observation.
 
-        What is not given stays as it was (a new ``task_id`` starts from that task's own configuration). The episode
-        gets a new ``session_id`` unless one is given.
+        Arguments that are not given keep their value (a new ``task_id`` starts from that task's own configuration). The
+        episode gets a new ``session_id`` unless one is given.
         """
         task = self.task if task_id is None else get_task(task_id)
         new_config = task.config(config) if config is not None or task is not self.task else self.config
@@ -210,7 +210,7 @@ class InferenceEnv:
 
 
 def metrics_dict(m: MetricsSnapshot) -> dict[str, Any]:
-    """JSON form of a snapshot: its own fields, not copies of them."""
+    """JSON form of a snapshot; the dictionary is the snapshot's own ``__dict__``, not a copy."""
     return vars(m)
 
 

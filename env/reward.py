@@ -3,8 +3,8 @@
 T = tokens per second / MAX_THROUGHPUT, L = log(1 + TTFT/SLO) / log(1 + 5000/SLO), V = share of the step's requests that
 missed their objective (plus, where the task grades memory, the memory beyond its limit on the grade's scale) and C =
 cost of the step / (cost of the step + budget per step). L grows with the logarithm because a linear one saturates in
-overload and then teaches nothing; C is one half when the step spends just its share of the budget. With weights that
-sum to at most one on the negative side, R lies in [-1, 1] without being cut.
+overload and then no longer changes with the action; C is one half when the step spends just its share of the budget.
+With weights that sum to at most one on the negative side, R lies in [-1, 1] without clipping.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
 """
@@ -40,8 +40,8 @@ class RewardKernel:
             for b in range(lo, hi):
                 throughput = min(1.0, self.tokens_per_sec[b] / self.max_throughput_tps)
                 latency = min(1.0, log1p(self.ttft_p50_ms[b] / self.slo_ms) * self.latency_scale)
-                # Memory beyond a graded limit is an objective missed by every request; without this term the reward
-                # would call for the very KV pool that the grade punishes.
+                # Memory beyond a graded limit counts like an objective that every request missed; without this term
+                # the reward would favour a KV pool that the grade penalises.
                 beyond = max(0.0, self.gpu_memory_gb[b] - self.memory_limit_gb) / self.memory_slope_gb
                 violations = min(1.0, self.violation_share[b] + beyond)
                 cost = self.cost_per_1k[b] / (self.cost_per_1k[b] + self.budget_per_step)

@@ -1,7 +1,7 @@
 """Thread splitter: the rows of a batch divided over the processor's cores.
 
-The compiled kernels run without the interpreter's lock and rows never touch each other, so a result does not depend on
-the split.
+The compiled kernels release the global interpreter lock and rows are independent, so results do not depend on the
+split.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SCORES: Final[Mapping[str, ScoreFunction]] = {
 
 
 class GraderModule:
-    """Stateless grader: the same log gives the same score, always."""
+    """Stateless grader: the same log always gives the same score."""
 
     def score(
         self, task_id: TaskId, episode_log: Sequence[Mapping[str, Any]], calibration: Calibration | None = None
@@ -41,9 +41,9 @@ class GraderModule:
         """Grade an episode log: ``{"score", "breakdown", "detail", "feedback"}``.
 
         ``score`` is a float in [0, 1], ``breakdown`` one float per component, ``detail`` the measured quantities behind
-        them, ``feedback`` a sentence. A log of some steps is graded on those, and ``feedback`` says that they are not
-        all. An empty log scores 0. Raises :class:`UnknownTaskError`, and
-        :class:`MalformedLogError` naming the step and field at fault.
+        them, ``feedback`` a sentence. An incomplete log is graded on its steps, and ``feedback`` says that some are
+        missing. An empty log scores 0. Raises :class:`UnknownTaskError`, and :class:`MalformedLogError` naming the
+        invalid step and field.
         """
         task = get_task(task_id)
         episode = read_log(episode_log)
@@ -59,5 +59,5 @@ class GraderModule:
 
 
 def unit(x: float | FloatArray) -> FloatArray:
-    """``x`` cut to [0, 1]; what is no number is 0."""
+    """Clip ``x`` to [0, 1]; NaN becomes 0."""
     return np.clip(np.nan_to_num(x), 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""A leaderboard that anybody can check: a file of episodes, each with the actions that reached its score.
+"""Leaderboard that anybody can check by replay: a file of episodes, each with the actions that reached its score.
 
 The file is JSON Lines, UTF-8, one episode per line::
 
@@ -8,13 +8,13 @@ The file is JSON Lines, UTF-8, one episode per line::
 
 ``family`` and ``task`` say what was played, in the task's own configuration; ``agent`` is a name of the submitter's
 choice; ``actions`` are those of a whole episode in order; ``release``, ``table_sha256`` (null where a family has no
-table) and ``constants_sha256`` (the task's definition and calibration; lines of old lack it) name the simulator that
-gave the score. Replaying the actions from the seed gives the score again (to 1e-9, for text may lose digits), or the
-line is refused; what counts is the score of the replay. Agents are ranked by their mean score over a task's held-out
-seeds; one that lacks some of these seeds is listed without a rank.
+table) and ``constants_sha256`` (the task's definition and calibration; older lines lack it) name the simulator that
+made the score. The replay of the actions from the seed must give the score again (within 1e-9, since text may lose
+digits), or the line is refused; the score of the replay counts. Agents are ranked by their mean score over a task's
+held-out seeds; one that lacks some of these seeds is listed without a rank.
 
-What a replay proves is that these actions reach this score. It cannot prove how they were chosen: on published seeds
-they may have been searched for. Ask for the agent, and run it on seeds of your own.
+A replay proves that these actions reach this score. It cannot prove how they were chosen: on published seeds they may
+have been searched for. Ask for the agent, and run it on your own seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IDENTITY: Final = ("release", "table_sha256", "constants_sha256")
 
 @dataclass(frozen=True, slots=True)
 class Simulator:
-    """What plays a task's episodes: release of this package, and digests of the lookup table and of the task.
+    """Identity of a simulator for one task: release of this package, and digests of the lookup table and of the task.
 
     ``table_sha256`` is None where the family has no table, ``constants_sha256`` (the task's definition and its measured
     constants) where a file does not name it.
@@ -56,7 +56,7 @@ class Simulator:
         return f"release {self.release} with table {table} and constants {constants}"
 
     def must_be(self, here: Simulator) -> None:
-        """Raise :class:`DataFormatError` if what this simulator gave cannot be judged by ``here``."""
+        """Raise :class:`DataFormatError` if the simulator ``here`` cannot check the numbers of this one."""
         unnamed = self.constants_sha256 is None
         differ = {
             "another release": self.release != here.release,
@@ -74,12 +74,12 @@ UNNAMED: Final = (
     "it is forged, or was played on other constants (a calibration changes them), which it does not name: check it "
     "where it was played, or play it again"
 )
-"""What can be said where replay gives something else, and ``constants_sha256`` is not there to tell why."""
+"""Message if a replay differs and the log does not name its constants, so that the cause is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One line of the file; see the module's text."""
+    """One line of a leaderboard file; see the module's text."""
 
     family: str
     task_id: TaskId
@@ -90,7 +90,7 @@ class Submission:
     actions: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> str:
-        """The line, without its end."""
+        """Encode as a line of the file, without the newline."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -110,7 +110,7 @@ class Submission:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Submission:
-        """Read a line's object; raises :class:`DataFormatError` naming the key at fault."""
+        """Check a line's object; raises :class:`DataFormatError` naming the invalid key."""
         known = {"format", "family", "task", "agent", "seed", "score", *IDENTITY, "actions"}
         for key in sorted((known ^ set(data)) - {"constants_sha256"}):
             raise DataFormatError(f"{key} is missing" if key in known else f"{key} is not a key of a submission")
@@ -131,7 +131,7 @@ class Submission:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What no two lines may share."""
+        """Key that must be unique in a file: family, task, agent, seed."""
         return self.family, str(self.task_id), self.agent, self.seed
 
 
@@ -148,10 +148,10 @@ def checked_name(name: str) -> str:
 
 
 def replay_submission(submission: Submission, simulator: Simulator, family: Family) -> Submission:
-    """The submission with the score that its actions reach, which is the claimed one but for lost digits.
+    """Replay a submission; returns it with the replayed score, which equals the claimed one except for lost digits.
 
-    Raises :class:`ForgedLogError` if it gives another, and :class:`DataFormatError` if another release, table or
-    calibration was played, which this one cannot judge.
+    Raises :class:`ForgedLogError` if the scores differ, and :class:`DataFormatError` if it was played on another
+    release, table or calibration, which this one cannot check.
     """
     submission.simulator.must_be(simulator)
     true = replayed_score(family, submission.task_id, submission.seed, submission.actions)
@@ -189,7 +189,7 @@ def rank(submissions: Iterable[Submission], seeds: Sequence[int]) -> list[Standi
         (statistics.fmean(by_seed.values()), agent, by_seed, len(wanted) - len(by_seed))
         for agent, by_seed in scores.items()
     ]
-    # Complete ones first, then by score; names decide the order of equals, so that it does not depend on the file's.
+    # Agents with all seeds first, then by score; equal scores are ordered by name, not by their order in the file.
     rows.sort(key=lambda row: (row[3] > 0, -row[0], row[1]))
     standings: list[Standing] = []
     for place, (mean, agent, by_seed, missing) in enumerate(rows, 1):

@@ -1,4 +1,4 @@
-"""Throughput grading (easy task): how far the agent came from no batching to the best known throughput."""
+"""Throughput grading (easy task): mean throughput between that without batching and the best known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """The grade of one episode (T,): :func:`score_throughput` with what was measured, and a sentence."""
+    """Grade of one episode (T,): :func:`score_throughput` with the measured quantities and a sentence."""
     mean_tps = float(episode.tokens_per_sec.mean())
     score = float(score_throughput(task, calibration, episode)[0])
     return {

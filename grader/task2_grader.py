@@ -11,7 +11,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_latency_memory(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """The grade of one episode (T,): :func:`score_latency_memory` with what was measured, and a sentence."""
+    """Grade of one episode (T,): :func:`score_latency_memory` with the measured quantities and a sentence."""
     score, parts = score_latency_memory(task, calibration, episode)
     ttft, memory = float(parts["ttft"]), float(parts["memory"])
     target_ms, limit_gb = float(task.grade["ttft_target_ms"]), float(task.grade["memory_limit_gb"])

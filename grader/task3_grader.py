@@ -1,4 +1,4 @@
-"""Four-term grading (hard and recorded tasks): throughput, objectives met, cost and a steady hand."""
+"""Four-term grading (hard and recorded tasks): throughput, objectives met, cost and stability of the knobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inferencegym.tasks import Calibration, TaskSpec
 
 
 def grade_four_term(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """The grade of one episode (T,): :func:`score_four_term` with what was measured, and a sentence.
+    """Grade of one episode (T,): :func:`score_four_term` with the measured quantities and a sentence.
 
     ``detail.violating_step_share`` is the share of steps with any violation.
     """
@@ -65,7 +65,7 @@ def _feedback(*, throughput: float, slo: float, cost: float, stability: float, s
     parts = {
         "throughput": (throughput, "raise batch_size or use a lower precision while the queue is long"),
         "objectives": (slo, "too many requests waited beyond their objective: admit more during floods"),
-        "cost": (cost, f"{spent:.2f} of {budget:.2f} spent: GPUs that produce few tokens are dear"),
+        "cost": (cost, f"{spent:.2f} of {budget:.2f} spent: GPUs that produce few tokens are expensive"),
         "stability": (stability, "the knobs were changed wildly from step to step"),
     }
     worst = min(parts, key=lambda name: parts[name][0])

@@ -1,4 +1,4 @@
-"""Scores of the traffic controller's episodes, from their logs alone: nothing is run here."""
+"""Grading of the traffic controller's episodes from their logs alone, without simulation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, 
 _FROM_INFO: Final = ("incoming_requests", "allowed_requests", "accept_rate")
 _FROM_STATE: Final = ("cpu_usage", "memory_usage", "queue_length", "avg_latency", "crashed")
 METRICS: Final = (*_FROM_INFO, *_FROM_STATE)
-"""What a log entry measures."""
+"""Names of the metrics in a log entry."""
 SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency", "crashed")
-"""What a score is made of; all but ``crashed`` are numbers of at least 0."""
+"""Parts of a score; all but ``crashed`` are numbers of at least 0."""
 
 
 def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Score an episode of a traffic task.
 
     ``episode_log`` is :attr:`env.traffic.env.TrafficEnv.episode_log`, or the answers of ``POST /step``. Returns
-    ``score`` in [0, 1], the same number as the environment's ``final_score``, ``breakdown`` (its ingredients) and
+    ``score`` in [0, 1], the same number as the environment's ``final_score``, ``breakdown`` (its parts) and
     ``feedback`` (a sentence). An empty log scores 0; one that stops early counts the missing steps as not survived.
     Raises :class:`UnknownTrafficTaskError`, or :class:`MalformedLogError` naming step and field.
     """
@@ -38,7 +38,7 @@ def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dic
 
 
 def traffic_log(episode_log: object) -> list[Mapping[str, Any]]:
-    """Entries in the form of a log; answers of ``POST /step``, in order, are read as well.
+    """Entries of a log; answers of ``POST /step``, in order, are accepted as well.
 
     An answer names the action by ``info.accept_rate`` and holds every number of a log entry in ``state`` and ``info``.
     """
@@ -78,7 +78,7 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
     limit = short_queue_limit(task.grade)
     latency = allowed = incoming = 0.0
     short_queue_steps, crashed = 0, False
-    # Added up step by step, as the environment does: another order could change the last digit.
+    # Added up step by step like in the environment: another order could change the last digit.
     for i, entry in enumerate(episode_log, 1):
         if crashed:
             raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow", i - 1)

@@ -1,6 +1,6 @@
 """Verification of episode logs by replay: the actions are played again and every number is compared.
 
-An episode is (task, seed, config, actions), so a log that anybody sends can be checked by playing its actions again.
+Task, seed, configuration and actions determine an episode, so any log can be checked by playing its actions again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from env.family import EpisodeEnv, Family
 
 RELATIVE_TOLERANCE: Final = 1e-9
-"""Room for the digits that floats of a log may lose on their way through text; the replay itself is exact."""
+"""Tolerance for digits that floats of a log may lose as text; the replay itself is exact."""
 ABSOLUTE_TOLERANCE: Final = 1e-12
 
 Entry = Mapping[str, Any]
@@ -33,7 +33,7 @@ ENTRY_KEYS: Final = ("timestep", "action", "reward", "metrics")
 def verify_log(
     family: Family, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, episode_log: Sequence[Entry]
 ) -> EpisodeEnv:
-    """Replay a log's actions and return the finished episode, if the log is that whole episode as it was played.
+    """Replay a log's actions and return the finished episode, if the log is the whole episode and all numbers agree.
 
     Raises :class:`ForgedLogError` naming the first step and field that differ, and :class:`MalformedLogError` if it
     does not have the form of a log at all.
@@ -77,7 +77,7 @@ def _must_be_whole(episode: EpisodeEnv, what_ends: str) -> None:
 
 
 def _as_entry(step: int, entry: object) -> Entry:
-    """One step in the form of a log; a step answer of the server is read as well."""
+    """Entry of a log from one step; answers of POST /step are accepted as well."""
     if not isinstance(entry, Mapping):
         raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}", step)
     info = entry.get("info")
@@ -122,7 +122,7 @@ def _compare(step: int, path: str, claimed: Any, true: Any) -> None:
             same = _same(claimed, true)
         except OverflowError as error:
             raise MalformedLogError(
-                f"step {step}: {path}={short_repr(claimed)} is not allowed: no float is as large", step, path
+                f"step {step}: {path}={short_repr(claimed)} is not allowed: it is too large for a float", step, path
             ) from error
         if not same:
             raise _forged(step, path, claimed, true)
@@ -134,7 +134,7 @@ def _same(claimed: Any, true: Any) -> bool:
     if isinstance(claimed, bool) or not isinstance(claimed, (int, float)):
         return False
     close = math.isclose(claimed, true, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
-    # Text loses no digits of a count, and grades have thresholds at some of them.
+    # Counts lose no digits as text, and some thresholds of grades are counts.
     return close and (isinstance(true, float) or claimed == true)
 
 

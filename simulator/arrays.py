@@ -106,7 +106,7 @@ STATE: Final[Mapping[str, ArraySpec]] = {
         "BR7", "requests, ms", "admissions of the episode: waits, and time to the first token after them"
     ),
 }
-"""What one step leaves to the next."""
+"""State arrays of a fleet, which one step leaves to the next."""
 
 SCRATCH: Final[Mapping[str, ArraySpec]] = {
     # the fleet in this step
@@ -161,7 +161,7 @@ SCRATCH: Final[Mapping[str, ArraySpec]] = {
     "missed_requests": ArraySpec("", "requests", "requests beyond their objective in this step"),
     "judged_requests": ArraySpec("", "requests", "requests admitted, or waiting beyond their objective"),
 }
-"""What the step of one row computes for itself; written before it is read."""
+"""Scratch arrays of the step of one row, written before they are read."""
 
 METRICS: Final[Mapping[str, ArraySpec]] = {
     "ttft_p50_ms": ArraySpec("B", "ms", "time to first token, median"),

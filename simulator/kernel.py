@@ -41,7 +41,7 @@ FIRST_GUESS_TOKENS_PER_MS = 0.05
 MIN_GAIN_TOKENS = 1e-9
 """Tokens that a request gains in a step at least: a fleet that is down stands still without a division by 0."""
 EPS_REQUESTS = 1e-9
-"""Requests that count as none: what rounding leaves of a step's arrivals, or of room for them. Nobody waits for it."""
+"""Requests below which an amount counts as zero: rounding errors of a step's arrivals or of free room."""
 EPS_FLOW = 1e-12
 """Requests below which a walk along the queue has nothing left to take; far below :data:`EPS_REQUESTS`."""
 EPS = 1e-9
@@ -124,7 +124,7 @@ class Views:
 
 
 class Params(Views):
-    """What never changes: ``ServingParams.constants``."""
+    """Constants of a fleet: ``ServingParams.constants``."""
 
 
 class Load(Views):
@@ -136,15 +136,15 @@ class Knobs(Views):
 
 
 class State(Views):
-    """What one step leaves to the next, :data:`simulator.arrays.STATE`."""
+    """State that one step leaves to the next: :data:`simulator.arrays.STATE`."""
 
 
 class Scratch(Views):
-    """What the step of one row computes for itself, :data:`simulator.arrays.SCRATCH`."""
+    """Scratch arrays of the step of one row: :data:`simulator.arrays.SCRATCH`."""
 
 
 class Metrics(Views):
-    """What a step reports, :data:`simulator.arrays.METRICS`."""
+    """Metrics of a step: :data:`simulator.arrays.METRICS`."""
 
 
 class ServingKernel:
@@ -781,7 +781,7 @@ def estimate_ttft(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: 
     """Distribution of the time from admission to the first token, per class, from stationary queueing formulas."""
     seen = m.running_requests[b] / x.up
     if p.closed_clients > 0.0:
-        seen *= 1.0 - 1.0 / p.closed_clients  # a client does not meet its own request
+        seen *= 1.0 - 1.0 / p.closed_clients  # a client does not wait behind its own request
     # The number in flight is nearly Poisson (M/G/infinity), so a replica is idle with probability exp(-mean).
     x.p_busy = 1.0 - exp(-seen)
     x.decode_share_ms = (1.0 - x.disagg_share) * x.p_busy * x.iteration_ms
@@ -1088,7 +1088,7 @@ def weight_below(x: Scratch, y: float, tail: int) -> float:
 
 
 def report_head_of_line(p: Params, s: State, x: Scratch, m: Metrics, b: int, t: int) -> None:
-    """TTFT where nobody was admitted: what the head of the line has waited, and what a new request would take."""
+    """TTFT of a step without admissions: the wait so far of the queue's head, plus the time of a new request."""
     age = 0.0
     after_p50 = p.ttft_offset_ms
     after_p99 = p.ttft_offset_ms
@@ -1144,7 +1144,7 @@ def report(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metrics
     judged = x.judged_requests + m.rejected[b]
     share = min(1.0, missed / judged) if judged > EPS_REQUESTS else 0.0
     if m.oom[b] > 0.0:
-        # At least a batch: running out of memory is never free, even where nobody was late.
+        # At least a batch: running out of memory always costs, even if no request missed its objective.
         batch = knobs.batch_size[b]
         missed = max(OOM_PENALTY * missed, batch)
         share = min(1.0, max(OOM_PENALTY * share, batch / max(judged, batch)))

@@ -212,7 +212,7 @@ def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingPar
 
 @dataclass(eq=False)
 class ServingState:
-    """What a step changes: arrays by name, row first (:data:`simulator.arrays.STATE`)."""
+    """State arrays by name, row first: all that a step changes (:data:`simulator.arrays.STATE`)."""
 
     rows: dict[str, NDArray[Any]]
 

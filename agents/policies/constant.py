@@ -23,7 +23,7 @@ class ConstantAgent:
         self._row = to_row(action)
 
     def reset(self, n_rows: int) -> None:
-        """Nothing to forget."""
+        """Do nothing: the agent has no state."""
 
     def act(self, observation: FloatArray) -> FloatArray:
         return np.broadcast_to(self._row, (len(observation), len(self._row)))

@@ -48,7 +48,7 @@ class LlmSettings:
     history: int = 6
     """Earlier observations and answers that the model is shown."""
     every: int = 1
-    """The model is asked at every this many steps; in between its last action is held."""
+    """Steps between two requests to the model; its last action is held in between."""
     max_requests: int = 400
     max_tokens: int = 2_000_000
     max_cost: float = float("inf")
@@ -207,7 +207,8 @@ class TrafficGame:
         }
         self.rules = self._rules = "\n".join(
             (
-                f"You stand before one server and choose which share of the requests gets in: {found['description']}",
+                "You control admission to one server: each step you choose the share of requests to let in.",
+                found["description"],
                 f"Each step is one second of an episode of {found['episode_length']}.",
                 "Actions: " + ", ".join(f"{name} lets {share:.0%} in" for name, share in ACCEPT_SHARES.items()) + ".",
                 "Too much load at once crashes the server and ends the episode; load beyond capacity fills its queue.",
@@ -286,7 +287,7 @@ class Reply:
 
 
 class ChatModel:
-    """A chat completions endpoint, with tools as long as it takes them."""
+    """A chat completions endpoint, used with tools unless it refuses them."""
 
     def __init__(self, settings: LlmSettings) -> None:
         self._settings = settings

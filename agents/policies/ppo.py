@@ -72,7 +72,7 @@ class PpoAgent:
         self._actions = action_codec(policy.action)
 
     def reset(self, n_rows: int) -> None:
-        """Nothing to forget."""
+        """Do nothing: the agent has no state."""
 
     def act(self, observation: FloatArray) -> FloatArray:
         out = forward(self.policy.layers, self._observations.encode(observation).astype(np.float64))

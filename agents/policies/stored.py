@@ -23,7 +23,7 @@ POLICY_DIR: Final = Path(__file__).resolve().parents[1] / "data" / "policies"
 
 
 def policy_dir(task: TaskSpec) -> Path:
-    """Folder of a task's solved policies: beside the agents, or beside the file of a task of one's own.
+    """Folder of a task's solved policies: in the agents package, or for a user's task beside its file.
 
     As the constants of ``my_tasks.json`` lie in ``my_tasks.calibration.json``, its policies lie in
     ``my_tasks.policies``.
@@ -61,7 +61,7 @@ def _read(path: Path, parse: Callable[[Mapping[str, Any]], Policy]) -> Policy:
     try:
         return parse(parse_json(path.read_text(encoding="utf-8"), InvalidConfigError))
     except (OSError, ValueError) as error:
-        # Servers pass this on to clients, whom the way to the folder does not concern.
+        # Servers send this message to clients, so it does not contain the whole path.
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidConfigError(
             f"{path.parent.name}/{path.name}: no stored policy ({reason}); run `inferencegym calibrate` on its task, "

@@ -188,7 +188,7 @@ class ActionsAgent:
         self._rows = np.repeat(np.clip(actions, ACTION_LOW, ACTION_HIGH), rows_per_action, axis=0)
 
     def reset(self, n_rows: int) -> None:
-        """Nothing to forget."""
+        """Do nothing: the agent has no state."""
 
     def act(self, observation: FloatArray) -> FloatArray:
         return self._rows

@@ -44,7 +44,7 @@ class ConstantTraffic:
         self.index = ACTION_NAMES.index(action)
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:
-        """Nothing to remember."""
+        """Do nothing: the agent has no state."""
 
     def act(self, observation: FloatArray) -> IntArray:
         return np.full(len(observation), self.index, dtype=np.int64)
@@ -58,14 +58,14 @@ class RandomTraffic:
         self.actions: IntArray = np.array(drawn, dtype=np.int64)
 
     def act(self, observation: FloatArray) -> IntArray:
-        # Past the end of an episode the last action is repeated, where nothing heeds it.
+        # Beyond the end of an episode the last action is repeated without effect.
         taken = np.minimum(observation[:, _COLUMN["step"]].astype(np.int64), self.actions.shape[1] - 1)
         chosen: IntArray = self.actions[np.arange(len(taken)), taken]
         return chosen
 
 
 class AdaptiveTraffic:
-    """Agent that lets through as much as the server can stand, judged by the upcoming rate and the queue.
+    """Agent that lets through as much as the server can handle, given the upcoming rate and the queue.
 
     The most permissive action is taken whose load stays within the crash ratio and whose queue after the step stays
     within ``queue_budget`` of the queue's limit; if none does, the strictest. Everything is relative to the configured

@@ -139,7 +139,7 @@ QUICK: Final = Budget(
 class Solver:
     """Searches one task under one objective.
 
-    ``frozen`` holds knobs at a value in every candidate (name to value): what a policy is worth without that knob.
+    ``frozen`` holds knobs at a value in every candidate (name to value), to measure the score without that knob.
     """
 
     def __init__(
@@ -265,9 +265,9 @@ class Solver:
         return chosen
 
     def refine(self, start: ModeParams) -> tuple[ModeParams, float]:
-        """Improve a policy from where it stands; returns it with its value on the validation seeds.
+        """Improve a policy by local search; returns it with its value on the validation seeds.
 
-        Frozen knobs are set in the start as well, so this tells what a policy is worth without them.
+        Frozen knobs are set in the start as well, so that the value is that of a policy without them.
         """
         settings = start.settings.copy()
         for name, value in self._frozen.items():
@@ -460,8 +460,8 @@ class Solver:
     def _cross_entropy(self, start: ModeParams) -> list[ModeParams]:
         """Move gates, settings and hysteresis together: sample, keep the best tenth, fit a normal to them, repeat.
 
-        Returns the best policy met, polished, and the last best tenth: alike on the training seeds, they differ in how
-        they bear others.
+        Returns the best policy found, polished, and the best tenth of the last round: policies that score alike on the
+        training seeds may differ on others.
         """
         budget = self.budget
         rng = np.random.default_rng(20_260_101)

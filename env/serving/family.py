@@ -1,4 +1,4 @@
-"""The family record of the serving fleet: five knobs a second for a fleet that serves a language model."""
+"""Family record of the serving fleet, in which an action sets five knobs of a fleet of LLM servers each second."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAME: Final = "serving"
 _NOT_PLAYED: Final = frozenset(
     {"name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration", "calibration_file"}
 )
-"""Keys of a task that change no number of its episodes: words about it, and where its constants are kept."""
+"""Keys of a task that do not change its episodes: descriptions, and the path of its constants."""
 
 
 def tables() -> ServingTables:
@@ -56,7 +56,7 @@ def _tasks() -> Sequence[TaskEntry]:
 
 
 def describe_task(task: TaskSpec) -> dict[str, Any]:
-    """A task as GET /tasks lists it."""
+    """JSON description of a task for GET /tasks."""
     return {
         "id": task.task_id,
         "name": task.name,
@@ -82,7 +82,7 @@ def _grade(task_id: TaskId, entries: Sequence[Entry]) -> Grade:
 
 
 def _constants(task_id: TaskId) -> Mapping[str, Any]:
-    """A task's definition and its measured constants, without words. Raises InvalidConfigError if not calibrated."""
+    """A task's definition and measured constants, without descriptions. InvalidConfigError if not calibrated."""
     task = get_task(task_id)
     trace = None if task.trace is None else _file_sha256(task.trace, Path(task.trace).stat().st_mtime_ns)
     rules = {**asdict(task), "trace": trace, "measured": asdict(get_calibration(task_id))}
@@ -91,7 +91,7 @@ def _constants(task_id: TaskId) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=16)
 def _file_sha256(path: str, version: int) -> str:
-    """Digest of one state of a file."""
+    """SHA-256 of a file; ``version``, its modification time, makes a changed file be read again."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

@@ -41,7 +41,7 @@ class ObservationMessage(BaseModel):
 _REPORTED: Final[dict[str, Any]] = {
     name: (kind, ...) for name, kind in get_type_hints(MetricsSnapshot, include_extras=True).items()
 }
-MetricsMessage: Final = create_model("MetricsMessage", __doc__="What one step of the fleet measured.", **_REPORTED)
+MetricsMessage: Final = create_model("MetricsMessage", __doc__="Metrics of one step of the fleet.", **_REPORTED)
 """Fields of :class:`inferencegym.models.MetricsSnapshot`, all of which an answer holds."""
 
 
@@ -59,7 +59,7 @@ class WorkloadMessage(BaseModel):
 
 StepInfoMessage: Final = create_model(
     "StepInfoMessage",
-    __doc__="More about a step: what it measured, its traffic, and the action with the task's masks applied.",
+    __doc__="Details of a step: its metrics, its traffic, and the action with the task's masks applied.",
     timestep=int,
     metrics=MetricsMessage,
     workload=WorkloadMessage,
@@ -73,23 +73,23 @@ def step_info_schema() -> dict[str, Any]:
 
 
 def log_entry_schema() -> dict[str, Any]:
-    """JSON schema of a step of a log, or an answer of POST /step: what grading reads of it.
+    """JSON schema of a step of a log or an answer of POST /step: the fields that grading reads.
 
-    Verifying wants every field that the step gave.
+    Verification needs every field of the step.
     """
     measured = {name: {"type": "number", "minimum": 0, "maximum": high} for name, high in GRADED_METRICS.items()}
     metrics = {
         "type": "object",
         "required": list(measured),
         "properties": measured,
-        "description": "what the step measured; see /info",
+        "description": "metrics of the step; see /info",
     }
     action = {**plain_schema(ServeActionMessage), "description": "the action as applied"}
     entry = {
         "type": "object",
         "required": ["action", "metrics"],
         "properties": {
-            # Scores do not depend on these two: they count when a log is verified.
+            # Scores do not depend on these two; they are checked when a log is verified.
             "timestep": {"description": "number of the step, from 1"},
             "action": action,
             "reward": {"description": "reward of the step"},
@@ -101,6 +101,6 @@ def log_entry_schema() -> dict[str, Any]:
         "required": ["metrics", "action_applied"],
         "properties": {"metrics": metrics, "action_applied": action},
     }
-    # With metrics beside it, it is read as an entry.
+    # An object that also has metrics is read as an entry.
     answer = {"type": "object", "required": ["info"], "properties": {"info": info, "metrics": {"not": {}}}}
     return {"anyOf": [entry, answer]}

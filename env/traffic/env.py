@@ -1,7 +1,7 @@
 """Environment of the traffic controller: a batch that steps B episodes, and the scalar environment over it.
 
 The tasks have no randomness: their traffic is fixed, so every seed gives the same episode. A seed is accepted and
-recorded all the same, because ``(task_id, seed, config, actions)`` is what an episode of any family is made of.
+recorded nevertheless, because the record of an episode of any family has task, seed, configuration and actions.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class TrafficBatch:
 
 
 class TrafficEnv:
-    """Scalar traffic environment: one episode, in the words of the published HTTP document.
+    """Scalar traffic environment: one episode, with the field names of the published HTTP document.
 
-    ``actions`` holds the actions accepted so far in their JSON form; with task, seed and configuration they are the
-    episode, and repeating them gives it back. ``episode_log`` is what graders read.
+    ``actions`` holds the actions accepted so far in their JSON form; with task, seed and configuration they determine
+    the episode. ``episode_log`` has the steps as graders accept them.
     """
 
     family: Final = "traffic"
@@ -162,7 +162,7 @@ class TrafficEnv:
 
     @property
     def config(self) -> TrafficConfig:
-        """The settings in force."""
+        """Settings of the current episode."""
         return self._config
 
     @property
@@ -184,9 +184,9 @@ class TrafficEnv:
     ) -> TrafficState:
         """Start an episode and return its first state.
 
-        What is None stays as it was, but another task starts with its own settings; ``config`` holds overrides of them.
-        The episode gets a new ``session_id`` unless one is given. Raises :class:`UnknownTrafficTaskError` or
-        :class:`InvalidConfigError`, and then the running episode goes on.
+        Arguments that are None keep their value, but another task starts with its own settings; ``config`` overrides
+        them. The episode gets a new ``session_id`` unless one is given. Raises :class:`UnknownTrafficTaskError` or
+        :class:`InvalidConfigError`, and then the running episode continues.
         """
         task = self._task if task_id is None else get_traffic_task(task_id)
         kept = config is None and task.task_id == self.task_id
@@ -281,7 +281,7 @@ class TrafficEnv:
         }
 
     def config_dict(self) -> dict[str, Any]:
-        """The settings in force, in JSON form; a reset with them starts the same episode."""
+        """Settings of the current episode in JSON form; a reset with them starts the same episode."""
         return self._config.to_dict()
 
     def final_score(self) -> float:

@@ -1,4 +1,4 @@
-"""The family record of the traffic controller: let through a share of the requests to one server each second."""
+"""Family record of the traffic controller, in which an action sets the share of requests let through each second."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
 FAMILY: Final = Family(
     name=NAME,
     title="Traffic controller",
-    description="Stand before one server and decide each second which share of the incoming requests it lets through.",
+    description="Decide each second which share of the incoming requests to let through to one server.",
     env_name="traffic_controller",
     make=TrafficEnv,
     action_model=TrafficActionMessage,

@@ -29,7 +29,7 @@ class StateMessage(BaseModel):
 
 
 class StepInfoMessage(BaseModel):
-    """More about a step; the last two at the end of the episode."""
+    """Details of a step; the last two fields only at the end of the episode."""
 
     incoming_requests: float
     allowed_requests: float
@@ -48,7 +48,7 @@ def step_info_schema() -> dict[str, Any]:
 
 
 def log_entry_schema() -> dict[str, Any]:
-    """JSON schema of a step of a log, or an answer of step; that their steps follow one another no schema can say."""
+    """JSON schema of a step of a log or an answer of step; the order of steps cannot be expressed in it."""
     number, step = {"type": "number", "minimum": 0, "maximum": MAX_METRIC}, {"type": "integer", "minimum": 1}
     scored: dict[str, Any] = {name: {"type": "boolean"} if name == "crashed" else number for name in SCORED}
     in_state = {name: scored[name] for name in scored if name in STATE_FIELDS}
@@ -69,7 +69,7 @@ def log_entry_schema() -> dict[str, Any]:
     return {
         "anyOf": [
             {"type": "object", "properties": entry, "required": ["timestep", "action", "metrics"]},
-            # With metrics beside them, it is read as an entry.
+            # An object that also has metrics is read as an entry.
             {"type": "object", "properties": answer, "required": ["state", "info"]},
         ]
     }

@@ -474,10 +474,10 @@ def _lines(source: Source, file: TextIO) -> Iterator[str]:
     while line := file.readline(MAX_LINE):
         source.line += 1
         if len(line) >= MAX_LINE:
-            raise source.wrong(f"is longer than {MAX_LINE:,} characters: this is no request log")
+            raise source.wrong(f"is longer than {MAX_LINE:,} characters: this is not a request log")
         if "\0" in line:
             raise source.wrong(
-                "holds a zero byte: this is no UTF-8 text; convert it, for example with `iconv -t UTF-8`"
+                "holds a zero byte: this is not UTF-8 text; convert it, for example with `iconv -t UTF-8`"
             )
         yield line
 

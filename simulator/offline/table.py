@@ -135,7 +135,7 @@ def build_table(
     when it is complete.
     """
     path = Path(out_path)
-    prepare_output(path)  # one that cannot be written to is told before minutes of work
+    prepare_output(path)  # a path that cannot be written is refused before minutes of work
     slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
     rows: list[Row] = []
     with _pool(jobs) as compute:
