@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A real server with default settings on a free port; tests must not depend on each other's sessions."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture
+def soak_seed() -> int:
+    """Seed of a soak test: that of the environment variable SOAK_SEED, else a new one, which is printed."""
+    seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"\nSOAK_SEED={seed}", flush=True)  # noqa: T201
+    return seed
 
 
 @pytest.fixture

@@ -13,26 +13,21 @@ earlier answers and for its grade, and the counters of /metrics are compared wit
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
-import random
 import socket
-import struct
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import httpx
 import numpy as np
 import pytest
-import websockets.sync.client
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -46,27 +41,26 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from websockets.exceptions import ConnectionClosed
 
 from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, decode_answer, encode_request
-from inferencegym.error_text import read_error
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.traffic import ACTION_NAMES
-from server.sessions.stores import make_store
-from server.settings import Settings
 from tests.bad_requests import bad_binary_requests, bad_frames, bad_requests
 from tests.redis_server import RedisServer
 from tests.reference import SERVING, TRAFFIC, BatchEpisodes, Episode, Kind, Refused, exactly
-from tests.servers import RunningServer, running_server
+from tests.server_under_test import (
+    BATCHES,
+    CONNECTIONS,
+    DROPPED,
+    Socket,
+    Subject,
+    counted_by,
+    refused_with,
+    subject,
+)
 
-LIVE: Final = 2
-BATCHES: Final = 3
-CONNECTIONS: Final = 3
-"""Connections that requests take in turn: with several workers they reach different ones."""
 JSON: Final = {"content-type": "application/json"}
 BINARY: Final = {"content-type": MEDIA_TYPE}
-DROPPED: Final = struct.pack("ii", 1, 0)
-"""Value of SO_LINGER with which a closed socket sends no end of its stream but a reset."""
 STEPS_OF_A_HISTORY: Final = 40
 AUDIT_EVERY: Final = 10
 """Rules between two audits at least: one of all sessions loads them all."""
@@ -121,140 +115,6 @@ STARTS = st.builds(
     SERVING_CONFIGS,
     TRAFFIC_CONFIGS,
 )
-
-
-# ---------------------------------------------------------------- the server under test
-
-
-@dataclass
-class Tally:
-    """What a server process was asked since it started; its /metrics must say the same."""
-
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """By path and status."""
-    counters: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Subject:
-    """The server under test, its store, and what it was asked."""
-
-    server: RunningServer
-    workers: int
-    redis: RedisServer | None
-    tally: Tally = field(default_factory=Tally)
-    totals: Counter[str] = field(default_factory=Counter)
-    """Since the first history, for the report."""
-    clean: bool = True
-    """Whether the last history ended as it should: else its successor begins with a new process."""
-    log_read: int = 0
-
-    def __post_init__(self) -> None:
-        self.clients = [self._client() for _ in range(CONNECTIONS)]
-        # Batch sessions are in the memory of one worker: they keep their connection.
-        self.batch_client = self._client()
-        self.store = make_store(Settings(store_url=self.server.settings["INFERENCEGYM_STORE_URL"]))
-        self.runner = asyncio.Runner()
-
-    def _client(self) -> httpx.Client:
-        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        return httpx.Client(base_url=self.server.url, timeout=60, limits=limits)
-
-    def close(self) -> None:
-        self.runner.run(self.store.close())
-        self.runner.close()
-        for client in (*self.clients, self.batch_client):
-            client.close()
-
-    def stored(self, episodes: list[Episode]) -> list[int | None]:
-        """Steps that the store holds of each session, read past the server."""
-
-        async def read() -> list[int | None]:
-            found = [await self.store.position(episode.session_id) for episode in episodes]
-            return [None if one is None else one[1] for one in found]
-
-        return self.runner.run(read())
-
-    def new_log(self) -> str:
-        with self.server.log.open("rb") as log:
-            log.seek(self.log_read)
-            text = log.read()
-        self.log_read += len(text)
-        return text.decode(errors="replace")
-
-    def restart(self, end: Callable[[], None]) -> None:
-        end()
-        self.tally = Tally()
-        self.server.start()
-        self.totals["restarts"] += 1
-
-
-@contextlib.contextmanager
-def subject(directory: Path, workers: int = 1, redis: RedisServer | None = None) -> Iterator[Subject]:
-    """A server under test whose limits no history reaches, but for those that it is to reach."""
-    few = {"live_sessions": LIVE, "batch_sessions": BATCHES, "workers": workers}
-    unlimited = {f"{name}_per_minute": 0 for name in ("resets", "batch_resets", "grades")}
-    many = {"max_sessions": 10_000_000, "max_sessions_per_client": 10_000_000}
-    url = f"sqlite://{directory}/sessions.db" if redis is None else redis.url
-    named = {name: str(value) for name, value in {**few, **unlimited, **many, "store_url": url}.items()}
-    with running_server(directory, **named) as server:
-        under_test = Subject(server, workers, redis)
-        try:
-            yield under_test
-        finally:
-            under_test.close()
-
-
-# ---------------------------------------------------------------- one WebSocket
-
-
-@dataclass(eq=False)
-class Socket:
-    """A connection to ``/ws`` and the episode that it plays."""
-
-    kind: Kind
-    url: str
-    connection: websockets.sync.client.ClientConnection | None = None
-    episode: Episode | None = None
-    reset: int = 0
-    """Which reset of the episode it plays."""
-    taken: int = 0
-    """Step after which it plays on."""
-    with_info: bool = False
-    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def ask(self, frame: str | bytes) -> dict[str, Any]:
-        if self.connection is None:
-            address = f"{self.url.replace('http', 'ws', 1)}{self.kind.prefix}/ws"
-            connecting = websockets.sync.client.connect(address, proxy=None, compression=None, open_timeout=60)
-            self.connection = self.closing.enter_context(connecting)
-            self.episode = None
-        self.connection.send(frame)
-        return dict(json.loads(self.connection.recv(timeout=60)))
-
-    def plays(self, episode: Episode, taken: int, with_info: bool) -> None:
-        self.episode, self.reset, self.taken, self.with_info = episode, episode.resets, taken, with_info
-
-    def close(self, how: str = "close") -> None:
-        if self.connection is None:
-            return
-        connection, self.connection = self.connection, None
-        # What is sent to a server that ended is an OSError.
-        with contextlib.suppress(ConnectionClosed, OSError):
-            if how == "drop":  # as a client that dies: not a word to the server
-                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROPPED)
-                connection.socket.shutdown(socket.SHUT_RDWR)
-            elif how == "frame":
-                connection.send(json.dumps({"type": "close"}))
-        self.closing.close()
-
-
-def refused_with(frame: dict[str, Any]) -> str:
-    """Our code in an error frame."""
-    assert frame["type"] == "error", frame
-    said = read_error(frame["data"]["message"])
-    assert said is not None, frame
-    return said[1]
 
 
 # ---------------------------------------------------------------- the machine
@@ -861,25 +721,11 @@ def forge(log: list[dict[str, Any]], how: str) -> None:
         log.append(log[-1])
 
 
-def counted_by(text: str) -> Iterator[tuple[str, Any]]:
-    """Counters of /metrics: each of ours by name, and answers by path and status."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    answers: dict[tuple[str, int], int] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "inferencegym_http_requests_total":
-                answers[sample.labels["path"], int(sample.labels["status"])] = int(sample.value)
-            elif family.type == "counter" and not sample.labels and sample.name.endswith("_total"):
-                yield sample.name.removeprefix("inferencegym_").removesuffix("_total"), sample.value
-    yield "answers", answers
-
-
 # ---------------------------------------------------------------- runs
 
 FIXED_SEED: Final = 18
 FIXED_HISTORIES: Final = 20
-SOAK_HISTORIES: Final = 100
+SOAK_HISTORIES: Final = 50
 MUST_HAPPEN: Final = (
     *("histories", "rules", "requests", "refused", "episodes", "steps", "batch steps", "frames", "bad frames"),
     *("bad requests", "restarts", "kills", "comparisons with /metrics", "environments evicted"),
@@ -913,17 +759,18 @@ def test_fixed_histories_get_the_answers_of_the_library(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
-def test_random_histories_get_the_answers_of_the_library(tmp_path: Path, store: str, workers: int) -> None:
-    first = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**32))
+def test_random_histories_get_the_answers_of_the_library(
+    tmp_path: Path, store: str, workers: int, soak_seed: int
+) -> None:
     count = int(os.environ.get("SOAK_HISTORIES") or SOAK_HISTORIES)
-    print(f"\n{store}, {workers} workers: SOAK_SEED={first} SOAK_HISTORIES={count}", flush=True)  # noqa: T201
     redis = RedisServer(tmp_path) if store == "redis" else None
     if redis is not None:
         redis.start()
     try:
         with subject(tmp_path, workers, redis) as under_test:
-            totals = play_histories(under_test, count, first, 2 * STEPS_OF_A_HISTORY, most_restarts=3)
+            totals = play_histories(under_test, count, soak_seed, 2 * STEPS_OF_A_HISTORY, most_restarts=3)
     finally:
         if redis is not None:
             redis.kill()
-    print(", ".join(f"{totals[name]:,} {name}" for name in sorted(totals)))  # noqa: T201
+    done = ", ".join(f"{totals[name]:,} {name}" for name in sorted(totals))
+    print(f"{store}, {workers} workers: {done}; nothing lost")  # noqa: T201
