@@ -200,7 +200,12 @@ class Settings(BaseSettings):
     baselines_per_minute: int = Field(
         600, ge=0, le=10_000_000, description="/baseline per client and process (0 = no limit)."
     )
-    plays_per_minute: int = Field(600, ge=0, le=10_000_000, description="/play per client and process (0 = no limit).")
+    plays_per_minute: int = Field(
+        600,
+        ge=0,
+        le=10_000_000,
+        description="/play per client and process (0 = no limit); every 200 steps are one.",
+    )
     shadows_per_minute: int = Field(
         30, ge=0, le=10_000_000, description="/shadow per client and process (0 = no limit)."
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import websockets.sync.client
+from starlette.testclient import TestClient
 
 from inferencegym.errors import InvalidConfigError
-from server.settings import load_settings
+from server.app import create_app
+from server.settings import Settings, load_settings
 from tests.servers import RunningServer, running_server
 
 ONE_NETWORK = ("2001:db8:0:7::1", "2001:db8:0:7:ffff::2", "2001:0DB8:0:0007:8::3")
@@ -106,3 +111,40 @@ def test_a_host_that_could_never_be_asked_for_stops_the_start(monkeypatch: pytes
     monkeypatch.setenv("INFERENCEGYM_ALLOWED_HOSTS", f"a.example,{wrong}")
     with pytest.raises(InvalidConfigError, match="INFERENCEGYM_ALLOWED_HOSTS"):
         load_settings()
+
+
+def test_a_long_episode_of_a_policy_counts_as_several(tmp_path: Path) -> None:
+    with running_server(tmp_path, plays_per_minute="30") as server:
+
+        def play(seed: int, **config: int) -> int:
+            return server.client.post("/play", json={"agent": "naive", "seed": seed, "config": config}).status_code
+
+        assert [play(seed, episode_length=5_000) for seed in (1, 2)] == [200, 429], "25 of 30, and as many again"
+        assert play(3, episode_length=200) == 200
+
+
+def test_a_thread_that_computes_holds_up_the_event_loop_for_less_than_pythons_own_5_ms() -> None:
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(1_000))
+
+    async def waits() -> list[float]:
+        found = []
+        for _ in range(40):
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            found.append(time.perf_counter() - began - 0.001)
+        return found
+
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        try:
+            assert client.portal is not None
+            # The shortest waits: on a busy machine some are long for other reasons.
+            assert sorted(client.portal.call(waits))[2] < 0.0045
+        finally:
+            done.set()
+            thread.join()

@@ -12,6 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -28,8 +29,11 @@ from server.net.json_io import JsonReply, JsonRoute, read_object, reply, to_json
 from server.net.problems import documented
 from server.schemas import PlayRequest, read_request
 
-AT_ONCE: Final = 2
+AT_ONCE: Final = 1
 """Episodes being played at the same time; more wait, so that visitors' own steps stay quick."""
+STEPS_PER_PLAY: Final = 200
+"""A longer episode counts as several against the limit of plays per minute."""
+PATH: Final = "/play"
 CACHED_BYTES: Final = 8_000_000
 
 Answer = dict[str, Any]
@@ -68,6 +72,7 @@ class PolicyRoutes:
     """/policies and /play of one family at one prefix."""
 
     def __init__(self, context: Context, mount: Mount) -> None:
+        self._context = context
         self._settings = context.settings
         self._family = mount.family
         self._prefix = mount.prefix
@@ -83,7 +88,7 @@ class PolicyRoutes:
         tags = [self._family.name]
         return [
             JsonRoute(
-                self._prefix + "/play",
+                self._prefix + PATH,
                 self.play,
                 method="POST",
                 summary="A whole episode of a built-in policy",
@@ -116,6 +121,10 @@ class PolicyRoutes:
             wanted.log,
         )
         self._family.check_config(episode.task_id, episode.config)
+        # Guard has counted one before it was known how long it is.
+        n_plays = ceil(episode.config.get("episode_length", 1) / STEPS_PER_PLAY)
+        if n_plays > 1:
+            self._context.limits.take(PATH, request.scope, n_plays - 1)
         return gzipped(request, await self._cache.get(episode.key(), episode.play))
 
     async def policies(self, request: Request) -> Response:

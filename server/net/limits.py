@@ -71,11 +71,11 @@ class Limits:
             if name == b"content-length" and value.isdigit() and int(value) > self._largest:
                 raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
 
-    def take(self, path: str, scope: Scope) -> None:
-        """Count a request for ``path``, or what a WebSocket asks for in its place. Raises RateLimitedError."""
+    def take(self, path: str, scope: Scope, n: int = 1) -> None:
+        """Count a request for ``path``, or a WebSocket's for the same, ``n`` times. Raises RateLimitedError."""
         limit = self._limits.get(path)
         if limit is not None:
-            limit.take(self._callers.client(scope))
+            limit.take(self._callers.client(scope), n)
 
     def _check_host(self, headers: RawHeaders) -> None:
         """A page whose own name was made to lead here (DNS rebinding) is of our origin, but asks by its own name."""
@@ -132,17 +132,18 @@ class RateLimit:
         self._per_second = per_minute / 60.0
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def take(self, client: str) -> None:
-        """Use one token of this client's. Raises RateLimitedError when there is none."""
+    def take(self, client: str, n: int = 1) -> None:
+        """Use ``n`` tokens of this client's, or all that a full bucket has. Raises RateLimitedError if it has fewer."""
+        wanted = min(float(n), self._capacity)
         now = time.monotonic()
         tokens, then = self._buckets.pop(client, (self._capacity, now))
         tokens = min(self._capacity, tokens + (now - then) * self._per_second)
-        allowed = tokens >= 1.0
-        self._buckets[client] = (tokens - allowed, now)
+        allowed = tokens >= wanted
+        self._buckets[client] = (tokens - wanted if allowed else tokens, now)
         if len(self._buckets) > self.MAX_CLIENTS:
             self._buckets.popitem(last=False)
         if not allowed:
-            wait = (1.0 - tokens) / self._per_second
+            wait = (wanted - tokens) / self._per_second
             raise RateLimitedError(f"at most {self._capacity:g} of these requests a minute come from one client", wait)
 
 
