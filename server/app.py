@@ -45,6 +45,13 @@ DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five
 
 Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
 
+MAX_WEBSOCKET_BYTES: Final = 65_536
+"""Longest WebSocket message. An action or the arguments of a reset have a hundredth of it; a log for the grader, which
+is long, goes to POST /grader."""
+PING_S: Final = 20.0
+"""A WebSocket is pinged this often, and closed when it has not answered for as long: that is how one ends whose peer
+takes nothing of what is written, or went away without a word. It is what OpenEnv's clients do, too."""
+
 
 def create_app(settings: Settings | None = None) -> FastAPI:
     """Build the whole server; nothing is opened or loaded before its lifespan starts."""
@@ -142,7 +149,9 @@ def main() -> None:
         ws=CheckedUpgrade,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
-        ws_max_size=settings.max_body_bytes,
+        ws_max_size=min(settings.max_body_bytes, MAX_WEBSOCKET_BYTES),
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
         access_log=False,
         log_config=logging_config(),
         server_header=False,

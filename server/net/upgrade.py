@@ -10,6 +10,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.server import ServerProtocol
 
+from server.net.bounded_transport import CLOSE_TIMEOUT_S, BoundedTransport
+
 _BAD_REQUEST: Final = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 41\r\nconnection: close\r\n\r\n"
     b"This is no request to open a WebSocket.\r\n"
@@ -21,21 +23,25 @@ class CheckedUpgrade(asyncio.Protocol):
 
     That protocol sends no answer where the library `websockets` refuses to read a request: one with a body, chunked,
     with more than 128 header fields or a line beyond 8 KB. The connection would stay open for ever, and at shutdown it
-    would raise and take the requests in flight with it.
+    would raise and take the requests in flight with it. Nor does it bound what a peer sends and leaves unread:
+    :class:`~server.net.bounded_transport.BoundedTransport` does.
     """
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         self._protocol = WebSocketsSansIOProtocol(config, server_state, app_state)
         self._handed_over = False
+        grace_s = config.timeout_graceful_shutdown
+        # At shutdown a peer that takes nothing is given up before uvicorn gives up all that is still in flight.
+        self._close_timeout_s = CLOSE_TIMEOUT_S if grace_s is None else min(CLOSE_TIMEOUT_S, grace_s / 2)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = BoundedTransport(cast("asyncio.Transport", transport), self._protocol, self._close_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        """The head of the request, which uvicorn's HTTP protocol sends as a whole, and whatever comes right after."""
-        if not self._handed_over:
-            if self._transport.is_closing():
-                return
+        """The head of the request, which uvicorn's HTTP protocol sends as a whole, and then what the peer sends."""
+        if self._handed_over:
+            self._transport.received(data)
+        elif not self._transport.is_closing():
             reader = ServerProtocol()
             reader.receive_data(data)
             if reader.handshake_exc is not None:
@@ -43,7 +49,22 @@ class CheckedUpgrade(asyncio.Protocol):
                 self._transport.close()
                 return
             self._handed_over = True
-            # After uvicorn has set this protocol, and before the application does anything.
-            asyncio.get_running_loop().call_soon(self._transport.set_protocol, self._protocol)
             self._protocol.connection_made(self._transport)
-        self._protocol.data_received(data)
+            self._protocol.data_received(data)
+
+    def eof_received(self) -> None:
+        # After this asyncio would close the connection itself, and wait for ever for what the peer has not taken.
+        self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._transport.peer_is_slow(True)
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+        self._transport.peer_is_slow(False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport.lost()
+        if self._handed_over:
+            self._protocol.connection_lost(exc)

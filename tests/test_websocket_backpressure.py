@@ -1,0 +1,127 @@
+"""WebSocket peers that send and never read, on a real server: what they cost in memory, and how they end."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.uri import parse_uri
+
+from benchmarks.load import memory_mb
+from tests.servers import PATIENCE_S, RunningServer, running_server
+
+PEERS: Final = 8
+MOST_MB_PER_PEER: Final = 5.0
+"""What a peer may cost; 64 KB of message in the smallest fragments are most of it."""
+NOISE_MB: Final = 5.0
+"""What a server grows by in its first moments anyway."""
+SENT_MB_PER_PEER: Final = 16.0
+
+
+def frame(opcode: Opcode, data: bytes = b"", fin: bool = True) -> bytes:
+    return Frame(opcode, data, fin).serialize(mask=True)
+
+
+PINGS = frame(Opcode.PING, b"x" * 125) * 4_000
+"""Half a megabyte."""
+STATE = frame(Opcode.TEXT, b'{"type": "state"}')
+FLOODS: Final = {
+    "answers": frame(Opcode.TEXT, b"0") * 50_000,
+    "pongs": PINGS + STATE,
+    "only pongs": PINGS,
+    "empty fragments": frame(Opcode.TEXT, b"{", fin=False) + frame(Opcode.CONT, fin=False) * 2_700_000,
+    "tiny fragments": frame(Opcode.TEXT, b"{", fin=False) + frame(Opcode.CONT, b"aa", fin=False) * 2_000_000,
+    "closed": (PINGS + STATE) * 8 + frame(Opcode.CLOSE, b"\x03\xe8"),
+}
+
+
+@contextmanager
+def peers(server: RunningServer, count: int = PEERS) -> Iterator[list[socket.socket]]:
+    """Open WebSockets with small receive buffers, from which nothing more is read."""
+    with ExitStack() as held:
+        found = []
+        for _ in range(count):
+            peer = held.enter_context(socket.socket())
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            peer.settimeout(PATIENCE_S)
+            peer.connect(("127.0.0.1", server.port))
+            client = ClientProtocol(parse_uri("ws://127.0.0.1/ws"))
+            client.send_request(client.connect())
+            peer.sendall(b"".join(client.data_to_send()))
+            assert peer.recv(4_096).startswith(b"HTTP/1.1 101")
+            peer.setblocking(False)
+            found.append(peer)
+        yield found
+
+
+def flood(senders: Sequence[socket.socket], data: bytes) -> None:
+    """Send ``data`` over and over as long as anything is taken, up to 16 MB each."""
+    sent, waiting = dict.fromkeys(senders, 0), memoryview(data)
+    moved_at = time.monotonic()
+    while sent and time.monotonic() < moved_at + 3.0:
+        for sender in list(sent):
+            try:
+                sent[sender] += sender.send(waiting[sent[sender] % len(data) :])
+                moved_at = time.monotonic()
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                sent.pop(sender)
+                continue
+            if sent[sender] > SENT_MB_PER_PEER * 1e6:
+                sent.pop(sender)
+
+
+def server_memory_mb(server: RunningServer) -> float:
+    """Memory of the server with all its workers."""
+    assert server.process is not None
+    pid = server.process.pid
+    workers = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return sum(memory_mb(each, "VmRSS") for each in [pid, *map(int, workers)])
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_peers_that_never_read_cost_little_memory_and_hold_nobody_up(tmp_path: Path, kind: str) -> None:
+    with running_server(tmp_path, store_url="memory://") as server:
+        server.post("/reset")
+        # A socket sends so many fragments in a second that several only wait for each other.
+        count = 1 if "fragments" in kind else PEERS
+        before = server_memory_mb(server)
+        with peers(server, count) as senders:
+            flood(senders, FLOODS[kind])
+            assert server_memory_mb(server) - before < MOST_MB_PER_PEER * count + NOISE_MB
+            assert server.post("/reset")["session_id"]
+            server.stop()
+        said = server.log.read_text()
+        assert ("Traceback" in said, "shutdown exceeded" in said) == (False, False)
+
+
+@pytest.mark.parametrize("kind", ["answers", "pongs", "closed"])
+def test_two_workers_end_in_order_with_peers_that_never_read(tmp_path: Path, kind: str) -> None:
+    with running_server(tmp_path, workers="2") as server:
+        with peers(server) as senders:
+            flood(senders, FLOODS[kind])
+            server.stop()
+        said = server.log.read_text()
+        assert ("Traceback" in said, "shutdown exceeded" in said) == (False, False)
+
+
+@pytest.mark.parametrize("kind", ["answers", "pongs", "closed"])
+def test_a_peer_that_never_reads_is_disconnected_after_a_while(tmp_path: Path, kind: str) -> None:
+    with (
+        running_server(tmp_path, before="import server.app; server.app.PING_S = 1.0") as server,
+        peers(server) as senders,
+    ):
+        flood(senders, FLOODS[kind])
+        deadline = time.monotonic() + PATIENCE_S
+        while "inferencegym_websockets 0.0" not in server.client.get("/metrics").text:
+            assert time.monotonic() < deadline, "still connected"
+            time.sleep(0.1)
+        server.stop()
