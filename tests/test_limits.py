@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -148,3 +150,27 @@ def test_a_thread_that_computes_holds_up_the_event_loop_for_less_than_pythons_ow
         finally:
             done.set()
             thread.join()
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_head_over_64_kib_is_refused_however_it_arrives(counted: RunningServer, pieces: int) -> None:
+    def status(head: bytes) -> int:
+        with socket.create_connection(("127.0.0.1", counted.port), timeout=20) as connection:
+            size = len(head) // pieces + 1
+            for at in range(0, len(head), size):
+                connection.sendall(head[at : at + size])
+                time.sleep(0.02)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            body = answer.read()
+            assert answer.status != 431 or json.loads(body)["detail"]["code"] == "head_too_large"
+            return answer.status
+
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n"
+    many = b"GET /health HTTP/1.1\r\nHost: x\r\n%s\r\n"
+    path = b"GET /health?%s HTTP/1.1\r\nHost: x\r\n\r\n"
+    # A path of this length is more than uvicorn's parser of addresses takes.
+    for head, filling, refused in ((one, b"a", 431), (many, b"X-Short: a\r\n", 431), (path, b"a", 400)):
+        assert status(head % (filling * (60_000 // len(filling)))) == 200
+        # A name and its value count without the four bytes between and after them.
+        assert status(head % (filling * (110_000 // len(filling)))) == refused

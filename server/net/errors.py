@@ -43,6 +43,13 @@ class BodyTooLargeError(InferenceGymError, ValueError):
     http_status = 413
 
 
+class HeadTooLargeError(InferenceGymError, ValueError):
+    """The request's path and headers are longer than any request needs. (HTTP 431)"""
+
+    code = "head_too_large"
+    http_status = 431
+
+
 class UnsupportedMediaTypeError(InferenceGymError, ValueError):
     """The body is declared to be something else than JSON. (HTTP 415)"""
 

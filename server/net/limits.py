@@ -16,6 +16,7 @@ from inferencegym.errors import short_repr
 from server.net.errors import (
     BodyTooLargeError,
     ForeignOriginError,
+    HeadTooLargeError,
     RateLimitedError,
     UnauthorizedError,
     UnknownHostError,
@@ -25,6 +26,8 @@ from server.settings import Settings
 
 OPEN_PATHS: Final = frozenset({"/health"})
 """Paths that need no API key and are answered under any host name: probes know neither."""
+MAX_HEAD_BYTES: Final = 65_536
+"""Path, query and headers of a request. Uvicorn has no limit of its own for them with httptools."""
 IPV6_CLIENT_BITS: Final = 64
 """Leading bits of an IPv6 address that stand for one client: the smallest network that a host is given."""
 
@@ -67,9 +70,13 @@ class Limits:
         if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
             raise ForeignOriginError("pages of other origins may not play here")
         self.take(path, scope)
+        head_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         for name, value in scope["headers"]:
+            head_bytes += len(name) + len(value)
             if name == b"content-length" and value.isdigit() and int(value) > self._largest:
                 raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
+        if head_bytes > MAX_HEAD_BYTES:
+            raise HeadTooLargeError(f"path and headers are longer than {MAX_HEAD_BYTES:,} bytes")
 
     def take(self, path: str, scope: Scope, n: int = 1) -> None:
         """Count a request for ``path``, or a WebSocket's for the same, ``n`` times. Raises RateLimitedError."""

@@ -37,6 +37,7 @@ NEXT: Final[dict[str, str]] = {
     "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
     "table": "try again after the time in Retry-After; the server's log has the cause",
     "body_too_large": "send less in one request",
+    "head_too_large": "send fewer or shorter headers",
     "unsupported_media_type": "send the header Content-Type: application/json",
     "body_timeout": "send the whole body at once",
     "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
@@ -149,6 +150,7 @@ _STATUS_TEXTS: Final = {
     415: "The body is not JSON",
     422: "A field is missing, unknown or out of range",
     429: "Too many requests; see Retry-After",
+    431: "The request's path and headers are too large",
     503: "The store or the table cannot be used now, or too much is under way; see Retry-After",
 }
 
@@ -156,7 +158,7 @@ _STATUS_TEXTS: Final = {
 def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
     """The answer 200, the errors of these statuses, and those that any path with a body may give."""
     ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
-    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, 429, 503, *statuses)}
+    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, 429, 431, 503, *statuses)}
 
 
 def detail_schema() -> dict[str, Any]:
