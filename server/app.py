@@ -1,4 +1,4 @@
-"""The server: ``create_app(settings)``, the module attribute ``app`` (built when first asked for) and ``main()``."""
+"""Server application: ``create_app(settings)``, the module attribute ``app`` (built on first use) and ``main()``."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def main() -> None:
         server_header=False,
         proxy_headers=False,
         lifespan="on",
-        # A learner that takes its time between two steps keeps its worker, which has its batch session.
+        # Keeps the connection of a slow learner to the worker that has its batch session.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=settings.shutdown_grace_s,
         # Uvicorn replaces a worker that stays silent this long, and it is silent while it imports: with the usual 5 s
@@ -178,7 +178,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _metrics_directory(settings: Settings) -> Iterator[None]:
-    """Give the workers a place for their metrics, unless the operator has."""
+    """Make a temporary directory for the workers' metrics, unless the operator has set one."""
     if settings.metrics_dir is not None:
         yield
         return
@@ -188,7 +188,7 @@ def _metrics_directory(settings: Settings) -> Iterator[None]:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit on open files as far as the system lets us: every connection is one."""
+    """Raise this process's limit on open files to the system's hard limit: every connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems refuse the value that they call unlimited; the limit then stays as it was.
     with contextlib.suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What the endpoints of one server share, and where each environment family is mounted."""
+"""Shared objects of the server's endpoints, and the mount of each environment family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server.settings import Settings
 
 @dataclass(slots=True)
 class Context:
-    """What the endpoints of one server share."""
+    """Objects that the endpoints of one server share."""
 
     settings: Settings
     sessions: SessionManager
@@ -29,11 +29,11 @@ class Context:
 
     @property
     def mounts(self) -> list[Mount]:
-        """Where each family is served; see :func:`mounts`."""
+        """Mounts of all families; see :func:`mounts`."""
         return mounts(self.sessions.families, self.settings.env)
 
     def caller(self, family: Family, scope: Scope) -> str:
-        """Identity of a request's caller within one family: who plays several has a latest session in each."""
+        """Identity of a request's caller within one family, so that a caller has a latest session in each."""
         return f"{family.name}:{self.callers.caller(scope)}"
 
 
@@ -46,14 +46,14 @@ class Mount:
 
 
 def mounts(families: Mapping[str, Family], root: str) -> list[Mount]:
-    """The family named ``root`` at the root, and every family below its own name.
+    """Mounts: the family named ``root`` at the root, and every family under ``/<name>``.
 
-    Only the serving fleet has no second place where it is at the root, as it always was.
+    Exception: the serving fleet has no second mount when it is at the root.
     """
     named = [Mount(family, f"/{name}") for name, family in families.items() if name != root or name != SERVING]
     return [Mount(families[root], ""), *named]
 
 
 def prefixes(families: Mapping[str, Family]) -> list[str]:
-    """Every prefix that some setting may give a family."""
+    """All prefixes that a family may have, whatever the settings."""
     return ["", *(f"/{name}" for name in families)]

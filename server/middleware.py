@@ -27,17 +27,17 @@ from server.net.problems import problem_reply
 from server.settings import Settings
 
 CLIENT_WENT_AWAY: Final = 499
-"""Status under which a request is logged and counted that nobody waited for; no answer carries it."""
+"""Status in log and metrics of a request whose client disconnected before the answer; it is never sent."""
 LOGGED_ID_CHARS: Final = 8
-"""A session id is what lets its holder play, so the log shows only its beginning: enough to follow one session."""
+"""Anyone who knows a session id can play it, so the log shows only its beginning: enough to follow one session."""
 LOGGED_PATH_CHARS: Final = 200
-"""Longer paths are cut in the log: none of ours is."""
+"""Longer paths are cut in the log; all paths of the server are shorter."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
 class RequestLog:
-    """Gives every request an id, the security headers, a count and a log line."""
+    """ASGI middleware that gives every request an id and security headers, counts it and logs it."""
 
     def __init__(self, app: ASGIApp, settings: Settings, log: LineLog, metrics: Metrics) -> None:
         self.app = app
@@ -123,7 +123,7 @@ class RequestLog:
 
 
 class Guard:
-    """Refuses requests beyond the :class:`Limits`."""
+    """ASGI middleware that refuses requests beyond the :class:`Limits`."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.app = app
@@ -145,7 +145,7 @@ class Guard:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's CORS handling for requests that come from a page; programs send no Origin and need none of it."""
+    """Starlette's CORS middleware, skipped for requests without Origin, as programs send them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):

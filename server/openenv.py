@@ -1,9 +1,9 @@
 """OpenEnv's protocol: /ws, /mcp, /metadata, /schema, /list_environments and the Task API, for every mounted family.
 
-The wire format is that of OpenEnv 0.9 and 0.10, whose clients and validator are asked in the tests; OpenEnv itself is
-not needed to serve. An episode played over a WebSocket is a session like any other, named by its ``episode_id``: it is
-recorded step by step, GET /state and POST /grader see it, and after a dropped connection
-``reset(episode_id=..., resume=True)`` goes on with it.
+The wire format is that of OpenEnv 0.9 and 0.10, whose clients and validator the tests run; OpenEnv itself is not needed
+to serve. An episode played over a WebSocket is a session like any other, with its ``episode_id`` as session id: it is
+recorded step by step, GET /state and POST /grader know it, and after a lost connection
+``reset(episode_id=..., resume=True)`` continues it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _mounted(context: Context, mount: Mount) -> list[BaseRoute]:
 
 
 class ResetFrame(Message):
-    """Starts an episode or goes on with one; ``data`` as :class:`ResetArguments`."""
+    """Starts an episode or continues one; ``data`` as :class:`ResetArguments`."""
 
     type: Literal["reset"]
     data: dict[str, Any] = Field(default_factory=dict)
@@ -100,7 +100,7 @@ class StepFrame(Message):
 
 
 class StateFrame(Message):
-    """Asks where the episode stands."""
+    """Asks for the state of the episode."""
 
     type: Literal["state"]
 
@@ -129,7 +129,7 @@ FRAMES: Final[Mapping[str, type[Frame]]] = {
 
 
 class ResetArguments(Message):
-    """What a reset may be given; ``config`` is checked by the environment."""
+    """Arguments of a reset; the environment checks ``config``."""
 
     task_id: TaskName | None = None
     seed: Seed | None = None
@@ -151,7 +151,7 @@ class ResetArguments(Message):
             raise InvalidRequestError("task_id", self.task_id, "left out when split and index are given")
 
     def chosen_task(self, family: Family) -> TaskId | None:
-        """The task that is meant; None: the family's first. Raises InvalidRequestError."""
+        """Id of the requested task; None for the family's first. Raises InvalidRequestError."""
         if self.split is None and self.index is None:
             return self.task_id
         found = {name: tasks for name, tasks in splits(family).items() if tasks}
@@ -173,11 +173,11 @@ class StepMetadata(BaseModel):
 
 
 class UnknownFrameError(InvalidRequestError):
-    """A frame's ``type`` is none that the server knows."""
+    """A frame has an unknown ``type``."""
 
 
 def read_frame(message: AsgiMessage) -> Frame:
-    """The frame that arrived. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
+    """Decode a frame. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
     text = message.get("text")
     if text is None:
         raise InvalidJsonError("the frame must be text, not bytes")
@@ -193,7 +193,7 @@ def read_frame(message: AsgiMessage) -> Frame:
 
 
 def _encode(kind: str, data: Mapping[str, Any]) -> str:
-    """Text of a frame that the server sends."""
+    """Encode a frame that the server sends."""
     return to_json({"type": kind, "data": data}).decode()
 
 
@@ -209,7 +209,7 @@ def _error_frame(error: InferenceGymError) -> str:
 
 
 def _frame_code(error: InferenceGymError) -> str:
-    """OpenEnv's code of an error; ours is at the end of the message."""
+    """OpenEnv's code of an error; this package's code is at the end of the message."""
     if isinstance(error, InvalidJsonError):
         return "INVALID_JSON"
     if isinstance(error, UnknownFrameError):
@@ -290,7 +290,7 @@ def _no_slot(error: NoSlotError) -> str:
 
 
 class Connection:
-    """One WebSocket and the episode that it plays."""
+    """A WebSocket connection and its episode."""
 
     def __init__(self, context: Context, family: Family, scope: Scope, slot: Slot) -> None:
         self._slot = slot
@@ -305,7 +305,7 @@ class Connection:
         self._with_info = False
 
     async def answer(self, message: AsgiMessage) -> str | None:
-        """The frame that answers a frame, errors included; None ends the connection."""
+        """Answer a frame with a frame, which may be an error; None ends the connection."""
         try:
             frame = read_frame(message)
             if isinstance(frame, StepFrame):
@@ -384,7 +384,7 @@ class Connection:
 
 
 class McpEndpoint:
-    """ASGI application of ``/mcp`` for WebSockets: says that there are no tools, and takes no place of a player."""
+    """ASGI application of ``/mcp`` for WebSockets: says that there are no tools; needs no slot."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(OSError):

@@ -31,7 +31,7 @@ TaskName = Annotated[Annotated[int, WHOLE] | str, Allowed("a number or a name fr
 StepNumber = Annotated[int, Field(ge=1, le=MAX_STEP), WHOLE]
 SessionId = Annotated[
     str,
-    # An id that none of ours can have is one that is not known (404), so the pattern is for readers.
+    # An id of another form is simply unknown (404), so the pattern is only documentation.
     Field(min_length=1, json_schema_extra={"pattern": SESSION_ID_PATTERN}),
 ]
 
@@ -60,7 +60,7 @@ class StepRequest(Message):
 
 
 class GradeRequest(Message):
-    """Body of POST /grader: a log with its task, or the session that holds it; a log to verify with its seed too."""
+    """Body of POST /grader: a session id, or a log with its task, and with its seed if it is to be verified."""
 
     task_id: TaskName | None = None
     episode_log: Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG] | None = None
@@ -70,7 +70,7 @@ class GradeRequest(Message):
     verify: Annotated[bool, Field(description="replay the log's actions and refuse a log that differs")] = False
 
     def check(self) -> None:
-        """Raise InvalidRequestError where fields do not belong together."""
+        """Raise InvalidRequestError if fields contradict each other."""
         if self.session_id is not None:
             if self.episode_log is not None:
                 raise InvalidRequestError("episode_log", "an array", "left out when session_id is given")
@@ -102,23 +102,23 @@ def read_request(model: type[M], body: object, at: str = "") -> M:
 
 
 def nullable(schema: Schema) -> Schema:
-    """The schema's values, or null, which means: as if left out."""
+    """Schema that also allows null, which counts as left out."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def present(schema: Schema) -> Schema:
-    """The schema of a field that may be null, for where it is given."""
+    """Schema of a nullable field without null."""
     found: Schema = next(branch for branch in schema["anyOf"] if branch["type"] != "null")
     return found
 
 
 def closed(required: Iterable[str], properties: Schema) -> Schema:
-    """An object with these properties and no others."""
+    """Schema of an object with these properties and no others."""
     return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
 
 
 def task_id_schema(family: Family) -> Schema:
-    """Ids that a reset takes; a number may be sent as text."""
+    """Schema of task ids that a reset accepts; a number may be sent as text."""
     ids = [task.task_id for task in family.tasks()]
     return {"enum": [*ids, *(str(i) for i in ids if isinstance(i, int))], "description": "an id from /tasks"}
 

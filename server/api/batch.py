@@ -1,9 +1,9 @@
-"""Many episodes at once: /reset/batch, /step/batch and /close/batch, the fast lane for remote learners.
+"""Batch endpoints for remote learners: /reset/batch, /step/batch and /close/batch play many episodes per request.
 
-A batch session is N episodes of one task in step with each other, K steps a request. Unlike single sessions it lives in
-the memory of the process that started it and is not recorded step by step: writing every action down would take longer
-than playing it. After a restart of the server its steps are answered with 404, and the same seeds and actions give the
-same episodes again.
+A batch session has N episodes of one task that step together, K steps per request. Unlike single sessions it is kept in
+the memory of the process that started it and is not recorded step by step: recording an action would take longer than
+playing it. After a restart of the server its steps are answered with 404; the same seeds and actions give the same
+episodes again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from server.settings import Settings
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
 MAX_FIRST_SEED: Final = 2**62 - 1
-"""Room above it for the seeds of all rows; the next number is the same as a double."""
+"""Largest ``seed``, which leaves room for ``seed + 1``, ... of all rows; 2^62 itself is the same as a double."""
 MAX_STEPS: Final = 262_144
 """Steps of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers."""
 MAX_JSON_STEPS: Final = 16_384
@@ -82,16 +82,16 @@ MAX_JSON_STEP_BYTES: Final = 400
 LARGE_JSON_BYTES: Final = 65_536
 """Longer bodies are parsed on a thread."""
 IDLE_S: Final = 600.0
-"""A session that was not stepped for so long makes room for a new one."""
+"""Seconds without a step after which a session is closed when room is needed for a new one."""
 MAX_WAITING: Final = 4
 """Requests that may wait for one session at once."""
 INLINE_STEPS: Final = 256
-"""Fewer steps than this (a fraction of a millisecond) are played without a thread."""
+"""Requests with fewer steps than this (a fraction of a millisecond) are played on the event loop."""
 ACTIONS: Final = tuple(ACTION_FIELDS)
 
 
 class InvalidBatchError(InferenceGymError, ValueError):
-    """Bytes or arrays of /step/batch are not laid out as documented. (HTTP 422)"""
+    """Bytes or arrays of /step/batch do not have the documented layout. (HTTP 422)"""
 
     code = "invalid_batch"
     http_status = 422
@@ -103,7 +103,7 @@ class InvalidBatchError(InferenceGymError, ValueError):
 
 @dataclass(slots=True)
 class BatchSession:
-    """N episodes in step with each other."""
+    """Batch session: N episodes that step together."""
 
     session_id: str
     batch: ServingBatch
@@ -114,12 +114,12 @@ class BatchSession:
     waiting: int = 0
     touched: float = 0.0
     last: tuple[BatchSteps, BatchPlayed] | None = None
-    """The latest request that was played, and what it gave."""
+    """The latest request that was played, and its answer."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def row_steps(self) -> int:
-        """Episodes times their length: what it takes of memory."""
+        """Episodes times their length, a measure of the session's memory."""
         return self.batch.n_rows * self.batch.config.episode_length
 
     @property
@@ -128,18 +128,18 @@ class BatchSession:
         return self.batch.config.episode_length - int(self.batch.time[0])
 
     def plays(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> bool:
-        """Whether it can be restarted with these."""
+        """Whether the session can be restarted with this task, configuration and number of episodes."""
         return self.batch.task is task and self.batch.config == config and self.batch.n_rows == n_rows
 
     def start(self, seeds: list[int], autoreset: bool) -> None:
-        """Start the episodes of the seeds."""
+        """Start one episode per seed."""
         self.seeds, self.autoreset = seeds, autoreset
         self.taken = self.episodes = 0
         self.last = None
         self.batch.reset(seeds)
 
     def play(self, steps: BatchSteps) -> BatchPlayed:
-        """Play the steps, or give once more what they gave when they are the latest ones sent again."""
+        """Play the steps; if they are the latest ones sent again, return their answer once more."""
         shape = (steps.n_steps if len(steps.actions) != 1 else len(steps.actions), self.batch.n_rows, len(ACTIONS))
         if steps.actions.shape != shape:
             raise InvalidActionError("actions", steps.actions.shape, f"an array of shape {shape} or {(1, *shape[1:])}")
@@ -158,7 +158,7 @@ class BatchSession:
         return played
 
     def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
-        """Episodes that end are followed by those of ``seeds``, if there are any."""
+        """Play the steps; when the episodes end, start those of ``seeds``, unless it is None."""
         n, kind = steps.n_steps, steps.actions.dtype
         observations = np.empty((1 if steps.last else n, self.batch.n_rows, OBSERVATION_SIZE), dtype=kind)
         rewards = np.empty((n, self.batch.n_rows), dtype=kind)
@@ -193,7 +193,7 @@ class BatchSession:
 
 
 def _same_steps(one: BatchSteps, other: BatchSteps) -> bool:
-    """Whether two requests ask for the same, to the bit: what is played again must have been played."""
+    """Whether two requests are equal bit for bit, so that the second is a repetition of the first."""
     alike = (one.n_steps, one.last, one.actions.dtype) == (other.n_steps, other.last, other.actions.dtype)
     return alike and one.actions.tobytes() == other.actions.tobytes()
 
@@ -205,7 +205,7 @@ class BatchSessions:
         self._most = settings.batch_sessions
         self._most_row_steps = settings.batch_row_steps
         self._sessions: dict[str, BatchSession] = {}
-        # The kernels of one batch use all cores; more threads than two would only wait for each other.
+        # The kernels of one batch use all cores already; more than two threads would only wait for each other.
         self._threads: ThreadPoolExecutor | None = None
 
     def get(self, session_id: str) -> BatchSession:
@@ -231,7 +231,7 @@ class BatchSessions:
         del self._sessions[self.get(session_id).session_id]
 
     async def run(self, session: BatchSession, n_steps: int, work: Any) -> Any:
-        """``work()`` on this session alone: on a thread if it takes long, and never while another request does."""
+        """Run ``work()`` with exclusive access to the session, on a thread if it takes long."""
         if session.waiting >= MAX_WAITING:
             raise RateLimitedError(f"{session.waiting} requests already wait for this session", retry_after_s=1)
         session.waiting += 1
@@ -365,7 +365,7 @@ class BatchRoutes:
                 self._prefix + "/close/batch",
                 self.close,
                 method="POST",
-                summary="Forget a batch session",
+                summary="Close a batch session",
                 tags=[self._family.name],
                 request_schema=plain_schema(BatchCloseRequest),
                 responses=documented(plain_schema(BatchCloseAnswer), 404),
@@ -387,7 +387,7 @@ class BatchRoutes:
         elif not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
         request.scope[SESSION_KEY] = session.session_id
-        # A restart that is refused changes nothing, and one that is not waits for the steps under way.
+        # A refused restart changes nothing; an accepted one waits for the steps that are being played.
         await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, wanted.autoreset))
         return reply(
             {
@@ -462,7 +462,7 @@ def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
 
 
 def _answer_bytes(steps: BatchSteps, n_rows: int, binary: bool) -> int:
-    """Size of the answer, at most."""
+    """Upper bound of the answer's size in bytes."""
     row_steps = steps.n_steps * n_rows
     if not binary:
         return row_steps * MAX_JSON_STEP_BYTES
@@ -476,7 +476,7 @@ def _check_size(row_steps: int, most: int) -> None:
 
 
 def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
-    """``actions`` (K, N, 5). Raises InvalidBatchError or InvalidRequestError at the first place that is wrong."""
+    """``actions`` as an array (K, N, 5). Raises InvalidBatchError or InvalidRequestError naming the first bad entry."""
     rows = _joined(steps, n_rows, "one action per episode", _place)
     numbers = _joined(rows, len(ACTIONS), ", ".join(ACTIONS), lambda row: _place(*divmod(row, n_rows)))
     # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
@@ -488,7 +488,7 @@ def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
 
 
 def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
-    """What the arrays hold, one after another. Raises InvalidBatchError at the first that is none of this size."""
+    """Concatenate the arrays. Raises InvalidBatchError naming the first that is not an array of this size."""
     if {*map(type, arrays)} != {list} or {*map(len, arrays)} != {size}:
         at, wrong = next((i, one) for i, one in enumerate(arrays) if type(one) is not list or len(one) != size)
         found = f"an array of {len(wrong)}" if isinstance(wrong, list) else "no array"

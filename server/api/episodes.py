@@ -46,11 +46,11 @@ class EpisodeRoutes:
         self._settings = context.settings
         self._sessions = context.sessions
         self._baseline: asyncio.Task[bytes] | None = None
-        # Read now, so that a mistake in a user's task file stops the start and not the first request.
+        # Read at start, so that an error in a user's task file stops the start and not the first request.
         self._tasks = list(mount.family.tasks())
 
     def routes(self) -> list[JsonRoute]:
-        """All of them, the most used first: routes are tried in order."""
+        """Routes of these endpoints, the most used first, since they are tried in order."""
         family, any_object = self._family, {"type": "object"}
         session_id = {"name": "session_id", "in": "query", "required": False, "schema": {"type": "string"}}
         all_tasks = {"name": "all", "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
@@ -60,14 +60,14 @@ class EpisodeRoutes:
         routes = [
             self._post("/step", self.step, "Play one second", schemas.step_schema(family), stepped, 400, 409),
             self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), started, 400),
-            self._get("/state", self.state, "Where an episode stands", (404, 503), parameters=[session_id]),
+            self._get("/state", self.state, "State of an episode", (404, 503), parameters=[session_id]),
             self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), graded, 400, 409),
-            self._get("/health", self.health, "Is the server ready?", (503,)),
-            self._get("/tasks", self.tasks, "What can be played", (), parameters=[all_tasks]),
+            self._get("/health", self.health, "Health of the server", (503,)),
+            self._get("/tasks", self.tasks, "List of tasks", (), parameters=[all_tasks]),
             self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
         ]
         if family.baseline is not None:
-            routes.append(self._get("/baseline", self.baseline, "What the plan's baseline scores", (429, 503)))
+            routes.append(self._get("/baseline", self.baseline, "Scores of the naive baseline", (429, 503)))
         if family.manifest is not None:
             routes.append(self._route("GET", "/openenv.yaml", self.manifest, "The OpenEnv manifest", yaml))
         return routes
@@ -156,8 +156,8 @@ class EpisodeRoutes:
         if self._family.http.state_has_observation:
             state = {**state, "observation": live.env.observation_dict()}
         if named is None:
-            # Clients behind one address share "the most recent session": its id, which lets its holder play, is not
-            # for the others.
+            # Clients behind one address share "the most recent session", so its id, with which anyone can play it, is
+            # left out.
             del state["session_id"]
         return reply(state)
 
@@ -187,12 +187,12 @@ class EpisodeRoutes:
 
     async def _grade_session(self, request: Request, session_id: str, task_id: TaskId | None) -> Grade:
         live = await self._live(request, session_id)
-        # Taken now: another request may restart the session while this one is graded on a thread.
+        # Read before grading: another request may restart the session while this one is graded on a thread.
         record = live.record
         played_id = record.task_id
         if task_id is not None and str(task_id) != str(played_id):
             raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
-        # The log never left the server, so there is nothing to verify it against but itself.
+        # The log was recorded by the server, so there is nothing to verify.
         played, done = list(live.env.episode_log), live.env.done
         if len(played) > LARGE_LOG_ENTRIES:
             grade = await asyncio.to_thread(self._family.grade, played_id, played)
@@ -201,7 +201,7 @@ class EpisodeRoutes:
         own_config = self._family.is_own_config(played_id, record.config)
         return {**grade, "verified": True, "own_config": own_config, "done": done, "steps": len(played)}
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ information
 
     async def health(self, _request: Request) -> Response:
         if self._prefix and self._family.http.health is not None:
@@ -268,21 +268,21 @@ class EpisodeRoutes:
         assert self._family.manifest is not None
         return self._family.manifest.read_bytes()
 
-    # ------------------------------------------------------------ who is meant
+    # ------------------------------------------------------------ the session of a request
 
     @property
     def _cookie(self) -> str:
         return f"inferencegym_{self._family.name}"
 
     def _cookie_header(self, session_id: str) -> list[tuple[bytes, bytes]]:
-        """The cookie by which browsers, and libraries with sessions, name the episode that they started last."""
+        """Set-Cookie header with which browsers and HTTP clients with cookies name their latest episode."""
         if not self._family.http.session_is_optional:
             return []
         cookie = f"{self._cookie}={session_id}; Path={self._prefix or '/'}; HttpOnly; SameSite=Lax"
         return [(b"set-cookie", cookie.encode())]
 
     async def _latest_of(self, request: Request) -> str:
-        """The session of a request that names none: the cookie's, else the one that this caller started last."""
+        """Session id for a request without one: the cookie's, or else the session that this caller started last."""
         cookie = request.cookies.get(self._cookie) if self._family.http.session_is_optional else None
         return cookie or await self._sessions.latest(self._context.caller(self._family, request.scope))
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with its numbers written as the schemas mean them."""
+"""OpenAPI document of the server: FastAPI's, with whole bounds written as integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP part of OpenEnv's protocol: /metadata, /schema, /mcp, /list_environments and the Task API of a family."""
+"""HTTP endpoints of OpenEnv's protocol: /metadata, /schema, /mcp, /list_environments and the Task API of a family."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TaskRangeRequest(SplitRequest):
 
 
 class StateMessage(BaseModel):
-    """Where an episode stands; a family's own fields come beside these."""
+    """State of an episode; a family adds its own fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,7 +71,7 @@ class StateMessage(BaseModel):
 
 
 class InfoRoutes:
-    """The HTTP paths of OpenEnv that tell about one family."""
+    """OpenEnv's HTTP endpoints with information on one family."""
 
     def __init__(self, context: Context, mount: Mount) -> None:
         self._settings = context.settings
@@ -79,7 +79,7 @@ class InfoRoutes:
         self._prefix = mount.prefix
 
     def routes(self) -> list[JsonRoute]:
-        """All of them; those of the Task API last, because ``{env_name}`` stands for any text."""
+        """Routes of these endpoints; those of the Task API last, because ``{env_name}`` matches any text."""
         any_object: dict[str, Any] = {"type": "object"}
         listed = {"type": "array", "items": any_object}
         names = {"type": "array", "items": {"type": "string"}}

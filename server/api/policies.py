@@ -1,7 +1,7 @@
-"""Policies that play for a visitor: GET /policies lists them, POST /play returns a whole episode of one of them.
+"""Built-in policies over HTTP: GET /policies lists them, POST /play returns a whole episode of one of them.
 
-An episode of 200 steps takes a few milliseconds, so it is played on a thread when it is asked for and kept for a while:
-the same task, seed, settings and policy give the same episode for ever.
+An episode of 200 steps takes a few milliseconds. It is played on a thread at the first request and cached: the same
+task, seed, settings and policy always give the same episode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Answer = dict[str, Any]
 
 
 class EpisodeCache:
-    """Answers already given, compressed, the least used dropped first."""
+    """LRU cache of compressed answers, bounded in bytes."""
 
     def __init__(self, limit_bytes: int = CACHED_BYTES) -> None:
         self._limit = limit_bytes
@@ -49,7 +49,7 @@ class EpisodeCache:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def get(self, key: str, play: Callable[[], Answer]) -> bytes:
-        """The gzipped JSON of ``play()``, played on a thread unless it is known."""
+        """Gzipped JSON of ``play()``, from the cache or played on a thread."""
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
@@ -79,7 +79,7 @@ class PolicyRoutes:
         self._cache = EpisodeCache()
 
     def routes(self) -> list[JsonRoute]:
-        """None where the family has no built-in policies."""
+        """Routes of these endpoints; empty if the family has no built-in policies."""
         if not self._family.policies:
             return []
         ids = {"type": "string", "enum": [str(task.task_id) for task in self._family.tasks()]}
@@ -136,7 +136,7 @@ class PolicyRoutes:
 
 
 def gzipped(request: Request, body: bytes) -> JsonReply:
-    """A compressed JSON answer, unpacked for a client that does not take it so."""
+    """A gzipped JSON answer, decompressed for clients that do not accept gzip."""
     vary = (b"vary", b"accept-encoding")
     accepted = request.headers.get("accept-encoding", "")
     if "gzip" in accepted and "gzip;q=0" not in accepted.replace(" ", ""):
@@ -149,7 +149,7 @@ def gzipped(request: Request, body: bytes) -> JsonReply:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """A whole episode of a built-in policy: what is to be played."""
+    """Request for a whole episode of a built-in policy."""
 
     family: Family
     agent: str
@@ -159,12 +159,12 @@ class PlayedEpisode:
     log: bool
 
     def key(self) -> str:
-        """Equal for requests that mean the same episode."""
+        """Cache key: equal for requests of the same episode."""
         parts = (self.family.name, str(self.task_id), self.seed, self.agent, sorted(self.config.items()), self.log)
         return json.dumps(parts, default=str)
 
     def play(self) -> Answer:
-        """The episode as columns of one value per step, and its grade; runs on a thread."""
+        """Play the episode; returns its columns, one value per step, and its grade. Runs on a thread."""
         family = self.family
         try:
             env, seen, phases = run_policy(family, self.agent, self.task_id, self.seed, self.config)
@@ -192,7 +192,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def available(family: Family, task_id: TaskId) -> tuple[TaskId, list[str]]:
-    """A task's id and the policies that can play it: a user's own has no stored ones until it is calibrated.
+    """A task's id and the policies that can play it; a user's task has no stored policies until it is calibrated.
 
     Raises :class:`UnknownTaskError`.
     """

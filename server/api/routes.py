@@ -24,12 +24,12 @@ class Routes(Protocol):
     """A group of endpoints of one mount."""
 
     def routes(self) -> list[JsonRoute]:
-        """All of them, the most used first."""
+        """Routes of these endpoints, the most used first."""
         ...
 
 
 OWN_ROUTES: Final[Mapping[str, tuple[Callable[[Context, Mount], Routes], ...]]] = {SERVING: (BatchRoutes, ShadowRoutes)}
-"""Endpoints that one family alone has."""
+"""Further endpoints of single families."""
 
 
 def http_routes(context: Context) -> list[BaseRoute]:
@@ -50,5 +50,5 @@ def _metrics_route(context: Context) -> JsonRoute:
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-    summary = "What the server counts, for Prometheus"
+    summary = "Metrics of the server, for Prometheus"
     return JsonRoute("/metrics", metrics, method="GET", summary=summary, responses=text)

@@ -1,6 +1,6 @@
-"""POST /shadow: what policies of ours would have done on a visitor's request log, and the engine settings to try.
+"""POST /shadow: comparison of built-in policies on a visitor's request log, with engine settings to try.
 
-The log is read, played and forgotten; nothing of it is kept. One report is made at a time, on a thread.
+The log is not kept after the report. One report is made at a time, on a thread.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ShadowRoutes:
                 self._prefix + "/shadow",
                 self.shadow,
                 method="POST",
-                summary="What policies would have done on your request log",
+                summary="Compare policies on your request log",
                 tags=[self._family.name],
                 request_schema=self._request_schema(),
                 responses=documented(plain_schema(ShadowAnswer), 429, 503),
@@ -149,7 +149,7 @@ def shadow_answer(family: Family, wanted: ShadowRequest) -> dict[str, Any]:
                 tables=table,
             )
         except DataFormatError as error:
-            # The visitor knows the file by its own name, and options of the command as fields of this request.
+            # Messages name the visitor's file, and this request's fields instead of the command's options.
             text = _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error))
             raise DataFormatError(text.replace(str(path), short_text(wanted.file_name))) from error
     export = {outcome.policy: vllm_config(report, table, outcome.policy) for outcome in report.outcomes}

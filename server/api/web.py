@@ -39,7 +39,7 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
         Route("/traffic", _to("web/#traffic"), include_in_schema=False),
-        # Browsers ask for this on pages that name no icon, such as /health.
+        # Browsers request this on pages without an icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),
         # What a pinned package ships changes only with its version.

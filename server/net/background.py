@@ -1,4 +1,4 @@
-"""Coroutines that run beside a server for as long as it does."""
+"""Background tasks that run as long as the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a request before any environment sees it."""
+"""Errors of requests that are refused before they reach an environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InvalidRequestError(InvalidConfigError):
 
 
 class SessionConflictError(InferenceGymError, RuntimeError):
-    """The session plays something else than the request says. (HTTP 409)"""
+    """The session plays another task than the request names. (HTTP 409)"""
 
     code = "session_conflict"
     http_status = 409
@@ -37,7 +37,7 @@ class InvalidJsonError(InferenceGymError, ValueError):
 
 
 class BodyTooLargeError(InferenceGymError, ValueError):
-    """The body is longer than this path takes. (HTTP 413)"""
+    """The body is longer than this path's limit. (HTTP 413)"""
 
     code = "body_too_large"
     http_status = 413
@@ -51,7 +51,7 @@ class HeadTooLargeError(InferenceGymError, ValueError):
 
 
 class UnsupportedMediaTypeError(InferenceGymError, ValueError):
-    """The body is declared to be something else than JSON. (HTTP 415)"""
+    """The Content-Type is not JSON. (HTTP 415)"""
 
     code = "unsupported_media_type"
     http_status = 415
@@ -79,21 +79,21 @@ class ForeignOriginError(InferenceGymError, PermissionError):
 
 
 class UnknownHostError(InferenceGymError, PermissionError):
-    """The Host header has a name that this server does not answer to. (HTTP 403)"""
+    """The Host header is not one of the allowed host names. (HTTP 403)"""
 
     code = "unknown_host"
     http_status = 403
 
 
 class OverloadedError(InferenceGymError, RuntimeError):
-    """The requests under way hold all the memory that they may. (HTTP 503)"""
+    """The memory limit of running requests is reached. (HTTP 503)"""
 
     code = "overloaded"
     http_status = 503
 
 
 class RateLimitedError(InferenceGymError, RuntimeError):
-    """Too many requests; ``retry_after_s`` says when the next one is welcome. (HTTP 429)"""
+    """Too many requests; ``retry_after_s`` is the time until the next one is allowed, in seconds. (HTTP 429)"""
 
     code = "rate_limited"
     http_status = 429

@@ -26,7 +26,7 @@ _JSON_HEADERS: Final = [(b"content-type", b"application/json"), (b"cache-control
 
 
 class JsonReply(Response):
-    """An answer whose body is already JSON; the header list is built once, without Starlette's string handling."""
+    """Response whose body is already JSON; its headers are built once, without Starlette's string handling."""
 
     media_type = "application/json"
     body: bytes
@@ -53,10 +53,10 @@ def to_json(value: object) -> bytes:
 
 
 class JsonRoute(APIRoute):
-    """A FastAPI route whose endpoint takes the request and returns a response; its schemas are given.
+    """FastAPI route whose endpoint takes the request and returns a response; its schemas are given.
 
-    The handler is the endpoint itself: what FastAPI would do before it (dependencies, validation of the body) is done
-    by the family's own models.
+    FastAPI calls the endpoint directly, without dependencies or validation of its own: the family's message models
+    validate the body.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class JsonRoute(APIRoute):
         )
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint: FastAPI's place for a handler of one's own."""
+        """Return the endpoint itself; FastAPI provides this method for custom handlers."""
         return self.endpoint
 
 
@@ -104,7 +104,7 @@ async def read_object(request: Request, limit: int, timeout_s: float) -> dict[st
 
 
 async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
-    """The request's body, whatever it holds, as JSON or the media type ``also``; errors as in :func:`read_object`."""
+    """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`."""
     _check_head(request.scope, limit, also)
     return await _in_time(request, limit, timeout_s)
 
@@ -189,7 +189,7 @@ def _check_media_type(value: bytes) -> None:
     essence = value.split(b";", 1)[0].strip().lower()
     if essence != b"application/json" and not (essence.startswith(b"application/") and essence.endswith(b"+json")):
         shown = value[:80].decode("latin-1")
-        raise UnsupportedMediaTypeError(f"Content-Type {shown!r} is not taken: the body must be application/json")
+        raise UnsupportedMediaTypeError(f"Content-Type {shown!r} is not accepted: the body must be application/json")
 
 
 def _json_type(value: object) -> str:

@@ -25,15 +25,15 @@ from server.net.json_io import RawHeaders
 from server.settings import Settings
 
 OPEN_PATHS: Final = frozenset({"/health"})
-"""Paths that need no API key and are answered under any host name: probes know neither."""
+"""Paths for probes, which need no API key and are answered under any host name."""
 MAX_HEAD_BYTES: Final = 65_536
-"""Path, query and headers of a request. Uvicorn has no limit of its own for them with httptools."""
+"""Most bytes of path, query and headers of a request; uvicorn with httptools has no limit for them."""
 IPV6_CLIENT_BITS: Final = 64
-"""Leading bits of an IPv6 address that stand for one client: the smallest network that a host is given."""
+"""Prefix length of IPv6 networks that count as one client: the smallest network that a host is given."""
 
 
 class Limits:
-    """What requests must satisfy before anything is done for them."""
+    """Checks of a request before it is handled: host, API key, origin, declared size and rate."""
 
     def __init__(self, settings: Settings, prefixes: Sequence[str], callers: Callers) -> None:
         key = settings.api_key
@@ -61,7 +61,7 @@ class Limits:
         }
 
     def check(self, scope: Scope) -> None:
-        """Refuse what asks by a wrong name, has no API key, comes from a foreign page, is too much or too long."""
+        """Raise the error of the first check that a request fails."""
         path = scope["path"]
         if (self._hosts or self._host_endings) and path not in OPEN_PATHS:
             self._check_host(scope["headers"])
@@ -85,7 +85,7 @@ class Limits:
             limit.take(self._callers.client(scope), n)
 
     def _check_host(self, headers: RawHeaders) -> None:
-        """A page whose own name was made to lead here (DNS rebinding) is of our origin, but asks by its own name."""
+        """Refuse unknown host names: a page may resolve its own name to this server (DNS rebinding)."""
         named = [_host_name(value) for name, value in headers if name == b"host"]
         if not named or not all(name in self._hosts or name.endswith(self._host_endings) for name in named):
             raise UnknownHostError(f"this server does not answer to {short_repr(named[-1] if named else '')}")
@@ -98,10 +98,10 @@ class Limits:
                 sent = value[7:].strip()
             else:
                 continue
-            # Both are hashed first, so that not even the length of the key shows in the time this takes.
+            # Both are hashed first, so that the time of the comparison does not depend on the key's length either.
             if hmac.compare_digest(hashlib.sha256(sent).digest(), hashlib.sha256(key).digest()):
                 return
-        raise UnauthorizedError("this server wants an API key, and the one sent is missing or wrong")
+        raise UnauthorizedError("this server requires an API key, and it is missing or wrong")
 
 
 def _host_name(value: bytes) -> str:
@@ -115,9 +115,9 @@ def _only_reads(scope: Scope) -> bool:
 
 
 def _is_foreign(headers: RawHeaders) -> bool:
-    """Whether a page of another origin sent this. CORS alone would not stop it: browsers do not always ask before.
+    """Whether a page of another origin sent this. CORS alone would not stop it: browsers send some without preflight.
 
-    A browser lets no page set these headers. Programs send none of them.
+    Pages cannot set these headers; browsers do. Programs send none of them.
     """
     found = dict(headers)
     if b"sec-fetch-site" in found:
@@ -130,7 +130,7 @@ def _is_foreign(headers: RawHeaders) -> bool:
 
 
 class RateLimit:
-    """A bucket of tokens per client: a minute's worth at once, refilled evenly."""
+    """Token bucket per client: up to a minute's requests at once, refilled evenly."""
 
     MAX_CLIENTS: Final = 10_000
 
@@ -140,7 +140,7 @@ class RateLimit:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, client: str, n: int = 1) -> None:
-        """Use ``n`` tokens of this client's, or all that a full bucket has. Raises RateLimitedError if it has fewer."""
+        """Take ``n`` tokens of a client, at most a full bucket. Raises RateLimitedError if fewer are left."""
         wanted = min(float(n), self._capacity)
         now = time.monotonic()
         tokens, then = self._buckets.pop(client, (self._capacity, now))
@@ -155,7 +155,7 @@ class RateLimit:
 
 
 class Callers:
-    """Who sent a request: the client's address, and through proxies only where the operator trusts them."""
+    """Identifies the sender of a request: its address, taken from proxies' headers only if the operator trusts them."""
 
     def __init__(self, settings: Settings) -> None:
         self._trusted = settings.trusted_proxies
@@ -186,7 +186,7 @@ class Callers:
         return str(ipaddress.IPv6Network((int(ipaddress.IPv6Address(address)), IPV6_CLIENT_BITS), strict=False))
 
     def caller(self, scope: Scope) -> str:
-        """Identity under which the most recent session is remembered: the client and, if sent, ``X-Client-Id``.
+        """Identity for the caller's most recent session: the client and, if sent, ``X-Client-Id``.
 
         Digests, so that the store holds no addresses and nothing of any length, with a dot between them. Several
         headers are one value with commas, as HTTP has it (RFC 9110, section 5.3).
@@ -207,7 +207,7 @@ def _digest(value: bytes) -> str:
 
 
 def _plain(address: str) -> str:
-    """An IPv4 address as such: a socket that listens on ``::`` shows it as ``::ffff:10.1.2.3``, in no IPv4 network."""
+    """Convert IPv4-mapped IPv6 addresses (``::ffff:10.1.2.3``, as sockets on ``::`` show them) to IPv4."""
     if ":" not in address or not _is_address(address):
         return address
     return str(getattr(ipaddress.ip_address(address), "ipv4_mapped", None) or address)

@@ -38,10 +38,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineLog:
-    """Writes lines in groups: a write per request would cost more than the request's own work.
+    """Buffered writer of log lines: one write per request would cost more than the request's own work.
 
-    Where they cannot be written (a full disk, a reader that went away), requests go on. The lines are lost, and the
-    next group that can be written says how many were.
+    If lines cannot be written (a full disk, a closed pipe), requests continue. The lines are lost, and the next group
+    that can be written says how many were.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -59,7 +59,7 @@ class LineLog:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_EVERY_S, self.flush)
 
     def flush(self) -> None:
-        """Write out what waits."""
+        """Write the buffered lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

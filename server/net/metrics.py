@@ -1,9 +1,9 @@
-"""What the server counts, for Prometheus: GET /metrics.
+"""Metrics of the server for Prometheus: GET /metrics.
 
-A request adds to a few plain integers (under a microsecond). prometheus_client, which the answer is written with, is
-loaded when somebody first asks. Several workers leave their numbers in files of one directory, and whichever worker is
-asked adds all of them up, so counters do not jump with the worker that happens to answer. It leaves its own numbers
-there before it answers: what was reported once stays reported when that worker is killed.
+A request adds to a few plain integers (under a microsecond). prometheus_client, which formats the answer, is imported
+at the first GET. Several workers write their numbers to files of one directory, and the worker that answers sums all of
+them, so counters do not depend on it. It writes its own numbers before it answers, so that a reported count remains
+when that worker is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; a step takes a few tenths of a millisecond."""
 OTHER: Final = "other"
-"""Label of paths that are not routes, so that nobody can make labels up."""
+"""Label of all paths that are not routes, so that clients cannot create labels."""
 SHARE_EVERY_S: Final = 1.0
 
 COUNTERS: Final[Mapping[str, str]] = {
@@ -68,7 +68,7 @@ class PathCounts:
 
 
 class Metrics:
-    """The counts of one process."""
+    """Metrics of one process."""
 
     def __init__(self, sessions: SessionManager, directory: Path | None = None) -> None:
         self.websockets = 0
@@ -78,7 +78,7 @@ class Metrics:
         self._other = PathCounts()
 
     def know(self, paths: Iterable[str]) -> None:
-        """Count requests to these paths apart; all others are one."""
+        """Count requests to these paths separately, and those to all other paths together."""
         for path in paths:
             self._paths.setdefault(path, PathCounts())
 
@@ -117,7 +117,7 @@ class Metrics:
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Leave this process's numbers where the other workers find them, once a second and at the end."""
+        """Write this process's numbers for the other workers, once a second and at the end."""
         if self._directory is None:
             yield
             return

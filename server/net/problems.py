@@ -26,9 +26,9 @@ NEXT: Final[dict[str, str]] = {
     "unknown_session": "POST {at}/reset starts a session and returns its session_id",
     "not_reset": "POST {at}/reset first",
     "episode_done": "POST {at}/reset starts the next episode; POST {at}/grader scores this one",
-    "step_conflict": "GET {at}/state tells how many steps were taken; go on from there",
+    "step_conflict": "GET {at}/state returns how many steps were taken; continue from there",
     "unknown_policy": "GET {at}/policies lists the policies that play each task",
-    "session_conflict": "leave out what contradicts the session, or its session_id; GET {at}/state tells what it plays",
+    "session_conflict": "leave out what contradicts the session, or its session_id; GET {at}/state returns its task",
     "data_format": "correct the file and send it again",
     "malformed_log": "send the log as the environment wrote it; GET /openapi.json has its schema",
     "forged_log": "send the log of the episode as it was played, with its seed and config; another release, table or "
@@ -42,7 +42,7 @@ NEXT: Final[dict[str, str]] = {
     "body_timeout": "send the whole body at once",
     "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
     "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
-    "unknown_host": "ask by a name of the server, or have it started with this one in INFERENCEGYM_ALLOWED_HOSTS",
+    "unknown_host": "use a known host name of the server, or have this one added to INFERENCEGYM_ALLOWED_HOSTS",
     "overloaded": "try again after the time in Retry-After; nothing was changed",
     "rate_limited": "wait for the time in Retry-After",
     "not_found": "GET /openapi.json lists the paths",
@@ -51,7 +51,7 @@ NEXT: Final[dict[str, str]] = {
 NEXT_OF_BATCHES: Final[dict[str, str]] = {
     "unknown_session": "POST {at}/reset/batch starts a session and returns its session_id",
     "episode_done": "POST {at}/reset/batch with the session_id starts the next episodes",
-    "step_conflict": "go on from the step that the message names",
+    "step_conflict": "continue from the step that the message names",
     "session_conflict": "leave out the session_id, and another session is started",
 }
 """What to do next; ``{at}`` is the prefix of the environment that was asked. Batch sessions have paths of their own."""
@@ -92,7 +92,7 @@ def _next(code: str, path: str) -> str:
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Answer every kind of failure in the one form; what is not ours to explain becomes a plain 500."""
+    """Answer every kind of error in the same form; unexpected exceptions become a 500 without details."""
     app.add_exception_handler(InferenceGymError, _on_known)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
@@ -130,7 +130,7 @@ async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
 
 
 def failure_reply(headers: RawHeaders = ()) -> JsonReply:
-    """What is said of a failure that is the server's own."""
+    """Answer to a request that failed by a fault of the server (HTTP 500)."""
     detail = {
         "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
         "code": "internal",
@@ -156,13 +156,13 @@ _STATUS_TEXTS: Final = {
 
 
 def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answer 200, the errors of these statuses, and those that any path with a body may give."""
+    """OpenAPI responses: 200 with this schema, errors of these statuses, and those of any path with a body."""
     ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
     return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, 429, 431, 503, *statuses)}
 
 
 def detail_schema() -> dict[str, Any]:
-    """Every error's body."""
+    """JSON schema of an error's body."""
     text = {"type": "string"}
     properties: dict[str, Any] = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
     properties["step"] = {
@@ -174,6 +174,6 @@ def detail_schema() -> dict[str, Any]:
 
 
 def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors by status, all in the one form."""
+    """OpenAPI responses of errors by status."""
     content = {"application/json": {"schema": detail_schema()}}
     return {status: {"description": _STATUS_TEXTS[status], "content": content} for status in sorted({*statuses})}

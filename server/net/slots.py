@@ -1,4 +1,4 @@
-"""Slots of WebSocket connections: how many play at once, in all and of one client, and which idle one gives way."""
+"""Slots of WebSocket connections: limits in all and per client, and the choice of idle connections to close."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NoSlotError(CapacityError):
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The slot of one connection, made in the task that serves it."""
+    """Slot of one WebSocket connection; must be created in the asyncio task that serves it."""
 
     client: str
     played: float = field(default_factory=time.monotonic)
@@ -40,11 +40,11 @@ class Slot:
     _task: asyncio.Task[None] | None = field(default_factory=asyncio.current_task)
 
     def may_give_way(self, now: float) -> bool:
-        """Whether it has not played for so long that another connection may have its slot."""
+        """Whether the connection has been idle long enough for another one to take its slot."""
         return now - self.played >= (IDLE_S if self.has_episode else NEW_S)
 
     def give_way(self) -> None:
-        """End its connection."""
+        """Close the slot's connection."""
         assert self._task is not None
         self.gave_way = True
         self._task.cancel()

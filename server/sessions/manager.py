@@ -1,8 +1,8 @@
-"""Sessions: live environments in front of a store of episode records.
+"""Session manager: live environments in memory over a store of episode records.
 
-The record is the truth and an environment is only its latest state. A step is first appended to the record, on the
-condition that nobody else has moved it, and then applied to the environment; so an environment can be dropped at any
-moment, and a process that finds itself behind reads the actions it missed and replays them. That one mechanism gives
+The store's record determines an episode; an environment is only its latest state. A step is first appended to the
+record, on the condition that no other request has changed it, and then applied to the environment. So an environment
+can be dropped at any time, and a process that is behind reads the actions that it missed and replays them. This gives
 eviction without loss, recovery after a crash, any number of processes, and retries that return the same answer.
 
 Everything here runs on one event loop. A session's requests take turns under its lock; different sessions never wait
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 THREAD_FROM_ACTIONS: Final = 300
 """Replays longer than this (a few milliseconds) run on a thread."""
 WITHOUT_ACTIONS: Final = 2**31 - 1
-"""First action to be read of a record whose start is enough."""
+"""Index of the first action to read when only a record's start is needed: larger than any."""
 MAX_ATTEMPTS: Final = 50
 MAINTENANCE_EVERY_S: Final = 10.0
 LOOK_AT_STORE_EVERY_S: Final = 1.0
@@ -70,7 +70,7 @@ class StepResult:
     env: EpisodeEnv = field(compare=False, repr=False)
 
     def info(self) -> dict[str, Any]:
-        """More about the step, for whoever asks at once: the environment's next step takes it away."""
+        """Details of the step; must be read before the environment takes its next step."""
         if len(self.env.actions) != self.number:
             raise RuntimeError(f"the info of step {self.number} is gone: {len(self.env.actions)} steps were played")
         return self.env.info()
@@ -106,13 +106,13 @@ class LiveSession:
 
     @property
     def in_use(self) -> bool:
-        """Whether a request has it or waits for it: it is not to be dropped then."""
+        """Whether a request uses it or waits for it, so that it must not be dropped."""
         return self.waiting > 0 or self.lock.locked()
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the process started."""
+    """Counts of events since the process started."""
 
     resets: int = 0
     steps: int = 0
@@ -125,7 +125,7 @@ class Counters:
 
 
 def new_session_id() -> str:
-    """128 random bits: whoever knows the id may play the session, so it cannot be guessed."""
+    """New random session id of 128 bits: knowing the id allows playing the session, so it must not be guessable."""
     return secrets.token_hex(16)
 
 
@@ -167,7 +167,7 @@ class SessionManager:
 
     @property
     def in_memory(self) -> Mapping[str, LiveSession]:
-        """Sessions whose environment is in memory, the one used last at the end."""
+        """Sessions whose environment is in memory, the most recently used last."""
         return MappingProxyType(self._live)
 
     @property
@@ -175,7 +175,7 @@ class SessionManager:
         """Steps of all environments in memory."""
         return self._steps_held
 
-    # ------------------------------------------------------------ what callers do
+    # ------------------------------------------------------------ public operations
 
     @_counting_store_errors
     async def reset(
@@ -193,7 +193,7 @@ class SessionManager:
 
         A ``session_id`` restarts that session; an unknown one is an UnknownSessionError unless ``create`` is set, and
         so is one of another family in any case.
-        Whatever is wrong with the other arguments is raised by the environment; an earlier episode then goes on.
+        The environment raises the errors of the other arguments; an earlier episode then continues.
         """
         if session_id is None or not await self._may_restart(session_id, family, create):
             await self._quota.take(caller)
@@ -224,10 +224,10 @@ class SessionManager:
         family: str | None = None,
         reset_id: str | None = None,
     ) -> StepResult | None:
-        """Take step ``number`` (counting from 1; None: the next one) where nothing has to be waited for.
+        """Take step ``number`` (counting from 1; None: the next one) if this needs no waiting.
 
-        None, with nothing changed, where something has to (another request, the store, a replay), and where the step
-        is not simply the next one: :meth:`step`, which tries this first, then waits for it, or says what is wrong.
+        Returns None, and changes nothing, if it has to wait (for another request, the store or a replay) or if the step
+        is not simply the next one; :meth:`step`, which tries this first, then waits for it or raises the error.
         """
         live = self._live.get(session_id)
         if live is None:
@@ -261,7 +261,7 @@ class SessionManager:
         result = self.try_step(session_id, action, number, family, reset_id)
         if result is not None:
             if self._touch_is_due(live):
-                # Nobody else's step may come before this one's info is asked for.
+                # With the lock, since another request's step would replace the info of this one.
                 async with live.lock:
                     await self._touch(live)
             return result
@@ -281,7 +281,7 @@ class SessionManager:
 
     @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> LiveSession:
-        """The session as it is now, whichever process stepped it last. Hold its ``lock`` while awaiting with it.
+        """The session in its current state, whichever process stepped it last. Hold its ``lock`` across awaits.
 
         Where ``family`` is given, a session of another family is an UnknownSessionError.
         """
@@ -306,7 +306,7 @@ class SessionManager:
         return session_id
 
     async def ping(self) -> None:
-        """Return if the store would take a write now and has the sessions in memory; raise StoreError otherwise."""
+        """Check that the store accepts writes and has the sessions in memory; raises StoreError otherwise."""
         await self.store.ping()
         if self._live and await self.store.reopened() != self._reopened:
             raise StoreError(
@@ -341,7 +341,7 @@ class SessionManager:
                     if await self.store.position(live.session_id) != (live.token, len(live.actions)):
                         await self._refresh(live)
                 except InferenceGymError as error:
-                    # Is it the store, or this session alone? The first raises here, and all is tried again.
+                    # If the store itself has failed, ping raises and all is tried again; else only this session failed.
                     await self.store.ping()
                     log.warning("session %s could not be stored again: %s", live.session_id[:8], error)
         self._reopened = reopened
@@ -437,7 +437,7 @@ class SessionManager:
         return live
 
     async def _refresh(self, live: LiveSession) -> None:
-        """Bring a live session to where its record is; needs the session's lock."""
+        """Bring a live session up to date with its record; needs the session's lock."""
         stored = await self.store.get(live.session_id, first=len(live.actions))
         if stored is None:
             # Forgotten while it was alive here (expired, made room, or the store was replaced). It is in use: it stays.
@@ -488,7 +488,7 @@ class SessionManager:
             live.last = last_result(live.env)
 
     async def _write_back(self, live: LiveSession) -> None:
-        """Store again what a store has lost of an episode (a Redis replica that took over may lack the last steps)."""
+        """Store the actions that the store has lost (a Redis replica that took over may lack the last steps)."""
         position = await self.store.position(live.session_id)
         if position is None or position[0] != live.token:
             return
@@ -516,7 +516,7 @@ class SessionManager:
         return self.families[record.family]
 
     async def _may_restart(self, session_id: str, family: str, create: bool) -> bool:
-        """Whether this session is there to be restarted; raises where it neither is nor may be made."""
+        """Whether the session exists, to be restarted; raises if it does not and must not be created."""
         if not _SESSION_ID.match(session_id):
             raise InvalidRequestError("session_id", session_id, "1 to 128 letters, digits, dots, colons, - or _")
         live = self._live.get(session_id)
@@ -532,7 +532,7 @@ class SessionManager:
             )
         return stored is not None
 
-    # ------------------------------------------------------------ what is in memory
+    # ------------------------------------------------------------ environments in memory
 
     def _keep(self, live: LiveSession) -> None:
         earlier = self._live.get(live.session_id)
@@ -584,7 +584,7 @@ def _replay_stored(family: Family, record: EpisodeRecord, session_id: str) -> Ep
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """A step that cannot be read is the store's fault, and not that of the caller whose own action is another."""
+    """Context that raises StoreError for a stored step that cannot be read: the caller's own action is not at fault."""
     try:
         yield
     except (InvalidActionError, DataFormatError) as error:

@@ -1,4 +1,4 @@
-"""Episodes in the memory of one process: for tests and throw-away servers."""
+"""Session store in the memory of one process, for tests and temporary servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Row:
 
 
 class MemoryStore:
-    """A dictionary in the order of resets; lost with the process."""
+    """Session store in a dictionary, ordered by reset; lost with the process."""
 
     name = "memory"
 
@@ -41,7 +41,7 @@ class MemoryStore:
         if session_id not in self._rows and len(self._rows) >= self._limit:
             await self.purge()
             if len(self._rows) >= self._limit:
-                raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+                raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
         self._rows.pop(session_id, None)
         row = _Row(secrets.token_hex(8), replace(record, actions=list(record.actions)), caller, time.monotonic())
         self._rows[session_id] = row

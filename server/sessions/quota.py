@@ -1,7 +1,7 @@
-"""How many unfinished episodes one client may leave in the store, so that none can fill it for all others.
+"""Quota of unfinished episodes per client in the store, so that no client can fill it.
 
-The store is asked when a client is first seen and then every few hundred resets, not every time; several processes
-count for themselves, so together they may let a client have a little more.
+The store is queried at a client's first reset and then every few hundred resets; several processes count separately, so
+that together they may exceed the limit a little.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from server.net.errors import RateLimitedError
 from server.sessions.store import SessionStore, client_of
 
 IDLE_S: Final = 600.0
-"""An unfinished episode that was not played for so long may make room for its client's next one."""
+"""Seconds without a step after which an unfinished episode may be removed for its client's next one."""
 REFUSE_FOR_S: Final = 1.0
 MAX_CLIENTS: Final = 10_000
 
 
 class UnfinishedQuota:
-    """Allows each client so many unfinished episodes, and as many more as it has idle ones to give up for them."""
+    """Limit of unfinished episodes per client; at the limit a client's idle episodes are removed for new ones."""
 
     def __init__(self, store: SessionStore, limit: int) -> None:
         self._store = store
@@ -29,7 +29,7 @@ class UnfinishedQuota:
         self._refused_until: dict[str, float] = {}
 
     async def take(self, caller: str) -> None:
-        """Use room for one more. Raises RateLimitedError when there is none and none can be made."""
+        """Count one more episode. Raises RateLimitedError if the client is at the limit and has no idle episode."""
         client = client_of(caller)
         if not client:
             return  # a session that no request asked for

@@ -1,8 +1,8 @@
-"""Episodes in Redis, shared by servers on several machines.
+"""Session store in Redis, shared by servers on several machines.
 
-Three keys per session: a hash with its start, a list with its actions, and an entry in the indexes by age. What must be
-one step is one Lua script, which Redis runs to its end before anything else. How much a restart of Redis loses is set
-there (``appendonly yes`` with ``appendfsync always`` or ``everysec``).
+Three keys per session: a hash with its start, a list with its actions, and an entry in the indexes by age. Operations
+that must be atomic are Lua scripts. How much a restart of Redis loses is set there (``appendonly yes`` with
+``appendfsync always`` or ``everysec``).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ return 1
 
 
 class RedisStore:
-    """A store on a Redis server (5 or newer; not on a Redis cluster)."""
+    """Session store on a Redis server (5 or newer; not on a Redis cluster)."""
 
     name = "redis"
 
@@ -164,7 +164,7 @@ class RedisStore:
             await self.purge()
             answer = await self._run(lambda: self._put(keys, args))
         if answer == b"full":
-            raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+            raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
         return token if answer == b"stored" else None
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:

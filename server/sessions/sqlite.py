@@ -1,4 +1,4 @@
-"""Episodes in one SQLite file, shared by all server processes of a machine.
+"""Session store in one SQLite file, shared by all server processes of a machine.
 
 Write-ahead log, one row per step. A step is one statement that commits by itself (about 12 µs): the row goes into the
 log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
@@ -79,7 +79,7 @@ PURGE_CHUNK: Final = 20
 
 
 class SqliteStore:
-    """The default store. Safe for any number of processes on one machine; not for network file systems."""
+    """Session store in a SQLite file, the default; safe for all processes of a machine, not on network file systems."""
 
     name = "sqlite"
 
@@ -147,7 +147,7 @@ class SqliteStore:
                     return None
                 known = _forget(connection, [session_id])
                 if not known and self._stored >= self._limit:
-                    raise CapacityError(f"the server keeps {self._limit:,} unfinished sessions, as many as it may")
+                    raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
                 row = (token, session_id, start_json, caller, now, now)
                 connection.execute(
                     "INSERT INTO sessions (token, id, start, caller, created, touched) VALUES (?, ?, ?, ?, ?, ?)", row
