@@ -1,4 +1,4 @@
-"""Everything an operator may set: one class, read from ``INFERENCEGYM_*`` environment variables, checked at start."""
+"""Settings of the server, read from ``INFERENCEGYM_*`` environment variables and checked at start."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ READ_ELSEWHERE: Final = frozenset(
         *("URL", "DEMO_STEPS", "DEMO_TASK"),
     )
 )
-"""Variables of this prefix that others read: the simulator's rooms, the language-model agent, the notebook."""
+"""Variables of this prefix that other packages read: the simulator, the language-model agent, the notebook."""
 
 HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
-"""A host as the Host header names it, without its port; ``*.`` before it stands for all names below it."""
+"""Pattern of a host name as in the Host header, without port; a leading ``*.`` allows all names below it."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Durability = Literal["full", "process", "none"]
@@ -126,7 +126,7 @@ class Settings(BaseSettings):
     )
 
     api_key: SecretStr | None = Field(
-        None, description="If set, every path but /health wants it as `Authorization: Bearer KEY` or `X-API-Key: KEY`."
+        None, description="If set, every path but /health requires it: `Authorization: Bearer KEY` or `X-API-Key: KEY`."
     )
     trusted_proxies: Annotated[tuple[Network, ...], NoDecode] = Field(
         (),
@@ -179,9 +179,7 @@ class Settings(BaseSettings):
         le=1_000_000_000,
         description="Episodes times their length over all batch sessions of a process; each takes 200 bytes of memory.",
     )
-    body_timeout_s: float = Field(
-        30.0, ge=0.1, le=3600, description="Longest wait for a request's head, and for its body."
-    )
+    body_timeout_s: float = Field(30.0, ge=0.1, le=3600, description="Longest wait for a request's body.")
     answer_timeout_s: float = Field(
         60.0, ge=0.1, le=3600, description="Longest time that a client may take to read an answer."
     )
@@ -338,7 +336,7 @@ def describe_settings() -> list[dict[str, str]]:
 
 
 def _check_room(settings: Settings) -> None:
-    """Raise InvalidConfigError where the largest body that is taken, or all that one client may hold, has no room."""
+    """Raise InvalidConfigError if the buffer limits are smaller than the largest body, or than one client's share."""
     per_client = settings.max_buffered_bytes_per_client
     bodies = ("max_body_bytes", "max_log_bytes", "max_trace_bytes", "max_batch_bytes")
     limits = [(name, "max_buffered_bytes_per_client", per_client) for name in bodies]
@@ -360,7 +358,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 
 def _made(name: str, directory: Path) -> Path:
-    """The directory of a setting. Raises InvalidConfigError where it cannot be made or written."""
+    """Make the directory of a setting if needed. Raises InvalidConfigError if it cannot be made or written."""
     try:
         return make_folder(directory)
     except DataFormatError as error:

@@ -1,7 +1,7 @@
-"""OpenEnv's clients of both environments, with reconnection: a dropped socket loses no step (extra ``openenv``).
+"""OpenEnv clients of both environments, with reconnection: a lost connection loses no step (extra ``openenv``).
 
 An episode belongs to a session on the server and not to the socket. After a loss these clients open another socket,
-resume the episode and send the unanswered step again under its number; the server plays it once.
+resume the episode and send the unanswered step again with its number; the server plays it once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inferencegym.client.openenv_types import (
 from inferencegym.models import ServeAction
 from inferencegym.traffic import TrafficAction, parse_action
 
-# After the types, which say what to install where OpenEnv is missing, and websockets with it.
+# Imported after the types, whose module says what to install if OpenEnv, and with it websockets, is missing.
 with without_gradio():
     from openenv.core import EnvClient
     from openenv.core.client_types import StepResult
@@ -34,8 +34,8 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     """Base of both clients: sessions, numbered steps, reconnection and the errors of local use.
 
     ``reset`` takes ``task_id``, ``seed``, ``config``, ``episode_id`` (a random one is made if it is left out),
-    ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (go on with ``episode_id``). Errors
-    are those of local use, from :mod:`inferencegym.errors`. All other arguments are those of OpenEnv's ``EnvClient``.
+    ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (continue ``episode_id``). Errors
+    are the same as in local use (:mod:`inferencegym.errors`). All other arguments are those of OpenEnv's ``EnvClient``.
     """
 
     reconnect_s: float = 60.0
@@ -161,12 +161,12 @@ class SyncEpisodeClient:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is OpenEnv's wrapper's and, through it, the client's."""
+        """Other attributes are those of OpenEnv's wrapper, which passes on to the client."""
         return getattr(self._plain, name)
 
 
 class InferenceGymEnv(EpisodeClient):
-    """The serving fleet over a WebSocket.
+    """OpenEnv client of the serving fleet.
 
     >>> async with InferenceGymEnv(base_url="http://localhost:7860") as env:  # doctest: +SKIP
     ...     result = await env.reset(task_id=1, seed=7)
@@ -190,7 +190,7 @@ class InferenceGymEnv(EpisodeClient):
 
 
 class TrafficControllerEnv(EpisodeClient):
-    """The traffic controller over a WebSocket: ``base_url`` is the server's address with ``/traffic`` at its end.
+    """OpenEnv client of the traffic controller; ``base_url`` is the server's address with ``/traffic`` at its end.
 
     An action may also be a :class:`~inferencegym.traffic.TrafficAction`, its name or a mapping.
     """

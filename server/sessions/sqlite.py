@@ -73,9 +73,9 @@ CHECKPOINT_EVERY_S: Final = 1.0
 REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
 LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
 LOOK_EVERY_S: Final = 1.0
-"""Time between two looks at whether the path still leads to the open file, where steps follow each other."""
+"""Seconds between checks whether the path still leads to the open file, while steps follow each other."""
 PURGE_CHUNK: Final = 20
-"""Sessions forgotten per transaction: about 4,000 rows, a few milliseconds."""
+"""Sessions deleted per transaction: about 4,000 rows, a few milliseconds."""
 
 
 class SqliteStore:
@@ -284,7 +284,7 @@ class SqliteStore:
         raise StoreError(f"the session store cannot be used now: {error}") from error
 
     def _set_aside(self, error: sqlite3.Error) -> None:
-        """Move a damaged file out of the way, so that the server goes on; what it held can be looked at by hand."""
+        """Rename a damaged file, so that the server can open a new one; the old one is kept for inspection."""
         try:
             with _file_lock(self.path, fcntl.LOCK_EX):
                 if not _is_damaged(self.path):
@@ -426,17 +426,17 @@ class _Checkpoints(threading.Thread):
 
     def run(self) -> None:
         while not self._stopped.wait(CHECKPOINT_EVERY_S):
-            # Whatever fails here (a lock, a full disk) is met and reported by the next request; the log only grows.
+            # After a failure here (a lock, a full disk) the log only grows; the next request meets and reports it.
             with contextlib.suppress(sqlite3.Error, OSError):
                 self._checkpoint()
 
     def _checkpoint(self) -> None:
         if not self._log.exists() or self._log.stat().st_size == 0:
             return
-        # Not made where there is none: its log may just be set aside.
+        # The file is not created if it is missing: another process may just be renaming it and its log.
         uri = self._path.absolute().as_uri() + "?mode=rw"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)) as connection:
-            # A passive checkpoint waits for nobody and moves what is there. What is written meanwhile keeps the log
+            # A passive checkpoint does not wait and moves what is there. What is written meanwhile keeps the log
             # from being used from its start again, which costs less than letting it grow; so the rest, which is little
             # now, is moved while writers wait for a moment.
             pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
