@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
 PATIENCE_S = 120
 """How long a test waits for a socket or a message: time enough on a machine that does much else."""
+PATIENT: Final = {"connect_timeout_s": PATIENCE_S, "message_timeout_s": PATIENCE_S}
+"""Arguments of OpenEnv's clients: their own 10 s for a handshake pass on a machine that does much else."""
 
 
 N_TEST_PROCESSES = 16

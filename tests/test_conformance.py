@@ -19,7 +19,7 @@ from inferencegym.client import InferenceGymEnv, InferenceGymHTTP, TrafficContro
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import ACTION_NAMES, list_traffic_tasks
-from tests.servers import RunningServer, running_server
+from tests.servers import PATIENT, RunningServer, running_server
 
 SEED = 20_26
 Played = list[tuple[dict[str, Any], float | None, bool]]
@@ -81,7 +81,11 @@ def over_http(server: RunningServer, prefix: str, task_id: int | str, actions: S
 
 
 def client_for(server: RunningServer, prefix: str) -> InferenceGymEnv | TrafficControllerEnv:
-    return TrafficControllerEnv(base_url=server.url + prefix) if prefix else InferenceGymEnv(base_url=server.url)
+    return (
+        TrafficControllerEnv(base_url=server.url + prefix, **PATIENT)
+        if prefix
+        else InferenceGymEnv(base_url=server.url, **PATIENT)
+    )
 
 
 def seen(result: Any) -> tuple[dict[str, Any], float | None, bool]:
@@ -138,7 +142,7 @@ def test_an_episode_over_a_websocket_is_graded_as_the_same_episode_over_http(ser
     actions = serving_actions(3)
 
     async def play() -> str | None:
-        async with InferenceGymEnv(base_url=server.url) as env:
+        async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
             await env.reset(task_id=3, seed=SEED, episode_id="graded-over-websocket")
             for action in actions:
                 await env.step(action)
@@ -160,7 +164,7 @@ def test_sixty_four_websocket_episodes_at_once_stay_apart(tmp_path: Path) -> Non
     actions = serving_actions(2)[:25]
 
     async def play(server: RunningServer, seed: int) -> list[tuple[dict[str, Any], float | None, bool]]:
-        async with InferenceGymEnv(base_url=server.url) as env:
+        async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
             played = [seen(await env.reset(task_id=2, seed=seed))]
             played += [seen(await env.step(action)) for action in actions]
             return played

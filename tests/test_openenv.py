@@ -45,7 +45,7 @@ from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
 from server.app import create_app
 from server.sessions.manager import SessionManager
 from server.settings import load_settings
-from tests.servers import ROOT, RunningServer, running_server
+from tests.servers import PATIENCE_S, PATIENT, ROOT, RunningServer, running_server
 
 with without_gradio():
     from openenv.core import GenericEnvClient
@@ -66,11 +66,11 @@ def talk(
     """Hold a conversation over one bare socket; every frame gets exactly one answer."""
 
     async def run() -> None:
-        async with connect(server.url.replace("http", "ws", 1) + path, proxy=None) as socket:
+        async with connect(server.url.replace("http", "ws", 1) + path, proxy=None, open_timeout=PATIENCE_S) as socket:
 
             async def ask(frame: Any) -> dict[str, Any]:
                 await socket.send(frame if isinstance(frame, (str, bytes)) else json.dumps(frame))
-                return dict(json.loads(await asyncio.wait_for(socket.recv(), 10)))
+                return dict(json.loads(await asyncio.wait_for(socket.recv(), PATIENCE_S)))
 
             await conversation(ask, socket)
 
@@ -280,7 +280,7 @@ def test_a_step_with_metadata_is_answered_as_one_without(server: RunningServer) 
     async def play(metadata: Callable[[int], dict[str, Any]], info: bool) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
 
-        async with connect(server.url.replace("http", "ws", 1) + "/ws", proxy=None) as socket:
+        async with connect(server.url.replace("http", "ws", 1) + "/ws", proxy=None, open_timeout=PATIENCE_S) as socket:
             await socket.send(json.dumps(reset(task_id=3, seed=9, info=info)))
             await socket.recv()
             for number in range(1, 30):
@@ -302,7 +302,7 @@ def test_two_connections_with_one_episode_id_do_not_mix_their_episodes(
     async def conversation(ask: Ask, _: ClientConnection) -> None:
         await ask(reset(task_id=1, seed=1, episode_id="shared"))
         await ask(step(batch_size=64))
-        async with GenericEnvClient(base_url=server.url) as other:
+        async with GenericEnvClient(base_url=server.url, **PATIENT) as other:
             await other.reset(**later, episode_id="shared")
             for number in (1, 2):
                 # With its own number, the earlier connection's step would fit after the other's first.
@@ -409,7 +409,7 @@ class Relay:
 
 def test_a_stock_client_that_lost_its_socket_is_told_how_to_go_on(server: RunningServer) -> None:
     async def run() -> None:
-        async with GenericEnvClient(base_url=server.url) as env:
+        async with GenericEnvClient(base_url=server.url, **PATIENT) as env:
             await env.reset(seed=4, episode_id="lost-and-found")
             await env.step({"batch_size": 64})
             await env.disconnect()
@@ -427,8 +427,8 @@ def test_our_client_goes_on_by_itself_when_its_socket_is_lost(server: RunningSer
         way = Relay(server)
         async with (
             way.listening() as url,
-            InferenceGymEnv(base_url=url) as env,
-            InferenceGymEnv(base_url=server.url) as undisturbed,
+            InferenceGymEnv(base_url=url, **PATIENT) as env,
+            InferenceGymEnv(base_url=server.url, **PATIENT) as undisturbed,
         ):
             await env.reset(seed=4, task_id=2)
             await undisturbed.reset(seed=4, task_id=2)
@@ -451,7 +451,7 @@ def test_our_client_goes_on_when_the_server_was_killed_and_started_again(tmp_pat
     with running_server(tmp_path) as server:
 
         async def run() -> None:
-            async with InferenceGymEnv(base_url=server.url) as env:
+            async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
                 await env.reset(seed=4, task_id=3)
                 await env.step({"batch_size": 100})
                 server.kill()
@@ -468,7 +468,7 @@ def test_an_episode_goes_on_in_whichever_worker_a_new_socket_reaches(tmp_path: P
         async def run() -> None:
             local = InferenceEnv(task_id=2, seed=4)
             local.reset()
-            async with InferenceGymEnv(base_url=server.url) as env:
+            async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
                 await env.reset(seed=4, task_id=2)
                 for number in range(1, 9):
                     _, reward, _, _ = local.step({"batch_size": 10 * number})
@@ -498,8 +498,8 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
         way = Relay(server)
         async with (
             way.listening() as url,
-            client(base_url=url + path) as env,
-            client(base_url=server.url + path) as undisturbed,
+            client(base_url=url + path, **PATIENT) as env,
+            client(base_url=server.url + path, **PATIENT) as undisturbed,
         ):
             await env.reset(seed=4)
             await undisturbed.reset(seed=4)
@@ -512,23 +512,23 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
 
 
 def with_sync(url: str) -> Iterator[Any]:
-    with InferenceGymEnv(base_url=url).sync() as env:
+    with InferenceGymEnv(base_url=url, **PATIENT).sync() as env:
         yield env
 
 
 def with_the_client_itself(url: str) -> Iterator[Any]:
-    with InferenceGymEnv(base_url=url) as env:
+    with InferenceGymEnv(base_url=url, **PATIENT) as env:
         yield env
 
 
 def without_with(url: str) -> Iterator[Any]:
-    env = InferenceGymEnv(base_url=url)
+    env = InferenceGymEnv(base_url=url, **PATIENT)
     yield env
     env.close()
 
 
 def after_an_asynchronous_start(url: str) -> Iterator[Any]:
-    env = InferenceGymEnv(base_url=url)
+    env = InferenceGymEnv(base_url=url, **PATIENT)
     asyncio.run(reset_and_leave(env))
     yield env
     env.close()
@@ -540,7 +540,7 @@ async def reset_and_leave(env: InferenceGymEnv) -> None:
 
 
 def second_session(url: str) -> Iterator[Any]:
-    with InferenceGymEnv(base_url=url).sync() as first:
+    with InferenceGymEnv(base_url=url, **PATIENT).sync() as first:
         yield first.new_session()
 
 
@@ -655,7 +655,7 @@ def test_a_client_of_a_container_is_awaited_or_synchronous_and_stops_it(server: 
 def test_synchronous_calls_have_the_errors_of_local_use(
     server: RunningServer, face: Callable[[InferenceGymEnv], Any]
 ) -> None:
-    env = face(InferenceGymEnv(base_url=server.url))
+    env = face(InferenceGymEnv(base_url=server.url, **PATIENT))
     with pytest.raises(NotResetError):
         env.step({})
     with pytest.raises(UnknownTaskError):
@@ -666,28 +666,28 @@ def test_synchronous_calls_have_the_errors_of_local_use(
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(ServerUnavailableError, match="is a server there"):
-        face(InferenceGymEnv(base_url=nobody)).reset()
+        face(InferenceGymEnv(base_url=nobody, **PATIENT)).reset()
 
 
 def test_a_server_that_is_not_there_is_reported_at_once_and_a_lost_one_after_a_while(tmp_path: Path) -> None:
     with running_server(tmp_path, store_url="memory://") as server:
 
         async def run() -> None:
-            async with InferenceGymEnv(base_url=server.url) as env:
+            async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
                 await env.reset(episode_id="kept")
                 server.kill()
                 env.reconnect_s = 0.2
                 with pytest.raises(ServerUnavailableError, match=r"reset\(episode_id='kept', resume=True\)"):
                     await env.step({})
             with pytest.raises(ServerUnavailableError, match="is a server there"):
-                await InferenceGymEnv(base_url=server.url).reset()
+                await InferenceGymEnv(base_url=server.url, **PATIENT).reset()
 
         asyncio.run(run())
 
 
 def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningServer) -> None:
     async def run() -> None:
-        async with InferenceGymEnv(base_url=server.url) as env:
+        async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
             with pytest.raises(NotResetError):
                 await env.step({"batch_size": 64})
             with pytest.raises(InvalidActionError, match="batch_size"):
@@ -715,7 +715,7 @@ def test_a_client_outwaits_the_slot_of_its_own_lost_socket(
     way = Relay(one_slot, noticed_at=4)
 
     async def run() -> None:
-        async with way.listening() as url, InferenceGymEnv(base_url=url) as env:
+        async with way.listening() as url, InferenceGymEnv(base_url=url, **PATIENT) as env:
             await reset_when_there_is_room(env, seed=4)
             await env.step({"batch_size": 64})
             way.lose_the_first()
@@ -736,10 +736,10 @@ def test_a_server_that_stays_full_is_given_up_after_a_while_and_the_episode_name
     way = Relay(one_slot)
 
     async def run() -> None:
-        async with way.listening() as url, InferenceGymEnv(base_url=url) as env:
+        async with way.listening() as url, InferenceGymEnv(base_url=url, **PATIENT) as env:
             await reset_when_there_is_room(env, episode_id="kept")
             way.lose_the_first()
-            env.reconnect_s = 0.3
+            env.reconnect_s = 5.0
             with pytest.raises(CapacityError, match=r"MAX_CONCURRENT_ENVS.*reset\(episode_id='kept', resume=True\)"):
                 await env.step({})
 
@@ -748,7 +748,10 @@ def test_a_server_that_stays_full_is_given_up_after_a_while_and_the_episode_name
 
 def test_a_client_that_has_left_is_refused_by_a_full_server_at_once(one_slot: RunningServer) -> None:
     async def run() -> None:
-        async with InferenceGymEnv(base_url=one_slot.url) as left, InferenceGymEnv(base_url=one_slot.url) as other:
+        async with (
+            InferenceGymEnv(base_url=one_slot.url, **PATIENT) as left,
+            InferenceGymEnv(base_url=one_slot.url, **PATIENT) as other,
+        ):
             await reset_when_there_is_room(left)
             await left.disconnect()
             await reset_when_there_is_room(other)
@@ -770,7 +773,7 @@ def test_every_refusal_of_a_full_server_is_a_capacity_error_however_late_it_clos
 
     async def run() -> None:
         async with serve(refuse, "127.0.0.1", 0) as listener:
-            env = InferenceGymEnv(base_url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            env = InferenceGymEnv(base_url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", **PATIENT)
             for attempt in range(1, 4):
                 with pytest.raises(CapacityError):
                     await env.reset()
@@ -780,13 +783,13 @@ def test_every_refusal_of_a_full_server_is_a_capacity_error_however_late_it_clos
 
 
 async def reset_when_there_is_room(env: InferenceGymEnv, **arguments: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             await env.reset(**arguments)
             return
         except CapacityError:
-            assert time.monotonic() < deadline, "nobody who left made room in 30 s"
+            assert time.monotonic() < deadline, "nobody who left made room"
             await asyncio.sleep(0.02)
 
 
@@ -795,11 +798,11 @@ def test_a_full_server_refuses_and_has_room_again_when_a_client_is_lost(tmp_path
 
         async def run() -> None:
             way = Relay(server)
-            async with way.listening() as url, InferenceGymEnv(base_url=server.url) as first:
+            async with way.listening() as url, InferenceGymEnv(base_url=server.url, **PATIENT) as first:
                 await first.reset()
-                async with InferenceGymEnv(base_url=url) as second:
+                async with InferenceGymEnv(base_url=url, **PATIENT) as second:
                     await second.reset()
-                    third = InferenceGymEnv(base_url=server.url)
+                    third = InferenceGymEnv(base_url=server.url, **PATIENT)
                     with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
                         await third.reset()
                     way.abort()
@@ -912,7 +915,7 @@ def test_the_traffic_environment_can_stand_at_the_root(tmp_path: Path) -> None:
                 (server.url + "/traffic", TrafficControllerEnv, "allow_all"),
                 (server.url + "/serving", InferenceGymEnv, {"batch_size": 64}),
             ):
-                async with client(base_url=base) as env:
+                async with client(base_url=base, **PATIENT) as env:
                     await env.reset(seed=1)
                     await env.step(action)
                     assert (await env.state()).step_count == 1

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from inferencegym.client import InferenceGymEnv
 from inferencegym.error_text import read_error
 from inferencegym.errors import CapacityError
-from tests.servers import PATIENCE_S, RunningServer, running_server
+from tests.servers import PATIENCE_S, PATIENT, RunningServer, running_server
 
 NOBODY_GIVES_WAY = "import server.net.slots as s; s.NEW_S = s.IDLE_S = 1e9"
 ANYBODY_GIVES_WAY = "import server.net.slots as s; s.NEW_S = s.IDLE_S = 0.0"
@@ -56,7 +56,7 @@ async def refusal(socket: ClientConnection) -> dict[str, Any] | None:
 
 
 def env_at(server: RunningServer) -> InferenceGymEnv:
-    return InferenceGymEnv(base_url=server.url, connect_timeout_s=PATIENCE_S, message_timeout_s=PATIENCE_S)
+    return InferenceGymEnv(base_url=server.url, **PATIENT)
 
 
 @pytest.mark.parametrize("address", ["192.0.2.9", NETWORK_OF_ONE], ids=["ipv4", "ipv6"])

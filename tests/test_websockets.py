@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
-from tests.servers import RunningServer, running_server
+from tests.servers import PATIENCE_S, RunningServer, running_server
 
 HEAD = "GET {path} HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
 KEY = f"Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}\r\nSec-WebSocket-Version: 13\r\n"
@@ -42,7 +42,7 @@ ODD_UPGRADES = {
 
 
 def dial(server: RunningServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -62,7 +62,7 @@ def test_odd_upgrade_requests_are_answered_and_do_not_keep_the_server_from_endin
 def test_the_server_ends_in_order_with_idle_and_busy_sockets_open(tmp_path: Path, workers: str) -> None:
     async def play(url: str, playing: asyncio.Event) -> int | None:
         """Step without a pause until the server closes the socket; the code that it closes it with."""
-        async with connect(url, proxy=None) as peer:
+        async with connect(url, proxy=None, open_timeout=PATIENCE_S) as peer:
             try:
                 while True:
                     await peer.send('{"type": "reset"}')
@@ -75,7 +75,7 @@ def test_the_server_ends_in_order_with_idle_and_busy_sockets_open(tmp_path: Path
                 return closed.rcvd.code if closed.rcvd else None
 
     async def wait(url: str, frames: Sequence[str]) -> int | None:
-        async with connect(url, proxy=None) as peer:
+        async with connect(url, proxy=None, open_timeout=PATIENCE_S) as peer:
             for frame in frames:
                 await peer.send(frame)
                 await peer.recv()
