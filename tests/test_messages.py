@@ -108,6 +108,23 @@ def test_numbers_without_a_fraction_are_integers() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
+        ({"type": "number"}, "a number"),
+        ({"type": "integer", "minimum": 1, "exclusiveMaximum": 10}, "an integer from 1 to 9"),
+        ({"type": "integer", "minimum": 1, "maximum": 10}, "an integer from 1 to 10"),
+        ({"type": "number", "minimum": 1, "maximum": 10}, "a number from 1 to 10"),
+        ({"type": "number", "minimum": 1}, "a number of at least 1"),
+        ({"type": "number", "maximum": 10}, "a number of at most 10"),
+        ({"type": "number", "exclusiveMinimum": 0}, "a number above 0"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 10}, "a number above 0, at most 10"),
+    ],
+)
+def test_a_number_is_told_by_its_range(schema: dict[str, Any], said: str) -> None:
+    assert words(schema, {}) == said
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
         ({"type": "array"}, "an array"),
         ({"type": "array", "minItems": 1, "items": {"type": "string"}}, "an array of at least 1, each a text"),
         ({"type": "array", "maxItems": 4}, "an array of at most 4"),

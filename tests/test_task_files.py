@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from inferencegym.task_files import FourTerm, Knob, LatencyMemory, Throughput
 from inferencegym.tasks import (
     DATA_DIR,
     TASKS_ENV,
+    Burst,
     Calibration,
     TaskSpec,
     get_calibration,
@@ -112,6 +114,30 @@ def test_constants_measured_beside_a_file_come_before_those_of_its_entries(
     measured = {"floor_tps": 10, "optimal_tps": 20, "max_throughput_tps": 30, "price": 0.5}
     (tmp_path / "mine.calibration.json").write_text(json.dumps({"tasks": {"mine": measured}}), encoding="utf-8")
     assert get_calibration("mine") == Calibration(10, 20, 30, 0.5)
+
+
+def test_a_task_without_constants_and_an_unknown_one_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TASKS_ENV, str(write(tmp_path, {"mine": entry()})))
+    for task_id in ("mine", "nobodys"):
+        with pytest.raises(InvalidConfigError):
+            get_calibration(task_id)
+
+
+def test_floods_come_in_turn_or_often_as_their_keys_say(tmp_path: Path) -> None:
+    # 30 s at 6/s, then 30 s at 20/s, and so on: a flood every 60 s, the first from second 30.
+    in_turn = load(tmp_path, **IN_TURN).burst
+    assert in_turn == Burst(rate_rps=20, interval_steps=60, duration_steps=30, offset_steps=30)
+    # Four times 6/s for 10 s in every 40 s.
+    often = load(tmp_path, **OFTEN, burst_offset_steps=5).burst
+    assert often == Burst(rate_rps=24, interval_steps=40, duration_steps=10, offset_steps=5)
+    assert load(tmp_path, **OFTEN, burst_enabled=False).burst is None
+
+
+def test_outputs_are_lognormal_with_the_mean_and_the_variation_of_the_entry(tmp_path: Path) -> None:
+    # With cv = 1, sigma^2 = ln 2, and the median is the mean over the square root of 2.
+    dist = load(tmp_path, output_mean_tokens=180, output_cv=1).classes[0].output
+    assert dist.sigma == pytest.approx(math.sqrt(math.log(2)))
+    assert math.exp(dist.mu) == pytest.approx(180 / math.sqrt(2))
 
 
 # ---------------------------------------------------------------- mistakes
