@@ -196,6 +196,17 @@ def test_a_body_over_the_limit_is_413_declared_or_not(client: TestClient) -> Non
     assert client.post("/grader", content=b"x" * 70000, headers=JSON).status_code == 413
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_as_long_as_the_limit_is_taken_and_one_byte_more_is_not(declared: bool) -> None:
+    most = dict.fromkeys(("max_log_bytes", "max_trace_bytes", "max_batch_bytes"), 65536)
+    with client_of(max_body_bytes=4096, **most) as client:
+        for path, body, limit in (("/reset", b"{}", 4096), ("/grader", b'{"task_id": 1, "episode_log": []}', 65536)):
+            for length, status in ((limit, 200), (limit + 1, 413)):
+                whole = body.ljust(length)
+                content = whole if declared else iter([whole[:1000], whole[1000:]])
+                assert client.post(path, content=content, headers=JSON).status_code == status
+
+
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "image/png", "json", ""])
 def test_a_body_declared_as_anything_but_json_is_415(client: TestClient, media_type: str) -> None:
     answer = client.post("/reset", content=b"{}", headers={"content-type": media_type})

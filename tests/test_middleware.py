@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server.net.limits import Callers
+from server.net import limits
+from server.net.errors import RateLimitedError
+from server.net.limits import Callers, RateLimit
 from server.settings import Settings
 
 
@@ -52,3 +55,27 @@ def test_an_ipv4_caller_has_one_address_whichever_socket_it_comes_through(truste
 def test_a_peer_that_is_not_an_ip_address_is_kept_and_not_trusted() -> None:
     assert address("testclient", "9.9.9.9") == "testclient"
     assert address("10.1.2.3", "9.9.9.9, a:b") == "10.1.2.3"
+
+
+def test_a_rate_limit_gives_a_minutes_worth_at_once_and_no_more_after_any_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    limit = RateLimit(30)  # one every two seconds
+
+    def takes(count: int, client: str = "a") -> None:
+        """So many requests in a row are taken, and one more is not."""
+        for _ in range(count):
+            limit.take(client)
+        with pytest.raises(RateLimitedError) as refused:
+            limit.take(client)
+        assert 0.0 < refused.value.retry_after_s <= 2.0
+
+    takes(30)
+    takes(0)
+    takes(30, "b")  # another client has its own allowance
+    now[0] += 4.5
+    takes(2)
+    now[0] += 86_400.0
+    takes(30)  # a client that was away has saved up nothing beyond its minute
