@@ -222,6 +222,15 @@ def test_wrong_json_actions_are_refused_with_their_position(server: RunningServe
     server.post("/close/batch", {"session_id": session_id})
 
 
+def test_the_largest_first_seed_and_the_most_episodes_are_taken_and_one_more_is_refused(server: RunningServer) -> None:
+    # docs/server.md: up to 4,096 episodes; seeds are below 2^63, and the first one leaves room for those of all rows.
+    for field, most in (("seed", 2**62 - 1), ("n", 4096)):
+        begun = server.post("/reset/batch", {"n": 1, "config": {"episode_length": 1}, field: most})
+        server.post("/close/batch", {"session_id": begun["session_id"]})
+        answer = server.client.post("/reset/batch", json={"n": 1, field: most + 1})
+        assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
+
+
 @pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
 def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
     """In an array of texts each is as long as the longest: these would take 1 GB and more."""

@@ -172,6 +172,23 @@ asyncio.run(main())
     assert int(run.stdout.split(":")[1]) > 0
 
 
+def test_what_has_expired_counts_towards_the_room_that_is_made(tmp_path: Path) -> None:
+    """Of 5 expired sessions and 20 finished ones, a limit of 11 leaves the 10 youngest, and a place for the next."""
+
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as filling:
+            for n in range(25):
+                await filling.touch(f"s{n}", await filling.put(f"s{n}", START, "me"), True)
+            with closing(sqlite3.connect(file_of(tmp_path))) as file, file:
+                file.execute("UPDATE sessions SET touched = 1 WHERE id IN ('s0', 's1', 's2', 's3', 's4')")
+        async with sqlite_store(file_of(tmp_path), max_sessions=11) as store:
+            assert await store.purge() == 15
+            left = [n for n in range(25) if await store.position(f"s{n}") is not None]
+            assert left == list(range(15, 25))
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("damage", ["overwritten", "truncated", "not a database"])
 def test_a_damaged_database_is_set_aside_and_live_sessions_are_stored_again(tmp_path: Path, damage: str) -> None:
     path = file_of(tmp_path)
