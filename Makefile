@@ -28,11 +28,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --require-hashes
 
-.PHONY: help serve install dev rl peers test test-fast soak check lint types tidy documents format bench openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers test test-fast soak check lint types tidy documents format bench mutants openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | soak | openenv | gymnasium | sbom | audit | pins | build | clean'
+	@echo '  make check | format | bench | mutants | soak | openenv | gymnasium | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -94,6 +94,11 @@ serve: $(STAMPS)/package
 # What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
 	@set -e; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$benchmark"; $(PYTHON) "$$benchmark"; done
+
+# Faults put into a random sample of lines, and how many the quick tests notice: MUTANTS='--area grader', '--again', ...
+mutants: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
+	$(PYTHON) scripts/mutants.py $(MUTANTS)
+	$(PYTHON) scripts/render_docs.py
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 

@@ -260,6 +260,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ray": written("ray"),
     "performance": written("performance"),
     "openenv-speed": written("openenv"),
+    "mutants": written("mutants"),
 }
 
 
