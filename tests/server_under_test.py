@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.reference import Episode, Kind
-from tests.servers import RunningServer, running_server
+from tests.servers import START_TIMEOUT_S, RunningServer, running_server
 
 LIVE: Final = 2
 BATCHES: Final = 3
@@ -91,8 +92,21 @@ class Subject:
     def restart(self, end: Callable[[], None]) -> None:
         end()
         self.tally = Tally()
+        before = self.started()
         self.server.start()
+        self.wait_for_all_workers(before)
         self.totals["restarts"] += 1
+
+    def wait_for_all_workers(self, before: int = 0) -> None:
+        """One worker answers before the others are there, and one that then does not find its store ends them all."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.started() < before + self.workers:
+            assert time.monotonic() < deadline, "a worker did not start"
+            time.sleep(0.05)
+
+    def started(self) -> int:
+        """Worker processes that ever came up."""
+        return self.server.log.read_text(errors="replace").count("Application startup complete")
 
 
 @contextlib.contextmanager
@@ -106,6 +120,7 @@ def subject(directory: Path, workers: int = 1, redis: RedisServer | None = None)
     with running_server(directory, **named) as server:
         under_test = Subject(server, workers, redis)
         try:
+            under_test.wait_for_all_workers()
             yield under_test
         finally:
             under_test.close()
