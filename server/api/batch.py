@@ -52,7 +52,17 @@ from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
 from server.context import Context, Mount
 from server.net.buffers import reserve_answer
 from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
-from server.net.json_io import SESSION_KEY, JsonRoute, parse_object, read_body, read_object, reply
+from server.net.json_io import (
+    LARGE_JSON_BYTES,
+    MAX_VALUES,
+    SESSION_KEY,
+    JsonRoute,
+    on_json_thread,
+    parse_object,
+    read_body,
+    read_object,
+    reply,
+)
 from server.net.problems import documented
 from server.schemas import (
     DEFAULT_SEED,
@@ -79,8 +89,6 @@ MAX_STEPS: Final = 262_144
 MAX_JSON_STEPS: Final = 16_384
 """The same as JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
 MAX_JSON_STEP_BYTES: Final = 400
-LARGE_JSON_BYTES: Final = 65_536
-"""Longer bodies are parsed on a thread."""
 IDLE_S: Final = 600.0
 """Seconds without a step after which a session is closed when room is needed for a new one."""
 MAX_WAITING: Final = 4
@@ -88,6 +96,9 @@ MAX_WAITING: Final = 4
 INLINE_STEPS: Final = 256
 """Requests with fewer steps than this (a fraction of a millisecond) are played on the event loop."""
 ACTIONS: Final = tuple(ACTION_FIELDS)
+MAX_RESET_VALUES: Final = MAX_ROWS + MAX_VALUES
+MAX_STEP_VALUES: Final = MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES
+"""Most values of a JSON body: the numbers of an action, its own array and, with one episode, that of the step."""
 
 
 class InvalidBatchError(InferenceGymError, ValueError):
@@ -275,7 +286,7 @@ class BatchResetRequest(Message):
         Annotated[int, Field(ge=0, lt=MAX_FIRST_SEED + 1), WHOLE] | None,
         Field(description="rows play seed, seed + 1, ..."),
     ] = None
-    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_ROWS), _SEEDS] | None = None
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True), _SEEDS] | None = None
     config: dict[str, Any] | None = None
     autoreset: Annotated[
         bool,
@@ -373,8 +384,8 @@ class BatchRoutes:
         ]
 
     async def reset(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        wanted = read_request(BatchResetRequest, body)
+        most_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
+        wanted = read_request(BatchResetRequest, await read_object(request, most_bytes, timeout_s, MAX_RESET_VALUES))
         seeds = wanted.all_seeds()
         task = get_task(self._family.default_task if wanted.task_id is None else wanted.task_id)
         config = task.config(wanted.config)
@@ -403,8 +414,9 @@ class BatchRoutes:
 
     async def step(self, request: Request) -> Response:
         media_type = MEDIA_TYPE.encode()
-        body = await read_body(request, self._settings.max_batch_bytes, self._settings.body_timeout_s, also=media_type)
         binary = (b"content-type", media_type) in request.scope["headers"]
+        most_bytes, most_values = self._settings.max_batch_bytes, None if binary else MAX_STEP_VALUES
+        body = await read_body(request, most_bytes, self._settings.body_timeout_s, most_values, also=media_type)
 
         def find(session_id: str) -> BatchSession:
             request.scope[SESSION_KEY] = session_id
@@ -413,7 +425,7 @@ class BatchRoutes:
         if binary:
             session, steps = _binary_steps(body, find)
         elif len(body) > LARGE_JSON_BYTES:
-            session, steps = await asyncio.to_thread(_json_steps, body, find)
+            session, steps = await on_json_thread(_json_steps, body, find)
         else:
             session, steps = _json_steps(body, find)
 

@@ -21,17 +21,20 @@ from inferencegym import __version__
 from inferencegym.errors import StoreError, short_repr
 from inferencegym.families import SERVING
 from inferencegym.messages import plain_schema
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from inferencegym.tasks import TaskId
 from server import schemas
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, SessionConflictError
-from server.net.json_io import SESSION_KEY, JsonReply, JsonRoute, read_object, reply, to_json
+from server.net.json_io import MAX_VALUES, SESSION_KEY, JsonReply, JsonRoute, read_object, reply, to_json
 from server.net.problems import documented
 from server.schemas import GradeRequest, ResetRequest, StepRequest, read_request
 from server.sessions.manager import LiveSession, StepResult
 
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
+MAX_LOG_VALUES: Final = 64 * MAX_EPISODE_LENGTH + MAX_VALUES
+"""Most values of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -164,7 +167,8 @@ class EpisodeRoutes:
     # ------------------------------------------------------------ grading
 
     async def grade(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_log_bytes, self._settings.body_timeout_s)
+        most_bytes, timeout_s = self._settings.max_log_bytes, self._settings.body_timeout_s
+        body = await read_object(request, most_bytes, timeout_s, MAX_LOG_VALUES)
         wanted = read_request(GradeRequest, body)
         wanted.check()
         if wanted.session_id is not None:

@@ -32,6 +32,9 @@ from server.schemas import Schema, TaskName, nullable, read_request, task_id_sch
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
 STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive"})
 """Found for one task each, so that the request must say which; the others need nothing but the log."""
+MAX_LOG_BRACKETS: Final = 200_000
+"""Arrays and objects of a log, at most: Python's parser holds up all other requests while it reads them. A log of 4 MB
+with two in each request has at most some 90,000."""
 MAX_REPLICAS: Final = 64
 MAX_SLO_MS: Final = 600_000.0
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
@@ -114,6 +117,8 @@ class ShadowRoutes:
     async def shadow(self, request: Request) -> Response:
         body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s)
         wanted = read_request(ShadowRequest, body)
+        if wanted.log.count("[") + wanted.log.count("{") > MAX_LOG_BRACKETS:
+            raise InvalidRequestError("log", wanted.log, f"text with at most {MAX_LOG_BRACKETS:,} brackets [ and {{")
         async with self._one:
             answer = await asyncio.to_thread(compressed, lambda: shadow_answer(self._family, wanted))
         return gzipped(request, answer)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import orjson
 from fastapi.routing import APIRoute
@@ -21,6 +24,16 @@ REQUEST_ID_KEY: Final = "inferencegym.request_id"
 SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope under which an endpoint leaves the session id for the log."""
 
+MAX_VALUES: Final = 2_000
+"""Most values (objects and arrays included) of a JSON text, where its path does not say otherwise: several times what
+any request needs but a log or a batch. It bounds how long reading and checking a text can take."""
+LARGE_JSON_BYTES: Final = 65_536
+"""Longer texts are read on a thread, and counted in pieces of this size."""
+_ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")
+"""Reads long texts: orjson holds the interpreter for the milliseconds that one takes, so none may follow another."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 RawHeaders = Sequence[tuple[bytes, bytes]]
 _JSON_HEADERS: Final = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
 
@@ -93,28 +106,36 @@ class JsonRoute(APIRoute):
         return self.endpoint
 
 
-async def read_object(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
+async def read_object(request: Request, limit: int, timeout_s: float, most_values: int = MAX_VALUES) -> dict[str, Any]:
     """The request's body as a JSON object; an absent body is an empty object.
 
-    Refuses other media types (415), more than ``limit`` bytes (413), bodies that take longer than ``timeout_s`` (408)
-    and anything but one strict JSON object (422).
+    Refuses other media types (415), more than ``limit`` bytes or ``most_values`` values (413), bodies that take longer
+    than ``timeout_s`` (408) and anything but one strict JSON object (422).
     """
-    body = await read_body(request, limit, timeout_s)
+    body = await read_body(request, limit, timeout_s, most_values)
+    if len(body) > LARGE_JSON_BYTES:
+        return await on_json_thread(parse_object, body)
     return parse_object(body) if body else {}
 
 
-async def read_body(request: Request, limit: int, timeout_s: float, also: bytes | None = None) -> bytes:
-    """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`."""
+async def read_body(
+    request: Request, limit: int, timeout_s: float, most_values: int | None, also: bytes | None = None
+) -> bytes:
+    """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`.
+
+    Values are not counted where ``most_values`` is None.
+    """
     _check_head(request.scope, limit, also)
-    return await _in_time(request, limit, timeout_s)
-
-
-async def _in_time(request: Request, limit: int, timeout_s: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
-            return await _receive_all(request, limit)
+            return await _receive_all(request, limit, most_values)
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
+
+
+async def on_json_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``work`` returns for a long text, done on the one thread for these while the loop serves others."""
+    return await asyncio.get_running_loop().run_in_executor(_ONE_AT_A_TIME, partial(work, *args, **kwargs))
 
 
 def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
@@ -125,53 +146,120 @@ def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
             _check_media_type(value)
 
 
-async def _receive_all(request: Request, limit: int) -> bytes:
-    message = await request.receive()
-    body: bytes = message.get("body", b"")
-    if message.get("more_body", False):
-        chunks, size = [body], len(body)
-        while message.get("more_body", False) and size <= limit:
-            message = await request.receive()
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-        body = b"".join(chunks)
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
-    if len(body) > limit:
-        raise _too_large(limit)
-    return body
+async def _receive_all(request: Request, limit: int, most_values: int | None) -> bytes:
+    pieces, size, count, more = list[bytes](), 0, ValueCount(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        pieces.append(piece)
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        # Counted as it arrives, so that what is refused is refused before the rest was sent. A whole body that has
+        # fewer bytes needs no counting.
+        if most_values is not None and (more or size > most_values):
+            count.add(piece)
+            count.must_not_exceed(most_values, "body")
+    return b"".join(pieces)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class ValueCount:
+    """Counts the values and keys of a JSON text that comes in pieces, before anything is made of it.
+
+    An empty array or object counts twice. What is no JSON is counted rightly up to the place where it ceases to be.
+    64 KB take a millisecond or two at most: all of it is searching and cutting of bytes.
+    """
+
+    def __init__(self) -> None:
+        self.values = 1
+        self.keys = 0
+        self._in_string = False
+        self._backslash = b""
+
+    def add(self, piece: bytes) -> None:
+        """Count what comes next."""
+        for at in range(0, len(piece), LARGE_JSON_BYTES):
+            self._add(piece[at : at + LARGE_JSON_BYTES])
+
+    def _add(self, piece: bytes) -> None:
+        # Without pairs of backslashes, one that is left escapes what follows it; the piece's last waits for the next.
+        text = (self._backslash + piece).replace(b"\\\\", b"")
+        self._backslash = text[-1:] if text.endswith(b"\\") else b""
+        parts = text.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        # A value begins at each of these, but for the first one in an array or object, which begins with its bracket.
+        self.values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        self.keys += outside.count(b":")
+
+    def must_not_exceed(self, most: int, name: str) -> None:
+        """Raise BodyTooLargeError if the text, which is called ``name``, holds too many values."""
+        if self.values > most:
+            raise BodyTooLargeError(f"the {name} holds more than {most:,} values, arrays and objects included")
+
+
+def count_values(text: bytes) -> ValueCount:
+    """Values and keys of a whole JSON text."""
+    count = ValueCount()
+    count.add(text)
+    return count
 
 
 def parse_object(body: bytes, name: str = "body") -> dict[str, Any]:
     """Strict JSON object: UTF-8, no NaN or Infinity, no repeated keys, at most 64 levels deep.
 
-    Raises InvalidJsonError, which calls the text by ``name``.
+    Raises InvalidJsonError, which calls the text by ``name``. Nothing here bounds the number of values.
     """
     try:
-        value = orjson.loads(body)
+        value = _loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidJsonError(f"the {name} is not strict JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidJsonError(f"the {name} must be a JSON object, not {_json_type(value)}")
     # Each key needs one colon: if there are no more colons than keys that arrived, no key was overwritten.
-    if body.count(b":") != _count_keys(value, name):
-        try:
-            parse_json(body, InvalidJsonError)
-        except InvalidJsonError as error:
-            raise InvalidJsonError(f"the {name} is not strict JSON: {error}") from error
+    keys = _count_keys(value, name)
+    if body.count(b":") != keys and count_values(body).keys != keys:
+        raise _repeated_key(body, name)
     return value
 
 
-def _count_keys(value: Any, name: str, depth: int = 0) -> int:
-    if depth > MAX_DEPTH:
+def _loads(body: bytes) -> Any:
+    if len(body) <= LARGE_JSON_BYTES:
+        return orjson.loads(body)
+    # The collector would go through all that was read so far again and again, which takes three times as long as
+    # reading. It pauses for as long as orjson holds the interpreter, so nobody else is without it.
+    gc.disable()
+    try:
+        return orjson.loads(body)
+    finally:
+        gc.enable()
+
+
+def _repeated_key(body: bytes, name: str) -> InvalidJsonError:
+    # The parser that can name the key takes seconds for a long text.
+    if len(body) <= LARGE_JSON_BYTES:
+        try:
+            parse_json(body, InvalidJsonError)
+        except InvalidJsonError as error:
+            return InvalidJsonError(f"the {name} is not strict JSON: {error}")
+    return InvalidJsonError(f"the {name} is not strict JSON: a key is repeated in one object")
+
+
+def _count_keys(value: Any, name: str, level: int = 1) -> int:
+    if level > MAX_DEPTH:
         raise InvalidJsonError(f"the {name} is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         total = len(value)
         for item in value.values():
             if isinstance(item, (dict, list)):
-                total += _count_keys(item, name, depth + 1)
+                total += _count_keys(item, name, level + 1)
         return total
-    return sum(_count_keys(item, name, depth + 1) for item in value if isinstance(item, (dict, list)))
+    return sum(_count_keys(item, name, level + 1) for item in value if isinstance(item, (dict, list)))
 
 
 def _check_length(value: bytes, limit: int) -> None:
