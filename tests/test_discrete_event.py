@@ -134,6 +134,18 @@ def test_a_prefill_gpu_of_its_own_leaves_decoding_undisturbed() -> None:
     assert apart.tpot_ms()[0] < 0.75 * together.tpot_ms()[0]
 
 
+def test_no_pool_however_tight_holds_more_tokens_than_it_has_room_for() -> None:
+    # Three answers grow side by side into pools of ever so many blocks of 16 tokens, until one has to give way.
+    load = requests(*[(0.01 * i, 64 + i, 100) for i in range(3)])
+    pools = range(192, 560, 16)
+    runs = [serve(Fleet(CHUNKED, 4, pool), load) for pool in pools]
+    assert all(run.peak_kv_tokens <= pool for pool, run in zip(pools, runs, strict=True))
+    assert all(np.isfinite(run.finish_s).all() for run in runs)
+    # All three at their longest take 11 blocks each.
+    preempted = [int(run.preemptions.sum()) > 0 for run in runs]
+    assert preempted == [pool < 33 * 16 for pool in pools]
+
+
 def test_where_prefill_is_apart_a_long_prompt_holds_up_no_answer_under_way() -> None:
     fleet = Fleet(CHUNKED, 8, ROOMY, disaggregated=True)
     alone = serve(fleet, requests((0.0, 100, 20)))
