@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from grader.episode import GRADED_METRICS, MAX_LOG_STEPS
 from grader.grader import GraderModule
 from grader.task3_grader import action_variance
-from inferencegym.errors import MalformedLogError, UnknownTaskError
+from grader.verify import compare_entries
+from inferencegym.errors import ForgedLogError, MalformedLogError, UnknownTaskError
 from inferencegym.tasks import Calibration, list_tasks
 
 BY_HAND = Calibration(floor_tps=100.0, optimal_tps=1100.0, max_throughput_tps=1100.0, price=1.0)
@@ -181,3 +182,27 @@ def test_a_log_of_some_steps_says_that_it_is_not_whole() -> None:
     for task_id in TASKS:
         assert "These are 30 of the task's 200 steps" in score(task_id, [step()] * 30)["feedback"]
         assert "compare whole episodes" not in score(task_id, [step()] * 200)["feedback"]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "field"),
+    [
+        ({"a": [1.0, 2.0]}, None),
+        ({"a": [1.0]}, "a"),
+        ({"a": [1.0, 2.0, 3.0]}, "a"),
+        ({"a": 1.0}, "a"),
+        ({"a": [1.0, 2.5]}, "a[1]"),
+        ({}, "a"),
+        ({"a": [1.0, 2.0], "b": 0}, "b"),
+    ],
+)
+def test_a_list_in_a_log_differs_by_its_length_or_by_the_entry_that_differs(
+    claimed: dict[str, Any], field: str | None
+) -> None:
+    true = {"a": [1.0, 2.0]}
+    if field is None:
+        compare_entries(4, claimed, true)
+        return
+    with pytest.raises(ForgedLogError) as refused:
+        compare_entries(4, claimed, true)
+    assert (refused.value.step, refused.value.field) == (4, field)
