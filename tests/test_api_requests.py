@@ -13,6 +13,7 @@ from starlette.websockets import WebSocketDisconnect
 from inferencegym.models import ACTION_FIELDS
 from server.app import create_app
 from server.settings import Settings
+from tests.servers import RunningServer
 
 JSON = {"content-type": "application/json"}
 
@@ -358,6 +359,19 @@ def test_its_own_page_and_programs_may_play(client: TestClient, origin: dict[str
     with client.websocket_connect("/ws", headers=origin) as socket:
         socket.send_json({"type": "reset", "data": {}})
         assert socket.receive_json()["type"] == "observation"
+
+
+def test_a_real_server_takes_no_step_from_a_foreign_page_and_every_step_from_its_own(server: RunningServer) -> None:
+    begun = server.post("/reset", {"task_id": 1})
+    step = {"session_id": begun["session_id"], "step": 1, "action": {}}
+    for headers in FOREIGN:
+        refused = server.client.post("/step", json=step, headers=headers)
+        assert detail_of(refused, 403)["code"] == "foreign_origin"
+    assert server.get("/state", session_id=begun["session_id"])["step_count"] == 0
+    assert server.client.post("/step", json=step, headers={"Origin": server.url}).status_code == 200
+    read = server.client.get("/tasks", headers={"Origin": "https://elsewhere.example"})
+    assert read.headers["access-control-allow-origin"] == "*"
+    assert server.get("/state", session_id=begun["session_id"])["step_count"] == 1
 
 
 def test_pages_of_all_origins_play_where_the_operator_says_so(client: TestClient) -> None:
