@@ -361,6 +361,19 @@ def test_its_own_page_and_programs_may_play(client: TestClient, origin: dict[str
         assert socket.receive_json()["type"] == "observation"
 
 
+def test_a_task_over_a_websocket_is_chosen_by_its_place_in_a_split_counted_from_0(client: TestClient) -> None:
+    listed = client.post("/inference_gym/tasks", json={"split": "train"}).json()["tasks"]
+    with client.websocket_connect("/ws") as socket:
+        for index, answered in (
+            (0, "observation"),
+            (len(listed) - 1, "observation"),
+            (len(listed), "error"),
+            (-1, "error"),
+        ):
+            socket.send_json({"type": "reset", "data": {"split": "train", "index": index}})
+            assert socket.receive_json()["type"] == answered, index
+
+
 def test_a_real_server_takes_no_step_from_a_foreign_page_and_every_step_from_its_own(server: RunningServer) -> None:
     begun = server.post("/reset", {"task_id": 1})
     step = {"session_id": begun["session_id"], "step": 1, "action": {}}
