@@ -479,8 +479,10 @@ def attempt(mutant: Mutant, tests: list[str], expected_s: float, tree: Path) -> 
         return {"outcome": "killed", "by": "it never ends"}
     if status == 0:
         return {"outcome": "survived", "by": f"{len(tests)} tests pass"}
-    if status in (4, 5):
+    if status == pytest.ExitCode.USAGE_ERROR:
         raise RuntimeError(f"{mutant}: the chosen tests cannot be run:\n{output[-2000:]}")
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return {"outcome": "survived", "by": "no test runs it"}
     failed = [line.split(" ")[1] for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
     return {"outcome": "killed", "by": failed[0] if failed else "the program ends"}
 
@@ -500,8 +502,9 @@ def attempt_all(mutants: list[Mutant], known: Map, arguments: argparse.Namespace
         finally:
             trees.put(tree)
         print(f"{said['outcome']:9} {time.monotonic() - began:5.1f} s  {mutant}  ({said['by']})", flush=True)
-        line = (ROOT / mutant.path).read_text(encoding="utf-8").splitlines()[mutant.line - 1]
-        return dataclasses.asdict(mutant) | {"text": line.strip()} | said
+        text = (ROOT / mutant.path).read_text(encoding="utf-8")
+        place = {"text": text.splitlines()[mutant.line - 1].strip(), "column": _column(mutant, text)}
+        return dataclasses.asdict(mutant) | place | said
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         return list(pool.map(one, mutants))
@@ -575,7 +578,13 @@ def _again(kept: dict[str, Any]) -> Mutant | None:
         if (mutant.before, mutant.after, lines[mutant.line - 1].strip())
         == (kept["before"], kept["after"], kept["text"])
     ]
-    return min(same, key=lambda mutant: abs(mutant.line - kept["line"]), default=None)
+    nearest = min((abs(mutant.line - kept["line"]) for mutant in same), default=0)
+    near = [mutant for mutant in same if abs(mutant.line - kept["line"]) == nearest]
+    return min(near, key=lambda mutant: abs(_column(mutant, text) - kept["column"]), default=None)
+
+
+def _column(mutant: Mutant, text: str) -> int:
+    return mutant.start - (text.rfind("\n", 0, mutant.start) + 1)
 
 
 if __name__ == "__main__":
