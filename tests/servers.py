@@ -71,7 +71,8 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
-    def start(self) -> RunningServer:
+    def start(self, health: int = 200) -> RunningServer:
+        """Start it and wait until /health answers with this status."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("INFERENCEGYM_")}
         environment = {**clean, **self.settings, "INFERENCEGYM_PORT": str(self.port), "INFERENCEGYM_HOST": "127.0.0.1"}
         program = ["-c", f"{self.before}; from server.app import main; main()"] if self.before else ["-m", "server.app"]
@@ -88,7 +89,7 @@ class RunningServer:
             if self.process.poll() is not None:
                 break
             with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health").status_code == 200:
+                if self.client.get("/health").status_code == health:
                     return self
             time.sleep(0.05)
         self.kill()
@@ -126,12 +127,12 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(directory: Path, *, before: str = "", **settings: str) -> Iterator[RunningServer]:
+def running_server(directory: Path, *, before: str = "", health: int = 200, **settings: str) -> Iterator[RunningServer]:
     """Context with a server that keeps its sessions in ``directory`` and is stopped at the end."""
     named = {f"INFERENCEGYM_{name.upper()}": value for name, value in settings.items()}
     server = RunningServer({"INFERENCEGYM_DATA_DIR": str(directory), **named}, directory / "server.log", before=before)
     try:
-        yield server.start()
+        yield server.start(health)
     finally:
         server.client.close()
         if server.process is not None and server.process.poll() is None:

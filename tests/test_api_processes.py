@@ -118,6 +118,20 @@ def kill_under_load(directory: Path, settings: dict[str, str], kills: int) -> tu
     return sum(len(player.rewards) for player in players), sum(player.retries for player in players)
 
 
+def test_workers_start_while_redis_is_away_and_serve_when_it_comes(tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path)
+    settings = {"store_url": redis.url, "store_timeout_s": "0.5", "workers": "2"}
+    with running_server(tmp_path, health=503, **settings) as server:
+        assert server.client.post("/reset", json={"task_id": 1}).status_code == 503
+        redis.start()
+        try:
+            wait_until_healthy(server)
+            session = server.post("/reset", {"task_id": 1, "seed": 3})["session_id"]
+            assert server.post("/step", {"session_id": session})["done"] is False
+        finally:
+            redis.kill()
+
+
 @pytest.mark.slow
 def test_a_server_killed_under_load_loses_no_acknowledged_step(tmp_path: Path, store_settings: dict[str, str]) -> None:
     steps, retries = kill_under_load(tmp_path, store_settings, QUICK_KILLS)

@@ -8,6 +8,7 @@ that must be atomic are Lua scripts. How much a restart of Redis loses is set th
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +23,8 @@ from env.family import Action, EpisodeRecord
 from inferencegym.errors import CapacityError, StoreError
 from server.sessions.store import ROOM_CHUNK, StoredEpisode, client_of, stored_episode
 from server.settings import Settings
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -134,7 +137,11 @@ class RedisStore:
         self._forget = self._client.register_script(_FORGET)
 
     async def open(self) -> None:
-        await self.ping()
+        try:
+            await self.ping()
+        except StoreError as error:
+            # Starting must not need Redis: a worker that is replaced while Redis is away would stop all others.
+            log.warning("requests get 503 until the store answers: %s", error)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -45,7 +45,7 @@ class SessionStore(Protocol):
     name: str
 
     async def open(self) -> None:
-        """Connect, and create what is missing."""
+        """Connect, and create what is missing. A store on another machine may be away: its operations then fail."""
 
     async def close(self) -> None:
         """Release everything; nothing acknowledged is lost."""
