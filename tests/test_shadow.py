@@ -126,16 +126,17 @@ def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
 
 def test_wrong_input_is_refused() -> None:
     log = flood(30)
-    with pytest.raises(InvalidConfigError, match="agent 'nobody' is unknown"):
+    with pytest.raises(InvalidConfigError, match="nobody"):
         shadow(log, ["nobody"], n_replicas=1)
-    with pytest.raises(InvalidActionError, match="batch_size=0"):
+    with pytest.raises(InvalidActionError) as refused:
         shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
+    assert refused.value.field == "batch_size"
     with pytest.raises(InvalidConfigError, match="slo_target_ms=0"):
         shadow(log, [], slo_ms=0.0, n_replicas=1)
     with pytest.raises(InvalidConfigError, match="n_replicas=0"):
         shadow(log, [], n_replicas=0)
     week = RequestLog(np.array([0.0, 6e5]), np.array([9.0, 9.0]), np.array([9.0, 9.0]), np.zeros(2, dtype=np.int64))
-    with pytest.raises(DataFormatError, match="choose a part of it"):
+    with pytest.raises(DataFormatError):
         shadow(week, [], n_replicas=1)
 
 
@@ -192,7 +193,7 @@ def test_drafting_that_pays_at_one_request_is_found_in_the_table() -> None:
 
 
 def test_an_unknown_policy_cannot_be_exported(report: ShadowReport) -> None:
-    with pytest.raises(InvalidConfigError, match="policy 'nobody' is not in the report"):
+    with pytest.raises(InvalidConfigError, match="nobody"):
         recommendation(report, load_tables(), "nobody")
 
 
