@@ -66,6 +66,8 @@ def test_an_answer_is_compressed_only_for_those_who_read_that(server: RunningSer
 def test_settings_of_the_episode_count(server: RunningServer) -> None:
     played = server.post("/play", {"agent": "naive", "config": {"episode_length": 7}})
     assert (played["steps"], played["config"]["episode_length"]) == (7, 7)
+    whole = server.post("/play", {"agent": "naive", "config": {"episode_length": None}})
+    assert whole["steps"] == 200, "null is the task's own length"
     traffic = server.post("/traffic/play", {"agent": "allow_all", "config": {"max_queue": 9, "crash_load_ratio": 9}})
     assert max(traffic["observation"]["queue_length"]) == 9
 

@@ -47,7 +47,7 @@ def test_the_bill_of_materials_lists_every_pin_with_version_and_hash() -> None:
     ("report", "status", "said"),
     [
         (None, 0, "NOT AUDITED: the advisory source cannot be reached"),
-        ({"dependencies": [{"name": "a", "skip_reason": "not found"}]}, 0, "NOT AUDITED.*none of 1 packages"),
+        ({"dependencies": [{"name": "a", "skip_reason": "not found"}]}, 0, "NOT AUDITED.*none of the 1 packages"),
         ({"dependencies": [{"name": "a", "version": "1", "vulns": []}]}, 0, "1 packages audited, 0 known"),
         (
             {

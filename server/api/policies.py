@@ -122,7 +122,7 @@ class PolicyRoutes:
         )
         self._family.check_config(episode.task_id, episode.config)
         # Guard has counted one before it was known how long it is.
-        n_plays = ceil(episode.config.get("episode_length", 1) / STEPS_PER_PLAY)
+        n_plays = ceil((episode.config.get("episode_length") or 1) / STEPS_PER_PLAY)
         if n_plays > 1:
             self._context.limits.take(PATH, request.scope, n_plays - 1)
         return gzipped(request, await self._cache.get(episode.key(), episode.play))
