@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,12 +65,15 @@ def run_episodes(
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
     keep: Sequence[str] = (),
+    batch_type: Callable[..., ServingBatch] = ServingBatch,
+    after_step: Callable[[], None] = lambda: None,
 ) -> EpisodeResults:
     """Run whole episodes of an agent: one row per seed, or ``n_rows`` rows that share the seeds' workloads.
 
-    ``keep`` names further metrics to record.
+    ``keep`` names further metrics to record. ``batch_type`` plays the episodes: the fluid model, or the discrete-event
+    reference (:class:`env.reference.ReferenceBatch`). ``after_step`` is called after every step, to show progress.
     """
-    batch = ServingBatch(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
+    batch = batch_type(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     steps = batch.config.episode_length
     metrics = {name: np.empty((steps, batch.n_rows)) for name in (*GRADED, *keep)}
     actions = np.empty((steps, batch.n_rows, len(batch.mask)))
@@ -83,4 +86,5 @@ def run_episodes(
         returns += batch.reward
         for name, column in metrics.items():
             column[t] = batch.metric[name]
+        after_step()
     return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

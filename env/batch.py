@@ -158,9 +158,13 @@ class ServingBatch:
     def advance(self, lo: int = 0, hi: int | None = None) -> None:
         """Take one step in rows ``lo`` to ``hi``, in this thread, with the current knobs."""
         hi = self.n_rows if hi is None else hi
-        self.fleet.step(lo, hi)
+        self.serve(lo, hi)
         self._reward.compute(lo, hi)
         self._observe.write(lo, hi)
+
+    def serve(self, lo: int, hi: int) -> None:
+        """Serve one second in rows ``lo`` to ``hi`` and write their metrics."""
+        self.fleet.step(lo, hi)
 
     def _check_steps_left(self, n_steps: int = 1) -> None:
         if self.seeds[0] < 0:

@@ -254,6 +254,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
+    "policy-fidelity": written("policy_fidelity"),
     "results": written("tasks"),
     "learning": written("learning"),
     "scores": scores,

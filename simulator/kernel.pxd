@@ -5,8 +5,7 @@ from libc.math cimport erfc, exp, log, sqrt
 cdef int SWEEPS
 cdef double FIRST_GUESS_TOKENS_PER_MS, MIN_GAIN_TOKENS, EPS_REQUESTS, EPS_FLOW, EPS, EPS_WEIGHT, MIN_REPLICAS_UP
 cdef double EPS_SHARE, STEP_SMOOTHING
-cdef double MAX_PREFILLING_SHARE, MIN_PREFILL_SHARE, MAX_CHURN_PROMPTS, CHURNED_OUTPUT_TOKENS, OOM_SLOWDOWN, OOM_PENALTY
-cdef double MAX_TPOT_STEPS, MIN_BILLED_KTOKENS_PER_S, NO_SLO_MS
+cdef double MAX_PREFILLING_SHARE, MIN_PREFILL_SHARE, MAX_CHURN_PROMPTS, CHURNED_OUTPUT_TOKENS, NO_SLO_MS
 cdef double MAX_UTILISATION, SLOT_DEVIATION, STEP_GROWTH, MIN_WAIT_PROBABILITY, MIN_NO_SLOT_PROBABILITY
 cdef double MAX_SLOT_WAIT_STEPS, MIN_KV_OCCUPANCY, MIN_BACKLOG, SAME_WAIT
 cdef double LN_2, SQRT_2, SQRT_HALF, NORMAL_PEAK, NORMAL_P99
@@ -29,6 +28,8 @@ cdef class Params(Views):
     # engine
     cdef public double disagg_limit, recompute_factor, churn_factor, load_weight, block_slack_tokens
     cdef public double handoff_ms_per_token, jitter, ttft_offset_ms, token_budget
+    # conventions of the metrics
+    cdef public double oom_slowdown, oom_penalty, max_tpot_steps, min_billed_ktokens_per_s
     # decode iterations and speculation
     cdef public double[:, :, :, ::1] decode_ms
     cdef public double[::1] iteration_points, context_points, spec_tokens, spec_length, accept_scale

@@ -66,14 +66,6 @@ MAX_CHURN_PROMPTS = 8.0
 """Most prompts recomputed for one admission into a full KV pool. Chosen: bounds answers far longer than prompts."""
 CHURNED_OUTPUT_TOKENS = 100.0
 """Output tokens of a request by the time it is preempted. Measured on the discrete-event reference, two loads."""
-OOM_SLOWDOWN = 2.0
-"""Factor on TPOT out of memory. Specification: throughput halves."""
-OOM_PENALTY = 5.0
-"""Factor on SLO violations out of memory. Specification."""
-MAX_TPOT_STEPS = 10.0
-"""Largest TPOT reported, in steps. Chosen: a fleet that is down has none, and observations must be finite."""
-MIN_BILLED_KTOKENS_PER_S = 0.05
-"""Thousands of tokens per second that are billed at least. Chosen: the cost of an idle fleet stays finite."""
 NO_SLO_MS = 1e12
 """Objectives above this are none; :func:`simulator.load.class_stats` lists infinity as 1e15."""
 
@@ -543,7 +535,7 @@ def tokens_gained(
     if batch > resident:
         tpot *= batch / resident
     if m.oom[b] > 0.0:
-        tpot *= OOM_SLOWDOWN
+        tpot *= p.oom_slowdown
     for c in range(p.n_classes):
         s.prefill_ratio[b, c] = prefill_ratio(p, s, b, c, s.tier_new[b], decoding, prefill_share)
     x.iteration_ms = iteration_ms
@@ -1139,20 +1131,20 @@ def report(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metrics
     w = load.index[b]
     m.ttft_p50_ms[b] *= load.noise[w, t, 0]
     m.ttft_p99_ms[b] *= load.noise[w, t, 0]
-    m.tpot_ms[b] = min(p.dt_ms / gain, MAX_TPOT_STEPS * p.dt_ms) * load.noise[w, t, 1]
+    m.tpot_ms[b] = min(p.dt_ms / gain, p.max_tpot_steps * p.dt_ms) * load.noise[w, t, 1]
     missed = x.missed_requests + m.rejected[b]
     judged = x.judged_requests + m.rejected[b]
     share = min(1.0, missed / judged) if judged > EPS_REQUESTS else 0.0
     if m.oom[b] > 0.0:
         # At least a batch: running out of memory always costs, even if no request missed its objective.
         batch = knobs.batch_size[b]
-        missed = max(OOM_PENALTY * missed, batch)
-        share = min(1.0, max(OOM_PENALTY * share, batch / max(judged, batch)))
+        missed = max(p.oom_penalty * missed, batch)
+        share = min(1.0, max(p.oom_penalty * share, batch / max(judged, batch)))
     m.slo_violations[b] = missed
     m.violation_share[b] = share
     m.queue_requests[b] = queued_requests(p, s, b)
     gpus = p.n_replicas * (1.0 + x.disagg_share)
-    cost = p.price * gpus / max(m.tokens_per_sec[b] / 1000.0, MIN_BILLED_KTOKENS_PER_S)
+    cost = p.price * gpus / max(m.tokens_per_sec[b] / 1000.0, p.min_billed_ktokens_per_s)
     m.cost_per_1k[b] = cost
     s.cost_so_far[b] += cost
     spec = knobs.spec[b]

@@ -84,6 +84,36 @@ class ClassStats:
     reuse_hit: FloatArray | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeRequests:
+    """Individual requests of an episode, arrays (N,): arrival (s, ascending), lengths (tokens), class (0 first served).
+
+    ``class_index`` counts the classes that occur, as the columns of :class:`Workload` do. ``reused_tokens`` are the
+    leading prompt tokens that an earlier request had in common.
+    """
+
+    arrival_s: FloatArray
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    class_index: NDArray[np.int64]
+    reused_tokens: NDArray[np.int64]
+
+    @classmethod
+    def sorted_by_arrival(
+        cls,
+        arrival_s: FloatArray,
+        prompt_tokens: FloatArray,
+        output_tokens: FloatArray,
+        class_index: NDArray[np.int64],
+        reused_tokens: FloatArray,
+    ) -> EpisodeRequests:
+        """Requests in any order, put in that of their arrival; lengths are rounded to whole tokens, at least one."""
+        order = np.argsort(arrival_s, kind="stable")
+        prompt, output = (np.maximum(1, np.rint(x[order])).astype(np.int64) for x in (prompt_tokens, output_tokens))
+        reused = np.rint(reused_tokens[order]).astype(np.int64)
+        return cls(arrival_s[order], prompt, output, class_index[order], reused)
+
+
 class LoadSource(Protocol):
     """A source of workloads; the same seed gives the same workload, alone or among others."""
 
@@ -95,6 +125,10 @@ class LoadSource(Protocol):
 
         Raises :class:`InvalidConfigError` for a seed that :func:`check_seed` refuses.
         """
+        ...
+
+    def requests(self, seed: int, n_steps: int) -> EpisodeRequests:
+        """The requests of an episode one by one: summed by second and class, they are the workload that is drawn."""
         ...
 
 

@@ -29,6 +29,7 @@ from inferencegym.tasks import TaskSpec
 from simulator.load import (
     NOISE_STREAM,
     ClassStats,
+    EpisodeRequests,
     Workload,
     bin_requests,
     class_stats,
@@ -112,10 +113,12 @@ class RecordedLoad:
         present = np.unique(log.class_index)
         self.stats = trace_stats(task, log, present, tables)
         self.nominal_rate_rps = len(log.arrival_s) / span
+        self._log = log
+        self._class = np.searchsorted(present, log.class_index)
         self._load = bin_requests(
             log.arrival_s,
             log.prompt_tokens,
-            np.searchsorted(present, log.class_index),
+            self._class,
             len(present),
             tables,
             span,
@@ -143,6 +146,22 @@ class RecordedLoad:
             noise=noise_factors(z),
             phase=phases(self._burst[second]),
             saved_work_ms=None if saved is None else saved[second],
+        )
+
+    def requests(self, seed: int, n_steps: int) -> EpisodeRequests:
+        """The requests of the log from the seed's second on, one by one."""
+        log, span = self._log, len(self._load.arrivals)
+        start, laps = 0, 1
+        if not self._once:
+            (starts,) = next(iter(generators([check_seed(seed)], (_START_STREAM,))))
+            start = int(starts.integers(span))
+            laps = 2 + n_steps // span
+        n = len(log.arrival_s)
+        arrival_s = (np.arange(laps)[:, None] * span + log.arrival_s).ravel() - start
+        inside = np.flatnonzero((arrival_s >= 0) & (arrival_s < n_steps))
+        at = inside % n
+        return EpisodeRequests.sorted_by_arrival(
+            arrival_s[inside], log.prompt_tokens[at], log.output_tokens[at], self._class[at], log.reused_tokens[at]
         )
 
     def _from_the_beginning(self, n_episodes: int, n_steps: int) -> Workload:

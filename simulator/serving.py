@@ -8,7 +8,7 @@ call :meth:`ServingFleet.step`, read the metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from typing import Any, Final, get_type_hints
@@ -72,6 +72,23 @@ class EngineParams:
     """Link over which a prefill GPU hands the KV cache to its replica: one port of 200 Gbit/s."""
     jitter: float = 0.05
     """Standard deviation of TTFT beside queueing and prompts, relative to its mean. Chosen: timers, scheduling."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricConventions:
+    """What metrics say where the engine alone does not decide; the discrete-event reference says the same."""
+
+    oom_slowdown: float = 2.0
+    """Factor on TPOT out of memory. Specification: throughput halves."""
+    oom_penalty: float = 5.0
+    """Factor on SLO violations out of memory. Specification."""
+    max_tpot_steps: float = 10.0
+    """Largest TPOT reported, in steps. Chosen: a fleet that is down has none, and observations must be finite."""
+    min_billed_ktokens_per_s: float = 0.05
+    """Thousands of tokens per second that are billed at least. Chosen: the cost of an idle fleet stays finite."""
+
+
+CONVENTIONS: Final = MetricConventions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +162,7 @@ class ServingParams:
             "block_slack_tokens": engine.block_slack_tokens,
             "handoff_ms_per_token": float(meta["kv_bytes_per_token"]) / engine.link_bytes_per_s * 1e3,
             "jitter": engine.jitter,
+            **asdict(CONVENTIONS),
         }
 
     def _operators(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import check_seed, generators
 from inferencegym.tasks import LengthDist, TaskSpec
-from simulator.load import NOISE_STREAM, Workload, class_stats, listed_work_ms, noise_factors, phases
+from simulator.load import NOISE_STREAM, EpisodeRequests, Workload, class_stats, listed_work_ms, noise_factors, phases
 from simulator.tables import FloatArray, ServingTables
 
 POOL_SIZE: Final = 1 << 16
@@ -21,6 +21,7 @@ POOL_SEED: Final = 20_240_418
 
 _ARRIVALS_STREAM: Final = 0
 _PROMPTS_STREAM: Final = 1
+_REQUESTS_STREAM: Final = 3
 
 
 class SyntheticLoad:
@@ -74,6 +75,20 @@ class SyntheticLoad:
             np.subtract(at[:, 1:], at[:, :-1], out=sums[:, :, c])
         phases_each = np.broadcast_to(phase, (len(checked), n_steps))
         return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], noise_factors(z), phases_each)
+
+    def requests(self, seed: int, n_steps: int) -> EpisodeRequests:
+        """The requests one by one: the prompts are those of :meth:`draw`; arrivals are uniform within each second."""
+        counts = self.draw([seed], n_steps).arrivals[0].astype(np.int64)
+        steps = np.arange(n_steps)
+        prompts, rng = next(iter(generators([check_seed(seed)], (_PROMPTS_STREAM, _REQUESTS_STREAM))))
+        each = []
+        for c, (sums, outputs) in enumerate(zip(self._sums, self.stats.output_cdf_tokens, strict=True)):
+            n = int(counts[:, c].sum())
+            pool = np.diff(sums[:, 0])
+            stretch = pool[(prompts.integers(POOL_SIZE) + np.arange(n)) % POOL_SIZE]
+            arrival_s = np.repeat(steps, counts[:, c]) + rng.random(n)
+            each.append((arrival_s, stretch, rng.choice(outputs, n), np.full(n, c), np.zeros(n)))
+        return EpisodeRequests.sorted_by_arrival(*(np.concatenate(column) for column in zip(*each, strict=True)))
 
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:

@@ -13,13 +13,13 @@ from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
 from inferencegym.spaces.knobs import action_values
 from simulator.coverage import support_map
 from simulator.load import NOISE_STD
+from simulator.serving import CONVENTIONS
 from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
 
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator
 
 OOM_THRESHOLD_GB: Final = 40.0
-OOM_PENALTY: Final = 5
 OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "prefill_ms", "prefill_marginal_ms")
 """Columns that are interpolated on the logarithm; memory and KV capacity follow from their formulas."""
 
@@ -60,7 +60,7 @@ class TraceSimulator:
             cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
             spec_accept_rate=at["spec_accept_rate"],
             eviction_events=round(beyond_kv_pool),
-            slo_violations=max(OOM_PENALTY * violations, action.batch_size) if oom else violations,
+            slo_violations=max(round(CONVENTIONS.oom_penalty * violations), action.batch_size) if oom else violations,
             oom=oom,
         )
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inferencegym.cli import seed_count
@@ -28,6 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray", metavar="ADDRESS", help="run agents in parallel on this Ray cluster; 'local' starts one"
     )
     parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="let the discrete-event reference play, which follows every request: seconds per episode",
+    )
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default="fcfs",
+        help="of --reference: preempt the request that started last, or the last one of the lowest class",
+    )
+    parser.add_argument(
+        "--rolling-restart",
+        choices=("recompute", "drain"),
+        default="recompute",
+        help="of --reference: replicas restart at once and others recompute their requests, or empty first",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
 
 
@@ -36,8 +54,12 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.tasks import list_tasks
 
     ids = args.task or [task.task_id for task in list_tasks()]
-    with _ray_workers(args) as workers:
-        results = [_compare(task_id, args.agent or ["all"], args.seeds, workers) for task_id in ids]
+    names = args.agent or ["all"]
+    if args.reference:
+        results = [_compare_in_reference(task_id, names, args) for task_id in ids]
+    else:
+        with _ray_workers(args) as workers:
+            results = [_compare(task_id, names, args.seeds, workers) for task_id in ids]
     if args.json:
         print(json.dumps({"results": results}, indent=2))
     else:
@@ -78,6 +100,37 @@ def _compare_on_workers(task_id: Any, names: list[str], seeds: Sequence[int], wo
     return compare(
         task, names, seeds, lambda agents: workers.evaluate([Job(task.task_id, a, tuple(seeds)) for a in agents])
     )
+
+
+def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Scores of agents on a serving task in the discrete-event reference.
+
+    Raises UnknownTaskError for tasks of other families.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from agents.episodes import run_episodes
+    from agents.evaluate import Evaluation, compare, evaluation_of
+    from agents.registry import make_agent
+    from agents.seeds import held_out_seeds
+    from env.reference import ReferenceBatch
+    from inferencegym.tasks import get_task
+    from simulator.offline.reference_episode import Policies
+
+    task, seeds = get_task(task_id), held_out_seeds(args.seeds)
+    play = partial(ReferenceBatch, policies=Policies(args.scheduling_policy, args.rolling_restart))
+
+    def evaluate_all(agents: Sequence[str]) -> list[Evaluation]:
+        found = []
+        with Progress(console=Console(stderr=True)) as bar:
+            for name in agents:
+                shown = bar.add_task(f"task {task.task_id}, {name}", total=task.episode_length)
+                agent, step = make_agent(name, task), partial(bar.advance, shown)
+                found.append(evaluation_of(name, run_episodes(task, agent, seeds, batch_type=play, after_step=step)))
+        return found
+
+    return compare(task, names, seeds, evaluate_all)
 
 
 def _table(result: dict[str, Any]) -> str:

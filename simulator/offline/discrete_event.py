@@ -14,14 +14,25 @@ lowest class.
 
 With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots
 and cache blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
+
+The configuration may change while requests are served (:meth:`Simulation.reconfigure`). Batch size, KV pool and drafts
+are in force from each replica's next iteration on; a pool that shrinks below what it holds preempts. Precision and
+prefill placement take a restart, one replica after the other. With ``rolling_restart="recompute"`` a replica restarts
+at once, and other replicas recompute the requests that it had in flight before they start new ones; with ``"drain"``
+it takes no more requests and restarts when it is empty.
+
+``scheduling_policy`` is vLLM's: with ``"fcfs"`` the sequence admitted last is preempted, and a replica starts nothing
+new before its preempted requests run again; with ``"priority"`` the last one of the lowest class is preempted, and a
+higher class may start before it runs again.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +45,9 @@ IntArray = NDArray[np.int64]
 
 BLOCK_TOKENS = 16
 LINK_GB_S = 25.0  # one 200 Gbit/s port between prefill and decode GPU
+_ROOM = 64  # sequences that a replica's arrays hold at first
 # Kinds of events, in the order in which simultaneous ones happen.
-_ARRIVAL, _HANDED_OVER, _ITERATION_END, _PREFILL_END, _WAKE = range(5)
+_ARRIVAL, _HANDED_OVER, _ITERATION_END, _PREFILL_END, _WAKE, _RESTARTED = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,9 @@ class Fleet:
 
     ``batch_size`` bounds the sequences of one replica, ``kv_pool_tokens`` its KV cache. ``acceptance[j]`` is the
     probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
-    ``queue_limit`` bounds the requests that have not started; ``None`` means no bound.
+    ``acceptance_scale`` multiplies the first position's for each class; without it, all classes are as measured.
+    ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is the time that
+    a replica is down when it restarts, and ``slowdown`` multiplies every iteration.
     """
 
     model: OperatorModel
@@ -56,6 +70,11 @@ class Fleet:
     disaggregated: bool = False
     link_gb_s: float = LINK_GB_S
     queue_limit: int | None = None
+    acceptance_scale: Sequence[float] = ()
+    restart_ms: float = 0.0
+    slowdown: float = 1.0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    rolling_restart: Literal["recompute", "drain"] = "recompute"
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
@@ -77,12 +96,16 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests to serve, all ``(n,)``: arrival (s), prompt and output length (tokens), class (0 is served first)."""
+    """Requests to serve, all ``(n,)``: arrival (s), prompt and output length (tokens), class (0 is served first).
+
+    ``reused_tokens`` are the leading prompt tokens that an earlier request had in common.
+    """
 
     arrival_s: FloatArray
     prompt_tokens: IntArray
     output_tokens: IntArray
     priority: IntArray | None = None
+    reused_tokens: IntArray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -146,8 +169,7 @@ class Outcome:
 
 def serve(fleet: Fleet, requests: Requests, seed: int = 0) -> Outcome:
     """Serve requests that arrive on their own schedule (open loop); ``seed`` draws which drafts are accepted."""
-    simulation = _Simulation(fleet, requests, seed, clients=None)
-    return simulation.run()
+    return Simulation(fleet, requests, seed).run()
 
 
 def serve_closed(
@@ -161,7 +183,7 @@ def serve_closed(
     if clients < 1:
         raise InvalidConfigError(f"clients={clients}: a closed loop needs at least one")
     unscheduled = Requests(np.zeros(len(prompt_tokens)), np.asarray(prompt_tokens), np.asarray(output_tokens))
-    return _Simulation(fleet, unscheduled, seed, clients).run()
+    return Simulation(fleet, unscheduled, seed, clients).run()
 
 
 def _blocks(tokens: int) -> int:
@@ -183,17 +205,27 @@ class _Prefill:
 class _Replica:
     """State of one replica. The first ``n`` entries of the arrays are its decoding sequences, oldest first."""
 
-    def __init__(self, index: int, batch_size: int) -> None:
+    def __init__(self, index: int, fleet: Fleet) -> None:
         self.index = index
+        self.model = fleet.model
+        self.disaggregated = fleet.disaggregated
+        self.pool_blocks = fleet.kv_pool_tokens // BLOCK_TOKENS
+        self.down = False
+        self.draining = False
+        self.starts = 0  # restarts so far: events of an earlier life are void
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing, as after a start."""
         self.n = 0
-        self.request: IntArray = np.zeros(batch_size, np.int64)
-        self.tokens: IntArray = np.zeros(batch_size, np.int64)  # prompt plus generated
-        self.goal: IntArray = np.zeros(batch_size, np.int64)  # prompt plus output
+        self.request: IntArray = np.zeros(_ROOM, np.int64)
+        self.tokens: IntArray = np.zeros(_ROOM, np.int64)  # prompt plus generated
+        self.goal: IntArray = np.zeros(_ROOM, np.int64)  # prompt plus output
         self.token_sum = 0
         self.steps_to_finish = 0  # iterations until some sequence may finish; exact without drafting
         self.reserved_blocks = 0  # blocks of its requests at their full length
         self.prefilling: list[_Prefill] = []
-        self.in_transit = 0
+        self.in_transit: list[int] = []  # requests whose cache is on the link
         self.transit_blocks = 0
         self.transit_tokens = 0
         self.assigned: deque[int] = deque()  # will start with the next iteration
@@ -203,12 +235,24 @@ class _Replica:
             tuple[_Prefill, int]
         ] = []  # what the iteration under way prefills (disaggregated: on its own GPU)
         self.decoding = False
+        self.draft_tokens = 0  # of the iteration under way, like the next two
+        self.conditional: FloatArray = np.zeros((0, 0))
+        self.iteration_ms = 0.0
         self.idle = True
         self.prefill_idle = True
 
     def in_flight(self) -> int:
         """Requests that hold a slot."""
-        return self.n + len(self.prefilling) + self.in_transit
+        return self.n + len(self.prefilling) + len(self.in_transit)
+
+    def flight(self) -> list[int]:
+        """Requests that it has started and not finished, the preempted ones included."""
+        started = [*self.request[: self.n].tolist(), *self.in_transit, *(p.request for p in self.prefilling)]
+        return [*started, *self.preempted]
+
+    def cached_tokens(self) -> int:
+        """Tokens in its KV cache."""
+        return self.token_sum + sum(prefill.done for prefill in self.prefilling) + self.transit_tokens
 
     def load(self) -> int:
         """Requests the replica is responsible for: in flight, preempted, or assigned to start next."""
@@ -229,6 +273,10 @@ class _Replica:
     def append(self, request: int, tokens: int, goal: int) -> None:
         """Let a sequence join the decode batch."""
         i = self.n
+        if i == len(self.request):
+            self.request, self.tokens, self.goal = (
+                np.concatenate([array, np.zeros_like(array)]) for array in (self.request, self.tokens, self.goal)
+            )
         self.request[i], self.tokens[i], self.goal[i] = request, tokens, goal
         self.n += 1
         self.token_sum += tokens
@@ -244,18 +292,16 @@ class _Replica:
         self.steps_to_finish = int((self.goal[:kept] - self.tokens[:kept]).min()) if kept else 0
 
 
-class _Simulation:
-    """One run: the clock, the queue, the replicas and the record of every request."""
+class Simulation:
+    """One run: the clock, the queue, the replicas and the record of every request.
 
-    def __init__(self, fleet: Fleet, requests: Requests, seed: int, clients: int | None) -> None:
-        self.fleet = fleet
-        self.model = fleet.model
+    ``first_ms``, ``finish_ms`` and the like are (n,) by request, in ms from the start; NaN where it has not happened.
+    """
+
+    def __init__(self, fleet: Fleet, requests: Requests, seed: int = 0, clients: int | None = None) -> None:
         self.chunked = fleet.model.profile.scheduler == "chunked"
         self.reserve = fleet.model.profile.reserve_output
-        self.growth = fleet.draft_tokens + 1
-        self.pool_blocks = fleet.kv_pool_tokens // BLOCK_TOKENS
         self.rng = np.random.default_rng(seed)
-        self.conditional = _conditional(fleet.acceptance[: fleet.draft_tokens])
 
         n = len(requests.prompt_tokens)
         self.prompt = [int(x) for x in requests.prompt_tokens]
@@ -263,37 +309,37 @@ class _Simulation:
         self.length = list(self.prompt)  # prompt plus tokens generated before a preemption
         self.priority = [0] * n if requests.priority is None else [int(x) for x in requests.priority]
         self.output_tokens = np.asarray(requests.output_tokens, np.int64)
+        self.classes: IntArray = np.asarray(self.priority, np.int64)
         self.arrival_ms = np.full(n, np.nan)
+        self.start_ms = np.full(n, np.nan)
         self.first_ms = np.full(n, np.nan)
         self.finish_ms = np.full(n, np.nan)
         self.rejected = np.zeros(n, bool)
         self.preemptions = np.zeros(n, np.int64)
         self.iterations, self.busy_ms, self.peak_tokens = 0, 0.0, 0
+        self.written_tokens = self.drafted_tokens = self.accepted_tokens = 0
+        self.decode_ms = 0.0  # time of iterations, summed over the sequences that they decoded
+        self.decoded_tokens = self.prefilled_tokens = 0
+        self.reused = [0] * n if requests.reused_tokens is None else [int(x) for x in requests.reused_tokens]
+        self.prefix_hit = 0.0  # share of the reused tokens that the caches hold
+        self.prefill_gpu_ms = 0.0  # time that replicas had a prefill GPU of their own
 
         self.queue: list[deque[int]] = [deque() for _ in range(max(self.priority, default=0) + 1)]
         self.waiting = 0
-        self.replicas = [_Replica(i, fleet.batch_size) for i in range(fleet.replicas)]
+        self.replicas = [_Replica(i, fleet) for i in range(fleet.replicas)]
         self.now = 0.0
+        self.kv_pool_tokens = {fleet.model.tier: fleet.kv_pool_tokens}
+        self._use(fleet)
         first = n if clients is None else min(clients, n)
         self.next_client_request = first
-        self.events = [(float(requests.arrival_s[i]) * 1e3, _ARRIVAL, i, i, 0) for i in range(first)]
+        self.events = [(float(requests.arrival_s[i]) * 1e3, _ARRIVAL, i, i, 0, 0) for i in range(first)]
         heapq.heapify(self.events)
         self.sequence = n
 
     def run(self) -> Outcome:
         """Process events until none is left."""
         while self.events:
-            self.now, kind, _, subject, replica = heapq.heappop(self.events)
-            if kind == _ARRIVAL:
-                self._arrive(subject)
-            elif kind == _ITERATION_END:
-                self._end_iteration(self.replicas[replica])
-            elif kind == _PREFILL_END:
-                self._end_prefill(self.replicas[replica])
-            elif kind == _HANDED_OVER:
-                self._hand_over(self.replicas[replica], subject)
-            else:
-                self._wake(self.replicas[replica])
+            self._process()
         return Outcome(
             arrival_s=self.arrival_ms / 1e3,
             first_token_s=self.first_ms / 1e3,
@@ -304,18 +350,148 @@ class _Simulation:
             iterations=self.iterations,
             busy_ms=self.busy_ms,
             peak_kv_tokens=self.peak_tokens,
-            ttft_offset_ms=self.model.profile.ttft_offset_ms,
+            ttft_offset_ms=self.fleet.model.profile.ttft_offset_ms,
         )
 
-    def _schedule(self, delay_ms: float, kind: int, subject: int, replica: int) -> None:
+    def run_until(self, end_ms: float) -> None:
+        """Process the events before ``end_ms``, which becomes the present time."""
+        while self.events and self.events[0][0] < end_ms:
+            self._process()
+        self._count_prefill_gpus(end_ms)
+        self.now = end_ms
+
+    def _process(self) -> None:
+        now, kind, _, subject, index, starts = heapq.heappop(self.events)
+        self._count_prefill_gpus(now)
+        self.now = now
+        replica = self.replicas[index]
+        if kind == _ARRIVAL:
+            self._arrive(subject)
+        elif starts != replica.starts:
+            return
+        elif kind == _ITERATION_END:
+            self._end_iteration(replica)
+        elif kind == _PREFILL_END:
+            self._end_prefill(replica)
+        elif kind == _HANDED_OVER:
+            self._hand_over(replica, subject)
+        elif kind == _RESTARTED:
+            self._come_up(replica)
+        else:
+            self._wake(replica)
+
+    def _schedule(self, delay_ms: float, kind: int, subject: int, replica: _Replica) -> None:
         self.sequence += 1
-        heapq.heappush(self.events, (self.now + delay_ms, kind, self.sequence, subject, replica))
+        event = (self.now + delay_ms, kind, self.sequence, subject, replica.index, replica.starts)
+        heapq.heappush(self.events, event)
+
+    # Configuration ---------------------------------------------------------------------------------------------------
+
+    def reconfigure(self, fleet: Fleet, kv_pool_tokens: Mapping[str, int]) -> None:
+        """Serve with another configuration from now on; ``kv_pool_tokens`` by precision, for replicas not yet there.
+
+        The number of replicas, the engine profile's scheduler and the policies stay.
+        """
+        if (fleet, kv_pool_tokens) == (self.fleet, self.kv_pool_tokens):
+            return
+        self.kv_pool_tokens = dict(kv_pool_tokens)
+        self._use(fleet)
+        for replica in self.replicas:
+            replica.pool_blocks = kv_pool_tokens[replica.model.tier] // BLOCK_TOKENS
+        self._roll_out()
+        self._dispatch()
+        for replica in self.replicas:
+            self._rouse(replica)
+
+    def _use(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.growth = fleet.draft_tokens + 1
+        self.by_class = fleet.scheduling_policy == "priority"
+        conditional = _conditional(fleet.acceptance[: fleet.draft_tokens])
+        self.conditional = np.tile(conditional, (len(self.queue), 1))
+        if fleet.draft_tokens and len(fleet.acceptance_scale):
+            scaled = self.conditional[:, 0] * np.asarray(fleet.acceptance_scale, float)[: len(self.queue)]
+            self.conditional[:, 0] = np.minimum(scaled, 1.0)
+
+    def _roll_out(self) -> None:
+        """Let the next replica that runs another precision or prefill placement restart, if none is doing so."""
+        if any(replica.down for replica in self.replicas):
+            return
+        wanted = (self.fleet.model, self.fleet.disaggregated)
+        for replica in self.replicas:
+            replica.draining = False
+        for replica in self.replicas:
+            if (replica.model, replica.disaggregated) != wanted:
+                if self.fleet.rolling_restart == "drain" and replica.load():
+                    replica.draining = True
+                    self._give_back(replica)
+                    if not replica.load():
+                        self._restart(replica)
+                else:
+                    self._restart(replica)
+                return
+
+    def _give_back(self, replica: _Replica) -> None:
+        """Put what a replica has been assigned and not started back into the shared queue."""
+        for request in reversed(replica.assigned):
+            self.queue[self.priority[request]].appendleft(request)
+            self.waiting += 1
+            replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+        replica.assigned.clear()
+        replica.assigned_blocks = 0
+
+    def _restart(self, replica: _Replica) -> None:
+        self._give_back(replica)
+        for request, tokens in zip(replica.request[: replica.n], replica.tokens[: replica.n], strict=True):
+            self.length[int(request)] = int(tokens)
+        flight = sorted(replica.flight(), key=self._order)
+        replica.clear()
+        replica.starts += 1
+        replica.model, replica.disaggregated = self.fleet.model, self.fleet.disaggregated
+        replica.pool_blocks = self.fleet.kv_pool_tokens // BLOCK_TOKENS
+        replica.down, replica.draining = True, False
+        others = [other for other in self.replicas if not other.down]
+        if others:
+            for request in flight:
+                self._put_back(min(others, key=_Replica.load), request)
+        else:
+            for request in reversed(flight):
+                self.queue[self.priority[request]].appendleft(request)
+                self.waiting += 1
+        for other in others:
+            self._rouse(other)
+        self._schedule(self.fleet.restart_ms, _RESTARTED, 0, replica)
+
+    def _put_back(self, replica: _Replica, request: int) -> None:
+        """Let a replica recompute a request that another one had in flight."""
+        replica.preempted.append(request)
+        replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
+        if self.by_class:
+            replica.preempted = deque(sorted(replica.preempted, key=self._order))
+
+    def _order(self, request: int) -> tuple[int, float]:
+        """Highest class first, then first come first served."""
+        return self.priority[request], float(self.arrival_ms[request])
+
+    def _come_up(self, replica: _Replica) -> None:
+        replica.down = False
+        self._roll_out()
+        self._dispatch()
+        self._rouse(replica)
+
+    def _rouse(self, replica: _Replica) -> None:
+        """Let a replica that does nothing look for work."""
+        if not replica.down and (replica.idle or (replica.disaggregated and replica.prefill_idle)):
+            self._schedule(0.0, _WAKE, 0, replica)
+
+    def _count_prefill_gpus(self, until_ms: float) -> None:
+        self.prefill_gpu_ms += (until_ms - self.now) * sum(replica.disaggregated for replica in self.replicas)
 
     # The shared queue ------------------------------------------------------------------------------------------------
 
     def _arrive(self, request: int) -> None:
         self.arrival_ms[request] = self.now
-        if _blocks(self.goal[request] + self.growth) > self.pool_blocks:
+        if _blocks(self.goal[request] + self.growth) > max(replica.pool_blocks for replica in self.replicas):
             self._refuse(request)
             return
         self.queue[self.priority[request]].append(request)
@@ -331,28 +507,33 @@ class _Simulation:
         while self.waiting:
             line = next(line for line in self.queue if line)
             request = line[0]
-            able = [replica for replica in self.replicas if self._has_room(replica, request)]
-            if not able:
+            by_load = sorted(self.replicas, key=_Replica.load)
+            replica = next((replica for replica in by_load if self._has_room(replica, request)), None)
+            if replica is None:
                 return
-            replica = min(able, key=_Replica.load)
             line.popleft()
             self.waiting -= 1
             self._assign(replica, request)
             replica.assigned_blocks += _blocks(self.length[request] + 1)
             replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
-            if replica.idle or (self.fleet.disaggregated and replica.prefill_idle):
-                self._schedule(0.0, _WAKE, 0, replica.index)
+            self._rouse(replica)
 
     def _has_room(self, replica: _Replica, request: int) -> bool:
-        if replica.preempted or replica.load() >= self.fleet.batch_size:
+        if replica.down or replica.draining or replica.load() >= self.fleet.batch_size:
+            return False
+        if replica.preempted and not self._precedes(request, replica.preempted[0]):
             return False
         # What the next iteration cannot take stays in the shared queue: any replica may get to it first.
         promised = replica.prefill_tokens() + sum(self.length[r] for r in replica.assigned)
-        if promised >= self.model.profile.max_batched_tokens:
+        if promised >= replica.model.profile.max_batched_tokens:
             return False
         if self.reserve:
-            return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= self.pool_blocks
+            return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= replica.pool_blocks
         return self._fits(replica, request, replica.assigned_blocks)
+
+    def _precedes(self, request: int, preempted: int) -> bool:
+        """Whether a request that has not run may start before a preempted one runs again."""
+        return self.by_class and self.priority[request] < self.priority[preempted]
 
     def _assign(self, replica: _Replica, request: int) -> None:
         """Put a request in a replica's line, behind those of its own and of higher classes."""
@@ -364,6 +545,10 @@ class _Simulation:
     def _refuse_youngest(self) -> None:
         """Refuse the youngest request of the lowest class among all that have not started."""
         lines = [line for line in self.queue if line] + [r.assigned for r in self.replicas if r.assigned]
+        # What a restart put back into the queue has started and is never refused; it is at the front.
+        lines = [line for line in lines if np.isnan(self.start_ms[line[-1]])]
+        if not lines:
+            return
         line = max(lines, key=lambda line: (self.priority[line[-1]], self.arrival_ms[line[-1]]))
         request = line.pop()
         holder = next((r for r in self.replicas if r.assigned is line), None)
@@ -383,30 +568,40 @@ class _Simulation:
         if self.next_client_request < len(self.prompt):
             request = self.next_client_request
             self.next_client_request += 1
-            self._schedule(self.model.profile.ttft_offset_ms, _ARRIVAL, request, 0)
+            self._schedule(self.fleet.model.profile.ttft_offset_ms, _ARRIVAL, request, self.replicas[0])
 
     def _head(self, replica: _Replica) -> int | None:
-        """The request that this replica should start next, if it may: its own preempted ones first."""
-        line = replica.preempted or replica.assigned
+        """The request that this replica should start next, if it may."""
+        line = self._line(replica)
         if not line or replica.in_flight() >= self.fleet.batch_size:
             return None
-        return line[0] if self.reserve or self._fits(replica, line[0]) else None
+        # What the pool cannot hold beside others it holds alone: a pool may have shrunk since the request started.
+        return line[0] if self.reserve or not replica.in_flight() or self._fits(replica, line[0]) else None
+
+    def _line(self, replica: _Replica) -> deque[int]:
+        """The line that holds the replica's next request: its preempted ones come first, but for higher classes."""
+        if replica.preempted and replica.assigned and self._precedes(replica.assigned[0], replica.preempted[0]):
+            return replica.assigned
+        return replica.preempted or replica.assigned
 
     def _fits(self, replica: _Replica, request: int, promised_blocks: int = 0) -> bool:
         """Whether the cache has blocks for this prompt beside what is resident and promised."""
         need = _blocks(self.length[request] + 1) + replica.prefill_blocks() + promised_blocks
         # Blocks are rounded up per sequence: this bound spares the exact count while the cache is far from full.
         bound = (replica.token_sum + replica.n * (self.growth + BLOCK_TOKENS)) // BLOCK_TOKENS + 1
-        return need + bound <= self.pool_blocks or need + replica.decode_blocks(self.growth) <= self.pool_blocks
+        pool_blocks = replica.pool_blocks
+        return need + bound <= pool_blocks or need + replica.decode_blocks(self.growth) <= pool_blocks
 
     def _start_prefill(self, replica: _Replica) -> _Prefill:
-        blocks = _blocks(self.length[(replica.preempted or replica.assigned)[0]] + 1)
-        if replica.preempted:
-            request = replica.preempted.popleft()
-        else:
-            request = replica.assigned.popleft()
+        line = self._line(replica)
+        request = line.popleft()
+        blocks = _blocks(self.length[request] + 1)
+        if line is replica.assigned:
             replica.assigned_blocks -= blocks
         prefill = _Prefill(request, self.length[request], blocks)
+        if np.isnan(self.start_ms[request]):
+            self.start_ms[request] = self.now
+            prefill.done = min(int(self.prefix_hit * self.reused[request]), prefill.need - 1)
         replica.prefilling.append(prefill)
         return prefill
 
@@ -414,7 +609,7 @@ class _Simulation:
 
     def _wake(self, replica: _Replica) -> None:
         self._dispatch()  # an answer of one token frees a slot without an iteration
-        if self.fleet.disaggregated and replica.prefill_idle:
+        if replica.disaggregated and replica.prefill_idle:
             self._begin_prefill(replica)
         if replica.idle:
             self._begin_iteration(replica)
@@ -422,47 +617,61 @@ class _Simulation:
     def _begin_iteration(self, replica: _Replica) -> None:
         self._make_room(replica)
         chunks: list[tuple[_Prefill, int]] = []
-        if not self.fleet.disaggregated:
+        if not replica.disaggregated:
             chunks = replica.chunks = self._take_chunks(replica)
         replica.decoding = replica.n > 0 and (self.chunked or not chunks)
         replica.idle = not (chunks or replica.decoding)
         if replica.idle:
+            if replica.draining and not replica.load():
+                self._roll_out()
             return
         n = replica.n if replica.decoding else 0
-        duration = self._step_ms(n, replica.token_sum / n if n else 0.0, chunks)
-        self._schedule(duration, _ITERATION_END, 0, replica.index)
+        replica.draft_tokens, replica.conditional = self.fleet.draft_tokens, self.conditional
+        replica.iteration_ms = self._step_ms(replica, n, replica.token_sum / n if n else 0.0, chunks)
+        self._schedule(replica.iteration_ms, _ITERATION_END, 0, replica)
 
-    def _step_ms(self, n_decode: int, context: float, taken: list[tuple[_Prefill, int]]) -> float:
+    def _step_ms(self, replica: _Replica, n_decode: int, context: float, taken: list[tuple[_Prefill, int]]) -> float:
         chunks = [Chunk(tokens, prefill.done) for prefill, tokens in taken]
         n_first = sum(prefill.done + tokens == prefill.need for prefill, tokens in taken)
-        duration = self.model.step_ms(n_decode, context, chunks, self.fleet.draft_tokens, n_first)
+        duration = replica.model.step_ms(n_decode, context, chunks, self.fleet.draft_tokens, n_first)
+        duration *= self.fleet.slowdown
         self.iterations += 1
         self.busy_ms += duration
         return duration
 
     def _make_room(self, replica: _Replica) -> None:
-        """Preempt the latest sequences until the rest can take their next tokens; they will be recomputed."""
+        """Preempt sequences until the rest can take their next tokens; they will be recomputed."""
         if self.reserve:
             return
         bound = (replica.token_sum + replica.n * (self.growth + BLOCK_TOKENS)) // BLOCK_TOKENS + 1
-        if bound + replica.prefill_blocks() <= self.pool_blocks:
+        if bound + replica.prefill_blocks() <= replica.pool_blocks:
             return
         while replica.n + len(replica.prefilling) > 1 and (
-            replica.decode_blocks(self.growth) + replica.prefill_blocks() > self.pool_blocks
+            replica.decode_blocks(self.growth) + replica.prefill_blocks() > replica.pool_blocks
         ):
-            # A disaggregated prefill under way belongs to another GPU and cannot be taken back.
-            if replica.prefilling and not self.fleet.disaggregated:
-                victim = replica.prefilling.pop().request
-            elif replica.n:
-                victim = self._drop_last(replica)
-            else:
+            victim = self._preempt(replica)
+            if victim is None:
                 return
             self.preemptions[victim] += 1
             replica.preempted.appendleft(victim)
+            if self.by_class:
+                replica.preempted = deque(sorted(replica.preempted, key=self._order))
 
-    def _drop_last(self, replica: _Replica) -> int:
-        last = replica.n - 1
-        victim = int(replica.request[last])
+    def _preempt(self, replica: _Replica) -> int | None:
+        """Take the cache of one request away and return it: the last one admitted, of the lowest class by class."""
+        # A disaggregated prefill under way belongs to another GPU and cannot be taken back.
+        prefills = [] if replica.disaggregated else replica.prefilling
+        running = replica.request[: replica.n]
+        lowest = max((self.priority[p.request] for p in prefills), default=-1)
+        if self.by_class and replica.n:
+            lowest = max(lowest, int(self.classes[running].max()))
+        for i in range(len(prefills) - 1, -1, -1):
+            if not self.by_class or self.priority[prefills[i].request] == lowest:
+                return prefills.pop(i).request
+        if not replica.n:
+            return None
+        last = int(np.flatnonzero(self.classes[running] == lowest)[-1]) if self.by_class else replica.n - 1
+        victim = int(running[last])
         self.length[victim] = int(replica.tokens[last])
         mask = np.ones(replica.n, bool)
         mask[last] = False
@@ -471,8 +680,8 @@ class _Simulation:
 
     def _take_chunks(self, replica: _Replica) -> list[tuple[_Prefill, int]]:
         """Prompt tokens for the next iteration: prompts under way first, then new requests, up to the token budget."""
-        budget = self.model.chunk_budget(
-            replica.n * self.growth if self.chunked and not self.fleet.disaggregated else 0
+        budget = replica.model.chunk_budget(
+            replica.n * self.growth if self.chunked and not replica.disaggregated else 0
         )
         whole = not self.chunked
         taken: list[tuple[_Prefill, int]] = []
@@ -488,7 +697,8 @@ class _Simulation:
             if request is None or (whole and taken and self.length[request] > budget):
                 break
             prefill = self._start_prefill(replica)
-            tokens = prefill.need if whole else min(budget, prefill.need)
+            left = prefill.need - prefill.done
+            tokens = left if whole else min(budget, left)
             taken.append((prefill, tokens))
             budget -= tokens
         return taken
@@ -497,29 +707,38 @@ class _Simulation:
         if replica.decoding:
             self._advance(replica)
         self._note_peak(replica)
-        if not self.fleet.disaggregated:
+        if not replica.disaggregated:
             for prefill in self._complete(replica, replica.chunks):
                 self._first_token(replica, prefill.request, prefill.need)
             replica.chunks = []
         self._dispatch()
-        if self.fleet.disaggregated and replica.prefill_idle:
+        if replica.disaggregated and replica.prefill_idle:
             self._begin_prefill(replica)  # slots or cache may have become free
         self._begin_iteration(replica)
 
     def _advance(self, replica: _Replica) -> None:
         """Give every decoding sequence its tokens and let the finished ones go."""
-        n = replica.n
-        tokens = replica.tokens[:n]
-        if self.growth == 1:
+        n, drafts = replica.n, replica.draft_tokens
+        tokens, before = replica.tokens[:n], replica.token_sum
+        self.decode_ms += replica.iteration_ms * n
+        if drafts == 0:
             tokens += 1
             replica.token_sum += n
+            self.written_tokens += n
+            self.decoded_tokens += n
             replica.steps_to_finish -= 1
             if replica.steps_to_finish > 0:
                 return
         else:
-            accepted = np.cumprod(self.rng.random((n, self.fleet.draft_tokens)) < self.conditional, axis=1).sum(axis=1)
+            chance = replica.conditional[self.classes[replica.request[:n]]]
+            accepted = np.cumprod(self.rng.random((n, drafts)) < chance, axis=1).sum(axis=1)
+            self.drafted_tokens += n * drafts
+            self.accepted_tokens += int(accepted.sum())
+            self.decoded_tokens += n + int(accepted.sum())
             np.minimum(tokens + 1 + accepted, replica.goal[:n], out=tokens)
             replica.token_sum = int(tokens.sum())
+            self.written_tokens += replica.token_sum - before
+            replica.steps_to_finish = int((replica.goal[:n] - tokens).min())
         done = tokens >= replica.goal[:n]
         if not done.any():
             return
@@ -532,6 +751,7 @@ class _Simulation:
         """Book prefilled tokens; return the prompts that are complete, in order."""
         for prefill, tokens in taken:
             prefill.done += tokens
+            self.prefilled_tokens += tokens
         complete = [prefill for prefill, _ in taken if prefill.done == prefill.need]
         if complete:
             replica.prefilling = [prefill for prefill in replica.prefilling if prefill.done < prefill.need]
@@ -539,6 +759,7 @@ class _Simulation:
 
     def _first_token(self, replica: _Replica, request: int, tokens: int) -> None:
         """A prompt (or a recomputation) is in the cache: it yields one token and joins the decode batch."""
+        self.written_tokens += 1
         if np.isnan(self.first_ms[request]):
             self.first_ms[request] = self.now
         if tokens + 1 >= self.goal[request]:
@@ -552,8 +773,7 @@ class _Simulation:
         self._send_next()
 
     def _note_peak(self, replica: _Replica) -> None:
-        cached = replica.token_sum + sum(prefill.done for prefill in replica.prefilling) + replica.transit_tokens
-        self.peak_tokens = max(self.peak_tokens, cached)
+        self.peak_tokens = max(self.peak_tokens, replica.cached_tokens())
 
     # Disaggregated prefill -----------------------------------------------------------------------------------
 
@@ -561,27 +781,27 @@ class _Simulation:
         replica.chunks = self._take_chunks(replica)
         replica.prefill_idle = not replica.chunks
         if replica.chunks:
-            self._schedule(self._step_ms(0, 0.0, replica.chunks), _PREFILL_END, 0, replica.index)
+            self._schedule(self._step_ms(replica, 0, 0.0, replica.chunks), _PREFILL_END, 0, replica)
 
     def _end_prefill(self, replica: _Replica) -> None:
         for prefill in self._complete(replica, replica.chunks):
-            replica.in_transit += 1
+            replica.in_transit.append(prefill.request)
             replica.transit_blocks += prefill.blocks
             replica.transit_tokens += prefill.need
-            self._schedule(self.fleet.handover_ms(prefill.need), _HANDED_OVER, prefill.request, replica.index)
+            self._schedule(self.fleet.handover_ms(prefill.need), _HANDED_OVER, prefill.request, replica)
         replica.chunks = []
         self._dispatch()
         self._begin_prefill(replica)
 
     def _hand_over(self, replica: _Replica, request: int) -> None:
         tokens = self.length[request]
-        replica.in_transit -= 1
+        replica.in_transit.remove(request)
         replica.transit_blocks -= _blocks(tokens + 1)
         replica.transit_tokens -= tokens
         self._first_token(replica, request, tokens)
         self._note_peak(replica)
         if replica.idle or replica.prefill_idle:
-            self._schedule(0.0, _WAKE, 0, replica.index)
+            self._schedule(0.0, _WAKE, 0, replica)
 
 
 def _conditional(marginal: Sequence[float]) -> FloatArray:

@@ -1,0 +1,219 @@
+"""An episode of a task in the discrete-event reference: takes the five knobs each second, returns the metrics.
+
+Requests, operator times, memory and objectives are those of the fluid model; what differs is that nothing is averaged.
+Metrics are what a server knows at the end of a second: times to first token of the requests whose first token came in
+it, tokens written in it, requests that wait beyond their objective at its end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from simulator.hardware import measured
+from simulator.hardware.operators import TIERS, operator_model, profiles
+from simulator.load import REUSE_LOG2_FIRST, EpisodeRequests
+from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, Simulation
+from simulator.offline.table import kv_capacity_tokens
+from simulator.serving import CONVENTIONS, ServingParams
+
+RECENT_STARTS: Final = 50
+"""Requests whose median time from start to first token stands for that of a request which still waits."""
+
+
+class Knobs(NamedTuple):
+    """The action of one second."""
+
+    kv_budget: float
+    spec_length: int
+    batch_size: int
+    prefill_disagg: bool
+    quant_tier: int
+
+
+class Policies(NamedTuple):
+    """Scheduling and rollout; see :class:`simulator.offline.discrete_event.Fleet`."""
+
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    rolling_restart: Literal["recompute", "drain"] = "recompute"
+
+
+DEFAULT_POLICIES: Final = Policies()
+
+
+class ReferenceEpisode:
+    """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics."""
+
+    def __init__(
+        self,
+        params: ServingParams,
+        requests: EpisodeRequests,
+        seed: int,
+        policies: Policies = DEFAULT_POLICIES,
+    ) -> None:
+        self._params = params
+        self._requests = requests
+        self._seed = seed
+        self._policies = policies
+        self._slo_ms = params.stats.slo_ms[requests.class_index]
+        self._hardware, self._engine = str(params.tables.meta["hardware"]), str(params.tables.meta["engine"])
+        self._models = [operator_model(self._hardware, tier, self._engine) for tier in TIERS]
+        speculation = profiles()["speculation"]
+        self._acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
+        self._simulation: Simulation | None = None
+        self._second = 0
+        self._start_to_first_ms: deque[float] = deque(maxlen=RECENT_STARTS)
+
+    def play_second(self, knobs: Knobs, oom: bool) -> dict[str, float]:
+        """Serve one second with these knobs; ``oom``: whether they exceed the memory, which slows every iteration."""
+        simulation = self._configure(knobs, oom)
+        before = _Totals.of(simulation)
+        start_ms, self._second = 1e3 * self._second, self._second + 1
+        simulation.run_until(1e3 * self._second)
+        done = _Totals.of(simulation).since(before)
+        judged = self._judge(simulation, start_ms)
+        params = self._params
+        ktokens_per_s = done.written / 1e3
+        gpus = params.n_replicas + done.prefill_gpu_ms / 1e3
+        missed, share = float(judged.missed + done.refused), 0.0
+        if judged.requests + done.refused:
+            share = min(1.0, missed / (judged.requests + done.refused))
+        if oom:
+            missed = max(CONVENTIONS.oom_penalty * missed, knobs.batch_size)
+            share = min(
+                1.0, max(CONVENTIONS.oom_penalty * share, knobs.batch_size / max(judged.requests, knobs.batch_size))
+            )
+        pool_tokens = sum(r.pool_blocks for r in simulation.replicas if not r.down) * BLOCK_TOKENS
+        return {
+            "ttft_p50_ms": judged.ttft_p50_ms,
+            "ttft_p99_ms": judged.ttft_p99_ms,
+            "tpot_ms": self._tpot_ms(simulation, done),
+            "tokens_per_sec": float(done.written),
+            "cost_per_1k": params.price * gpus / max(ktokens_per_s, CONVENTIONS.min_billed_ktokens_per_s),
+            "spec_accept_rate": done.accepted / done.drafted if done.drafted else 0.0,
+            "eviction_events": float(done.preempted),
+            "slo_violations": missed,
+            "violation_share": share,
+            "queue_requests": float(judged.waiting),
+            "running_requests": 0.5 * (before.running + sum(r.in_flight() for r in simulation.replicas)),
+            "kv_occupancy": min(1.0, sum(r.cached_tokens() for r in simulation.replicas) / max(pool_tokens, 1)),
+            "admitted": float(done.started),
+            "completed": float(done.finished),
+            "rejected": float(done.refused),
+        }
+
+    def _configure(self, knobs: Knobs, oom: bool) -> Simulation:
+        pools = {tier: kv_capacity_tokens(self._hardware, tier, knobs.kv_budget, knobs.spec_length) for tier in TIERS}
+        constants = self._params.constants
+        fleet = Fleet(
+            self._models[knobs.quant_tier],
+            knobs.batch_size,
+            pools[TIERS[knobs.quant_tier]],
+            replicas=self._params.n_replicas,
+            draft_tokens=knobs.spec_length,
+            acceptance=self._acceptance.get(knobs.spec_length, ()),
+            acceptance_scale=tuple(constants["accept_scale"].tolist()),
+            disaggregated=knobs.prefill_disagg,
+            link_gb_s=self._params.engine.link_bytes_per_s / 1e9,
+            queue_limit=int(self._params.queue_limit),
+            restart_ms=1e3 * float(constants["reload_s"][knobs.quant_tier]),
+            slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
+            scheduling_policy=self._policies.scheduling_policy,
+            rolling_restart=self._policies.rolling_restart,
+        )
+        if self._simulation is None:
+            each = self._requests
+            requests = Requests(
+                each.arrival_s, each.prompt_tokens, each.output_tokens, each.class_index, each.reused_tokens
+            )
+            self._simulation = Simulation(fleet, requests, self._seed)
+        self._simulation.reconfigure(fleet, pools)
+        self._simulation.prefix_hit = self._prefix_hit(self._simulation)
+        return self._simulation
+
+    def _prefix_hit(self, simulation: Simulation) -> float:
+        """Share of repeated prefix tokens that the caches still hold: least recently used ones go first."""
+        curve = self._params.stats.reuse_hit
+        if curve is None:
+            return 0.0
+        capacity = sum(replica.pool_blocks for replica in simulation.replicas) * BLOCK_TOKENS
+        held = min(capacity, simulation.prefilled_tokens + simulation.written_tokens)
+        position = np.log2(max(held, 1.0)) - REUSE_LOG2_FIRST
+        if position < 0.0:
+            return float(curve[0] * 2.0**position)
+        return float(np.interp(position, np.arange(len(curve)), curve))
+
+    def _judge(self, simulation: Simulation, start_ms: float) -> _Judged:
+        """Times to first token of the second that ends now, and requests beyond their objective."""
+        now, first = simulation.now, simulation.first_ms
+        answered = np.flatnonzero((first >= start_ms) & (first < now))
+        offset_ms = self._params.constants["ttft_offset_ms"]
+        ttft_ms = first[answered] - simulation.arrival_ms[answered] + offset_ms
+        self._start_to_first_ms.extend((first[answered] - simulation.start_ms[answered]).tolist())
+        waiting = np.flatnonzero((simulation.arrival_ms < now) & np.isnan(simulation.start_ms) & ~simulation.rejected)
+        age_ms = now - simulation.arrival_ms[waiting]
+        overdue = int((age_ms > self._slo_ms[waiting]).sum())
+        missed = int((ttft_ms > self._slo_ms[answered]).sum()) + overdue
+        if len(answered):
+            p50, p99 = np.quantile(ttft_ms, (0.5, 0.99))
+        else:
+            p50 = p99 = age_ms.max(initial=0.0) + self._first_token_ms() + offset_ms
+        return _Judged(float(p50), float(p99), missed, len(answered) + overdue, len(waiting))
+
+    def _first_token_ms(self) -> float:
+        """Time from start to first token of the latest requests; before there are any, of a mean prompt alone."""
+        if self._start_to_first_ms:
+            return float(np.median(self._start_to_first_ms))
+        return float(self._params.stats.work_mean_ms[0, 0])
+
+    def _tpot_ms(self, simulation: Simulation, done: _Totals) -> float:
+        if done.decoded:
+            return min(done.decode_ms / done.decoded, CONVENTIONS.max_tpot_steps * 1e3)
+        if any(replica.load() for replica in simulation.replicas):
+            return CONVENTIONS.max_tpot_steps * 1e3
+        return simulation.fleet.model.step_ms(1, float(self._params.stats.prompt_mean[0]), (), 0, 0)
+
+
+class _Judged(NamedTuple):
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    missed: int
+    requests: int
+    waiting: int
+
+
+class _Totals(NamedTuple):
+    """Counts since the start of the episode; ``running`` is the present number."""
+
+    written: int
+    drafted: int
+    accepted: int
+    decoded: int
+    decode_ms: float
+    prefill_gpu_ms: float
+    preempted: int
+    started: int
+    finished: int
+    refused: int
+    running: int
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> _Totals:
+        return cls(
+            simulation.written_tokens,
+            simulation.drafted_tokens,
+            simulation.accepted_tokens,
+            simulation.decoded_tokens,
+            simulation.decode_ms,
+            simulation.prefill_gpu_ms,
+            int(simulation.preemptions.sum()),
+            int(np.isfinite(simulation.start_ms).sum()),
+            int(np.isfinite(simulation.finish_ms).sum()),
+            int(simulation.rejected.sum()),
+            sum(replica.in_flight() for replica in simulation.replicas),
+        )
+
+    def since(self, before: _Totals) -> _Totals:
+        return _Totals._make(now - then for now, then in zip(self, before, strict=True))

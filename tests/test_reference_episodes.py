@@ -1,0 +1,184 @@
+"""Episodes in the discrete-event reference: changes of the knobs by hand, and the same interface as the fluid model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from agents.episodes import run_episodes
+from agents.registry import make_agent
+from env.reference import ReferenceBatch
+from inferencegym.cli.main import main
+from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
+from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from simulator.hardware.operators import Chunk, OperatorModel, engine, hardware
+from simulator.offline.discrete_event import Fleet, Requests, Simulation, serve
+from simulator.offline.reference_episode import Policies
+from simulator.tables import load_tables
+from simulator.workload import load_source
+
+PROFILE = dataclasses.replace(engine("a100_40"), ttft_offset_ms=0.0)
+FP16, INT8 = (OperatorModel(hardware("a100-40gb"), tier, PROFILE) for tier in ("FP16", "INT8"))
+ROOMY = 160_000
+POOLS = {"FP16": ROOMY, "INT8": ROOMY, "INT4": ROOMY}
+
+
+def requests(*each: tuple[float, int, int], classes: list[int] | None = None) -> Requests:
+    """Requests from (arrival s, prompt, output) triples."""
+    arrival, prompt, output = zip(*each, strict=True)
+    priority = None if classes is None else np.array(classes)
+    return Requests(np.array(arrival, float), np.array(prompt), np.array(output), priority)
+
+
+def test_setting_the_same_knobs_every_second_changes_nothing() -> None:
+    rng = np.random.default_rng(4)
+    load = Requests(np.sort(rng.uniform(0, 20, 200)), rng.integers(50, 900, 200), rng.integers(1, 400, 200))
+    fleet = Fleet(FP16, 16, 8_000, replicas=2)
+    once = serve(fleet, load)
+    simulation = Simulation(fleet, load)
+    for second in range(40):
+        simulation.reconfigure(fleet, {**POOLS, "FP16": 8_000})
+        simulation.run_until(1e3 * (second + 1))
+    simulation.run()
+    assert simulation.first_ms / 1e3 == pytest.approx(once.first_token_s, rel=0, abs=0)
+    assert simulation.finish_ms / 1e3 == pytest.approx(once.finish_s, rel=0, abs=0)
+    assert once.preemptions.sum() > 0
+
+
+def test_a_restart_hands_requests_to_the_other_replica_which_recomputes_prompt_and_output() -> None:
+    fleet = Fleet(FP16, 8, ROOMY, replicas=2, restart_ms=10_000.0)
+    simulation = Simulation(fleet, requests((0.0, 1000, 600)))
+    simulation.run_until(2_000.0)
+    (replica,) = (each for each in simulation.replicas if each.n)
+    tokens = int(replica.tokens[0])
+    simulation.reconfigure(dataclasses.replace(fleet, model=INT8), POOLS)
+    # The first replica restarts at once; the request was there.
+    assert simulation.replicas[0].down
+    assert replica is simulation.replicas[0]
+    simulation.run_until(2_000.0 + FP16.step_ms(0, 0.0, [Chunk(tokens)], n_first=1) + 1e-6)
+    other = simulation.replicas[1]
+    assert (other.n, int(other.tokens[0])) == (1, tokens + 1)
+    assert simulation.prefilled_tokens == 1000 + tokens
+    simulation.run_until(12_000.0 - 1e-6)
+    assert simulation.replicas[0].down
+    assert not other.down
+    simulation.run_until(12_000.0 + 1e-6)
+    assert simulation.replicas[0].model is INT8
+    assert not simulation.replicas[0].down
+    # One after the other: now the second one restarts, and hands the request back if it still runs.
+    assert other.down
+    simulation.run()
+    assert simulation.written_tokens == 600
+    assert np.isfinite(simulation.finish_ms).all()
+
+
+def test_a_draining_replica_finishes_its_requests_and_takes_no_others() -> None:
+    fleet = Fleet(FP16, 8, ROOMY, replicas=2, restart_ms=10_000.0, rolling_restart="drain")
+    load = requests((0.0, 1000, 600), *[(1.0 + 0.01 * i, 100, 50) for i in range(20)])
+    simulation = Simulation(fleet, load)
+    simulation.run_until(500.0)
+    simulation.reconfigure(dataclasses.replace(fleet, model=INT8), POOLS)
+    first, other = simulation.replicas
+    assert first.draining
+    assert not first.down
+    assert first.n == 1
+    simulation.run_until(2_000.0)
+    assert first.load() == 1
+    assert other.load() > 0
+    simulation.run()
+    assert simulation.prefilled_tokens == 1000 + 20 * 100
+    assert {first.model, other.model} == {INT8}
+
+
+def test_a_pool_that_shrinks_preempts_what_it_no_longer_holds() -> None:
+    fleet = Fleet(FP16, 8, ROOMY)
+    simulation = Simulation(fleet, requests(*[(0.0, 1000, 500)] * 8))
+    simulation.run_until(3_000.0)
+    assert (simulation.replicas[0].n, simulation.preemptions.sum()) == (8, 0)
+    simulation.reconfigure(dataclasses.replace(fleet, kv_pool_tokens=4_800), {**POOLS, "FP16": 4_800})
+    simulation.run_until(3_200.0)
+    # 4,800 tokens hold four requests of about 1,100.
+    assert simulation.replicas[0].n == 4
+    assert simulation.preemptions.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    simulation.run()
+    assert np.isfinite(simulation.finish_ms).all()
+
+
+@pytest.mark.parametrize(("policy", "preempted"), [("fcfs", [0, 0, 1]), ("priority", [0, 1, 0])])
+def test_the_scheduling_policy_says_who_is_preempted(policy: str, preempted: list[int]) -> None:
+    fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
+    # The second one is of a lower class than the third, which came later. Together they outgrow the pool once.
+    simulation = Simulation(fleet, requests((0.0, 400, 200), (0.0, 400, 200), (0.3, 400, 150), classes=[0, 2, 1]))
+    simulation.run_until(4_000.0)
+    assert simulation.preemptions.tolist() == preempted
+
+
+def test_a_higher_class_starts_before_a_preempted_request_runs_again_only_by_priority() -> None:
+    first = {}
+    for policy in ("fcfs", "priority"):
+        fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
+        load = requests((0.0, 600, 300), (0.0, 600, 300), (3.0, 100, 5), classes=[2, 2, 0])
+        first[policy] = serve(fleet, load).first_token_s[2]
+    assert first["priority"] < 3.2 < first["fcfs"]
+
+
+@pytest.mark.parametrize("task", list_tasks(include_recorded=True), ids=lambda task: str(task.task_id))
+def test_the_requests_of_an_episode_add_up_to_its_offered_load(task: TaskSpec) -> None:
+    source, steps = load_source(task, load_tables()), min(task.episode_length, 120)
+    load, each = source.draw([11], steps).episode(0), source.requests(11, steps)
+    arrivals, prompts = np.zeros_like(load.arrivals), np.zeros_like(load.prompt_tokens)
+    where = (each.arrival_s.astype(int), each.class_index)
+    np.add.at(arrivals, where, 1.0)
+    np.add.at(prompts, where, each.prompt_tokens.astype(float))
+    assert np.array_equal(arrivals, load.arrivals)
+    assert np.array_equal(prompts, load.prompt_tokens)
+    assert (np.diff(each.arrival_s) >= 0).all()
+    assert each.output_tokens.min() >= 1
+
+
+def test_the_reference_plays_a_task_as_the_fluid_model_does() -> None:
+    task = get_task(1)
+    fluid, reference = (
+        run_episodes(task, make_agent("heuristic", task), [10_000, 10_001], batch_type=kind)
+        for kind in (*(run_episodes.__kwdefaults__["batch_type"],), ReferenceBatch)
+    )
+    assert reference.scores() == pytest.approx(fluid.scores(), abs=0.03)
+    assert reference.metrics["gpu_memory_gb"] == pytest.approx(fluid.metrics["gpu_memory_gb"])
+    assert (reference.metrics["tokens_per_sec"] != fluid.metrics["tokens_per_sec"]).any()
+
+
+@pytest.mark.parametrize("task", list_tasks(include_recorded=True), ids=lambda task: str(task.task_id))
+def test_every_task_plays_in_the_reference_and_workers_change_nothing(task: TaskSpec) -> None:
+    config = task.config({"episode_length": 12})
+    runs = []
+    for workers in (1, 2):
+        batch = ReferenceBatch(task, 2, config, policies=Policies("priority", "drain"), n_workers=workers)
+        batch.reset([3, 4])
+        agent = make_agent("random", task)
+        agent.reset(2)
+        seen = [batch.step(agent.act(batch.observation)).copy() for _ in range(12)]
+        assert batch.done.all()
+        runs.append(np.array(seen))
+    assert np.array_equal(runs[0], runs[1])
+    assert (runs[0] >= OBSERVATION_LOW).all()
+    assert (runs[0] <= OBSERVATION_HIGH).all()
+
+
+def test_a_row_that_restarts_plays_its_new_seed() -> None:
+    task = get_task(2)
+    batch = ReferenceBatch(task, 2, task.config({"episode_length": 4}), n_workers=1)
+    naive = np.tile(np.array([1.0, 0.0, 32.0, 0.0, 0.0]), (2, 1))
+    batch.reset([5, 6])
+    first = np.array([batch.step(naive).copy() for _ in range(4)])
+    batch.reset([6, 5])
+    assert np.array_equal(np.array([batch.step(naive).copy() for _ in range(4)]), first[:, ::-1])
+
+
+def test_the_command_evaluates_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--task", "1", "--agent", "naive", "--seeds", "2", "--reference", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    # The range that the specification gives for the naive agent on task 1.
+    assert 0.30 <= result["agents"][0]["score"]["mean"] <= 0.40
