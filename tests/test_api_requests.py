@@ -239,6 +239,25 @@ def test_the_openapi_document_describes_bodies_and_answers(client: TestClient) -
         assert path in document["paths"]
 
 
+@pytest.mark.parametrize("at", ["", "/traffic"])
+def test_seeds_are_described_as_integers_of_63_bits_and_a_log_is_verified_with_one_only(
+    client: TestClient, at: str
+) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    whole = {"type": "integer", "minimum": 0, "exclusiveMaximum": 9_223_372_036_854_775_808}
+    either = [whole, {"type": "null"}]
+
+    def seeds(content: Any) -> list[Any]:
+        schema = content["content"]["application/json"]["schema"]
+        return [one["properties"]["seed"] for one in schema.get("oneOf", [schema])]
+
+    reset, grader = paths[f"{at}/reset"]["post"], paths[f"{at}/grader"]["post"]
+    assert seeds(reset["requestBody"])[0]["anyOf"] == either
+    assert seeds(reset["responses"]["200"]) == [whole]
+    # Of a session, of a log, and of a log to verify
+    assert seeds(grader["requestBody"]) == [{"anyOf": either}, {"anyOf": either}, whole]
+
+
 # ---------------------------------------------------------------- who may ask, how often
 
 

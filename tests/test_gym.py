@@ -130,6 +130,14 @@ def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
 # ---------------------------------------------------------------- formats
 
 
+def test_the_batch_sizes_of_the_discrete_format_are_powers_of_two_and_the_numbers_halfway_between_them() -> None:
+    actions = np.zeros((18, 5), dtype=np.int64)
+    actions[:, 2] = np.arange(18)
+    powers = {2**k for k in range(10)}
+    halfway = {3 * 2**k for k in range(8)}
+    assert action_codec("discrete").decode(actions)[:, 2].tolist() == sorted(powers | halfway)
+
+
 @given(knobs=arrays(np.float64, (4, 5), elements=st.floats(-1e3, 1e3)))
 @example(knobs=np.full((4, 5), 0.55))  # the middle of kv_budget: 0 in the box, but for rounding
 @settings(max_examples=50)

@@ -222,6 +222,28 @@ def test_a_damaged_database_is_set_aside_and_live_sessions_are_stored_again(tmp_
     asyncio.run(scenario())
 
 
+def test_the_log_of_a_damaged_database_is_set_aside_with_it(tmp_path: Path) -> None:
+    """Else the new file would begin with what is left of the old one, and nobody could look into both."""
+    path, broken = file_of(tmp_path), b"neither is this a log of writes" * 400
+
+    async def scenario() -> None:
+        async with sqlite_store(path) as store:
+            await store.put("a", START, "me")
+            # Another process has the file open: the log stays when this one closes it.
+            with closing(sqlite3.connect(path)) as other:
+                assert other.execute("SELECT count(*) FROM sessions").fetchone() == (1,)
+                await store.close()
+                path.write_bytes(b"this is not a database at all" * 400)
+                path.with_name("sessions.db-wal").write_bytes(broken)
+                await store.open()
+                await store.ping()
+            (aside,) = tmp_path.glob("sessions.db.damaged-*-wal")
+            assert aside.read_bytes() == broken
+            assert aside.with_name(aside.name.removesuffix("-wal")).read_bytes().startswith(b"this is not a database")
+
+    asyncio.run(scenario())
+
+
 def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) -> None:
     path = file_of(tmp_path)
 
