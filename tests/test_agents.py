@@ -353,12 +353,12 @@ def test_a_frozen_knob_stays_frozen_in_every_mode() -> None:
 
 def test_starts_hold_requests_back_in_calm_in_different_ways_and_move_only_what_may_move() -> None:
     task = get_task(3)
-    starts = Solver(task, get_calibration(3), budget=TINY, frozen={"quant_tier": 1.0})._staged()
+    starts = Solver(task, get_calibration(3), budget=TINY, frozen={"quant_tier": 1.0}).staged_starts()
     assert len(starts) == 2
     few, many = sorted(float(start.settings[0, 0, 2]) for start in starts)
     assert few < 64 < many
     assert all(set(start.settings[0, :, 4]) == {1.0} for start in starts)
-    assert Solver(get_task(1), get_calibration(1), budget=TINY)._staged() == []
+    assert Solver(get_task(1), get_calibration(1), budget=TINY).staged_starts() == []
 
 
 def test_no_policy_that_may_not_move_a_knob_beats_the_free_one_on_the_seeds_it_was_chosen_on() -> None:

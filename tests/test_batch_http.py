@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 import pytest
 from numpy.typing import NDArray
+from starlette.testclient import TestClient
 
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
@@ -39,9 +40,8 @@ from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, from_row, snap
 from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import get_task
-from server.api.batch import MAX_WAITING, BatchSession, BatchSessions, InvalidBatchError, _json_steps
+from server.api.batch import MAX_WAITING, BatchSession, BatchSessions
 from server.app import create_app
-from server.net.errors import InvalidRequestError
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -231,18 +231,26 @@ def test_the_largest_first_seed_and_the_most_episodes_are_taken_and_one_more_is_
         assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
 
 
-@pytest.mark.parametrize(("long", "short"), [("x" * 100_000, ""), (["x" * 100_000, *[""] * 4], [""] * 5)])
-def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any) -> None:
+@pytest.mark.parametrize(
+    ("long", "short", "field"),
+    [
+        ("x" * 100_000, "", "actions[0][0]"),
+        (["x" * 100_000, *[""] * 4], [""] * 5, "actions[0][0].kv_budget"),
+    ],
+)
+def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any, field: str) -> None:
     """In an array of texts each is as long as the longest: these would take 1 GB and more."""
-    session = BatchSessions(Settings()).open(get_task(1), get_task(1).config(), n_rows=3_000)
-    text = orjson.dumps({"session_id": session.session_id, "actions": [[long, *[short] * 2_999]]})
-    tracemalloc.start()
-    try:
-        with pytest.raises((InvalidBatchError, InvalidRequestError), match=r"actions\[0\]\[0\]"):
-            _json_steps(text, lambda _: session)
-        assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    finally:
-        tracemalloc.stop()
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        session_id = client.post("/reset/batch", json={"n": 3_000}).json()["session_id"]
+        text = orjson.dumps({"session_id": session_id, "actions": [[long, *[short] * 2_999]]})
+        tracemalloc.start()
+        try:
+            answer = client.post("/step/batch", content=text, headers={"Content-Type": "application/json"})
+            most_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
+    assert most_bytes < 10_000_000
 
 
 def test_steps_of_no_session_are_refused_before_their_actions_are_looked_at(server: RunningServer) -> None:
@@ -336,10 +344,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldPlay]:
             super().step_many(actions, *out)
 
     monkeypatch.setattr("server.api.batch.ServingBatch", Held)
-    app = create_app(Settings(store_url="memory://", access_log="off"))
-    endpoint: Any = next(route.endpoint for route in app.routes if getattr(route, "path", "") == "/step/batch")
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    yield HeldPlay(client, endpoint.__self__._sessions, begun, released)
+    settings = Settings(store_url="memory://", access_log="off")
+    sessions = BatchSessions(settings)
+    monkeypatch.setattr("server.api.batch.BatchSessions", lambda _: sessions)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(settings)), base_url="http://test")
+    yield HeldPlay(client, sessions, begun, released)
     released.set()
 
 

@@ -43,12 +43,12 @@ class Unreliable(httpx.HTTPTransport):
 
     def __init__(self, fate: Callable[[int, httpx.Request], str]) -> None:
         super().__init__()
-        self._fate = fate
+        self.fate = fate
         self.sent = 0
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         self.sent += 1
-        fate = self._fate(self.sent, request)
+        fate = self.fate(self.sent, request)
         if fate == "lost":
             raise httpx.ConnectError("nobody there", request=request)
         answer = super().handle_request(request)
@@ -103,7 +103,7 @@ def test_a_log_is_graded_and_verified_remotely(client: InferenceGymHTTP) -> None
     local.reset()
     for _ in range(5):
         local.step(ACTION)
-    log = local._episode_log
+    log = local.episode_log
     arguments: dict[str, Any] = {"task_id": 1, "episode_log": log, "seed": 3, "config": {"episode_length": 5}}
     assert client.grade(**arguments, verify=True)["verified"] is True
     forged = [*log[:-1], {**log[-1], "reward": 1.0}]
@@ -202,7 +202,7 @@ def test_a_server_that_never_answers_is_reported_with_what_to_do(server: Running
         client.reset()
         with pytest.raises(ServerUnavailableError, match=r"3 attempts.*resume\(session_id\)"):
             client.step({})
-        transport._fate = lambda *_: "fine"
+        transport.fate = lambda *_: "fine"
         assert client.step({})[0].timestep == 1
 
 

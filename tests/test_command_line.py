@@ -90,7 +90,7 @@ def test_a_folder_for_results_that_cannot_be_made_is_refused_before_the_work(
     def no_work(*_: object, **__: object) -> None:
         raise AssertionError("work was done for a file that cannot be written")
 
-    monkeypatch.setattr(table, "_pool", no_work)
+    monkeypatch.setattr(table, "Slice", no_work)
     monkeypatch.setattr(bench_import, "fit_engine", no_work)
     (tmp_path / "log.csv").write_text(LOG)
     below_a_file = tmp_path / "log.csv" / "folder"

@@ -623,8 +623,13 @@ def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
 
 
 def test_a_remote_batch_goes_on_whichever_process_a_new_connection_reaches(
-    server: RunningServer, tmp_path: Path
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    request = httpx.Client.request
+    reached = server.url
+    monkeypatch.setattr(
+        httpx.Client, "request", lambda self, method, url, **more: request(self, method, f"{reached}{url}", **more)
+    )
     local = ig.VectorInferenceEnv(2, 3, config=SHORT)
     with running_server(tmp_path) as other:
         remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
@@ -632,7 +637,7 @@ def test_a_remote_batch_goes_on_whichever_process_a_new_connection_reaches(
         remote.reset(seed=8)
         local.reset(seed=8)
         for k in range(2 * SHORT["episode_length"]):
-            remote._client._client.base_url = (server.url, other.url, other.url)[k % 3]
+            reached = (server.url, other.url, other.url)[k % 3]
             actions = remote.action_space.sample()
             there, here = remote.step(actions), local.step(actions)
             np.testing.assert_array_equal(there[0], here[0])
@@ -640,15 +645,25 @@ def test_a_remote_batch_goes_on_whichever_process_a_new_connection_reaches(
         remote.close()
 
 
-def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(server: RunningServer) -> None:
+def test_a_server_that_plays_lost_episodes_otherwise_is_not_gone_on_with(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = httpx.Client.request
+
+    def with_other_seeds(self: httpx.Client, method: str, url: str, **more: Any) -> httpx.Response:
+        if url == "/reset/batch":
+            more["json"] = {**more["json"], "seeds": [seed + 1 for seed in more["json"]["seeds"]]}
+        return request(self, method, url, **more)
+
     remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
     action = np.zeros((2, 5), dtype=np.float32)
     first, _ = remote.reset(seed=8)
     remote.step(action)
-    remote._observation = remote._observation + 1.0  # as if it had shown something else
     server.post("/close/batch", {"session_id": remote.session_id})
-    with pytest.raises(StepConflictError):
-        remote.step(action)
+    with monkeypatch.context() as patched:
+        patched.setattr(httpx.Client, "request", with_other_seeds)
+        with pytest.raises(StepConflictError):
+            remote.step(action)
     server.post("/close/batch", {"session_id": remote.session_id})
     np.testing.assert_array_equal(remote.reset(seed=8)[0], first)
     remote.close()
@@ -702,21 +717,23 @@ def test_a_step_whose_answer_was_lost_is_not_played_twice(
     remote.close()
 
 
-def test_a_session_that_the_server_forgot_is_replaced_at_the_next_reset(server: RunningServer) -> None:
-    remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
-    remote.reset(seed=1)
-    remote._client._episode.session_id = "gone"
-    assert remote.reset(seed=1)[1]["session_id"] != "gone"
-    remote.close()
+def test_a_session_that_the_server_forgot_is_unknown_and_replaced_at_the_next_reset(tmp_path: Path) -> None:
+    action = np.zeros(5, dtype=np.float32)
+    with running_server(tmp_path, store_url="memory://") as server:
+        remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
+        _, begun = remote.reset(seed=1)
+        server.kill()
+        server.start()
+        with pytest.raises(UnknownSessionError):
+            remote.step(action)
+        assert remote.reset(seed=1)[1]["session_id"] != begun["session_id"]
+        remote.step(action)
+        remote.close()
 
 
 def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningServer) -> None:
     remote = ig.HTTPGymEnv(server.url, 1, config=SHORT)
     with pytest.raises(NotResetError):
-        remote.step(np.zeros(5, dtype=np.float32))
-    remote.reset(seed=1)
-    remote._client._episode.session_id = "gone"
-    with pytest.raises(UnknownSessionError, match="POST /reset"):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
     nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retries=1)

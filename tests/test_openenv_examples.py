@@ -58,7 +58,6 @@ def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> N
     assert tools.done
     assert "over" in text
     assert episode_return([tools]) == [pytest.approx(sum(rewards) / 12)]
-    assert 0.0 <= tools._score() <= 1.0
     with pytest.raises(EpisodeDoneError):
         tools.run(1)
     tools.reset(task_id=1, seed=5)

@@ -38,10 +38,12 @@ def test_openenv_push_accepts_the_staged_package_and_uploads_all_of_it(staged: P
     with without_gradio():
         from openenv.cli.commands import push
 
-    name, manifest = push._validate_openenv_directory(staged)
+    # No public function does these three without uploading to a hub.
+    name, manifest = push._validate_openenv_directory(staged)  # noqa: SLF001
     assert (name, manifest["port"]) == ("inference_gym", 7860)
     uploaded = tmp_path / "uploaded"
-    push._prepare_staging_directory(staged, name, uploaded, push._load_ignore_patterns(staged, None))
+    ignored = push._load_ignore_patterns(staged, None)  # noqa: SLF001
+    push._prepare_staging_directory(staged, name, uploaded, ignored)  # noqa: SLF001
     before = {path.relative_to(staged) for path in staged.rglob("*") if path.is_file()}
     assert {path.relative_to(uploaded) for path in uploaded.rglob("*") if path.is_file()} == before
     for kept in ("README.md", "Dockerfile"):

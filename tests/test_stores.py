@@ -17,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis.asyncio import BlockingConnectionPool
 
 from env.family import EpisodeRecord
 from inferencegym.errors import StoreError
 from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
-from server.sessions.sqlite import SqliteStore, _Checkpoints
+from server.sessions.sqlite import SqliteStore
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.servers import ROOT
@@ -78,12 +79,22 @@ def test_an_action_is_appended_only_where_exactly_that_many_are_stored(tmp_path:
 
 
 @pytest.mark.parametrize("durability", ["full", "process", "none"])
-def test_each_durability_sets_what_sqlite_syncs(tmp_path: Path, durability: str) -> None:
+def test_each_durability_sets_what_sqlite_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    connect = sqlite3.connect
+    opened: list[sqlite3.Connection] = []
+
+    def kept(*wanted: Any, **more: Any) -> sqlite3.Connection:
+        opened.append(connect(*wanted, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", kept)
+
     async def scenario() -> int:
-        async with sqlite_store(file_of(tmp_path), durability=durability) as store:
-            assert store._connection is not None
-            assert store._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-            return int(store._connection.execute("PRAGMA synchronous").fetchone()[0])
+        async with sqlite_store(file_of(tmp_path), durability=durability):
+            assert opened[0].execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+            return int(opened[0].execute("PRAGMA synchronous").fetchone()[0])
 
     assert asyncio.run(scenario()) == {"full": 2, "process": 1, "none": 0}[durability]
 
@@ -200,11 +211,8 @@ def test_a_damaged_database_is_set_aside_and_live_sessions_are_stored_again(tmp_
             live, _ = await manager.reset(SERVING, seed=3)
             for number in range(1, 6):
                 await manager.step(live.session_id, {}, number)
+            # The last connection that is closed moves the log into the file; the next operation opens it again.
             await store.close()
-            await store.open()
-            with closing(sqlite3.connect(path)) as other:
-                other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            store._disconnect()
             content = path.read_bytes()
             if damage == "overwritten":
                 path.write_bytes(content[:100] + b"\xaa" * (len(content) - 100))
@@ -253,7 +261,7 @@ def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) ->
             manager = SessionManager(store, FAMILIES, settings)
             live, _ = await manager.reset(SERVING, seed=3)
             await manager.step(live.session_id, {}, 1)
-            store._disconnect()
+            await store.close()
             for file in tmp_path.glob("sessions.db*"):
                 file.unlink()
             assert (await manager.step(live.session_id, {}, 2)).number == 2
@@ -293,11 +301,11 @@ def test_a_file_replaced_while_it_is_open_is_seen_by_every_operation(tmp_path: P
                 before = await store.reopened()
                 replace_file(path, how)
                 await operation()
-                # Nothing has looked since: it was the operation itself that opened the new file.
-                assert store._reopened == before + 1
-                assert await store.position("a") is None
+                # The store was asked nothing since: it was the operation itself that opened the new file.
                 with closing(sqlite3.connect(path)) as other:
                     assert other.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+                assert await store.reopened() == before + 1
+                assert await store.position("a") is None
                 token = await store.put("a", START, "me")
 
             await lost(lambda: store.append("a", token, 0, b"{}"))
@@ -402,7 +410,7 @@ def test_all_sessions_in_memory_are_stored_again_in_a_new_file_and_until_then_th
                 assert await fresh.make_room("me", 10, 600) == 2, "the one that has ended is not unfinished again"
             # What is complete is not written again.
             tokens = [live.token for live in lives]
-            store._disconnect()
+            await store.close()
             await manager.store_again()
             assert [live.token for live in lives] == tokens
 
@@ -485,13 +493,19 @@ def test_the_log_file_stays_small_while_writers_never_pause(
     monkeypatch.setattr("server.sessions.sqlite.REUSE_LOG_FROM_BYTES", reuse_from)
     monkeypatch.setattr("server.sessions.sqlite.LARGE_LOG_BYTES", large)
 
-    written, rounds, checkpoint = 0, [0], _Checkpoints._checkpoint
+    written, rounds, connect = 0, [0], sqlite3.connect
 
-    def counted(thread: _Checkpoints) -> None:
-        checkpoint(thread)
-        rounds.append(written)
+    class OfOneRound(sqlite3.Connection):
+        def close(self) -> None:
+            super().close()
+            rounds.append(written)
 
-    monkeypatch.setattr(_Checkpoints, "_checkpoint", counted)
+    def counted(*wanted: Any, **more: Any) -> sqlite3.Connection:
+        if threading.current_thread().name == "sqlite-checkpoints":
+            more["factory"] = OfOneRound
+        return connect(*wanted, **more)
+
+    monkeypatch.setattr(sqlite3, "connect", counted)
 
     def most_bytes() -> int:
         """What is written in two rounds, however long the disk takes for them, and what is too little to reset."""
@@ -704,14 +718,22 @@ def test_more_requests_than_connections_wait_for_their_turn(redis_server: RedisS
 
 def test_waiting_for_a_connection_ends_in_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.sessions.redis.MAX_CONNECTIONS", 1)
+    made = BlockingConnectionPool.from_url
+    pools: list[BlockingConnectionPool] = []
+
+    def kept(*wanted: Any, **more: Any) -> BlockingConnectionPool:
+        pools.append(made(*wanted, **more))
+        return pools[-1]
+
+    monkeypatch.setattr(BlockingConnectionPool, "from_url", kept)
 
     async def scenario() -> None:
         store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.2))
         await store.ping()
-        held = await store._client.connection_pool.get_connection()
+        held = await pools[0].get_connection()
         with pytest.raises(StoreError):
             await store.ping()
-        await store._client.connection_pool.release(held)
+        await pools[0].release(held)
         await store.ping()
         await store.close()
 

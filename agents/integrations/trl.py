@@ -125,10 +125,6 @@ class FleetTools:
         if getattr(self, "_client", None) is not None:
             self._client.close()  # type: ignore[union-attr]
 
-    def _score(self) -> float:
-        """The grader's score of the episode as played so far, in [0, 1]."""
-        return float(self._playing().grade()["score"])
-
     def _describe(self) -> str:
         assert self._seen is not None
         return json.dumps({name: _short(value) for name, value in vars(self._seen).items()})

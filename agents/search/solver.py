@@ -256,7 +256,7 @@ class Solver:
             self._progress("adaptive: other gates", 0.82 + 0.08 * i)
             candidates += self._cross_entropy(other)
         self._progress("adaptive: calm and flood together", 0.9)
-        for staged in self._staged():
+        for staged in self.staged_starts():
             candidates += self._cross_entropy(staged)
         candidates += self._cross_entropy(max(candidates, key=self._training_value))
         self._progress("adaptive: validation", 0.98)
@@ -275,7 +275,7 @@ class Solver:
         start = start.with_settings(settings)
         settled = max((self._settle(start), *self._regated(start, 1)), key=self._training_value)
         candidates = [start, settled, *self._cross_entropy(settled)]
-        staged = self._staged()
+        staged = self.staged_starts()
         if staged:
             candidates += self._cross_entropy(max(staged, key=self._training_value))
         return self._chosen(candidates)
@@ -347,7 +347,7 @@ class Solver:
             chosen = [self._drain_mode(p) for p in chosen]
         return [self.polish(p, self._training_value(p))[0] for p in chosen]
 
-    def _staged(self) -> list[ModeParams]:
+    def staged_starts(self) -> list[ModeParams]:
         """Starts with calm, flood and gate chosen together, one for each way to hold requests back in calm.
 
         What a small batch in calm is worth shows only with another setting in the flood, and a search that moves one
