@@ -161,10 +161,19 @@ class ForgedLogError(InferenceGymError, ValueError):
 
 
 class DataFormatError(InferenceGymError, ValueError):
-    """An input file is not in the format that it claims, or an output file cannot be written. (HTTP 422)"""
+    """An input file is not in the format that it claims, or an output file cannot be written. (HTTP 422)
+
+    ``line`` counts lines from 1, ``field`` is the column or the path of the value at fault; both are None where the
+    file as a whole is at fault.
+    """
 
     code = "data_format"
     http_status = 422
+
+    def __init__(self, message: str, line: int | None = None, field: str | None = None) -> None:
+        self.line = line
+        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
+        super().__init__(message)
 
 
 class TableError(InferenceGymError, RuntimeError):

@@ -311,12 +311,13 @@ def load_settings(**overrides: Any) -> Settings:
     try:
         settings = Settings(**overrides)
     except ValidationError as error:
-        problems = [_explain(dict(problem)) for problem in error.errors(include_url=False)]
-        raise InvalidConfigError("; ".join(problems)) from error
+        problems = [_explain(problem) for problem in error.errors(include_url=False)]
+        raise InvalidConfigError("; ".join(problems), _variable(_name(error.errors()[0]))) from error
     if settings.workers > 1 and settings.store_url.startswith("memory:"):
         raise InvalidConfigError(
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "
-            f"would know its own sessions only: set {PREFIX}WORKERS=1, or name a SQLite file or a Redis server"
+            f"would know its own sessions only: set {PREFIX}WORKERS=1, or name a SQLite file or a Redis server",
+            f"{PREFIX}STORE_URL",
         )
     _check_room(settings)
     return settings
@@ -345,7 +346,8 @@ def _check_room(settings: Settings) -> None:
         value: int = getattr(settings, name)
         if value > most:
             raise InvalidConfigError(
-                f"{_variable(name)}: {value} is not allowed: it must be at most {_variable(bound)}, which is {most}"
+                f"{_variable(name)}: {value} is not allowed: it must be at most {_variable(bound)}, which is {most}",
+                _variable(name),
             )
 
 
@@ -354,7 +356,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            raise InvalidConfigError(f"{variable} is not a setting: allowed are {', '.join(sorted(known))}")
+            raise InvalidConfigError(f"{variable} is not a setting: allowed are {', '.join(sorted(known))}", variable)
 
 
 def _made(name: str, directory: Path) -> Path:
@@ -372,10 +374,18 @@ def _variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _explain(problem: dict[str, Any]) -> str:
-    place = str(problem["loc"][0]) if problem["loc"] else "settings"
-    name = place.removeprefix(PREFIX).lower()
-    name = {"web_concurrency": "workers"}.get(name, name)
+def _name(problem: Mapping[str, Any]) -> str:
+    """Name of the setting at fault, however its variable was spelled."""
+    name = _place(problem).removeprefix(PREFIX).lower()
+    return {"web_concurrency": "workers"}.get(name, name)
+
+
+def _place(problem: Mapping[str, Any]) -> str:
+    return str(problem["loc"][0]) if problem["loc"] else "settings"
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    place, name = _place(problem), _name(problem)
     field = Settings.model_fields.get(name)
     if field is None:
         return f"{place} is not a setting: allowed are {', '.join(Settings.model_fields)}"

@@ -153,8 +153,9 @@ def test_an_agent_that_cannot_be_made_is_refused_with_the_remedy(spec: str, reme
 
 
 def test_a_constant_action_out_of_range_is_refused() -> None:
-    with pytest.raises(InvalidActionError, match="batch_size"):
+    with pytest.raises(InvalidActionError) as refused:
         make_agent('constant:{"batch_size": 1000}', get_task(1))
+    assert refused.value.field == "batch_size"
 
 
 def test_the_heuristic_keeps_room_for_a_flood_from_work_without_an_objective() -> None:
@@ -464,7 +465,7 @@ def test_a_path_that_cannot_be_written_is_named_before_anything_is_measured(
 def test_a_file_that_is_not_a_calibration_file_is_not_overwritten(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(text)
-    with pytest.raises(DataFormatError, match="not a calibration file"):
+    with pytest.raises(DataFormatError, match=r"c\.json"):
         CalibrationFiles.of(get_task(1), file, tmp_path / "p").check()
 
 

@@ -67,7 +67,6 @@ def test_an_action_out_of_range_is_422_naming_field_and_range(
     assert detail["code"] == "invalid_action"
     assert detail["field"] == field
     assert detail["allowed"]
-    assert field in detail["message"]
     assert client.get("/state", params={"session_id": session_id}).json()["step_count"] == 0
 
 
@@ -143,8 +142,7 @@ def test_a_reset_with_a_wrong_field_is_422_naming_it(client: TestClient, body: d
 )
 def test_a_config_out_of_range_is_422_naming_the_setting(client: TestClient, config: dict[str, Any]) -> None:
     detail = detail_of(client.post("/reset", json={"config": config}), 422)
-    assert detail["code"] == "invalid_config"
-    assert f"config.{next(iter(config))}" in detail["message"]
+    assert (detail["code"], detail["field"]) == ("invalid_config", f"config.{next(iter(config))}")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +181,7 @@ def test_a_grading_request_with_a_wrong_field_is_422_naming_it(
 def test_a_malformed_log_is_422_naming_step_and_field(client: TestClient) -> None:
     good = {"action": {}, "metrics": {}}
     detail = detail_of(client.post("/grader", json={"task_id": 1, "episode_log": [good]}), 422)
-    assert detail["code"] == "malformed_log"
-    assert "step 0" in detail["message"]
+    assert (detail["code"], detail["step"]) == ("malformed_log", 0)
     assert detail_of(client.post("/grader", json={"task_id": 7, "episode_log": []}), 422)["code"] == "unknown_task"
 
 
@@ -293,7 +290,6 @@ def test_one_client_cannot_fill_the_store_under_any_name_and_is_told_what_to_do(
         refused = client.post("/reset", headers={"X-Client-Id": "four"})
         said = detail_of(refused, 429)
         assert said["code"] == "rate_limited"
-        assert "finish one, or restart one by its id" in said["message"]
         assert refused.headers["retry-after"] == "1"
         with client.websocket_connect("/ws") as socket:
             socket.send_json({"type": "reset", "data": {}})

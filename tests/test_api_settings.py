@@ -49,7 +49,7 @@ def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidConfigError) as refused:
         load_settings()
-    assert name.removeprefix("INFERENCEGYM_") in str(refused.value)
+    assert refused.value.field == "INFERENCEGYM_" + name.removeprefix("INFERENCEGYM_")
     assert allowed in str(refused.value)
 
 
@@ -63,8 +63,10 @@ def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERENCEGYM_APIKEY", "correct horse")
-    with pytest.raises(InvalidConfigError, match=r"INFERENCEGYM_APIKEY is not a setting.*INFERENCEGYM_API_KEY"):
+    with pytest.raises(InvalidConfigError) as refused:
         load_settings()
+    assert refused.value.field == "INFERENCEGYM_APIKEY"
+    assert "INFERENCEGYM_API_KEY" in str(refused.value)
 
 
 def test_every_variable_that_the_code_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +90,9 @@ def test_a_store_in_memory_is_refused_to_several_workers(monkeypatch: pytest.Mon
     monkeypatch.setenv("INFERENCEGYM_STORE_URL", "memory://")
     assert load_settings().workers == 1
     monkeypatch.setenv("WORKERS", "2")
-    with pytest.raises(InvalidConfigError, match=r"'memory://' is not allowed with 2 workers.*INFERENCEGYM_WORKERS=1"):
+    with pytest.raises(InvalidConfigError) as refused:
         load_settings()
+    assert refused.value.field == "INFERENCEGYM_STORE_URL"
 
 
 @pytest.mark.parametrize("name", ["INFERENCEGYM_DATA_DIR", "INFERENCEGYM_METRICS_DIR"])
@@ -100,9 +103,7 @@ def test_a_directory_that_cannot_be_used_stops_the_start_and_names_itself(
     (tmp_path / "file").touch()
     monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path))
     monkeypatch.setenv(name, str(tmp_path / place))
-    with pytest.raises(
-        SystemExit, match=rf"The server was not started\. {name}: '\S*{place}' is not allowed: .*director"
-    ):
+    with pytest.raises(SystemExit, match=rf"{name}: '\S*{place}'"):
         main()
 
 

@@ -200,7 +200,7 @@ def stretch_a_timestep(log: Log) -> None:
     [
         (set_metric, 7, "metrics.tokens_per_sec"),
         (set_reward, 0, "reward"),
-        (set_action, 20, ""),
+        (set_action, 20, "reward"),
         (add_metric, 3, "metrics.bonus"),
         (drop_metric, 3, "metrics.ttft_p99_ms"),
         (set_timestep, 5, "timestep"),
@@ -219,8 +219,7 @@ def test_a_forged_log_is_refused_with_step_and_field(
     answer = grade(client, forged)
     assert answer.status_code == 422
     detail = answer.json()["detail"]
-    assert detail["code"] == "forged_log"
-    assert f"step {step}: {field}" in detail["message"]
+    assert (detail["code"], detail["step"], detail["field"]) == ("forged_log", step, field)
     assert grade(client, forged, verify=False).status_code in (200, 422)
 
 
@@ -248,8 +247,7 @@ def test_a_log_of_another_seed_task_or_config_is_refused(
     client: TestClient, honest: Log, change: dict[str, Any]
 ) -> None:
     detail = grade(client, honest, **change).json()["detail"]
-    assert detail["code"] == "forged_log"
-    assert "step 0" in detail["message"]
+    assert (detail["code"], detail["step"]) == ("forged_log", 0)
 
 
 def test_a_log_that_is_too_short_or_too_long_is_refused(client: TestClient, honest: Log) -> None:
@@ -264,8 +262,7 @@ def test_a_log_that_is_too_short_or_too_long_is_refused(client: TestClient, hone
 @pytest.mark.parametrize("entry", [5, {}, {"action": {}}, {"timestep": 0, "action": 1, "reward": 0, "metrics": {}}])
 def test_an_entry_without_the_form_of_a_log_is_malformed(client: TestClient, entry: Any) -> None:
     detail = grade(client, [entry]).json()["detail"]
-    assert detail["code"] == "malformed_log"
-    assert "step 0" in detail["message"]
+    assert (detail["code"], detail["step"]) == ("malformed_log", 0)
 
 
 def test_an_impossible_action_is_refused(client: TestClient, honest: Log) -> None:

@@ -29,11 +29,10 @@ from inferencegym.batch_format import (
     encode_request,
 )
 from inferencegym.client import InferenceGymBatch
+from inferencegym.client.answers import ServerError
 from inferencegym.errors import (
     EpisodeDoneError,
     InvalidActionError,
-    InvalidConfigError,
-    StepConflictError,
     UnknownSessionError,
 )
 from inferencegym.seeds import episode_seed
@@ -153,8 +152,9 @@ def test_nan_is_refused_with_its_position_and_nothing_is_lost(batch: InferenceGy
     batch.reset(2, 1, seed=3)
     wrong = random_actions(2, 2)
     wrong[1, 0, 2] = value
-    with pytest.raises(InvalidActionError, match=r"actions\[1\]\[0\].batch_size"):
+    with pytest.raises(InvalidActionError) as refused:
         batch.step_many(wrong)
+    assert refused.value.field == "actions[1][0].batch_size"
     assert batch.step_many(random_actions(2, 2)).number == 1
 
 
@@ -287,8 +287,9 @@ def test_sessions_are_limited_and_room_is_made_by_closing(tmp_path: Path) -> Non
         assert server.client.post("/reset/batch", json={"n": 51}).status_code == 422
         assert server.client.post("/reset/batch", json={"n": 50}).status_code == 429  # with the other one too much
         assert server.post("/reset/batch", {"n": 49})["n"] == 49
-        with InferenceGymBatch(server.url, retries=0) as third, pytest.raises(Exception, match="in use"):
+        with InferenceGymBatch(server.url, retries=0) as third, pytest.raises(ServerError) as limited:
             third.reset(1)
+        assert (limited.value.code, limited.value.status) == ("rate_limited", 429)
 
 
 def test_a_session_restarts_in_its_place_only_with_its_own_shape(server: RunningServer) -> None:
@@ -406,5 +407,5 @@ def test_requests_survive_their_own_bytes() -> None:
         )
         assert np.array_equal(again.actions, steps.actions)
     assert encode_request(BatchSteps("0" * 32, actions[:1], 3))[6] == HOLD
-    with pytest.raises((InvalidConfigError, StepConflictError, ValueError), match="begins with"):
+    with pytest.raises(ValueError, match="IGB1"):
         decode_request(b"\0" * 40)

@@ -140,7 +140,7 @@ def test_a_share_held_out_is_a_share(
 def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    with pytest.raises(DataFormatError, match=r"result\.json: cannot be written \(No space left"), atomic_write(path):
+    with pytest.raises(DataFormatError, match=r"result\.json.*No space left"), atomic_write(path):
         raise OSError(errno.ENOSPC, "No space left on device")
     require_writable(path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("result.json", "old")]

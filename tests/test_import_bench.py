@@ -102,11 +102,12 @@ def test_one_run_alone_is_fitted_with_nothing_held_out(results: list[Path]) -> N
 
 def test_settings_out_of_range_are_refused(results: list[Path]) -> None:
     runs = read_runs(results[0])
-    with pytest.raises(InvalidConfigError, match="hold_out"):
+    with pytest.raises(InvalidConfigError) as refused:
         fit_engine(runs, hold_out=0.9)
+    assert refused.value.field == "hold_out"
     with pytest.raises(InvalidConfigError, match="max_num_seqs"):
         fit_engine(runs, setup=Setup(0))
-    with pytest.raises(DataFormatError, match="no run to fit"):
+    with pytest.raises(DataFormatError):
         fit_engine([])
 
 

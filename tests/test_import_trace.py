@@ -183,15 +183,16 @@ def test_a_bad_file_is_refused_with_its_line_and_leaves_nothing_behind(
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match="No such file"):
+    with pytest.raises(DataFormatError, match=r"absent\.csv"):
         import_log(tmp_path / "absent.csv")
 
 
 def test_more_requests_than_a_log_may_hold_need_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importers, "MAX_REQUESTS", 2)
     (tmp_path / "c.csv").write_text(PLAIN)
-    with pytest.raises(DataFormatError, match=r"line 4: is request 3, .* cut it with --limit"):
+    with pytest.raises(DataFormatError) as refused:
         import_log(tmp_path / "c.csv")
+    assert refused.value.line == 4
     assert len(import_log(tmp_path / "c.csv", limit=2).log.arrival_s) == 2
 
 
@@ -200,15 +201,16 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
 ) -> None:
     monkeypatch.setattr(importers, "MAX_LINE", 100)
     (tmp_path / "c.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "1" * 500)
-    with pytest.raises(DataFormatError, match="line 2: is longer than 100 characters"):
+    with pytest.raises(DataFormatError) as refused:
         import_log(tmp_path / "c.csv")
+    assert refused.value.line == 2
 
 
 def test_a_window_starts_at_its_own_zero(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text(PLAIN)
     log = import_log(tmp_path / "c.csv", start_s=0.5, end_s=1.5).log
     assert (log.arrival_s.tolist(), log.prompt_tokens.tolist()) == ([0.5], [30.0])
-    with pytest.raises(DataFormatError, match="no request between 5 and 9 s; the last is at 2 s"):
+    with pytest.raises(DataFormatError, match=r"\b2 s$"):
         import_log(tmp_path / "c.csv", start_s=5, end_s=9)
 
 
@@ -316,10 +318,11 @@ def test_an_id_that_is_taken_or_a_file_that_exists_is_refused(tmp_path: Path) ->
     (tmp_path / "c.csv").write_text(PLAIN)
     imported = import_log(tmp_path / "c.csv")
     for bad in ("mooncake", "My Trace", "../x", "7"):
-        with pytest.raises(InvalidConfigError, match="id "):
+        with pytest.raises(InvalidConfigError) as refused:
             write_trace_task(imported, bad, tmp_path, budget=None)
+        assert refused.value.field == "id"
     write_trace_task(imported, "my-trace", tmp_path, budget=None)
-    with pytest.raises(InvalidConfigError, match="exists already"):
+    with pytest.raises(InvalidConfigError, match="my-trace"):
         write_trace_task(imported, "my-trace", tmp_path, budget=None)
     write_trace_task(imported, "my-trace", tmp_path, budget=None, force=True)
 

@@ -125,7 +125,7 @@ def test_an_action_out_of_bounds_is_refused_before_it_is_sent(field: str, value:
 
 
 def test_a_traffic_action_outside_the_four_is_refused() -> None:
-    with pytest.raises(ValidationError, match="one of allow_all"):
+    with pytest.raises(ValidationError, match="allow_all"):
         TrafficControllerAction(action="allow_some")
 
 
@@ -660,12 +660,13 @@ def test_synchronous_calls_have_the_errors_of_local_use(
         env.step({})
     with pytest.raises(UnknownTaskError):
         env.reset(task_id=99)
-    with pytest.raises(InvalidActionError, match="batch_size"):
+    with pytest.raises(InvalidActionError) as refused:
         env.step({"batch_size": 6400})
+    assert refused.value.field == "batch_size"
     env.close()
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(ServerUnavailableError, match="is a server there"):
+    with pytest.raises(ServerUnavailableError):
         face(InferenceGymEnv(base_url=nobody, **PATIENT)).reset()
 
 
@@ -679,7 +680,7 @@ def test_a_server_that_is_not_there_is_reported_at_once_and_a_lost_one_after_a_w
                 env.reconnect_s = 0.2
                 with pytest.raises(ServerUnavailableError, match=r"reset\(episode_id='kept', resume=True\)"):
                     await env.step({})
-            with pytest.raises(ServerUnavailableError, match="is a server there"):
+            with pytest.raises(ServerUnavailableError):
                 await InferenceGymEnv(base_url=server.url, **PATIENT).reset()
 
         asyncio.run(run())
@@ -690,11 +691,12 @@ def test_errors_of_the_websocket_client_are_those_of_local_use(server: RunningSe
         async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
             with pytest.raises(NotResetError):
                 await env.step({"batch_size": 64})
-            with pytest.raises(InvalidActionError, match="batch_size"):
+            with pytest.raises(InvalidActionError) as refused:
                 await env.step({"batch_size": 6400})
-            with pytest.raises(InvalidConfigError, match="seed must be an integer from 0"):
+            assert refused.value.field == "batch_size"
+            with pytest.raises(InvalidConfigError, match="seed"):
                 await env.reset(seed=-1)
-            with pytest.raises(InvalidConfigError, match="did you mean task_id"):
+            with pytest.raises(InvalidConfigError, match=r"tusk_id.*task_id"):
                 await env.reset(tusk_id=1)
             with pytest.raises(UnknownTaskError):
                 await env.reset(task_id=99)

@@ -73,8 +73,9 @@ def test_the_adapter_gives_what_the_vector_environment_gives() -> None:
 
 
 def test_the_adapter_refuses_a_mode_that_stable_baselines_cannot_use() -> None:
-    with pytest.raises(InvalidConfigError, match="SAME_STEP"):
+    with pytest.raises(InvalidConfigError) as refused:
         SB3VecEnv(VectorInferenceEnv(2, 1))
+    assert refused.value.field == "autoreset_mode"
 
 
 def test_training_leaves_its_files_and_resuming_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_training_leaves_its_files_and_resuming_goes_on_from_the_newest_checkpoi
 
 
 def test_resuming_where_nothing_was_trained_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="no checkpoint"):
+    with pytest.raises(InvalidConfigError, match="checkpoints"):
         train(vector(), tmp_path, steps=100, settings=QUICK, progress=False, resume=True)
 
 
@@ -182,11 +183,9 @@ def test_files_that_are_not_policies_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("hello")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.savez(tmp_path / "future.npz", header=np.array('{"version": 99}'))
-    for name, message in (("text", "not a policy"), ("other", "not a policy"), ("future", "version 99")):
-        with pytest.raises(DataFormatError, match=message):
+    for name, named in (("text", "text.npz"), ("other", "other.npz"), ("future", "99"), ("nothing", "nothing.npz")):
+        with pytest.raises(DataFormatError, match=named):
             PolicyFile.load(tmp_path / f"{name}.npz")
-    with pytest.raises(DataFormatError, match="not a policy"):
-        PolicyFile.load(tmp_path / "nothing.npz")
 
 
 def test_the_rise_is_tested_on_the_first_and_the_last_steps() -> None:
@@ -196,7 +195,7 @@ def test_the_rise_is_tested_on_the_first_and_the_last_steps() -> None:
     assert test["p_value"] < 1e-9
     flat = [(200 * k, float(k % 2)) for k in range(1, 101)]
     assert rise(flat)["p_value"] > 0.3
-    with pytest.raises(InvalidConfigError, match="train longer"):
+    with pytest.raises(InvalidConfigError):
         rise([(200, 1.0)])
 
 

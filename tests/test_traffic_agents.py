@@ -151,13 +151,15 @@ def test_random_play_depends_on_the_seed_of_its_episode_alone() -> None:
 
 @pytest.mark.parametrize("budget", [-0.1, 1.1, float("nan")])
 def test_a_queue_budget_outside_its_range_is_refused(budget: float) -> None:
-    with pytest.raises(InvalidConfigError, match="queue_budget"):
+    with pytest.raises(InvalidConfigError) as refused:
         AdaptiveTraffic(budget)
+    assert refused.value.field == "queue_budget"
 
 
 def test_a_constant_of_an_unknown_action_is_refused_with_the_names() -> None:
-    with pytest.raises(InvalidConfigError, match="allow_all, throttle_70"):
+    with pytest.raises(InvalidConfigError) as refused:
         ConstantTraffic("throttle_55")
+    assert refused.value.field == "action"
 
 
 def test_the_table_of_scores_shows_every_agent_and_no_negative_regret() -> None:

@@ -156,9 +156,10 @@ def test_a_setting_out_of_range_is_refused_with_field_value_and_range(name: str,
 
 
 def test_an_unknown_setting_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(InvalidConfigError, match=r"did you mean server_capacity\?") as refused:
+    with pytest.raises(InvalidConfigError) as refused:
         TrafficEnv().reset(config={"capacity": 10})
     assert refused.value.field == "config.capacity"
+    assert "server_capacity" in str(refused.value)
 
 
 def test_a_queue_limit_that_is_not_whole_is_refused() -> None:

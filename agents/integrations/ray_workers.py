@@ -109,7 +109,7 @@ class Workers:
 
     def __init__(self, n_workers: int, address: str | None = None) -> None:
         if n_workers < 1:
-            raise InvalidConfigError(f"n_workers={n_workers!r} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"n_workers={n_workers!r} is not allowed: it must be at least 1", "n_workers")
         try:
             import ray
         except ModuleNotFoundError as error:

@@ -26,7 +26,8 @@ class SB3VecEnv(VecEnv):
     def __init__(self, envs: AutoresetVectorEnv) -> None:
         if envs.autoreset_mode is not AutoresetMode.SAME_STEP:
             raise InvalidConfigError(
-                "autoreset_mode must be SAME_STEP: Stable-Baselines3 restarts in the step that ends"
+                "autoreset_mode must be SAME_STEP: Stable-Baselines3 restarts in the step that ends",
+                "autoreset_mode",
             )
         self.envs = envs
         self._actions: NDArray[Any] = np.empty(0)

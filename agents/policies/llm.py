@@ -58,12 +58,12 @@ class LlmSettings:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise InvalidConfigError(f"every={self.every} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"every={self.every} is not allowed: it must be at least 1", "every")
         if not self.max_cost >= 0:
-            raise InvalidConfigError(f"max_cost={self.max_cost!r} is not allowed: it must be at least 0")
+            raise InvalidConfigError(f"max_cost={self.max_cost!r} is not allowed: it must be at least 0", "max_cost")
         for name, price in (("input_price", self.input_price), ("output_price", self.output_price)):
             if not 0 <= price < math.inf:
-                raise InvalidConfigError(f"{name}={price!r} is not allowed: it must be a finite number from 0")
+                raise InvalidConfigError(f"{name}={price!r} is not allowed: it must be a finite number from 0", name)
 
     @classmethod
     def from_environment(cls, **changes: Any) -> LlmSettings:
@@ -73,10 +73,13 @@ class LlmSettings:
         model = changes.pop("model", None) or os.environ.get("INFERENCEGYM_LLM_MODEL")
         if not url:
             raise InvalidConfigError(
-                "set INFERENCEGYM_LLM_URL (such as http://localhost:8000/v1) to an OpenAI-compatible endpoint"
+                "set INFERENCEGYM_LLM_URL (such as http://localhost:8000/v1) to an OpenAI-compatible endpoint",
+                "INFERENCEGYM_LLM_URL",
             )
         if not model:
-            raise InvalidConfigError("set INFERENCEGYM_LLM_MODEL to the name of a model at that endpoint")
+            raise InvalidConfigError(
+                "set INFERENCEGYM_LLM_MODEL to the name of a model at that endpoint", "INFERENCEGYM_LLM_MODEL"
+            )
         return cls(base_url=url, model=model, api_key=key or None, **changes)
 
 
@@ -138,7 +141,9 @@ class ServingGame:
         found = next((task for task in listed if str(task["id"]) == str(task_id)), None)
         if found is None:
             self.close()
-            raise InvalidConfigError(f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}")
+            raise InvalidConfigError(
+                f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}", "task_id"
+            )
         self._task = found
         active = {name: ACTION_FIELDS[name] for name in found["active_actions"]}
         self.default: Action = NAIVE_ACTION.to_dict()
@@ -194,7 +199,9 @@ class TrafficGame:
         found = next((task for task in listed if task["id"] == task_id), None)
         if found is None:
             self.close()
-            raise InvalidConfigError(f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}")
+            raise InvalidConfigError(
+                f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}", "task_id"
+            )
         self._task_id = task_id
         self._session_id = ""
         self._steps = 0

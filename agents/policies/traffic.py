@@ -40,7 +40,9 @@ class ConstantTraffic:
 
     def __init__(self, action: str) -> None:
         if action not in ACTION_NAMES:
-            raise InvalidConfigError(f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_NAMES)}")
+            raise InvalidConfigError(
+                f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_NAMES)}", "action"
+            )
         self.index = ACTION_NAMES.index(action)
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:
@@ -74,7 +76,9 @@ class AdaptiveTraffic:
 
     def __init__(self, queue_budget: float = 0.15) -> None:
         if not 0.0 <= queue_budget <= 1.0:
-            raise InvalidConfigError(f"queue_budget={queue_budget!r} is not allowed: it must be a number from 0 to 1")
+            raise InvalidConfigError(
+                f"queue_budget={queue_budget!r} is not allowed: it must be a number from 0 to 1", "queue_budget"
+            )
         self.queue_budget = queue_budget
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:

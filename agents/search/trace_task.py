@@ -96,9 +96,11 @@ def write_trace_task(
 def check_id(task_id: str) -> None:
     """Raise :class:`InvalidConfigError` unless a new task may have this id."""
     if not _ID.fullmatch(task_id):
-        raise InvalidConfigError(f"id {task_id!r} is not allowed: lower-case words joined by '-', as in 'my-trace'")
+        raise InvalidConfigError(
+            f"id {task_id!r} is not allowed: lower-case words joined by '-', as in 'my-trace'", "id"
+        )
     if task_id in {str(t.task_id) for t in list_tasks(include_recorded=True)}:
-        raise InvalidConfigError(f"id {task_id!r} is taken by another task; choose another")
+        raise InvalidConfigError(f"id {task_id!r} is taken by another task; choose another", "id")
 
 
 def fleet_for(task: TaskSpec) -> int:

@@ -172,7 +172,7 @@ def _task(
         n_replicas = fleet_for(task)
     if n_replicas is not None:
         if n_replicas < 1:
-            raise InvalidConfigError(f"n_replicas={n_replicas} is not allowed: it must be at least 1")
+            raise InvalidConfigError(f"n_replicas={n_replicas} is not allowed: it must be at least 1", "n_replicas")
         task = replace(task, fleet=replace(task.fleet, n_replicas=n_replicas))
     return replace(task, episode_length=n_steps)
 

@@ -43,7 +43,7 @@ def recommendation(report: ShadowReport, tables: ServingTables, policy: str | No
     outcome = next((o for o in report.outcomes if o.policy == policy), None) if policy else report.best()
     if outcome is None:
         raise InvalidConfigError(
-            f"policy {policy!r} is not in the report: one of {[o.policy for o in report.outcomes]}"
+            f"policy {policy!r} is not in the report: one of {[o.policy for o in report.outcomes]}", "policy"
         )
     line = {name: np.array(values) for name, values in outcome.timeline.items()}
     tier = QuantTier(int(_most_used(line["quant_tier"])))

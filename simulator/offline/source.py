@@ -42,10 +42,10 @@ class Source:
     line: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def wrong(self, what: str) -> DataFormatError:
+    def wrong(self, what: str, field: str | None = None) -> DataFormatError:
         """The error with this text about the file, and about its current line where lines are read."""
         place = f"{self.path}, line {self.line}" if self.line else str(self.path)
-        return DataFormatError(f"{place}: {what}")
+        return DataFormatError(f"{place}: {what}", self.line or None, field)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Value:
 
     def wrong(self, what: str) -> DataFormatError:
         """The error with this text about the value."""
-        return self.source.wrong(f"{self.name}={value_text(self.value)} {what}")
+        return self.source.wrong(f"{self.name}={value_text(self.value)} {what}", self.name or None)
 
     def number(self, low: float = 0.0, high: float = MAX_NUMBER) -> float:
         """A number within bounds."""
