@@ -478,5 +478,6 @@ def test_requests_are_logged_as_json_with_request_and_session(capfd: pytest.Capt
     step = next(line for line in lines if line.get("request_id") == "find-me")
     assert (step["method"], step["path"], step["status"]) == ("POST", "/step", 200)
     assert step["ms"] > 0
+    assert step["client"] == "testclient", "the peer's address, which Starlette's client calls so"
     assert session_id.startswith(step["session"])
     assert step["session"] != session_id, "the whole id would let a reader of the log play"

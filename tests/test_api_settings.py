@@ -53,6 +53,15 @@ def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
     assert allowed in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["data_dir", "metrics_dir"])
+def test_a_folder_is_the_one_that_is_named_and_an_empty_name_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for value, folder in ((str(tmp_path), tmp_path), ("", None)):
+        monkeypatch.setenv(f"INFERENCEGYM_{name.upper()}", value)
+        assert getattr(load_settings(), name) == folder
+
+
 def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERENCEGYM_API_KEY", "s3cret")
     with pytest.raises(InvalidConfigError) as refused:

@@ -219,6 +219,7 @@ def test_wrong_json_actions_are_refused_with_their_position(server: RunningServe
     session_id = server.post("/reset/batch", {"n": 1})["session_id"]
     answer = server.client.post("/step/batch", json={"session_id": session_id, "actions": actions})
     assert (answer.status_code, answer.json()["detail"]["field"]) == (422, field)
+    assert answer.json()["detail"]["message"].startswith(field)
     server.post("/close/batch", {"session_id": session_id})
 
 
