@@ -194,15 +194,15 @@ def memory_mb(pid: int, what: str = "VmHWM") -> float:
 
 
 @contextlib.contextmanager
-def own_server(workers: int) -> Iterator[tuple[str, int]]:
-    """URL and process id of a server with default settings, its sessions in a temporary directory."""
+def own_server(workers: int, **settings: int) -> Iterator[tuple[str, int]]:
+    """URL and process id of a server with these settings, else the defaults, its sessions in a temporary directory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         names = {"PORT": port, "HOST": "127.0.0.1", "WORKERS": workers, "DATA_DIR": directory, "ACCESS_LOG": "errors"}
-        names["CONCURRENT_ENVS_PER_CLIENT"] = MAX_WEBSOCKETS
+        names |= {"CONCURRENT_ENVS_PER_CLIENT": MAX_WEBSOCKETS, **settings}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCEGYM_")}
         environment = {**clean, **{f"INFERENCEGYM_{name}": str(value) for name, value in names.items()}}
         log = stack.enter_context(Path(directory, "server.log").open("wb"))

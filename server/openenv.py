@@ -35,7 +35,7 @@ from inferencegym.tasks import TaskId
 from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, InfoRoutes, mcp_answer, rpc_error, splits
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
-from server.net.json_io import MAX_VALUES, count_values, parse_object, to_json
+from server.net.json_io import MAX_VALUES, SMALL, count_values, parse_object, to_json
 from server.net.slots import NoSlotError, Slot, Slots
 from server.schemas import Seed, StepNumber, TaskName, read_request
 from server.sessions.manager import LiveSession, StepResult
@@ -183,7 +183,7 @@ def read_frame(message: AsgiMessage) -> Frame:
         raise InvalidJsonError("the frame must be text, not bytes")
     sent = text.encode()
     if len(sent) > MAX_VALUES:
-        count_values(sent).must_not_exceed(MAX_VALUES, "frame")
+        count_values(sent).must_not_exceed(SMALL, "frame")
     frame = parse_object(sent, "frame")
     kind = frame.get("type")
     model = FRAMES.get(kind) if isinstance(kind, str) else None

@@ -149,7 +149,7 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(1_048_576, ge=1_024, le=1_073_741_824, description="Largest request body, in bytes.")
     max_log_bytes: int = Field(
-        16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
+        8_388_608, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
     )
     max_trace_bytes: int = Field(
         4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow, in bytes."

@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
     """Behind a proxy on this machine, which says who sent a request; patient, so that the test sees what is held."""
     room = {"max_buffered_bytes": str(2 * ROOM), "max_buffered_bytes_per_client": str(ROOM)}
     patient = {"answer_timeout_s": "600", "body_timeout_s": "600"}
-    with running_server(tmp_path, trusted_proxies="127.0.0.1", **room, **patient) as running:
+    with running_server(tmp_path, trusted_proxies="127.0.0.1", max_log_bytes="16777216", **room, **patient) as running:
         yield running
 
 

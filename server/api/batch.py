@@ -56,6 +56,7 @@ from server.net.json_io import (
     LARGE_JSON_BYTES,
     MAX_VALUES,
     SESSION_KEY,
+    JsonBounds,
     JsonRoute,
     on_json_thread,
     parse_object,
@@ -96,9 +97,13 @@ MAX_WAITING: Final = 4
 INLINE_STEPS: Final = 256
 """Requests with fewer steps than this (a fraction of a millisecond) are played on the event loop."""
 ACTIONS: Final = tuple(ACTION_FIELDS)
-MAX_RESET_VALUES: Final = MAX_ROWS + MAX_VALUES
-MAX_STEP_VALUES: Final = MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES
-"""Most values of a JSON body: the numbers of an action, its own array and, with one episode, that of the step."""
+RESET_BOUNDS: Final = JsonBounds(values=MAX_ROWS + MAX_VALUES)
+STEP_BOUNDS: Final = JsonBounds(
+    values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, arrays=MAX_JSON_STEPS * 2 + MAX_VALUES
+)
+"""Bounds of a JSON body: the numbers of an action, its own array and, with one episode, that of the step."""
+MAX_JSON_BODY_BYTES: Final = 2**22
+"""Longest JSON body: 256 bytes for each step, and all digits of its five numbers take half of that."""
 
 
 class InvalidBatchError(InferenceGymError, ValueError):
@@ -385,7 +390,7 @@ class BatchRoutes:
 
     async def reset(self, request: Request) -> Response:
         most_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
-        wanted = read_request(BatchResetRequest, await read_object(request, most_bytes, timeout_s, MAX_RESET_VALUES))
+        wanted = read_request(BatchResetRequest, await read_object(request, most_bytes, timeout_s, RESET_BOUNDS))
         seeds = wanted.all_seeds()
         task = get_task(self._family.default_task if wanted.task_id is None else wanted.task_id)
         config = task.config(wanted.config)
@@ -415,8 +420,10 @@ class BatchRoutes:
     async def step(self, request: Request) -> Response:
         media_type = MEDIA_TYPE.encode()
         binary = (b"content-type", media_type) in request.scope["headers"]
-        most_bytes, most_values = self._settings.max_batch_bytes, None if binary else MAX_STEP_VALUES
-        body = await read_body(request, most_bytes, self._settings.body_timeout_s, most_values, also=media_type)
+        most_bytes, bounds = self._settings.max_batch_bytes, None
+        if not binary:
+            most_bytes, bounds = min(most_bytes, MAX_JSON_BODY_BYTES), STEP_BOUNDS
+        body = await read_body(request, most_bytes, self._settings.body_timeout_s, bounds, also=media_type)
 
         def find(session_id: str) -> BatchSession:
             request.scope[SESSION_KEY] = session_id

@@ -26,15 +26,28 @@ from inferencegym.tasks import TaskId
 from server import schemas
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, SessionConflictError
-from server.net.json_io import MAX_VALUES, SESSION_KEY, JsonReply, JsonRoute, read_object, reply, to_json
+from server.net.json_io import (
+    MAX_TEXTS,
+    MAX_VALUES,
+    SESSION_KEY,
+    JsonBounds,
+    JsonReply,
+    JsonRoute,
+    read_object,
+    reply,
+    to_json,
+)
 from server.net.problems import documented
 from server.schemas import GradeRequest, ResetRequest, StepRequest, read_request
 from server.sessions.manager import LiveSession, StepResult
 
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
-MAX_LOG_VALUES: Final = 64 * MAX_EPISODE_LENGTH + MAX_VALUES
-"""Most values of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55."""
+LOG_BOUNDS: Final = JsonBounds(
+    values=64 * MAX_EPISODE_LENGTH + MAX_VALUES, arrays=12 * MAX_EPISODE_LENGTH + MAX_VALUES, texts=MAX_TEXTS
+)
+"""Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55 values,
+nine of them arrays and objects."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -168,7 +181,7 @@ class EpisodeRoutes:
 
     async def grade(self, request: Request) -> Response:
         most_bytes, timeout_s = self._settings.max_log_bytes, self._settings.body_timeout_s
-        body = await read_object(request, most_bytes, timeout_s, MAX_LOG_VALUES)
+        body = await read_object(request, most_bytes, timeout_s, LOG_BOUNDS)
         wanted = read_request(GradeRequest, body)
         wanted.check()
         if wanted.session_id is not None:

@@ -17,7 +17,7 @@ from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
-from server.net.json_io import MAX_VALUES, JsonRoute, parse_object, read_body, read_object, reply
+from server.net.json_io import SMALL, JsonRoute, parse_object, read_body, read_object, reply
 from server.net.problems import documented
 from server.schemas import read_request
 
@@ -159,7 +159,7 @@ class InfoRoutes:
         return {"action": plain_schema(action), "observation": seen, "reset_observation": seen, "state": state}
 
     async def mcp(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s, MAX_VALUES)
+        body = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s, SMALL)
         try:
             return reply(mcp_answer(parse_object(body)))
         except InvalidJsonError as error:

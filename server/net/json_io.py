@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -26,11 +27,30 @@ SESSION_KEY: Final = "inferencegym.session"
 
 MAX_VALUES: Final = 2_000
 """Most values (objects and arrays included) of a JSON text, where its path does not say otherwise: several times what
-any request needs but a log or a batch. It bounds how long reading and checking a text can take."""
+any request needs but a log or a batch."""
+MAX_TEXTS: Final = 12_000
+"""Most texts of a log or a batch that differ from each other, keys included: two for each step and some more."""
 LARGE_JSON_BYTES: Final = 65_536
 """Longer texts are read on a thread, and counted in pieces of this size."""
 _ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")
 """Reads long texts: orjson holds the interpreter for the milliseconds that one takes, so none may follow another."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBounds:
+    """What a JSON text may hold. It bounds for how long reading one holds the interpreter, and with it all clients.
+
+    ``arrays`` counts objects too, which take orjson a third of a microsecond each, ten times as long as a number.
+    ``texts`` counts those that differ, keys included: a key of its own in a large object takes as long.
+    """
+
+    values: int = MAX_VALUES
+    arrays: int = MAX_VALUES
+    texts: int = MAX_VALUES
+
+
+SMALL: Final = JsonBounds()
+"""Bounds of all bodies and frames but logs and batches."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,29 +126,29 @@ class JsonRoute(APIRoute):
         return self.endpoint
 
 
-async def read_object(request: Request, limit: int, timeout_s: float, most_values: int = MAX_VALUES) -> dict[str, Any]:
+async def read_object(request: Request, limit: int, timeout_s: float, bounds: JsonBounds = SMALL) -> dict[str, Any]:
     """The request's body as a JSON object; an absent body is an empty object.
 
-    Refuses other media types (415), more than ``limit`` bytes or ``most_values`` values (413), bodies that take longer
+    Refuses other media types (415), more than ``limit`` bytes or what ``bounds`` allow (413), bodies that take longer
     than ``timeout_s`` (408) and anything but one strict JSON object (422).
     """
-    body = await read_body(request, limit, timeout_s, most_values)
+    body = await read_body(request, limit, timeout_s, bounds)
     if len(body) > LARGE_JSON_BYTES:
         return await on_json_thread(parse_object, body)
     return parse_object(body) if body else {}
 
 
 async def read_body(
-    request: Request, limit: int, timeout_s: float, most_values: int | None, also: bytes | None = None
+    request: Request, limit: int, timeout_s: float, bounds: JsonBounds | None, also: bytes | None = None
 ) -> bytes:
     """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`.
 
-    Values are not counted where ``most_values`` is None.
+    Nothing is counted where ``bounds`` is None.
     """
     _check_head(request.scope, limit, also)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _receive_all(request, limit, most_values)
+            return await _receive_all(request, limit, bounds)
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
 
@@ -146,7 +166,7 @@ def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
             _check_media_type(value)
 
 
-async def _receive_all(request: Request, limit: int, most_values: int | None) -> bytes:
+async def _receive_all(request: Request, limit: int, bounds: JsonBounds | None) -> bytes:
     pieces, size, count, more = list[bytes](), 0, ValueCount(), True
     while more:
         message = await request.receive()
@@ -159,9 +179,9 @@ async def _receive_all(request: Request, limit: int, most_values: int | None) ->
             raise _too_large(limit)
         # Counted as it arrives, so that what is refused is refused before the rest was sent. A whole body that has
         # fewer bytes needs no counting.
-        if most_values is not None and (more or size > most_values):
+        if bounds is not None and (more or size > MAX_VALUES):
             count.add(piece)
-            count.must_not_exceed(most_values, "body")
+            count.must_not_exceed(bounds, "body")
     return b"".join(pieces)
 
 
@@ -171,13 +191,17 @@ async def _receive_all(request: Request, limit: int, most_values: int | None) ->
 class ValueCount:
     """Counts the values and keys of a JSON text that comes in pieces, before anything is made of it.
 
-    An empty array or object counts twice. What is no JSON is counted rightly up to the place where it ceases to be.
+    An empty array or object counts twice, and a text that two pieces share as two. What is no JSON is counted rightly
+    up to the place where it ceases to be.
     64 KB take a millisecond or two at most: all of it is searching and cutting of bytes.
     """
 
     def __init__(self) -> None:
         self.values = 1
+        self.arrays = 0
         self.keys = 0
+        self.texts = set[int]()
+        """Hashes of the texts."""
         self._in_string = False
         self._backslash = b""
 
@@ -192,15 +216,23 @@ class ValueCount:
         self._backslash = text[-1:] if text.endswith(b"\\") else b""
         parts = text.replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
+        self.texts.update(map(hash, parts[1 - self._in_string :: 2]))
         self._in_string ^= len(parts) % 2 == 0
+        arrays = outside.count(b"[") + outside.count(b"{")
         # A value begins at each of these, but for the first one in an array or object, which begins with its bracket.
-        self.values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        self.values += outside.count(b",") + arrays
+        self.arrays += arrays
         self.keys += outside.count(b":")
 
-    def must_not_exceed(self, most: int, name: str) -> None:
-        """Raise BodyTooLargeError if the text, which is called ``name``, holds too many values."""
-        if self.values > most:
-            raise BodyTooLargeError(f"the {name} holds more than {most:,} values, arrays and objects included")
+    def must_not_exceed(self, bounds: JsonBounds, name: str) -> None:
+        """Raise BodyTooLargeError if the text, which is called ``name``, holds too much."""
+        for found, most, what in (
+            (self.values, bounds.values, "values, arrays and objects included"),
+            (self.arrays, bounds.arrays, "arrays and objects"),
+            (len(self.texts), bounds.texts, "different texts and keys"),
+        ):
+            if found > most:
+                raise BodyTooLargeError(f"the {name} holds more than {most:,} {what}")
 
 
 def count_values(text: bytes) -> ValueCount:
