@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     app: FastAPI
 
 SWITCH_INTERVAL_S: Final = 0.0005
+"""How long threads that compute (policies, replays, large bodies) may hold the interpreter: a tenth of Python's 5 ms.
+The event loop, and with it every client's step, waits that long each time it has something to do beside them."""
 DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
 
 Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
@@ -95,20 +97,12 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
     # would hold up all clients.
     gc.collect()
     gc.freeze()
-    _shorten_turns()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with _store_open(context.sessions.store), background(context.sessions.maintain()), context.metrics.shared():
         try:
             yield
         finally:
             lines.flush()
-
-
-def _shorten_turns() -> None:
-    """Let threads that compute (policies, replays, large bodies) hold the interpreter for a tenth of the usual 5 ms.
-
-    The event loop, and with it every client's step, waits that long each time it has something to do beside them.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 @asynccontextmanager

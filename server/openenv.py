@@ -393,6 +393,4 @@ class McpEndpoint:
         with suppress(OSError):
             await receive()
             await send({"type": "websocket.accept"})
-            said = to_json(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode()
-            await send({"type": "websocket.send", "text": said})
-            await send({"type": "websocket.close", "code": 1000})
+            await _refuse(send, to_json(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode())

@@ -311,8 +311,8 @@ def load_settings(**overrides: Any) -> Settings:
     try:
         settings = Settings(**overrides)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors(include_url=False)]
-        raise InvalidConfigError("; ".join(problems), _variable(_name(error.errors()[0]))) from error
+        problems = error.errors(include_url=False)
+        raise InvalidConfigError("; ".join(map(_explain, problems)), _variable(_name(problems[0]))) from error
     if settings.workers > 1 and settings.store_url.startswith("memory:"):
         raise InvalidConfigError(
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "

@@ -10,6 +10,7 @@ import pytest
 
 from agents.episodes import run_episodes
 from agents.registry import make_agent
+from env.batch import ServingBatch
 from env.reference import ReferenceBatch
 from inferencegym.cli.main import main
 from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
@@ -19,18 +20,11 @@ from simulator.offline.discrete_event import Fleet, Requests, Simulation, serve
 from simulator.offline.reference_episode import Policies
 from simulator.tables import load_tables
 from simulator.workload import load_source
+from tests.test_discrete_event import ROOMY, requests
 
 PROFILE = dataclasses.replace(engine("a100_40"), ttft_offset_ms=0.0)
 FP16, INT8 = (OperatorModel(hardware("a100-40gb"), tier, PROFILE) for tier in ("FP16", "INT8"))
-ROOMY = 160_000
 POOLS = {"FP16": ROOMY, "INT8": ROOMY, "INT4": ROOMY}
-
-
-def requests(*each: tuple[float, int, int], classes: list[int] | None = None) -> Requests:
-    """Requests from (arrival s, prompt, output) triples."""
-    arrival, prompt, output = zip(*each, strict=True)
-    priority = None if classes is None else np.array(classes)
-    return Requests(np.array(arrival, float), np.array(prompt), np.array(output), priority)
 
 
 def test_setting_the_same_knobs_every_second_changes_nothing() -> None:
@@ -111,7 +105,7 @@ def test_a_pool_that_shrinks_preempts_what_it_no_longer_holds() -> None:
 def test_the_scheduling_policy_says_who_is_preempted(policy: str, preempted: list[int]) -> None:
     fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
     # The second one is of a lower class than the third, which came later. Together they outgrow the pool once.
-    simulation = Simulation(fleet, requests((0.0, 400, 200), (0.0, 400, 200), (0.3, 400, 150), classes=[0, 2, 1]))
+    simulation = Simulation(fleet, requests((0.0, 400, 200), (0.0, 400, 200), (0.3, 400, 150), priority=[0, 2, 1]))
     simulation.run_until(4_000.0)
     assert simulation.preemptions.tolist() == preempted
 
@@ -120,7 +114,7 @@ def test_a_higher_class_starts_before_a_preempted_request_runs_again_only_by_pri
     first = {}
     for policy in ("fcfs", "priority"):
         fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
-        load = requests((0.0, 600, 300), (0.0, 600, 300), (3.0, 100, 5), classes=[2, 2, 0])
+        load = requests((0.0, 600, 300), (0.0, 600, 300), (3.0, 100, 5), priority=[2, 2, 0])
         first[policy] = serve(fleet, load).first_token_s[2]
     assert first["priority"] < 3.2 < first["fcfs"]
 
@@ -143,7 +137,7 @@ def test_the_reference_plays_a_task_as_the_fluid_model_does() -> None:
     task = get_task(1)
     fluid, reference = (
         run_episodes(task, make_agent("heuristic", task), [10_000, 10_001], batch_type=kind)
-        for kind in (*(run_episodes.__kwdefaults__["batch_type"],), ReferenceBatch)
+        for kind in (ServingBatch, ReferenceBatch)
     )
     assert reference.scores() == pytest.approx(fluid.scores(), abs=0.03)
     assert reference.metrics["gpu_memory_gb"] == pytest.approx(fluid.metrics["gpu_memory_gb"])

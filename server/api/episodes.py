@@ -27,7 +27,6 @@ from server import schemas
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, SessionConflictError
 from server.net.json_io import (
-    MAX_TEXTS,
     MAX_VALUES,
     SESSION_KEY,
     JsonBounds,
@@ -44,7 +43,9 @@ from server.sessions.manager import LiveSession, StepResult
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
 LOG_BOUNDS: Final = JsonBounds(
-    values=64 * MAX_EPISODE_LENGTH + MAX_VALUES, arrays=12 * MAX_EPISODE_LENGTH + MAX_VALUES, texts=MAX_TEXTS
+    values=64 * MAX_EPISODE_LENGTH + MAX_VALUES,
+    arrays=12 * MAX_EPISODE_LENGTH + MAX_VALUES,
+    texts=2 * MAX_EPISODE_LENGTH + MAX_VALUES,
 )
 """Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55 values,
 nine of them arrays and objects."""

@@ -28,8 +28,6 @@ SESSION_KEY: Final = "inferencegym.session"
 MAX_VALUES: Final = 2_000
 """Most values (objects and arrays included) of a JSON text, where its path does not say otherwise: several times what
 any request needs but a log or a batch."""
-MAX_TEXTS: Final = 12_000
-"""Most texts of a log or a batch that differ from each other, keys included: two for each step and some more."""
 LARGE_JSON_BYTES: Final = 65_536
 """Longer texts are read on a thread, and counted in pieces of this size."""
 _ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")

@@ -420,28 +420,30 @@ class Simulation:
         wanted = (self.fleet.model, self.fleet.disaggregated)
         for replica in self.replicas:
             replica.draining = False
-        for replica in self.replicas:
-            if (replica.model, replica.disaggregated) != wanted:
-                if self.fleet.rolling_restart == "drain" and replica.load():
-                    replica.draining = True
-                    self._give_back(replica)
-                    if not replica.load():
-                        self._restart(replica)
-                else:
-                    self._restart(replica)
-                return
+        outdated = next((each for each in self.replicas if (each.model, each.disaggregated) != wanted), None)
+        if outdated is None:
+            return
+        self._give_back(outdated)
+        outdated.draining = self.fleet.rolling_restart == "drain" and outdated.load() > 0
+        if not outdated.draining:
+            self._restart(outdated)
 
     def _give_back(self, replica: _Replica) -> None:
         """Put what a replica has been assigned and not started back into the shared queue."""
-        for request in reversed(replica.assigned):
-            self.queue[self.priority[request]].appendleft(request)
-            self.waiting += 1
+        self._requeue(replica.assigned)
+        for request in replica.assigned:
             replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
         replica.assigned.clear()
         replica.assigned_blocks = 0
 
+    def _requeue(self, requests: Sequence[int]) -> None:
+        """Put requests, first come first, before all others of their class in the shared queue."""
+        for request in reversed(requests):
+            self.queue[self.priority[request]].appendleft(request)
+        self.waiting += len(requests)
+
     def _restart(self, replica: _Replica) -> None:
-        self._give_back(replica)
+        """Stop a replica that has no request assigned; what it has in flight goes to the others."""
         for request, tokens in zip(replica.request[: replica.n], replica.tokens[: replica.n], strict=True):
             self.length[int(request)] = int(tokens)
         flight = sorted(replica.flight(), key=self._order)
@@ -449,15 +451,13 @@ class Simulation:
         replica.starts += 1
         replica.model, replica.disaggregated = self.fleet.model, self.fleet.disaggregated
         replica.pool_blocks = self.fleet.kv_pool_tokens // BLOCK_TOKENS
-        replica.down, replica.draining = True, False
+        replica.down = True
         others = [other for other in self.replicas if not other.down]
         if others:
             for request in flight:
                 self._put_back(min(others, key=_Replica.load), request)
         else:
-            for request in reversed(flight):
-                self.queue[self.priority[request]].appendleft(request)
-                self.waiting += 1
+            self._requeue(flight)
         for other in others:
             self._rouse(other)
         self._schedule(self.fleet.restart_ms, _RESTARTED, 0, replica)
