@@ -93,11 +93,13 @@ serve: $(STAMPS)/package
 
 # What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
-	@set -e; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$benchmark"; $(PYTHON) "$$benchmark"; done
+	@status=0; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "== $$benchmark"; $(PYTHON) "$$benchmark" || status=1; \
+	done; exit $$status
 
 # Faults put into a random sample of lines, and how many the quick tests notice: MUTANTS='--area grader', '--again', ...
 mutants: $(STAMPS)/test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) scripts/mutants.py $(MUTANTS)
+	$(PYTHON) -m scripts.mutants $(MUTANTS)
 	$(PYTHON) scripts/render_docs.py
 
 # --- Checking ------------------------------------------------------------------------------------------------------

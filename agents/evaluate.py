@@ -73,11 +73,16 @@ class Evaluation:
         }
 
 
-def evaluate(agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "") -> Evaluation:
-    """Evaluate an agent (an object or a registered name) on a task, one episode per seed."""
+def evaluate(
+    agent: str | Agent, task: TaskSpec, seeds: Sequence[int] = HELD_OUT_SEEDS, name: str = "", **play: Any
+) -> Evaluation:
+    """Evaluate an agent (an object or a registered name) on a task, one episode per seed.
+
+    ``play`` are further arguments of :func:`agents.episodes.run_episodes`.
+    """
     chosen = make_agent(agent, task) if isinstance(agent, str) else agent
     label = name or (agent if isinstance(agent, str) else type(agent).__name__)
-    return evaluation_of(label, run_episodes(task, chosen, seeds))
+    return evaluation_of(label, run_episodes(task, chosen, seeds, **play))
 
 
 def evaluation_of(label: str, results: EpisodeResults) -> Evaluation:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from env.observation import ObservationKernel
 from env.reward import RewardKernel
 from env.threads import CORES, RowRange, split_rows
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError, refusal
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.spaces.actions import action_mask
 from inferencegym.spaces.knobs import KnobKernel
@@ -52,7 +52,7 @@ class ServingBatch:
         n_threads: int | None = None,
     ) -> None:
         if n_threads is not None and n_threads < 1:
-            raise InvalidConfigError(f"n_threads={n_threads!r} is not allowed: it must be at least 1", "n_threads")
+            raise refusal("n_threads", n_threads, "at least 1")
         self.task = task
         self.n_rows = n_rows
         self.config = config or task.config()

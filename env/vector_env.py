@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import refusal
 from inferencegym.spaces.formats import ObservationCodec, action_codec
 from inferencegym.tasks import Calibration, TaskId, get_task
 from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
@@ -45,7 +45,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         calibration: Calibration | None = None,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
+            raise refusal("num_envs", num_envs, "at least 1")
         self.task = get_task(task_id)
         self.config = self.task.config(config)
         self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)

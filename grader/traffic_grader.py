@@ -47,9 +47,14 @@ def traffic_log(episode_log: object) -> list[Mapping[str, Any]]:
     return [_as_entry(i, entry) for i, entry in enumerate(episode_log, 1)]
 
 
+def _malformed(i: int, what: str, field: str | None = None) -> MalformedLogError:
+    """Error at step ``i``, counted from 1 as in the log; the error's ``step`` counts from 0."""
+    return MalformedLogError(f"step {i}: {what}", i - 1, field)
+
+
 def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
-        raise MalformedLogError(f"step {i}: must be an object with timestep, action, reward and metrics", i - 1)
+        raise _malformed(i, "must be an object with timestep, action, reward and metrics")
     state, info = entry.get("state"), entry.get("info")
     if "metrics" in entry or not isinstance(state, Mapping) or not isinstance(info, Mapping):
         return entry
@@ -57,10 +62,8 @@ def _as_entry(i: int, entry: object) -> Mapping[str, Any]:
     names = [name for name, value in ACCEPT_SHARES.items() if value == share]
     if not names:
         allowed = ", ".join(map(str, ACCEPT_SHARES.values()))
-        raise MalformedLogError(
-            f"step {i}: info.accept_rate={short_repr(share)} is not allowed: it must be one of {allowed}",
-            i - 1,
-            "info.accept_rate",
+        raise _malformed(
+            i, f"info.accept_rate={short_repr(share)} is not allowed: it must be one of {allowed}", "info.accept_rate"
         )
     return {
         "timestep": info.get("episode_step"),
@@ -81,7 +84,7 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
     # Added up step by step like in the environment: another order could change the last digit.
     for i, entry in enumerate(episode_log, 1):
         if crashed:
-            raise MalformedLogError(f"step {i}: the server crashed at step {i - 1}, so no step can follow", i - 1)
+            raise _malformed(i, f"the server crashed at step {i - 1}, so no step can follow")
         metrics = _checked_metrics(i, entry)
         latency += metrics["avg_latency"]
         allowed += metrics["allowed_requests"]
@@ -100,31 +103,25 @@ def _totals(task: TrafficTask, episode_log: Sequence[Mapping[str, Any]]) -> Epis
 
 def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if entry.get("timestep") != i or isinstance(entry["timestep"], bool):
-        raise MalformedLogError(
-            f"step {i}: timestep={short_repr(entry.get('timestep'))} is not allowed: steps count from 1",
-            i - 1,
-            "timestep",
+        raise _malformed(
+            i, f"timestep={short_repr(entry.get('timestep'))} is not allowed: steps count from 1", "timestep"
         )
     try:
         parse_action(entry.get("action"))
     except InvalidActionError as error:
-        raise MalformedLogError(f"step {i}: {error}", i - 1, error.field) from error
+        raise _malformed(i, str(error), error.field) from error
     metrics = entry.get("metrics")
     if not isinstance(metrics, Mapping):
-        raise MalformedLogError(f"step {i}: metrics must be an object", i - 1, "metrics")
+        raise _malformed(i, "metrics must be an object", "metrics")
     for name in SCORED[:-1]:
         checked_metric(i, name, metrics.get(name), first=1)
     if metrics["allowed_requests"] > metrics["incoming_requests"]:
-        raise MalformedLogError(
-            f"step {i}: metrics.allowed_requests must not exceed metrics.incoming_requests",
-            i - 1,
-            "metrics.allowed_requests",
+        raise _malformed(
+            i, "metrics.allowed_requests must not exceed metrics.incoming_requests", "metrics.allowed_requests"
         )
     if not isinstance(metrics.get("crashed"), bool):
-        raise MalformedLogError(
-            f"step {i}: metrics.crashed={short_repr(metrics.get('crashed'))} must be true or false",
-            i - 1,
-            "metrics.crashed",
+        raise _malformed(
+            i, f"metrics.crashed={short_repr(metrics.get('crashed'))} must be true or false", "metrics.crashed"
         )
     return metrics
 

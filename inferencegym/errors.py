@@ -66,6 +66,10 @@ class InferenceGymError(Exception):
         return short_text(super().__str__(), MAX_MESSAGE_CHARS)
 
 
+def _short_path(field: str | None) -> str | None:
+    return None if field is None else short_text(field, MAX_PATH_CHARS)
+
+
 class InvalidActionError(InferenceGymError, ValueError):
     """An action field is missing, of the wrong type or out of range. (HTTP 422)"""
 
@@ -89,8 +93,21 @@ class InvalidConfigError(InferenceGymError, ValueError):
     http_status = 422
 
     def __init__(self, message: str, field: str | None = None) -> None:
-        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
+        self.field = _short_path(field)
         super().__init__(message)
+
+
+MISSING: Final = object()
+"""Stands for the value of a missing key in calls of :func:`refusal`."""
+
+
+def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
+    """The error for a value that is not ``allowed``; ``field`` is its path, empty for a whole entry."""
+    if value is MISSING:
+        return InvalidConfigError(f"{field} is missing: it must be {allowed}", field)
+    found = short_repr(value)
+    named = f"{field}={found}" if field else found
+    return InvalidConfigError(f"{named} is not allowed: it must be {allowed}", field or None)
 
 
 class UnknownTaskError(InferenceGymError, LookupError):
@@ -128,7 +145,16 @@ class StepConflictError(InferenceGymError, RuntimeError):
     http_status = 409
 
 
-class MalformedLogError(InferenceGymError, ValueError):
+class _AtStep(ValueError):
+    """Part of an error that names a step of a log, counted from 0, and a field."""
+
+    def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
+        self.step = step
+        self.field = _short_path(field)
+        super().__init__(message)
+
+
+class MalformedLogError(InferenceGymError, _AtStep):
     """An episode log does not have the documented form; the message names step and field. (HTTP 422)
 
     ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the log
@@ -138,13 +164,8 @@ class MalformedLogError(InferenceGymError, ValueError):
     code = "malformed_log"
     http_status = 422
 
-    def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
-        self.step = step
-        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
-        super().__init__(message)
 
-
-class ForgedLogError(InferenceGymError, ValueError):
+class ForgedLogError(InferenceGymError, _AtStep):
     """A log disagrees with the replay of its own actions; the message names the first step that differs. (HTTP 422)
 
     ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the
@@ -153,11 +174,6 @@ class ForgedLogError(InferenceGymError, ValueError):
 
     code = "forged_log"
     http_status = 422
-
-    def __init__(self, message: str, step: int | None = None, field: str | None = None) -> None:
-        self.step = step
-        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
-        super().__init__(message)
 
 
 class DataFormatError(InferenceGymError, ValueError):
@@ -172,7 +188,7 @@ class DataFormatError(InferenceGymError, ValueError):
 
     def __init__(self, message: str, line: int | None = None, field: str | None = None) -> None:
         self.line = line
-        self.field = None if field is None else short_text(field, MAX_PATH_CHARS)
+        self.field = _short_path(field)
         super().__init__(message)
 
 

@@ -27,7 +27,7 @@ from env.inference_env import REWARD_TERMS, metrics_dict
 from env.traffic.env import TrafficBatch
 from env.vector_env import VectorInferenceEnv
 from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.families import FAMILIES
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.seeds import SeedSeries, episode_seed
@@ -158,11 +158,9 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
+            raise refusal("num_envs", num_envs, "at least 1")
         if observation not in ("raw", "normalised"):
-            raise InvalidConfigError(
-                f"observation={observation!r} is not allowed: it must be one of raw, normalised", "observation"
-            )
+            raise refusal("observation", observation, "one of raw, normalised")
         task = get_traffic_task(task_id)
         self.batch = TrafficBatch(task, num_envs, traffic_config(config, task.config))
         self.task = task

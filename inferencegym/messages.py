@@ -26,6 +26,9 @@ M = TypeVar("M", bound=BaseModel)
 MAX_DEPTH: Final = 64
 """Deepest nesting of objects and arrays in a JSON text."""
 
+MANY_KEYS: Final = 64
+"""Objects with more keys are searched for an unknown field before pydantic reads them."""
+
 
 class Message(BaseModel):
     """Base of all messages: strict types, no unknown fields, finite numbers."""
@@ -82,12 +85,13 @@ def read(
     ``missing`` is passed to ``refusal`` as the value of a required field that is missing, and ``whole`` as the field's
     name if the value itself is not an object.
     """
-    fields = model.model_fields
-    if isinstance(value, dict) and len(value) > len(fields) and model.model_config.get("extra") == "forbid":
-        # Some are unknown, and one is enough: pydantic would describe them all, which takes seconds for a great many.
-        unknown = next(name for name in value if name not in fields)
-        name = short_text(str(unknown))
-        raise refusal(_path(at, (name,)), value[unknown], left_out(name, list(fields)))
+    if isinstance(value, dict) and len(value) > MANY_KEYS and model.model_config.get("extra") == "forbid":
+        # One unknown field is enough: pydantic would describe them all, which takes seconds for a great many.
+        fields = model.model_fields
+        unknown = next((name for name in value if name not in fields), None)
+        if unknown is not None:
+            name = short_text(str(unknown))
+            raise refusal(_path(at, (name,)), value[unknown], left_out(name, list(fields)))
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidConfigError, NotResetError
+from inferencegym.errors import InvalidConfigError, NotResetError, refusal
 
 Words = NDArray[np.uint32]
 
@@ -34,7 +34,7 @@ _HALF: Final = np.uint32(16)
 def check_seed(seed: object) -> int:
     """Return ``seed`` if it is an integer from 0 to 2**63 - 1; raise :class:`InvalidConfigError` otherwise."""
     if isinstance(seed, (bool, float)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) <= MAX_SEED:
-        raise InvalidConfigError(f"seed={seed!r} is not allowed: it must be an integer from 0 to {MAX_SEED}", "seed")
+        raise refusal("seed", seed, f"an integer from 0 to {MAX_SEED}")
     return int(seed)
 
 

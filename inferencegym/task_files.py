@@ -9,9 +9,10 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from inferencegym.errors import MISSING
 from inferencegym.messages import WHOLE, Allowed, FieldError, Message
 from inferencegym.models import PRIORITY_CLASSES
-from inferencegym.task_registry import MAX_EPISODE_LENGTH, MISSING
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
 
 _CLASSES: Final = len(PRIORITY_CLASSES)
 

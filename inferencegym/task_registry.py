@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from inferencegym.errors import InvalidConfigError, short_repr
+from inferencegym.errors import MISSING, InvalidConfigError, refusal
 from inferencegym.messages import M, Message, parse_json, read
 
 MAX_EPISODE_LENGTH: Final = 5_000
@@ -17,21 +17,6 @@ MAX_EPISODE_LENGTH: Final = 5_000
 _GYM_ID: Final = re.compile(r"[\w.-]+")
 
 Entry = TypeVar("Entry")
-
-# ---------------------------------------------------------------- errors
-
-
-def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
-    """The error for a value that is not ``allowed``; ``field`` is its path, empty for a whole entry."""
-    if value is MISSING:
-        return InvalidConfigError(f"{field} is missing: it must be {allowed}", field)
-    found = short_repr(value)
-    named = f"{field}={found}" if field else found
-    return InvalidConfigError(f"{named} is not allowed: it must be {allowed}", field or None)
-
-
-MISSING: Final = object()
-"""Stands for the value of a missing key in calls of :func:`refusal`."""
 
 
 def read_entry(model: type[M], entry: object) -> M:

@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError, UnknownTaskError, short_repr
+from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, short_repr
 from inferencegym.installation import room_folder
 from inferencegym.messages import read
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.task_files import CalibrationEntry, ConfigOverrides, RewardOverrides, TaskEntry
-from inferencegym.task_registry import gym_id_of, load_entries, read_entry, refusal, task_registry
+from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
 
 TaskId = int | str
 

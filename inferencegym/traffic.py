@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 import pydantic
 from pydantic import model_validator
 
-from inferencegym.errors import InvalidActionError, UnknownTaskError, short_repr
+from inferencegym.errors import InvalidActionError, UnknownTaskError, refusal, short_repr
 from inferencegym.installation import room_folder
 from inferencegym.messages import WHOLE, FieldError, Message, read
 from inferencegym.models import Field, bounds
@@ -30,7 +30,6 @@ from inferencegym.task_registry import (
     gym_id_of,
     load_entries,
     read_entry,
-    refusal,
     task_registry,
 )
 

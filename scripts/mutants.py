@@ -41,6 +41,8 @@ from typing import Any
 
 import pytest
 
+from tests.checkout import copy_of_the_tree
+
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutants"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants"
@@ -437,19 +439,13 @@ def is_compiled(path: str) -> bool:
     return (ROOT / path).with_suffix(".pxd").exists()
 
 
-def copy_of_the_tree(destination: Path) -> Path:
-    """The tracked files with their present changes, and the compiled modules."""
-    shutil.rmtree(destination, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.split("\0")  # fmt: skip
-    compiled = [path.relative_to(ROOT) for name in _packages() for path in (ROOT / name).rglob("*.so")]
-    for name in [*filter(None, listed), *compiled]:
-        if (ROOT / name).is_file():
-            (destination / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, destination / name)
-    return destination
+def fresh_tree(place: Path) -> Path:
+    """A copy of the checkout with its present changes and its compiled modules."""
+    shutil.rmtree(place, ignore_errors=True)
+    copy_of_the_tree(place)
+    for built in (path for name in _packages() for path in (ROOT / name).rglob("*.so")):
+        shutil.copy2(built, place / built.relative_to(ROOT))
+    return place
 
 
 def attempt(mutant: Mutant, tests: list[str], expected_s: float, tree: Path) -> dict[str, Any]:
@@ -481,7 +477,8 @@ def attempt(mutant: Mutant, tests: list[str], expected_s: float, tree: Path) -> 
         return {"outcome": "survived", "by": f"{len(tests)} tests pass"}
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         return {"outcome": "survived", "by": "no test runs it"}
-    failed = [line.split(" ")[1] for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
+    named = [line for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
+    failed = [line.split(" ", 1)[1].split(" - ")[0] for line in named]
     return {"outcome": "killed", "by": failed[0] if failed else "the program ends"}
 
 
@@ -489,7 +486,7 @@ def attempt_all(mutants: list[Mutant], known: Map, arguments: argparse.Namespace
     """Try all mutants in copies of the tree, one copy per job."""
     trees: SimpleQueue[Path] = SimpleQueue()
     for job in range(arguments.jobs):
-        trees.put(copy_of_the_tree(WORK / f"tree{job}"))
+        trees.put(fresh_tree(WORK / f"tree{job}"))
 
     def one(mutant: Mutant) -> dict[str, Any]:
         tests = known.tests_of(mutant, arguments.seconds, arguments.files)
@@ -536,6 +533,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=6, help="files they are taken from (default: 6)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time (default: one a core)")
     parser.add_argument("--again", action="store_true", help="the survivors of the last sample, after new tests")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the table, without its ending")
     parser.add_argument("--record", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--only", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -547,9 +545,12 @@ def main() -> int:
         return int(pytest.main([*files, "-x", "-q", "-p", "no:cacheprovider"], plugins=[Chooser(named)]))
 
     areas = arguments.area or list(AREAS)
-    stored = RESULTS.with_suffix(".json")
+    stored = arguments.out.with_suffix(".json")
     last = json.loads(stored.read_text(encoding="utf-8"))["mutants"] if stored.exists() else []
-    again = {index: found for index, one in enumerate(last) if one["outcome"] == "survived" and (found := _again(one))}
+    again = {}
+    if arguments.again:
+        survivors = ((index, one) for index, one in enumerate(last) if one["outcome"] == "survived")
+        again = {index: found for index, one in survivors if (found := _again(one))}
     mutants = list(again.values()) if arguments.again else sample(arguments.per_area, arguments.seed, areas)
     known = read_map(arguments.jobs)
     results = attempt_all(mutants, known, arguments)
@@ -562,7 +563,7 @@ def main() -> int:
     text = table(results)
     print(text)
     stored.write_text(json.dumps({"seed": arguments.seed, "mutants": results}, indent=1) + "\n", encoding="utf-8")
-    RESULTS.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    arguments.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     return 0
 
 
@@ -576,9 +577,7 @@ def _again(kept: dict[str, Any]) -> Mutant | None:
         if (mutant.before, mutant.after, lines[mutant.line - 1].strip())
         == (kept["before"], kept["after"], kept["text"])
     ]
-    nearest = min((abs(mutant.line - kept["line"]) for mutant in same), default=0)
-    near = [mutant for mutant in same if abs(mutant.line - kept["line"]) == nearest]
-    return min(near, key=lambda mutant: abs(_column(mutant, text) - kept["column"]), default=None)
+    return min(same, key=lambda m: (abs(m.line - kept["line"]), abs(_column(m, text) - kept["column"])), default=None)
 
 
 def _column(mutant: Mutant, text: str) -> int:

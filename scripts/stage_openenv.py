@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "server", "simulator")
-FIGURES = ("coverage", "fidelity", "learning", "page-desktop", "task3_episode", "tasks_scores")
+FIGURES = ("coverage", "fidelity", "learning", "page-desktop", "policy_fidelity", "task3_episode", "tasks_scores")
 """Pictures that the documents show."""
 FILES = (
     "CHANGELOG.md",

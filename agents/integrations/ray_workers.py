@@ -20,7 +20,7 @@ from agents.evaluate import Evaluation, evaluate
 from agents.registry import make_agent
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import snap
 from inferencegym.tasks import TaskId, get_task
@@ -109,7 +109,7 @@ class Workers:
 
     def __init__(self, n_workers: int, address: str | None = None) -> None:
         if n_workers < 1:
-            raise InvalidConfigError(f"n_workers={n_workers!r} is not allowed: it must be at least 1", "n_workers")
+            raise refusal("n_workers", n_workers, "at least 1")
         try:
             import ray
         except ModuleNotFoundError as error:

@@ -14,13 +14,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.client.retries import Server
-from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError
+from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError, refusal
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, QuantTier, ServeAction
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import ACCEPT_SHARES, ACTION_NAMES, STATE_FIELDS, parse_action
@@ -58,12 +58,12 @@ class LlmSettings:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise InvalidConfigError(f"every={self.every} is not allowed: it must be at least 1", "every")
+            raise refusal("every", self.every, "at least 1")
         if not self.max_cost >= 0:
-            raise InvalidConfigError(f"max_cost={self.max_cost!r} is not allowed: it must be at least 0", "max_cost")
+            raise refusal("max_cost", self.max_cost, "at least 0")
         for name, price in (("input_price", self.input_price), ("output_price", self.output_price)):
             if not 0 <= price < math.inf:
-                raise InvalidConfigError(f"{name}={price!r} is not allowed: it must be a finite number from 0", name)
+                raise refusal(name, price, "a finite number from 0")
 
     @classmethod
     def from_environment(cls, **changes: Any) -> LlmSettings:
@@ -132,6 +132,10 @@ class Game(Protocol):
         ...
 
 
+def _unlisted(task_id: TaskId, url: str, listed: Sequence[Mapping[str, Any]]) -> InvalidConfigError:
+    return InvalidConfigError(f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}", "task_id")
+
+
 class ServingGame:
     """Episode of a serving task."""
 
@@ -141,9 +145,7 @@ class ServingGame:
         found = next((task for task in listed if str(task["id"]) == str(task_id)), None)
         if found is None:
             self.close()
-            raise InvalidConfigError(
-                f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}", "task_id"
-            )
+            raise _unlisted(task_id, url, listed)
         self._task = found
         active = {name: ACTION_FIELDS[name] for name in found["active_actions"]}
         self.default: Action = NAIVE_ACTION.to_dict()
@@ -199,9 +201,7 @@ class TrafficGame:
         found = next((task for task in listed if task["id"] == task_id), None)
         if found is None:
             self.close()
-            raise InvalidConfigError(
-                f"task {task_id!r} is not on {url}: it has {[task['id'] for task in listed]}", "task_id"
-            )
+            raise _unlisted(task_id, url, listed)
         self._task_id = task_id
         self._session_id = ""
         self._steps = 0

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from agents.protocol import FloatArray
+from inferencegym.errors import MISSING
 from inferencegym.messages import FieldError, Message, left_out
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.spaces.observations import OBSERVATION_SIZE, normalise
-from inferencegym.task_registry import MISSING, read_entry
+from inferencegym.task_registry import read_entry
 from inferencegym.tasks import TaskSpec
 
 TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")

@@ -15,7 +15,7 @@ import numpy as np
 
 from agents.policies.traffic_planner import Objective, plan_traffic
 from env.traffic.env import TrafficBatch
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import refusal
 from inferencegym.traffic import ACCEPT_SHARES, ACTION_NAMES, STATE_FIELDS, TrafficConfig, TrafficTask
 from simulator.traffic import DRAIN_SHARE, FloatArray, IntArray
 
@@ -40,9 +40,7 @@ class ConstantTraffic:
 
     def __init__(self, action: str) -> None:
         if action not in ACTION_NAMES:
-            raise InvalidConfigError(
-                f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_NAMES)}", "action"
-            )
+            raise refusal("action", action, f"one of {', '.join(ACTION_NAMES)}")
         self.index = ACTION_NAMES.index(action)
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:
@@ -76,9 +74,7 @@ class AdaptiveTraffic:
 
     def __init__(self, queue_budget: float = 0.15) -> None:
         if not 0.0 <= queue_budget <= 1.0:
-            raise InvalidConfigError(
-                f"queue_budget={queue_budget!r} is not allowed: it must be a number from 0 to 1", "queue_budget"
-            )
+            raise refusal("queue_budget", queue_budget, "a number from 0 to 1")
         self.queue_budget = queue_budget
 
     def reset(self, task: TrafficTask, config: TrafficConfig, seeds: Sequence[int]) -> None:

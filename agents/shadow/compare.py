@@ -20,7 +20,7 @@ from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
 from env.batch import ServingBatch
-from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.errors import DataFormatError, refusal
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
 from inferencegym.spaces.actions import snap
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
@@ -172,7 +172,7 @@ def _task(
         n_replicas = fleet_for(task)
     if n_replicas is not None:
         if n_replicas < 1:
-            raise InvalidConfigError(f"n_replicas={n_replicas} is not allowed: it must be at least 1", "n_replicas")
+            raise refusal("n_replicas", n_replicas, "at least 1")
         task = replace(task, fleet=replace(task.fleet, n_replicas=n_replicas))
     return replace(task, episode_length=n_steps)
 

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument(
-        "--ray", metavar="ADDRESS", help="run agents in parallel on this Ray cluster; 'local' starts one"
+        "--ray",
+        metavar="ADDRESS",
+        help="run agents in parallel on this Ray cluster; 'local' starts one (not with --reference)",
     )
     parser.add_argument("--workers", type=int, default=2, help="workers of --ray local (default: 2)")
     parser.add_argument(
@@ -110,9 +112,7 @@ def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespa
     from rich.console import Console
     from rich.progress import Progress
 
-    from agents.episodes import run_episodes
-    from agents.evaluate import Evaluation, compare, evaluation_of
-    from agents.registry import make_agent
+    from agents.evaluate import Evaluation, compare, evaluate
     from agents.seeds import held_out_seeds
     from env.reference import ReferenceBatch
     from inferencegym.tasks import get_task
@@ -126,8 +126,7 @@ def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespa
         with Progress(console=Console(stderr=True)) as bar:
             for name in agents:
                 shown = bar.add_task(f"task {task.task_id}, {name}", total=task.episode_length)
-                agent, step = make_agent(name, task), partial(bar.advance, shown)
-                found.append(evaluation_of(name, run_episodes(task, agent, seeds, batch_type=play, after_step=step)))
+                found.append(evaluate(name, task, seeds, batch_type=play, after_step=partial(bar.advance, shown)))
         return found
 
     return compare(task, names, seeds, evaluate_all)

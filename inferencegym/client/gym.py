@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
-from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError
+from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError, refusal
 from inferencegym.seeds import SeedSeries
 from inferencegym.spaces.actions import ACTION_SIZE, action_mask, from_row, snap
 from inferencegym.spaces.formats import ObservationCodec, action_codec
@@ -91,7 +91,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         retries: int = 5,
     ) -> None:
         if num_envs < 1:
-            raise InvalidConfigError(f"num_envs={num_envs!r} is not allowed: it must be at least 1", "num_envs")
+            raise refusal("num_envs", num_envs, "at least 1")
         self._remote = _RemoteTask(task_id, config, observation, action)
         self.task = self._remote.task
         self.config = self._remote.config

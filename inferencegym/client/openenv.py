@@ -6,7 +6,6 @@ resume the episode and send the unanswered step again with its number; the serve
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -28,6 +27,10 @@ with without_gradio():
     from openenv.core.client_types import StepResult
 
     from inferencegym.client.openenv_reconnection import Episode, make_calls
+
+
+def _dumped(action: InferenceGymAction | TrafficControllerAction) -> dict[str, Any]:
+    return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
 
 
 class EpisodeClient(EnvClient):  # type: ignore[misc]
@@ -52,46 +55,41 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = inspect.signature(EnvClient).bind(*args, **kwargs).arguments
-        self._options = {name: value for name, value in options.items() if name not in ("base_url", "provider")}
-        self._episode = Episode(self)
+        self.episode = Episode(self)
+        """The episode and its connection, shared with the synchronous wrapper."""
         # Made now, as OpenEnv runs plain synchronous calls on the event loop of the first wrapper that it knows of.
-        self._synchronous = SyncEpisodeClient(super().sync(), self, self._episode)
+        self._synchronous = SyncEpisodeClient(super().sync(), self.episode)
 
     @property
     def episode_id(self) -> str | None:
         """Id of the episode, which is the session id for GET /state and POST /grader; None before the first reset."""
-        return self._episode.id
+        return self.episode.id
 
     def reset(self, **kwargs: Any) -> Any:
         """Start an episode; its first result, to be awaited in asynchronous code."""
-        return make_calls(self._episode.reset(super(), kwargs))
+        return make_calls(self.episode.reset(super(), kwargs))
 
     def step(self, action: Any, **kwargs: Any) -> Any:
         """Take one step; its result, to be awaited in asynchronous code."""
-        return make_calls(self._episode.step(super(), action, kwargs))
+        return make_calls(self.episode.step(super(), action, kwargs))
 
     def state(self) -> Any:
         """State of the episode, to be awaited in asynchronous code."""
-        return make_calls(self._episode.state(super()))
+        return make_calls(self.episode.state(super()))
 
     def disconnect(self) -> Any:
         """Close the socket; the next call opens another and goes on with the episode."""
-        self._episode.has_socket = False
+        self.episode.has_socket = False
         return super().disconnect()
 
     def close(self) -> Any:
         """Close the socket, and stop the container or process that the client was made with."""
-        self._episode.has_socket = False
+        self.episode.has_socket = False
         return super().close()
 
     def sync(self) -> SyncEpisodeClient:
         """The same client for synchronous code."""
         return self._synchronous
-
-    def another(self) -> EpisodeClient:
-        """A client of the same server with the same options, not connected yet."""
-        return type(self)(base_url=self.base_url, **self._options)
 
     def numbered(self, action: Any, number: int) -> Any:
         """The action with the number of its step; sent again, it is not played twice."""
@@ -113,11 +111,9 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
 class SyncEpisodeClient:
     """Synchronous wrapper of a client, from its ``sync()``: OpenEnv's ``SyncEnvClient``, with reconnection."""
 
-    def __init__(self, plain: Any, client: EpisodeClient, episode: Episode) -> None:
+    def __init__(self, plain: Any, episode: Episode) -> None:
         self._plain = plain
-        self._client = client
         self._episode = episode
-        self._sessions: list[SyncEpisodeClient] = []
 
     def connect(self) -> SyncEpisodeClient:
         """Open the socket."""
@@ -138,9 +134,8 @@ class SyncEpisodeClient:
 
     def new_session(self) -> SyncEpisodeClient:
         """Another connected client of the same server, closed with this one."""
-        session = self._client.another().sync().connect()
-        self._sessions.append(session)
-        return session
+        plain = self._plain.new_session()
+        return SyncEpisodeClient(plain, plain.async_client.episode)
 
     def disconnect(self) -> None:
         """Close the socket; the next call opens another and goes on with the episode."""
@@ -150,8 +145,6 @@ class SyncEpisodeClient:
     def close(self) -> None:
         """Close the sockets, and stop the container or process that the client was made with."""
         self._episode.has_socket = False
-        while self._sessions:
-            self._sessions.pop().close()
         self._plain.close()
 
     def __enter__(self) -> SyncEpisodeClient:
@@ -185,7 +178,7 @@ class InferenceGymEnv(EpisodeClient):
         if isinstance(action, ServeAction):
             return ServeAction.from_dict(action.to_dict()).to_dict()
         if isinstance(action, InferenceGymAction):
-            return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
+            return _dumped(action)
         return ServeAction.from_dict(dict(action)).to_dict()
 
 
@@ -204,5 +197,5 @@ class TrafficControllerEnv(EpisodeClient):
         self, action: TrafficControllerAction | TrafficAction | str | Mapping[str, Any]
     ) -> dict[str, Any]:
         if isinstance(action, TrafficControllerAction):
-            return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
+            return _dumped(action)
         return {"action": parse_action(action).value}

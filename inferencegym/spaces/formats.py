@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidActionError, InvalidConfigError
+from inferencegym.errors import InvalidActionError, refusal
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
 from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
@@ -147,9 +147,7 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 def action_codec(action: str) -> ActionCodec:
     """Codec of an action format; raises :class:`InvalidConfigError` listing the known formats."""
     if action not in ACTION_CODECS:
-        raise InvalidConfigError(
-            f"action={action!r} is not allowed: it must be one of {', '.join(ACTION_CODECS)}", "action"
-        )
+        raise refusal("action", action, f"one of {', '.join(ACTION_CODECS)}")
     return ACTION_CODECS[action]()
 
 
@@ -183,10 +181,7 @@ class ObservationCodec:
 
     def __init__(self, task: TaskSpec, config: EpisodeConfig, calibration: Calibration, observation: str) -> None:
         if observation not in OBSERVATION_FORMATS:
-            raise InvalidConfigError(
-                f"observation={observation!r} is not allowed: it must be one of {', '.join(OBSERVATION_FORMATS)}",
-                "observation",
-            )
+            raise refusal("observation", observation, f"one of {', '.join(OBSERVATION_FORMATS)}")
         self._normalised = observation != "raw"
         self._schedule = schedule_features(task, config.episode_length) if observation == "scheduled" else None
         self._length = config.episode_length

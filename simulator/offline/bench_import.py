@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from scipy.optimize import least_squares
 
-from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.errors import DataFormatError, InvalidConfigError, refusal
 from inferencegym.models import QuantTier, ServeAction
 from simulator.hardware.operators import TIERS, EngineProfile, Hardware, OperatorModel, engine, hardware
 from simulator.offline.bench_files import METRICS, BenchRun
@@ -125,9 +125,7 @@ def fit_engine(
     if setup.tier not in TIERS or not 1 <= setup.max_num_seqs <= 4096 or not 1 <= setup.replicas <= 4096:
         raise InvalidConfigError(f"{setup} is not allowed: tier one of {TIERS}, max_num_seqs and replicas 1 to 4096")
     if hold_out != 0.0 and not 0.001 <= hold_out <= 0.5:
-        raise InvalidConfigError(
-            f"hold_out={hold_out!r} is not allowed: it must be 0, or from 0.001 to 0.5", "hold_out"
-        )
+        raise refusal("hold_out", hold_out, "0, or from 0.001 to 0.5")
     ordered = sorted(runs, key=BenchRun.load)
     held = set(_held_out(len(ordered), hold_out))
     fitting = [r for i, r in enumerate(ordered) if i not in held]
