@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running
+from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running, start_times_s
 
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
@@ -272,13 +273,7 @@ def client_cost(target: Target, seconds: float) -> float:
 def first_health(rounds: int) -> dict[str, float]:
     """Seconds from starting the process to its first answer; the servers take turns."""
     echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
-    found: dict[str, list[float]] = {"InferenceGym": [], "stock OpenEnv echo": []}
-    for _ in range(rounds):
-        with our_server() as ours:
-            found[ours.name].append(ours.ready_after_s)
-        with running("stock OpenEnv echo", echo, {}, {}) as stock:
-            found[stock.name].append(stock.ready_after_s)
-    return {name: statistics.median(each) for name, each in found.items()}
+    return start_times_s([our_server, partial(running, "stock OpenEnv echo", echo, {}, {})], rounds)
 
 
 def durability(seconds: float, rounds: int) -> Figures:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.reference import Episode, Kind
-from tests.servers import START_TIMEOUT_S, RunningServer, running_server
+from tests.servers import START_TIMEOUT_S, RunningServer, running_server, until
 
 LIVE: Final = 2
 BATCHES: Final = 3
@@ -99,10 +98,7 @@ class Subject:
 
     def wait_for_all_workers(self, before: int = 0) -> None:
         """One worker answers before the others are there, and one that then does not find its store ends them all."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self.started() < before + self.workers:
-            assert time.monotonic() < deadline, "a worker did not start"
-            time.sleep(0.05)
+        until(lambda: self.started() >= before + self.workers, START_TIMEOUT_S)
 
     def started(self) -> int:
         """Worker processes that ever came up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -10,13 +11,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import pytest
+
+from inferencegym.errors import CapacityError
+
+if TYPE_CHECKING:
+    from inferencegym.client.openenv import EpisodeClient
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
@@ -24,7 +30,6 @@ PATIENCE_S = 120
 """How long a test waits for a socket or a message: time enough on a machine that does much else."""
 PATIENT: Final = {"connect_timeout_s": PATIENCE_S, "message_timeout_s": PATIENCE_S}
 """Arguments of OpenEnv's clients: their own 10 s for a handshake pass on a machine that does much else."""
-
 
 N_TEST_PROCESSES = 16
 
@@ -42,6 +47,26 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("50 ports were tried, and all of them are in use")
+
+
+def until(true: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {limit_s:g} s"
+        time.sleep(0.02)
+
+
+async def reset_when_there_is_room(env: EpisodeClient, **arguments: Any) -> None:
+    """Reset as soon as a server that was full has a place."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            await env.reset(**arguments)
+            return
+        except CapacityError:
+            assert time.monotonic() < deadline, "nobody made room"
+            await asyncio.sleep(0.02)
 
 
 def wait_for_health(url: str, process: subprocess.Popen[bytes], limit_s: float = START_TIMEOUT_S) -> None:

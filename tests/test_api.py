@@ -205,7 +205,7 @@ def test_a_retried_step_gives_the_same_answer_and_another_action_a_conflict(serv
     ahead = server.client.post("/step", json={**bodies[1], "step": 9})
     assert (other.status_code, ahead.status_code) == (409, 409)
     assert other.json()["detail"]["code"] == ahead.json()["detail"]["code"] == "step_conflict"
-    assert "4" in ahead.json()["detail"]["message"]
+    assert "next is 4" in ahead.json()["detail"]["message"]
 
 
 def test_a_step_answered_at_once_has_the_headers_that_it_has_in_turn(server: RunningServer) -> None:

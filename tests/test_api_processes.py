@@ -22,10 +22,10 @@ import pytest
 
 from env.inference_env import InferenceEnv
 from tests.redis_server import RedisServer
-from tests.servers import ROOT, RunningServer, free_port, running_server
+from tests.servers import ROOT, RunningServer, free_port, running_server, until
 
 QUICK_KILLS, MANY_KILLS = 2, 30
-PATIENCE_S = 600
+PLAYER_PATIENCE_S = 600
 """How long a player tries: on a busy machine a server may be killed many times before it comes to one request."""
 N_PLAYERS = 4
 
@@ -68,7 +68,7 @@ class Player:
             time.sleep(0.005)
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + PLAYER_PATIENCE_S
         while True:
             with contextlib.suppress(httpx.TransportError):
                 answer = self.client.post(path, json=body)
@@ -105,7 +105,7 @@ def kill_under_load(directory: Path, settings: dict[str, str], kills: int) -> tu
             time.sleep(0.2)
             stop.set()
             for one in playing:
-                one.result(timeout=PATIENCE_S)
+                one.result(timeout=PLAYER_PATIENCE_S)
         for player in players:
             taken = len(player.rewards)
             assert server.get("/state", session_id=player.session_id)["step_count"] == taken
@@ -212,10 +212,7 @@ def healthy(server: RunningServer) -> bool:
 
 
 def wait_until_healthy(server: RunningServer) -> None:
-    deadline = time.monotonic() + 30
-    while not healthy(server):
-        assert time.monotonic() < deadline, "the server did not become ready again"
-        time.sleep(0.02)
+    until(lambda: healthy(server))
 
 
 def test_a_file_removed_under_two_servers_costs_no_acknowledged_step(tmp_path: Path) -> None:

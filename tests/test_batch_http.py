@@ -160,7 +160,7 @@ def test_nan_is_refused_with_its_position_and_nothing_is_lost(batch: InferenceGy
 
 def test_steps_beyond_the_end_are_refused_and_nothing_is_lost(batch: InferenceGymBatch) -> None:
     batch.reset(1, 1, config={"episode_length": 5})
-    with pytest.raises(EpisodeDoneError):
+    with pytest.raises(EpisodeDoneError, match="5 that are left"):
         batch.step_many(random_actions(6, 1))
     assert batch.step_many(random_actions(5, 1)).steps_left == 0
     with pytest.raises(EpisodeDoneError):

@@ -35,7 +35,7 @@ from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import LARGE_JSON_BYTES, MAX_VALUES, SMALL, JsonBounds, ValueCount, parse_object, read_object
 from server.schemas import read_request
 from server.settings import Settings
-from tests.servers import RunningServer
+from tests.servers import PATIENCE_S, RunningServer
 
 BOUNDS = {
     "/reset": SMALL,
@@ -126,7 +126,7 @@ def test_a_body_that_holds_too_much_is_refused_before_its_rest_is_sent(
             answer.begin()
             detail = json.loads(answer.read())["detail"]
     assert (answer.status, detail["code"]) == (413, "body_too_large")
-    assert f"{getattr(most, kind):,} " in detail["message"] or kind != "values"
+    assert f"{getattr(most, kind):,} " in detail["message"]
 
 
 def test_a_frame_with_too_many_values_is_refused_and_the_episode_goes_on(client: TestClient) -> None:
@@ -183,35 +183,41 @@ def test_a_key_is_not_repeated_in_texts_of_any_length_and_colons_in_texts_are_no
 # ---------------------------------------------------------------- the loop
 
 
-def longest_step_s(server: RunningServer, until: Callable[[], bool]) -> float:
-    session_id = server.post("/reset", {"config": {"episode_length": MAX_EPISODE_LENGTH}})["session_id"]
-    longest = 0.0
+def longest_step_s(server: RunningServer, session_id: str, until: Callable[[], bool]) -> float:
+    """Seconds of the longest step that began before the end; at least one did."""
+    steps_s = []
     while not until():
         began = time.perf_counter()
         server.post("/step", {"session_id": session_id})
-        longest = max(longest, time.perf_counter() - began)
-    return longest
+        steps_s.append(time.perf_counter() - began)
+    assert steps_s, "no step was begun in time"
+    return max(steps_s)
 
 
 @pytest.mark.parametrize("entries", [b"{}," * 2_500_000, b"[[[[[]]]]]," * 700_000], ids=["objects", "arrays"])
 def test_steps_of_others_go_on_beside_large_bodies(server: RunningServer, entries: bytes) -> None:
     body = b'{"task_id":1,"episode_log":[' + entries + b"]}"
+    headers = {"Content-Type": "application/json"}
+    statuses: list[int] = []
 
     def send() -> None:
         # What is refused is refused before all of it was sent.
         with contextlib.suppress(httpx.TransportError):
-            httpx.post(f"{server.url}/grader", content=body, headers={"Content-Type": "application/json"}, timeout=60)
+            answer = httpx.post(f"{server.url}/grader", content=body, headers=headers, timeout=PATIENCE_S)
+            statuses.append(answer.status_code)
 
     ratios = []
     for _ in range(5):
+        session_id = server.post("/reset", {"config": {"episode_length": MAX_EPISODE_LENGTH}})["session_id"]
         end = time.perf_counter() + 0.3
-        undisturbed_s = longest_step_s(server, lambda end=end: time.perf_counter() > end)
+        undisturbed_s = longest_step_s(server, session_id, lambda end=end: time.perf_counter() > end)
         sender = threading.Thread(target=send)
         sender.start()
-        beside_s = longest_step_s(server, lambda sender=sender: not sender.is_alive())
+        beside_s = longest_step_s(server, session_id, lambda sender=sender: not sender.is_alive())
         sender.join()
         # Some 50 ms where undisturbed steps take 10 ms at most, and elsewhere in proportion.
         ratios.append(beside_s / max(undisturbed_s, 0.01))
+    assert set(statuses) <= {413}
     # The median: other programs on the machine hold up a step now and then, a busy loop does each time.
     assert statistics.median(ratios) < 5, ratios
 

@@ -244,9 +244,10 @@ def test_impossible_configurations_are_refused() -> None:
     with pytest.raises(InvalidConfigError) as refused:
         Fleet(CHUNKED, 1, 15)
     assert refused.value.field == "kv_pool_tokens"
-    with pytest.raises(InvalidConfigError) as refused:
-        Fleet(CHUNKED, 1, ROOMY, draft_tokens=2, acceptance=(0.5,))
-    assert refused.value.field == "draft_tokens"
+    for acceptance in ((), (0.5,)):
+        with pytest.raises(InvalidConfigError) as refused:
+            Fleet(CHUNKED, 1, ROOMY, draft_tokens=2, acceptance=acceptance)
+        assert refused.value.field == "draft_tokens"
     for lengths in ((0.0, 0, 5), (0.0, 5, 0)):
         with pytest.raises(InvalidConfigError):
             requests(lengths)

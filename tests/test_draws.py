@@ -28,9 +28,10 @@ def test_episodes_drawn_together_are_those_drawn_alone(task_id: TaskId) -> None:
             assert np.array_equal(getattr(alone, field.name), getattr(among_others, field.name)), field.name
 
 
-def test_a_wrong_seed_among_many_is_refused() -> None:
+@pytest.mark.parametrize("wrong", [-1, 2**63, 10**5000])
+def test_a_wrong_seed_among_many_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidConfigError) as refused:
-        load_source(get_task(1), load_tables()).draw([1, -1], 10)
+        load_source(get_task(1), load_tables()).draw([1, wrong], 10)
     assert refused.value.field == "seed"
 
 

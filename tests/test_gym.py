@@ -196,9 +196,11 @@ def test_unknown_formats_are_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidConfigError) as refused:
         ig.InferenceGymEnv(1, action="boxes")
     assert refused.value.field == "action"
+    assert "box, natural, discrete" in str(refused.value)
     with pytest.raises(InvalidConfigError) as refused:
         ig.InferenceGymEnv(1, observation="scaled")
     assert refused.value.field == "observation"
+    assert "raw, normalised, scheduled" in str(refused.value)
     with pytest.raises(InvalidConfigError) as refused:
         ig.VectorInferenceEnv(0, 1)
     assert refused.value.field == "num_envs"
@@ -726,8 +728,9 @@ def test_a_session_that_the_server_forgot_is_unknown_and_replaced_at_the_next_re
         _, begun = remote.reset(seed=1)
         server.kill()
         server.start()
-        with pytest.raises(UnknownSessionError):
+        with pytest.raises(UnknownSessionError) as refused:
             remote.step(action)
+        assert "POST /reset" in str(refused.value)
         assert remote.reset(seed=1)[1]["session_id"] != begun["session_id"]
         remote.step(action)
         remote.close()
@@ -739,6 +742,7 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
     nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retries=1)
-    with pytest.raises(ServerUnavailableError):
+    with pytest.raises(ServerUnavailableError) as unanswered:
         nobody.reset(seed=1)
+    assert "http://127.0.0.1:9 did not answer" in str(unanswered.value)
     nobody.close()

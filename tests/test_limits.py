@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from inferencegym.errors import InvalidConfigError
 from server.app import create_app
 from server.settings import Settings, load_settings
-from tests.servers import RunningServer, running_server
+from tests.servers import PATIENCE_S, RunningServer, running_server
 
 ONE_NETWORK = ("2001:db8:0:7::1", "2001:db8:0:7:ffff::2", "2001:0DB8:0:0007:8::3")
 """Addresses that one host with a /64 network can take."""
@@ -47,11 +47,11 @@ def reset_status(server: RunningServer, client: str, path: str = "/reset") -> in
 def websocket_resets(server: RunningServer, client: str, path: str, n: int) -> list[str]:
     """Types of the frames that answer so many resets of one client."""
     url, headers = f"ws://127.0.0.1:{server.port}{path}", {"X-Forwarded-For": client}
-    with websockets.sync.client.connect(url, proxy=None, additional_headers=headers) as socket:
+    with websockets.sync.client.connect(url, proxy=None, additional_headers=headers, open_timeout=PATIENCE_S) as socket:
         answers: list[dict[str, Any]] = []
         for _ in range(n):
             socket.send(json.dumps({"type": "reset", "data": {}}))
-            answers.append(json.loads(socket.recv(timeout=20)))
+            answers.append(json.loads(socket.recv(timeout=PATIENCE_S)))
     assert all("rate_limited" in answer["data"]["message"] for answer in answers if answer["type"] == "error")
     return [answer["type"] for answer in answers]
 

@@ -212,6 +212,7 @@ def test_unknown_tasks_and_missing_settings_are_named(server: RunningServer, mon
     with pytest.raises(InvalidConfigError) as refused:
         TrafficGame(server.url, "nothing")
     assert refused.value.field == "task_id"
+    assert "task_easy" in str(refused.value)
     for name in ("INFERENCEGYM_LLM_URL", "OPENAI_BASE_URL", "INFERENCEGYM_LLM_MODEL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InvalidConfigError) as refused:

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import chain
@@ -45,7 +44,7 @@ from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
 from server.app import create_app
 from server.sessions.manager import SessionManager
 from server.settings import load_settings
-from tests.servers import PATIENCE_S, PATIENT, ROOT, RunningServer, running_server
+from tests.servers import PATIENCE_S, PATIENT, ROOT, RunningServer, reset_when_there_is_room, running_server
 
 with without_gradio():
     from openenv.core import GenericEnvClient
@@ -346,7 +345,8 @@ def test_a_connection_sees_what_another_process_did_to_its_episode(tmp_path: Pat
 class Relay:
     """A way to a server on which a test loses connections and answers.
 
-    After :meth:`lose_the_first` the server does not notice the loss until the socket numbered ``noticed_at`` is opened.
+    After :meth:`lose_the_first` and :meth:`end_the_first` the server does not notice the loss until the socket numbered
+    ``noticed_at`` is opened.
     """
 
     def __init__(self, server: RunningServer, noticed_at: float = math.inf) -> None:
@@ -354,6 +354,7 @@ class Relay:
         self._port = server.port
         self._noticed_at = noticed_at
         self._ends: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self._from_clients: list[asyncio.Task[None]] = []
         self._kept: asyncio.StreamWriter | None = None
         self._answers_to_lose = 0
 
@@ -383,6 +384,12 @@ class Relay:
         client, self._kept = self._ends[0]
         client.transport.abort()
 
+    async def end_the_first(self) -> None:
+        """End the first connection on the client's side only, and wait until the client has closed its own."""
+        client, self._kept = self._ends[0]
+        client.write_eof()
+        await asyncio.wait_for(self._from_clients[0], PATIENCE_S)
+
     def lose_the_next_answer(self) -> None:
         """Break the connection instead of passing the server's next answer on."""
         self._answers_to_lose = 1
@@ -392,7 +399,8 @@ class Relay:
         self._ends.append((to_client, to_server))
         if len(self._ends) == self._noticed_at:
             self._ends[0][1].transport.abort()
-        await asyncio.gather(self._copy(from_client, to_server), self._copy(from_server, to_client))
+        self._from_clients.append(asyncio.create_task(self._copy(from_client, to_server)))
+        await asyncio.gather(self._from_clients[-1], self._copy(from_server, to_client))
 
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         is_answer = any(target is to_client for to_client, _ in self._ends)
@@ -720,10 +728,10 @@ def test_a_client_outwaits_the_slot_of_its_own_lost_socket(
         async with way.listening() as url, InferenceGymEnv(base_url=url, **PATIENT) as env:
             await reset_when_there_is_room(env, seed=4)
             await env.step({"batch_size": 64})
-            way.lose_the_first()
             if client_knows:
-                # OpenEnv does not say when; a client that has not noticed yet must go on all the same.
-                await asyncio.sleep(0.1)
+                await way.end_the_first()
+            else:
+                way.lose_the_first()
             if call == "step":
                 assert (await env.step({"batch_size": 64})).observation.timestep == 2
             elif call == "reset":
@@ -782,17 +790,6 @@ def test_every_refusal_of_a_full_server_is_a_capacity_error_however_late_it_clos
                 assert len(refused) == attempt
 
     asyncio.run(run())
-
-
-async def reset_when_there_is_room(env: InferenceGymEnv, **arguments: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            await env.reset(**arguments)
-            return
-        except CapacityError:
-            assert time.monotonic() < deadline, "nobody who left made room"
-            await asyncio.sleep(0.02)
 
 
 def test_a_full_server_refuses_and_has_room_again_when_a_client_is_lost(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from tests.server_under_test import (
     refused_with,
     subject,
 )
+from tests.servers import until
 
 JSON: Final = {"content-type": "application/json"}
 BINARY: Final = {"content-type": MEDIA_TYPE}
@@ -654,9 +655,7 @@ class Histories(RuleBasedStateMachine):
         assert (answer.status_code, answer.json()["detail"]["code"]) == (503, "store"), answer.text
         redis.start()
         self.subject.totals["kills of Redis"] += 1
-        deadline = time.monotonic() + 60
-        while self.send("GET", "/health").status_code != 200:
-            assert time.monotonic() < deadline, "the server is not ready again"
+        until(lambda: self.send("GET", "/health").status_code == 200)
         self.post_step(episode, wanted, number)
 
     # ------------------------------------------------------------ what must hold

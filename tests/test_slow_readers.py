@@ -7,8 +7,7 @@ import http.client
 import json
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from benchmarks.load import memory_mb
 from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, encode_request
 from inferencegym.errors import InvalidConfigError
 from server.settings import load_settings
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, running_server, until
 
 ROWS, STEPS = 64, 4_096
 """A step of 262,144 episodes' seconds, the most that one request may play."""
@@ -31,7 +30,7 @@ SHARE = ROOM // ANSWER_BYTES
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
+def bounded(tmp_path: Path) -> Iterator[RunningServer]:
     """Behind a proxy on this machine, which says who sent a request; patient, so that the test sees what is held."""
     room = {"max_buffered_bytes": str(2 * ROOM), "max_buffered_bytes_per_client": str(ROOM)}
     patient = {"answer_timeout_s": "600", "body_timeout_s": "600"}
@@ -101,29 +100,22 @@ def open_sockets(server: RunningServer) -> int:
     return sum(str(file.readlink()).startswith("socket:") for file in Path(f"/proc/{server.process.pid}/fd").iterdir())
 
 
-def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s"
-        time.sleep(0.1)
-
-
-def test_unread_answers_are_bounded_per_client_and_in_all_and_hurt_no_other(server: RunningServer) -> None:
-    assert server.process is not None
-    body = open_batch(server)
-    before = memory_mb(server.process.pid, "VmRSS")
+def test_unread_answers_are_bounded_per_client_and_in_all_and_hurt_no_other(bounded: RunningServer) -> None:
+    assert bounded.process is not None
+    body = open_batch(bounded)
+    before = memory_mb(bounded.process.pid, "VmRSS")
     with ExitStack() as held:
         statuses = []
         for client in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
             for _ in range(4):
                 sent = head("/step/batch", client, MEDIA_TYPE, len(body)) + body
-                statuses.append(status_of(held.enter_context(dial(server, sent))))
+                statuses.append(status_of(held.enter_context(dial(bounded, sent))))
             # Small requests hold nothing that counts, whoever is stuck.
-            play(server)
-        assert memory_mb(server.process.pid, "VmRSS") - before < 4 * ANSWER_BYTES / 1e6 + 60
+            play(bounded)
+        assert memory_mb(bounded.process.pid, "VmRSS") - before < 4 * ANSWER_BYTES / 1e6 + 60
         assert statuses[:8] == [*[200] * SHARE, 429, 429] * 2, "each of them holds its share"
         assert statuses[8:] == [503] * 4, "all of them hold everything"
-    until(lambda: ask(server, body, "192.0.2.3") == 200)
+    until(lambda: ask(bounded, body, "192.0.2.3") == 200)
 
 
 def test_answers_that_nobody_reads_are_cut_off(tmp_path: Path) -> None:
@@ -154,23 +146,23 @@ def test_a_client_that_asks_for_many_small_answers_and_reads_none_is_cut_off(tmp
         server.stop()
 
 
-def test_bodies_that_never_end_are_bounded_per_client_and_in_all_and_hurt_no_other(server: RunningServer) -> None:
-    assert server.process is not None
-    play(server)
-    before = memory_mb(server.process.pid, "VmRSS")
+def test_bodies_that_never_end_are_bounded_per_client_and_in_all_and_hurt_no_other(bounded: RunningServer) -> None:
+    assert bounded.process is not None
+    play(bounded)
+    before = memory_mb(bounded.process.pid, "VmRSS")
     length = 16_000_000
     # Two clients have four bodies each under way, which fill the room of all; which four, depends on their order.
     clients = (("192.0.2.1", [429] * 4), ("192.0.2.2", [429] * 4), ("192.0.2.3", [503] * 8))
     with ExitStack() as held:
         for client, expected in clients:
             sent = head("/grader", client, "application/json", length) + b" " * (length - 1)
-            connections = [held.enter_context(dial(server, sent)) for _ in range(8)]
+            connections = [held.enter_context(dial(bounded, sent)) for _ in range(8)]
             until(partial(has_answers, connections, len(expected)))
             assert [status_of(connection) for connection in answered(connections)] == expected
-            play(server)
-        assert memory_mb(server.process.pid, "VmRSS") - before < 2 * ROOM / 1e6 + 60
+            play(bounded)
+        assert memory_mb(bounded.process.pid, "VmRSS") - before < 2 * ROOM / 1e6 + 60
     score = {"task_id": 1, "episode_log": []}
-    until(lambda: server.client.post("/grader", json=score).status_code == 200)
+    until(lambda: bounded.client.post("/grader", json=score).status_code == 200)
 
 
 @pytest.mark.parametrize(

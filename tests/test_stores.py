@@ -396,7 +396,7 @@ def test_all_sessions_in_memory_are_stored_again_in_a_new_file_and_until_then_th
             await manager.ping()
             replace_file(path, how)
             for _ in range(2):
-                with pytest.raises(StoreError):
+                with pytest.raises(StoreError, match="3 sessions in memory"):
                     await manager.ping()
             await manager.store_again()
             await manager.ping()

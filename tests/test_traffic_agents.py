@@ -160,6 +160,7 @@ def test_a_constant_of_an_unknown_action_is_refused_with_the_names() -> None:
     with pytest.raises(InvalidConfigError) as refused:
         ConstantTraffic("throttle_55")
     assert refused.value.field == "action"
+    assert all(name in str(refused.value) for name in ACTION_NAMES)
 
 
 def test_the_table_of_scores_shows_every_agent_and_no_negative_regret() -> None:

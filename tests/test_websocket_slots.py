@@ -16,8 +16,7 @@ from websockets.exceptions import ConnectionClosed
 
 from inferencegym.client import InferenceGymEnv
 from inferencegym.error_text import read_error
-from inferencegym.errors import CapacityError
-from tests.servers import PATIENCE_S, PATIENT, RunningServer, running_server
+from tests.servers import PATIENCE_S, PATIENT, RunningServer, reset_when_there_is_room, running_server
 
 NOBODY_GIVES_WAY = "import server.net.slots as s; s.NEW_S = s.IDLE_S = 1e9"
 ANYBODY_GIVES_WAY = "import server.net.slots as s; s.NEW_S = s.IDLE_S = 0.0"
@@ -42,16 +41,26 @@ async def connected(
         yield socket
 
 
+async def received(socket: ClientConnection) -> dict[str, Any]:
+    return dict(json.loads(await asyncio.wait_for(socket.recv(), PATIENCE_S)))
+
+
+async def closed(socket: ClientConnection) -> int | None:
+    """Code with which a socket was closed, as soon as it is."""
+    await asyncio.wait_for(socket.wait_closed(), PATIENCE_S)
+    return socket.close_code
+
+
 async def ask(socket: ClientConnection, kind: str, **data: Any) -> dict[str, Any]:
     await socket.send(json.dumps({"type": kind} if kind == "state" else {"type": kind, "data": data}))
-    return dict(json.loads(await socket.recv()))
+    return await received(socket)
 
 
 async def refusal(socket: ClientConnection) -> dict[str, Any] | None:
     """What the server says unasked, where it refuses a socket; None where it takes it."""
     with contextlib.suppress(ConnectionClosed):
         await socket.send('{"type": "state"}')
-    said: dict[str, Any] = json.loads(await socket.recv())
+    said = await received(socket)
     return said["data"] if said["type"] == "error" else None
 
 
@@ -90,14 +99,7 @@ def test_sixty_four_idle_sockets_do_not_keep_a_client_out(tmp_path: Path) -> Non
             for _ in range(64):
                 await held.enter_async_context(connected(server))
             async with env_at(server) as player:
-                deadline = asyncio.get_running_loop().time() + PATIENCE_S
-                while True:
-                    try:
-                        await player.reset(seed=3)
-                        break
-                    except CapacityError:
-                        assert asyncio.get_running_loop().time() < deadline
-                        await asyncio.sleep(0.5)
+                await reset_when_there_is_room(player, seed=3)
                 assert (await player.step({})).observation.timestep == 1
 
     with running_server(tmp_path, concurrent_envs_per_client="64") as server:
@@ -115,14 +117,13 @@ def test_the_connection_idle_the_longest_gives_way_and_its_episode_goes_on(two_s
             await ask(idle, "state")
             async with connected(server) as third:
                 assert (await ask(third, "reset"))["type"] == "observation"
-                await idle.wait_closed()
-                assert (idle.close_code, "resume=True" in (idle.close_reason or "")) == (1013, True)
+                assert (await closed(idle), "resume=True" in (idle.close_reason or "")) == (1013, True)
                 await ask(busy, "step")
                 async with connected(server) as again:
                     resumed = await ask(again, "reset", episode_id="kept", resume=True)
                     assert resumed["data"]["observation"]["timestep"] == 1
                     assert (await ask(again, "step"))["data"]["observation"]["timestep"] == 2
-                    await third.wait_closed()
+                    await closed(third)
                 assert (await ask(busy, "step"))["data"]["observation"]["timestep"] == 3
 
     asyncio.run(run(two_slots))
@@ -161,11 +162,10 @@ def test_a_connection_without_an_episode_gives_way_before_one_that_is_idle_for_l
             async with connected(server) as unused:
                 if say:
                     await unused.send(json.dumps(say))
-                    await unused.recv()
+                    await received(unused)
                 async with connected(server) as third:
                     assert (await ask(third, "reset"))["type"] == "observation"
-                    await unused.wait_closed()
-                    assert unused.close_code == 1013
+                    assert await closed(unused) == 1013
                     assert (await ask(idle, "step"))["type"] == "observation"
 
     asyncio.run(run(two_slots))
@@ -178,8 +178,7 @@ def test_a_client_at_its_limit_loses_its_own_idle_connection_and_nobody_elses(tm
             await ask(own, "reset")
             async with connected(server, "192.0.2.2") as next_one:
                 assert (await ask(next_one, "reset"))["type"] == "observation"
-                await own.wait_closed()
-                assert own.close_code == 1013
+                assert await closed(own) == 1013
                 assert (await ask(other, "step"))["type"] == "observation"
 
     limits = {"max_concurrent_envs": "8", "concurrent_envs_per_client": "1", "trusted_proxies": "127.0.0.1"}
