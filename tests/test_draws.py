@@ -28,7 +28,7 @@ def test_episodes_drawn_together_are_those_drawn_alone(task_id: TaskId) -> None:
             assert np.array_equal(getattr(alone, field.name), getattr(among_others, field.name)), field.name
 
 
-@pytest.mark.parametrize("wrong", [-1, 2**63, 10**5000])
+@pytest.mark.parametrize("wrong", [-1, 2**63, 10**5000], ids=["negative", "too large", "of 5,001 digits"])
 def test_a_wrong_seed_among_many_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidConfigError) as refused:
         load_source(get_task(1), load_tables()).draw([1, wrong], 10)
