@@ -40,16 +40,23 @@ class Client:
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
 
-    def post(self, path: str, body: Any) -> tuple[int, bytes]:
+    def post(self, path: str, body: Any) -> tuple[int | str, bytes]:
+        """Status and body of the answer; the status is "reset" where the connection ended before one could be read."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        refused = False
         try:
-            self._connection.request("POST", path, data, {"Content-Type": "application/json"})
+            # What is refused may be answered, and the connection closed, before all of it was sent.
+            try:
+                self._connection.request("POST", path, data, {"Content-Type": "application/json"})
+            except (BrokenPipeError, ConnectionResetError):
+                refused = True
             answer = self._connection.getresponse()
-            return answer.status, answer.read()
+            seen: tuple[int | str, bytes] = answer.status, answer.read()
         except (BrokenPipeError, ConnectionResetError):
-            # Refused while it was being sent.
+            refused, seen = True, ("reset", b"")
+        if refused:
             self._connection.close()
-            return 413, b"{}"
+        return seen
 
     def value(self, path: str, body: Any) -> Any:
         status, answer = self.post(path, body)
@@ -112,7 +119,7 @@ def shapes(client: Client) -> dict[str, tuple[str, bytes]]:
 
 def send(port: int, path: str, body: bytes, results: Connection) -> None:
     """The client that sends one body a few times; runs in a process of its own."""
-    client, statuses = Client(port), Counter[int]()
+    client, statuses = Client(port), Counter[int | str]()
     for _ in range(BODIES_PER_RUN):
         time.sleep(0.2)
         statuses[client.post(path, body)[0]] += 1

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import http.client
 import json
+import re
 import socket
 import statistics
 import threading
@@ -82,6 +83,10 @@ values = st.recursive(
 )
 
 
+TEXT = rb'"((?:[^"\\]|\\.)*)"'
+"""A text of JSON, and what is between its quotes."""
+
+
 def counted(value: Any) -> tuple[int, int]:
     """Values, with empty arrays and objects twice, and keys."""
     items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
@@ -101,6 +106,14 @@ def test_values_and_keys_are_counted_in_any_pieces_and_texts_are_left_out(
         count.add(text[at:cut])
         at = max(at, cut)
     assert (count.values, count.keys) == counted(value)
+    assert count.longest_text == max(map(len, re.findall(TEXT, text)), default=0)
+
+
+def test_texts_that_differ_in_their_escapes_alone_are_different() -> None:
+    different = ["ab", "a\\b", "a\\\\b", 'a"b', 'a""b', "\\ab", "ab\\"]
+    count = ValueCount()
+    count.add(json.dumps(different * 2).encode())
+    assert len(count.texts) == len(different)
 
 
 # ---------------------------------------------------------------- refusing
@@ -127,6 +140,41 @@ def test_a_body_that_holds_too_much_is_refused_before_its_rest_is_sent(
             detail = json.loads(answer.read())["detail"]
     assert (answer.status, detail["code"]) == (413, "body_too_large")
     assert f"{getattr(most, kind):,} " in detail["message"]
+
+
+@pytest.mark.parametrize("sent_as", ["key", "value"])
+@pytest.mark.parametrize("path", [path for path in BOUNDS if path != "/shadow"])
+def test_the_longest_text_is_read_and_a_longer_one_refused_as_too_large(
+    client: TestClient, path: str, sent_as: str
+) -> None:
+    def status(length: int) -> int:
+        # Nobody's field: what is read is refused for its name, by /mcp as JSON-RPC has it.
+        long = "é" + (length - 2) * "x"
+        body = {long: 1} if sent_as == "key" else {"nobodys": long}
+        return client.post(path, content=json.dumps(body, ensure_ascii=False).encode()).status_code
+
+    headers = {"Content-Type": "application/json"}
+    assert client.post(path, content=b'{"nobodys": 1}', headers=headers).status_code != 413
+    assert status(LARGE_JSON_BYTES) != 413
+    assert status(LARGE_JSON_BYTES + 1) == 413
+
+
+def test_a_long_text_is_refused_before_its_rest_is_sent(server: RunningServer) -> None:
+    head = "POST /grader HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head.encode() + b'5\r\n{"a":\r\n1\r\n"\r\n')
+        for _ in range(LARGE_JSON_BYTES // 4096 + 1):
+            connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        with contextlib.closing(http.client.HTTPResponse(connection)) as answer:
+            answer.begin()
+            assert (answer.status, json.loads(answer.read())["detail"]["code"]) == (413, "body_too_large")
+
+
+def test_a_log_for_policies_is_one_long_text(client: TestClient) -> None:
+    log = "arrival_s,prompt_tokens,output_tokens\n" + "1.5,100,100\n" * 6_000
+    assert len(log) > LARGE_JSON_BYTES
+    read = client.post("/shadow", json={"log": log, "policies": ["nobody"]})
+    assert (read.status_code, read.json()["detail"]["field"]) == (422, "policies[0]")
 
 
 def test_a_frame_with_too_many_values_is_refused_and_the_episode_goes_on(client: TestClient) -> None:

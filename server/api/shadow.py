@@ -25,7 +25,7 @@ from inferencegym.tasks import get_task
 from server.api.policies import available, compressed, gzipped
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError
-from server.net.json_io import JsonRoute, read_object
+from server.net.json_io import JsonBounds, JsonRoute, read_object
 from server.net.problems import documented
 from server.schemas import Schema, TaskName, nullable, read_request, task_id_schema
 
@@ -35,6 +35,8 @@ STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive"})
 MAX_LOG_BRACKETS: Final = 200_000
 """Arrays and objects of a log, at most: Python's parser holds up all other requests while it reads them. A log of 4 MB
 with two in each request has at most some 90,000."""
+BOUNDS: Final = JsonBounds(text_bytes=None)
+"""Bounds of a body: the log is one text."""
 MAX_REPLICAS: Final = 64
 MAX_SLO_MS: Final = 600_000.0
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
@@ -115,7 +117,7 @@ class ShadowRoutes:
         ]
 
     async def shadow(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s)
+        body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s, BOUNDS)
         wanted = read_request(ShadowRequest, body)
         if wanted.log.count("[") + wanted.log.count("{") > MAX_LOG_BRACKETS:
             raise InvalidRequestError("log", wanted.log, f"text with at most {MAX_LOG_BRACKETS:,} brackets [ and {{")

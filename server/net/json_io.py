@@ -40,11 +40,13 @@ class JsonBounds:
 
     ``arrays`` counts objects too, which take orjson a third of a microsecond each, ten times as long as a number.
     ``texts`` counts those that differ, keys included: a key of its own in a large object takes as long.
+    ``text_bytes`` is for each text or key, as it is written; None where the body's own limit is enough.
     """
 
     values: int = MAX_VALUES
     arrays: int = MAX_VALUES
     texts: int = MAX_VALUES
+    text_bytes: int | None = LARGE_JSON_BYTES
 
 
 SMALL: Final = JsonBounds()
@@ -200,7 +202,11 @@ class ValueCount:
         self.keys = 0
         self.texts = set[int]()
         """Hashes of the texts."""
+        self.longest_text = 0
+        """Bytes between the quotes of the longest text."""
         self._in_string = False
+        self._text_so_far = 0
+        """Bytes that earlier pieces hold of the text that goes on."""
         self._backslash = b""
 
     def add(self, piece: bytes) -> None:
@@ -210,12 +216,19 @@ class ValueCount:
 
     def _add(self, piece: bytes) -> None:
         # Without pairs of backslashes, one that is left escapes what follows it; the piece's last waits for the next.
-        text = (self._backslash + piece).replace(b"\\\\", b"")
+        # Bytes that no JSON text holds stand for what is taken out, so that texts keep their lengths and differences.
+        text = (self._backslash + piece).replace(b"\\\\", b"\0\0")
         self._backslash = text[-1:] if text.endswith(b"\\") else b""
-        parts = text.replace(b'\\"', b"").split(b'"')
+        parts = text.removesuffix(b"\\").replace(b'\\"', b"\1\1").split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
-        self.texts.update(map(hash, parts[1 - self._in_string :: 2]))
+        texts = parts[1 - self._in_string :: 2]
         self._in_string ^= len(parts) % 2 == 0
+        if texts:
+            self.texts.update(map(hash, texts))
+            first = self._text_so_far + len(texts[0])
+            self.longest_text = max(self.longest_text, first, max(map(len, texts)))
+            last = first if len(texts) == 1 else len(texts[-1])
+            self._text_so_far = last if self._in_string else 0
         arrays = outside.count(b"[") + outside.count(b"{")
         # A value begins at each of these, but for the first one in an array or object, which begins with its bracket.
         self.values += outside.count(b",") + arrays
@@ -231,6 +244,8 @@ class ValueCount:
         ):
             if found > most:
                 raise BodyTooLargeError(f"the {name} holds more than {most:,} {what}")
+        if bounds.text_bytes is not None and self.longest_text > bounds.text_bytes:
+            raise BodyTooLargeError(f"the {name} holds a text or key of more than {bounds.text_bytes:,} bytes")
 
 
 def count_values(text: bytes) -> ValueCount:
