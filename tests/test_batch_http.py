@@ -41,6 +41,7 @@ from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import get_task
 from server.api.batch import MAX_WAITING, BatchSession, BatchSessions
 from server.app import create_app
+from server.net.json_io import LARGE_JSON_BYTES
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -235,12 +236,12 @@ def test_the_largest_first_seed_and_the_most_episodes_are_taken_and_one_more_is_
 @pytest.mark.parametrize(
     ("long", "short", "field"),
     [
-        ("x" * 100_000, "", "actions[0][0]"),
-        (["x" * 100_000, *[""] * 4], [""] * 5, "actions[0][0].kv_budget"),
+        ("x" * LARGE_JSON_BYTES, "", "actions[0][0]"),
+        (["x" * LARGE_JSON_BYTES, *[""] * 4], [""] * 5, "actions[0][0].kv_budget"),
     ],
 )
 def test_texts_for_numbers_are_refused_in_no_more_memory_than_they_take(long: Any, short: Any, field: str) -> None:
-    """In an array of texts each is as long as the longest: these would take 1 GB and more."""
+    """In an array of texts each is as long as the longest: these would take 800 MB and more."""
     with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
         session_id = client.post("/reset/batch", json={"n": 3_000}).json()["session_id"]
         text = orjson.dumps({"session_id": session_id, "actions": [[long, *[short] * 2_999]]})
