@@ -5,8 +5,9 @@
 
 A server started otherwise needs INFERENCEGYM_CONCURRENT_ENVS_PER_CLIENT=64 for as many WebSockets of one client.
 Bounded in count and time, and restricted to servers on this machine. Prints requests per second, latencies as clients
-saw them (client and server share the processor), counts of the statuses, and the server's peak memory. Exit status 1
-if any answer was not 200.
+saw them (client and server share the processor), counts of the statuses, and the server's peak memory. A session ends
+with its first answer other than 200 (503 where a machine is so busy that the store's file stays locked for
+INFERENCEGYM_STORE_TIMEOUT_S), and any such answer makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ async def play_http(address: tuple[str, int], seed: int, steps: int, report: Rep
             began = time.perf_counter()
             status, answer = await connection.post("/step", body)
             report.add("step", str(status), time.perf_counter() - began)
-            if status == 200:
-                rewards.append(answer["reward"])
+            if status != 200:
+                return  # the steps after it would be out of turn
+            rewards.append(answer["reward"])
         began = time.perf_counter()
         status, _ = await connection.post("/grader", {"session_id": started["session_id"]})
         report.add("grader", str(status), time.perf_counter() - began)
@@ -139,8 +141,9 @@ async def play_websocket(url: str, seed: int, steps: int, report: Report, start:
         rewards = report.rewards.setdefault(("websocket", seed), [])
         for step in range(1, steps + 1):
             answer = await ask("websocket step", {"type": "step", "data": action(seed, step)})
-            if answer["type"] == "observation":
-                rewards.append(answer["data"]["reward"])
+            if answer["type"] != "observation":
+                return
+            rewards.append(answer["data"]["reward"])
 
 
 async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float, first_seed: int = 0) -> Report:

@@ -117,6 +117,60 @@ def test_a_locked_database_is_waited_for_without_holding_up_other_work(tmp_path:
     asyncio.run(scenario())
 
 
+def test_hundreds_that_wait_for_a_lock_leave_the_processor_to_others_and_all_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            tokens = {f"s{i}": await store.put(f"s{i}", START, "me") for i in range(1_000)}
+            with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                waiting = [asyncio.create_task(store.append(name, token, 0, b"{}")) for name, token in tokens.items()]
+                await asyncio.sleep(0.2)
+                before_s = time.process_time()
+                await asyncio.sleep(1)
+                used_s = time.process_time() - before_s
+                other.execute("ROLLBACK")
+            assert await asyncio.gather(*waiting) == [True] * len(tokens)
+            # A third of a second, if each asked for itself.
+            assert used_s < 0.15, used_s
+
+    asyncio.run(scenario())
+
+
+def test_one_of_many_that_wait_for_a_lock_may_give_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            tokens = [await store.put(name, START, "me") for name in "abc"]
+            with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                waiting = [
+                    asyncio.create_task(store.append(name, token, 0, b"{}"))
+                    for name, token in zip("abc", tokens, strict=True)
+                ]
+                await asyncio.sleep(0.05)
+                waiting[0].cancel()
+                await asyncio.sleep(0.05)
+                other.execute("ROLLBACK")
+            assert await asyncio.gather(*waiting[1:]) == [True, True]
+            assert await store.position("a") == (tokens[0], 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_store_may_be_closed_while_a_lock_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as other:
+            async with sqlite_store(file_of(tmp_path)) as store:
+                token = await store.put("a", START, "me")
+                other.execute("BEGIN IMMEDIATE")
+                waiting = asyncio.create_task(store.append("a", token, 0, b"{}"))
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
 def test_a_database_that_stays_locked_is_a_store_error_in_time_and_works_again_after(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with sqlite_store(file_of(tmp_path), store_timeout_s=0.2) as store:

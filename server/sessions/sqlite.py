@@ -96,6 +96,8 @@ class SqliteStore:
         self._reopened = 0
         self._stored = 0
         self._checkpoints: _Checkpoints | None = None
+        self._asking: asyncio.Task[None] | None = None
+        """Waits for the end of a lock."""
 
     # ------------------------------------------------------------ life
 
@@ -113,6 +115,9 @@ class SqliteStore:
         if self._checkpoints is not None:
             self._checkpoints.stop()
             self._checkpoints = None
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
         self._disconnect()
 
     async def reopened(self) -> int:
@@ -258,17 +263,35 @@ class SqliteStore:
     async def _run(self, operation: Callable[[sqlite3.Connection], T]) -> T:
         """Carry ``operation`` out; wait for other processes' locks without holding up the event loop."""
         deadline = time.monotonic() + self._timeout_s
-        pause = 0.0005
         while True:
             try:
                 return operation(self._connected())
             except (sqlite3.Error, BlockingIOError) as error:
                 self._check(error)
-                if time.monotonic() + pause > deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise StoreError(f"the session store stayed locked for {self._timeout_s:g} s") from error
+            # One asks for all that wait: hundreds would take the processor from the one who has the lock.
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask())
+            await asyncio.wait([self._asking], timeout=left_s)
+
+    async def _ask(self) -> None:
+        """Return when nobody else has the lock, after a fault that the next operation will meet, or in time."""
+        until = time.monotonic() + self._timeout_s
+        pause = 0.0005
+        while time.monotonic() < until:
             # Jitter, so that several waiting processes do not ask in step.
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 0.05)
+            try:
+                with _transaction(self._connected()):
+                    return
+            except BlockingIOError:
+                continue
+            except (sqlite3.Error, StoreError) as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _BUSY:
+                    return
 
     def _check(self, error: sqlite3.Error | BlockingIOError) -> None:
         """Return if the operation is worth another attempt; raise StoreError if not. Leaves no transaction open."""
