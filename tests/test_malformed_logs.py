@@ -198,57 +198,67 @@ def guidellm(**changes: Any) -> str:
     return json.dumps({"benchmarks": [{"requests": {"successful": [request]}}]})
 
 
+SUCCESSFUL: Final = "benchmarks[0].requests.successful[0]"
 LINE: Final = '{"timestamp": %s, "input_length": 10, "output_length": 5}\n'
 WRONG: Final = [
-    ("a.jsonl", LINE % HUGE, "line 1: timestamp=1000"),
-    ("a.jsonl", LINE % ("1" * 5000), "a.jsonl: holds a number of thousands of digits"),
-    ("a.jsonl", LINE % "NaN", "line 1: timestamp=nan is not allowed: it must be from 0 to"),
-    ("a.jsonl", LINE % '"5"', "line 1: timestamp='5' is not a number"),
-    ("a.jsonl", LINE % "0" + LINE % ("[" * 500 + "]" * 500), "line 2: timestamp=[...] is not a number"),
-    ("a.jsonl", LINE % "0" + LINE % ("[" * 5000), "line 2: is nested too deeply"),
-    ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), "line 2: hash_ids are in some lines"),
-    ("a.jsonl", (LINE % "1").replace("}", ', "hash_ids": [1, true]}'), "line 1: hash_ids[1]=True is not an integer"),
-    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', "line 4: metadata=5 is not an object"),
-    ("a.json", vllm(errors=5), "a.json: errors=5 is not a list"),
-    ("a.json", vllm(errors={"a": 1}), "a.json: errors={...} is not a list"),
-    ("a.json", vllm(errors=[""]), "errors must be lists of one length"),
-    ("a.json", vllm(input_lens=[1, HUGE]), "input_lens[1]=1000"),
-    ("a.json", json.dumps({"benchmarks": [5]}), "benchmarks[0]=5 is not an object"),
-    ("a.json", json.dumps({"benchmarks": 5}), "benchmarks=5 is not a list"),
-    ("a.json", guidellm(info="x"), "benchmarks[0].requests.successful[0].info='x' is not an object"),
-    ("a.json", guidellm(info={"timings": [1]}), "successful[0].info.timings=[...] is not an object"),
-    ("a.json", guidellm(), "successful[0] says nowhere when it began"),
-    ("a.json", DEEP, "a.json: is nested too deeply"),
-    ("a.csv", PLAIN.replace("0,10", "9" * 400 + ",10"), "line 2: arrival_s='9999"),
-    ("a.csv", PLAIN + "1e11,1,1,0\n", "a log may last 31,622,400 s"),
-    ("a.csv", PLAIN + "5,1\0,1,0\n", "line 5: holds a zero byte"),
+    ("a.jsonl", LINE % HUGE, 1, "timestamp", "=1000"),
+    ("a.jsonl", LINE % ("1" * 5000), None, None, "digits"),
+    ("a.jsonl", LINE % "NaN", 1, "timestamp", "=nan"),
+    ("a.jsonl", LINE % '"5"', 1, "timestamp", "='5'"),
+    ("a.jsonl", LINE % "0" + LINE % ("[" * 500 + "]" * 500), 2, "timestamp", "=[...]"),
+    ("a.jsonl", LINE % "0" + LINE % ("[" * 5000), 2, None, "nested"),
+    ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), 2, "hash_ids", "some lines"),
+    ("a.jsonl", (LINE % "1").replace("}", ', "hash_ids": [1, true]}'), 1, "hash_ids[1]", "=True"),
+    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', 4, "metadata", "=5"),
+    ("a.json", vllm(errors=5), None, "errors", "=5"),
+    ("a.json", vllm(errors={"a": 1}), None, "errors", "={...}"),
+    ("a.json", vllm(errors=[""]), None, None, "one length"),
+    ("a.json", vllm(input_lens=[1, HUGE]), None, "input_lens[1]", "=1000"),
+    ("a.json", json.dumps({"benchmarks": [5]}), None, "benchmarks[0]", "=5"),
+    ("a.json", json.dumps({"benchmarks": 5}), None, "benchmarks", "=5"),
+    ("a.json", guidellm(info="x"), None, SUCCESSFUL + ".info", "='x'"),
+    ("a.json", guidellm(info={"timings": [1]}), None, SUCCESSFUL + ".info.timings", "=[...]"),
+    ("a.json", guidellm(), None, SUCCESSFUL, "began"),
+    ("a.json", DEEP, None, None, "nested"),
+    ("a.csv", PLAIN.replace("0,10", "9" * 400 + ",10"), 2, "arrival_s", "='9999"),
+    ("a.csv", PLAIN + "1e11,1,1,0\n", None, None, "31,622,400 s"),
+    ("a.csv", PLAIN + "5,1\0,1,0\n", 5, None, "zero byte"),
 ]
 
 
-@pytest.mark.parametrize(("name", "log", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_an_uploaded_mistake_is_named_with_its_line(client: TestClient, name: str, log: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "log", "line", "field", "shown"), WRONG, ids=[f"{row[2]}-{row[3]}-{row[4]}" for row in WRONG]
+)
+def test_an_uploaded_mistake_is_named_with_its_line_and_field(
+    client: TestClient, name: str, log: str, line: int | None, field: str | None, shown: str
+) -> None:
     status, text = answer(client, name, log)
     detail = json.loads(text)["detail"]
     assert (status, detail["code"]) == (422, "data_format")
-    assert said in detail["message"]
+    assert (detail.get("line"), detail.get("field")) == (line, field)
+    assert shown in detail["message"]
+    assert line is None or f"{name}, line {line}: " in detail["message"]
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("column", "line", "shown"),
     [
-        (pa.array([0, None]), "line 2: arrival_s=None is not a number"),
-        (pa.array([0, 10**18]), "line 2: arrival_s='1000000000000000000' is not allowed"),
-        (pa.array([[0], [1]]), "the column 'arrival_s' holds neither numbers nor text"),
-        (pa.array([0, 2**62], pa.timestamp("us")), "line 1: arrival_s='1970-01-01"),
+        (pa.array([0, None]), 2, "=None"),
+        (pa.array([0, 10**18]), 2, "='1000000000000000000'"),
+        (pa.array([[0], [1]]), None, "neither numbers nor text"),
+        (pa.array([0, 2**62], pa.timestamp("us")), 1, "='1970-01-01"),
     ],
 )
-def test_a_parquet_column_of_another_type_is_refused(tmp_path: Path, column: pa.Array, said: str) -> None:
+def test_a_parquet_column_of_another_type_is_refused(
+    tmp_path: Path, column: pa.Array, line: int | None, shown: str
+) -> None:
     lengths = pa.array(np.array([5, 6]))
     table = pa.table({"arrival_s": column, "prompt_tokens": lengths, "output_tokens": lengths})
     pq.write_table(table, tmp_path / "log.parquet")
     with pytest.raises(DataFormatError) as refused:
         import_log(tmp_path / "log.parquet")
-    assert said in str(refused.value)
+    assert (refused.value.line, refused.value.field) == (line, "arrival_s")
+    assert shown in str(refused.value)
 
 
 def test_a_parquet_log_is_read_exactly(tmp_path: Path) -> None:

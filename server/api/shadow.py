@@ -158,7 +158,8 @@ def shadow_answer(family: Family, wanted: ShadowRequest) -> dict[str, Any]:
         except DataFormatError as error:
             # Messages name the visitor's file, and this request's fields instead of the command's options.
             text = _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error))
-            raise DataFormatError(text.replace(str(path), short_text(wanted.file_name))) from error
+            text = text.replace(str(path), short_text(wanted.file_name))
+            raise DataFormatError(text, error.line, error.field) from error
     export = {outcome.policy: vllm_config(report, table, outcome.policy) for outcome in report.outcomes}
     return {**report.to_dict(), "export": export}
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
+from inferencegym.errors import DataFormatError, ForgedLogError, InferenceGymError, MalformedLogError
 from inferencegym.families import FAMILIES
 from server.net.errors import InvalidRequestError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
@@ -71,6 +71,8 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
             detail[key] = str(value)
     if isinstance(error, (ForgedLogError, MalformedLogError)) and error.step is not None:
         detail["step"] = error.step
+    if isinstance(error, DataFormatError) and error.line is not None:
+        detail["line"] = error.line
     detail["next"] = _next(error.code, path)
     headers: list[tuple[bytes, bytes]] = []
     if error.http_status in (429, 503):
@@ -169,6 +171,7 @@ def detail_schema() -> dict[str, Any]:
         "type": "integer",
         "description": "of a forged or malformed log: the first entry at fault, counted from 0",
     }
+    properties["line"] = {"type": "integer", "description": "of a request log: the line at fault, counted from 1"}
     detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
     return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
 

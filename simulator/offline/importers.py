@@ -252,7 +252,7 @@ def _read_parquet(source: Source) -> Iterator[_Row]:
         try:
             kept[key] = (name, table.column(i).cast(pa.string()).to_pylist())
         except pa.ArrowException as error:
-            raise source.wrong(f"the column {name!r} holds neither numbers nor text ({error})") from error
+            raise source.wrong(f"the column {name!r} holds neither numbers nor text ({error})", name) from error
     for i in range(table.num_rows):
         source.line = i + 1
         yield _csv_row("csv", {key: Value(source, name, texts[i], True) for key, (name, texts) in kept.items()})
@@ -322,7 +322,7 @@ def guidellm_start(request: Value) -> float:
         found = request.find(*keys)
         if found is not None:
             return found.number()
-    raise request.source.wrong(f"{request.name} says nowhere when it began (request_start_time)")
+    raise request.source.wrong(f"{request.name} says nowhere when it began (request_start_time)", request.name)
 
 
 def _read_vllm(source: Source) -> Iterator[_Row]:
@@ -383,7 +383,7 @@ def _collect(source: Source, rows: Iterator[_Row], limit: int | None) -> _Column
         kept.reused.append(min(row.reused, row.prompt))
         kept.class_index.append(row.class_index)
         if (row.blocks is None) != (not kept.blocks) and len(kept.arrival) > 1:
-            raise source.wrong("hash_ids are in some lines only: all requests must have them, or none")
+            raise source.wrong("hash_ids are in some lines only: all requests must have them, or none", "hash_ids")
         if row.blocks is not None:
             kept.blocks.append(row.blocks)
     if not kept.arrival:
