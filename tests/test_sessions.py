@@ -235,6 +235,22 @@ def test_of_two_racing_actions_one_wins_and_the_other_gets_a_conflict(shared_url
     asyncio.run(scenario())
 
 
+def test_a_step_that_others_are_always_quicker_than_ends_as_a_conflict_and_is_counted() -> None:
+    async def scenario() -> None:
+        async def taken(*_: Any) -> bool:
+            return False
+
+        async with manager_on("memory://") as manager:
+            live, _ = await manager.reset(SERVING, seed=5)
+            manager.store.append = taken  # type: ignore[method-assign]
+            manager.store.append_at_once = lambda *_: False  # type: ignore[method-assign]
+            with pytest.raises(StepConflictError):
+                await manager.step(live.session_id, {})
+            assert (manager.counters.conflicts, manager.counters.steps) == (1, 0)
+
+    asyncio.run(scenario())
+
+
 def test_racing_requests_with_the_same_step_and_action_get_the_same_answer(shared_url: str) -> None:
     async def scenario() -> None:
         async with manager_on(shared_url) as one, manager_on(shared_url) as two:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.load import memory_mb
-from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, encode_request
+from inferencegym.batch_format import MEDIA_TYPE, BatchSteps, decode_request, encode_request
 from inferencegym.errors import InvalidConfigError
 from server.settings import load_settings
 from tests.servers import RunningServer, running_server, until
@@ -116,6 +116,20 @@ def test_unread_answers_are_bounded_per_client_and_in_all_and_hurt_no_other(boun
         assert statuses[:8] == [*[200] * SHARE, 429, 429] * 2, "each of them holds its share"
         assert statuses[8:] == [503] * 4, "all of them hold everything"
     until(lambda: ask(bounded, body, "192.0.2.3") == 200)
+
+
+def test_a_request_without_room_for_its_answer_plays_nothing(bounded: RunningServer) -> None:
+    body = open_batch(bounded)
+    session = decode_request(body).session_id
+    following = encode_request(BatchSteps(session, np.ones((1, ROWS, 5)), STEPS))
+    with ExitStack() as held:
+        for _ in range(SHARE):
+            sent = head("/step/batch", "192.0.2.1", MEDIA_TYPE, len(body)) + body
+            assert status_of(held.enter_context(dial(bounded, sent))) == 200
+        assert ask(bounded, following, "192.0.2.1") == 429
+    until(lambda: ask(bounded, body, "192.0.2.1") == 200)
+    step = {"session_id": session, "actions": np.ones((1, ROWS, 5)).tolist()}
+    assert bounded.post("/step/batch", step)["step"] == STEPS + 1
 
 
 def test_answers_that_nobody_reads_are_cut_off(tmp_path: Path) -> None:

@@ -538,6 +538,32 @@ def test_a_database_of_another_layout_is_refused_not_overwritten(tmp_path: Path)
         assert other.execute("SELECT count(*) FROM theirs").fetchone() == (0,)
 
 
+def test_a_database_of_layout_2_is_read_whichever_release_wrote_it(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(file_of(tmp_path), isolation_level=None)) as earlier:
+        earlier.execute("PRAGMA user_version=2")
+        earlier.execute(
+            "CREATE TABLE sessions (token INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, start TEXT NOT NULL,"
+            " caller TEXT NOT NULL, created REAL NOT NULL, touched REAL NOT NULL, finished INTEGER NOT NULL DEFAULT 0)"
+        )
+        earlier.execute(
+            "CREATE TABLE steps (token INTEGER NOT NULL, n INTEGER NOT NULL, action TEXT NOT NULL,"
+            " PRIMARY KEY (token, n)) WITHOUT ROWID"
+        )
+        row = (5, "a", START.start_json().decode(), "me", time.time(), time.time())
+        earlier.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0)", row)
+        earlier.execute("INSERT INTO steps VALUES (5, 0, '[1.0,0,32,0,0]')")
+
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as store:
+            assert await store.position("a") == ("5", 1)
+            stored = await store.get("a")
+            assert stored is not None
+            assert stored.record.start_json() == START.start_json()
+            assert stored.record.actions == [b"[1.0,0,32,0,0]"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("reuse_from", "large"), [(1_000_000, 64_000_000), (1_000_000, 2_000_000)])
 def test_the_log_file_stays_small_while_writers_never_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse_from: int, large: int
