@@ -8,12 +8,10 @@ from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from inferencegym.errors import DataFormatError, ForgedLogError, InferenceGymError, MalformedLogError
 from inferencegym.families import FAMILIES
-from server.net.errors import InvalidRequestError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 NEXT: Final[dict[str, str]] = {
@@ -97,7 +95,6 @@ def install_problem_handlers(app: FastAPI) -> None:
     """Answer every kind of error in the same form; unexpected exceptions become a 500 without details."""
     app.add_exception_handler(InferenceGymError, _on_known)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(Exception, _on_unknown)
 
 
@@ -113,16 +110,6 @@ async def _on_http(request: Request, error: Exception) -> JsonReply:
     detail = {"message": str(message), "code": code, "next": _next(code, request.scope["path"])}
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return JsonReply(orjson.dumps({"detail": detail}), error.status_code, headers)
-
-
-async def _on_validation(request: Request, error: Exception) -> JsonReply:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
-    # Pydantic's sentences, as the end of one of ours.
-    said = {"extra_forbidden": "left out: nothing of this name is taken here", "missing": "given"}
-    allowed = said.get(first["type"]) or first["msg"].removeprefix("Input should be ")
-    return problem_reply(InvalidRequestError(field, first.get("input"), allowed), request.scope["path"])
 
 
 async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
