@@ -18,7 +18,8 @@ from env.threads import CORES
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
 from simulator.load import EpisodeRequests
-from simulator.offline.reference_episode import DEFAULT_POLICIES, Knobs, Policies, ReferenceEpisode
+from simulator.offline.discrete_event import RollingRestart
+from simulator.offline.reference_episode import Knobs, ReferenceEpisode
 from simulator.serving import ServingParams
 from simulator.tables import FloatArray
 
@@ -40,11 +41,11 @@ class ReferenceBatch(ServingBatch):
         config: EpisodeConfig | None = None,
         calibration: Calibration | None = None,
         n_loads: int | None = None,
-        policies: Policies = DEFAULT_POLICIES,
+        rolling_restart: RollingRestart = "recompute",
         n_workers: int | None = None,
     ) -> None:
         super().__init__(task, n_rows, config, calibration=calibration, n_loads=n_loads, n_threads=1)
-        self._policies = policies
+        self._rolling_restart: RollingRestart = rolling_restart
         # One process each: a row's episode stays in the worker that began it.
         self._workers = [ProcessPoolExecutor(1) for _ in range(min(n_rows, n_workers or CORES))]
         self._cost_so_far = np.zeros(n_rows)
@@ -78,10 +79,10 @@ class ReferenceBatch(ServingBatch):
     def _worker(self, row: int) -> ProcessPoolExecutor:
         return self._workers[row % len(self._workers)]
 
-    def _episode(self, row: int) -> tuple[ServingParams, EpisodeRequests, int, Policies]:
+    def _episode(self, row: int) -> tuple[ServingParams, EpisodeRequests, int, RollingRestart]:
         seed = int(self.seeds[row % self.n_loads])
         requests = self.load_source.requests(seed, self.config.episode_length)
-        return self.fleet.params, requests, seed, self._policies
+        return self.fleet.params, requests, seed, self._rolling_restart
 
     def _knobs(self, row: int) -> Knobs:
         fleet = self.fleet
@@ -94,8 +95,10 @@ class ReferenceBatch(ServingBatch):
         )
 
 
-def _start(row: int, params: ServingParams, requests: EpisodeRequests, seed: int, policies: Policies) -> None:
-    _EPISODES[row] = ReferenceEpisode(params, requests, seed, policies)
+def _start(
+    row: int, params: ServingParams, requests: EpisodeRequests, seed: int, rolling_restart: RollingRestart
+) -> None:
+    _EPISODES[row] = ReferenceEpisode(params, requests, seed, rolling_restart)
 
 
 def _play(row: int, knobs: Knobs, oom: bool) -> dict[str, float]:

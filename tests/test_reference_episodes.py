@@ -17,7 +17,6 @@ from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
 from simulator.hardware.operators import Chunk, OperatorModel, engine, hardware
 from simulator.offline.discrete_event import Fleet, Requests, Simulation, serve
-from simulator.offline.reference_episode import Policies
 from simulator.tables import load_tables
 from simulator.workload import load_source
 from tests.test_discrete_event import ROOMY, requests
@@ -101,22 +100,36 @@ def test_a_pool_that_shrinks_preempts_what_it_no_longer_holds() -> None:
     assert np.isfinite(simulation.finish_ms).all()
 
 
-@pytest.mark.parametrize(("policy", "preempted"), [("fcfs", [0, 0, 1]), ("priority", [0, 1, 0])])
-def test_the_scheduling_policy_says_who_is_preempted(policy: str, preempted: list[int]) -> None:
-    fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
+def test_the_lowest_class_is_preempted_first_and_within_it_the_request_admitted_last() -> None:
+    fleet = Fleet(FP16, 8, 1_600)
     # The second one is of a lower class than the third, which came later. Together they outgrow the pool once.
     simulation = Simulation(fleet, requests((0.0, 400, 200), (0.0, 400, 200), (0.3, 400, 150), priority=[0, 2, 1]))
     simulation.run_until(4_000.0)
-    assert simulation.preemptions.tolist() == preempted
+    assert simulation.preemptions.tolist() == [0, 1, 0]
+    simulation = Simulation(fleet, requests((0.0, 400, 200), (0.0, 400, 200), (0.3, 400, 150), priority=[1, 1, 1]))
+    simulation.run_until(4_000.0)
+    assert simulation.preemptions.tolist() == [0, 0, 1]
 
 
-def test_a_higher_class_starts_before_a_preempted_request_runs_again_only_by_priority() -> None:
+def test_before_a_preempted_request_runs_again_only_a_higher_class_starts() -> None:
     first = {}
-    for policy in ("fcfs", "priority"):
-        fleet = Fleet(FP16, 8, 1_600, scheduling_policy=policy)  # type: ignore[arg-type]
-        load = requests((0.0, 600, 300), (0.0, 600, 300), (3.0, 100, 5), priority=[2, 2, 0])
-        first[policy] = serve(fleet, load).first_token_s[2]
-    assert first["priority"] < 3.2 < first["fcfs"]
+    for priority in (1, 2):
+        load = requests((0.0, 600, 300), (0.0, 600, 300), (3.0, 100, 5), priority=[2, 2, priority])
+        simulation = Simulation(Fleet(FP16, 8, 1_600), load)
+        simulation.run_until(3_000.0)
+        assert simulation.replicas[0].preempted
+        simulation.run()
+        first[priority] = simulation.first_ms[2]
+    assert first[1] < 3_200.0 < first[2]
+
+
+def test_preempted_requests_wait_in_the_order_of_their_classes() -> None:
+    simulation = Simulation(Fleet(FP16, 8, ROOMY), requests(*[(0.0, 1000, 500)] * 6, priority=[2, 1, 2, 1, 0, 0]))
+    simulation.run_until(3_000.0)
+    simulation.reconfigure(dataclasses.replace(simulation.fleet, kv_pool_tokens=2_400), {**POOLS, "FP16": 2_400})
+    simulation.run_until(3_200.0)
+    # 2,400 tokens hold the two of class 0, numbers 4 and 5.
+    assert list(simulation.replicas[0].preempted) == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("task", list_tasks(include_recorded=True), ids=lambda task: str(task.task_id))
@@ -149,7 +162,7 @@ def test_every_task_plays_in_the_reference_and_workers_change_nothing(task: Task
     config = task.config({"episode_length": 12})
     runs = []
     for workers in (1, 2):
-        batch = ReferenceBatch(task, 2, config, policies=Policies("priority", "drain"), n_workers=workers)
+        batch = ReferenceBatch(task, 2, config, rolling_restart="drain", n_workers=workers)
         batch.reset([3, 4])
         agent = make_agent("random", task)
         agent.reset(2)

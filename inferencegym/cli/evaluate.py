@@ -37,16 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the discrete-event reference play, which follows every request: seconds per episode",
     )
     parser.add_argument(
-        "--scheduling-policy",
-        choices=("fcfs", "priority"),
-        default="fcfs",
-        help="of --reference: preempt the request that started last, or the last one of the lowest class",
-    )
-    parser.add_argument(
         "--rolling-restart",
         choices=("recompute", "drain"),
         default="recompute",
-        help="of --reference: replicas restart at once and others recompute their requests, or empty first",
+        help="of --reference: replicas restart at once and others recompute their requests, as in the environment, or "
+        "they empty first (default: recompute)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
 
@@ -116,10 +111,9 @@ def _compare_in_reference(task_id: Any, names: list[str], args: argparse.Namespa
     from agents.seeds import held_out_seeds
     from env.reference import ReferenceBatch
     from inferencegym.tasks import get_task
-    from simulator.offline.reference_episode import Policies
 
     task, seeds = get_task(task_id), held_out_seeds(args.seeds)
-    play = partial(ReferenceBatch, policies=Policies(args.scheduling_policy, args.rolling_restart))
+    play = partial(ReferenceBatch, rolling_restart=args.rolling_restart)
 
     def evaluate_all(agents: Sequence[str]) -> list[Evaluation]:
         found = []

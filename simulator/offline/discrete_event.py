@@ -3,14 +3,15 @@
 A fleet of identical replicas serves one queue. Every replica runs iterations of the operator model back to back: it
 decodes its resident sequences and prefills prompts, fused (``chunked``) or in iterations of their own
 (``prefill_first``), as its engine profile says. The KV cache is handed out in blocks; when it runs out, the sequence
-admitted last is preempted and later recomputed. Nothing is averaged: every request has its own arrival, first token
-and finish.
+of the lowest class that was admitted last is preempted and later recomputed. Nothing is averaged: every request has
+its own arrival, first token and finish.
 
 Rules of the queue: highest class first, first come first served within a class. A request goes to the replica with
 the fewest requests among those that have a slot, cache for its prompt and prompt tokens to spare in their next
 iteration, and starts there with it; it waits in the shared queue while there is none. Replicas start what they were
-given in the same order. A bounded queue counts every request that has not started, and refuses the youngest of the
-lowest class.
+given in the same order. A replica with preempted requests starts nothing new of their class or a lower one before
+they run again; a higher class may start. That is vLLM with ``--scheduling-policy priority``. A bounded queue counts
+every request that has not started, and refuses the youngest of the lowest class.
 
 With ``disaggregated`` every replica has a GPU of its own for prefill, which hands the cache over a link; its slots
 and cache blocks are taken from the start of the prefill. The first token is delivered once the cache has arrived.
@@ -20,10 +21,6 @@ are in force from each replica's next iteration on; a pool that shrinks below wh
 prefill placement take a restart, one replica after the other. With ``rolling_restart="recompute"`` a replica restarts
 at once, and other replicas recompute the requests that it had in flight before they start new ones; with ``"drain"``
 it takes no more requests and restarts when it is empty.
-
-``scheduling_policy`` is vLLM's: with ``"fcfs"`` the sequence admitted last is preempted, and a replica starts nothing
-new before its preempted requests run again; with ``"priority"`` the last one of the lowest class is preempted, and a
-higher class may start before it runs again.
 """
 
 from __future__ import annotations
@@ -42,6 +39,9 @@ from simulator.hardware.operators import Chunk, OperatorModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+RollingRestart = Literal["recompute", "drain"]
+"""What a replica does before it restarts: hand its requests to others, which recompute them, or finish them."""
 
 BLOCK_TOKENS = 16
 LINK_GB_S = 25.0  # one 200 Gbit/s port between prefill and decode GPU
@@ -73,8 +73,7 @@ class Fleet:
     acceptance_scale: Sequence[float] = ()
     restart_ms: float = 0.0
     slowdown: float = 1.0
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    rolling_restart: Literal["recompute", "drain"] = "recompute"
+    rolling_restart: RollingRestart = "recompute"
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
@@ -406,7 +405,6 @@ class Simulation:
     def _use(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.growth = fleet.draft_tokens + 1
-        self.by_class = fleet.scheduling_policy == "priority"
         conditional = _conditional(fleet.acceptance[: fleet.draft_tokens])
         self.conditional = np.tile(conditional, (len(self.queue), 1))
         if fleet.draft_tokens and len(fleet.acceptance_scale):
@@ -464,10 +462,12 @@ class Simulation:
 
     def _put_back(self, replica: _Replica, request: int) -> None:
         """Let a replica recompute a request that another one had in flight."""
-        replica.preempted.append(request)
+        replica.preempted = self._by_class([*replica.preempted, request])
         replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
-        if self.by_class:
-            replica.preempted = deque(sorted(replica.preempted, key=self._order))
+
+    def _by_class(self, requests: Sequence[int]) -> deque[int]:
+        """A line of these requests, highest class first; within a class their order stays."""
+        return deque(sorted(requests, key=self.priority.__getitem__))
 
     def _order(self, request: int) -> tuple[int, float]:
         """Highest class first, then first come first served."""
@@ -533,7 +533,7 @@ class Simulation:
 
     def _precedes(self, request: int, preempted: int) -> bool:
         """Whether a request that has not run may start before a preempted one runs again."""
-        return self.by_class and self.priority[request] < self.priority[preempted]
+        return self.priority[request] < self.priority[preempted]
 
     def _assign(self, replica: _Replica, request: int) -> None:
         """Put a request in a replica's line, behind those of its own and of higher classes."""
@@ -653,24 +653,22 @@ class Simulation:
             if victim is None:
                 return
             self.preemptions[victim] += 1
-            replica.preempted.appendleft(victim)
-            if self.by_class:
-                replica.preempted = deque(sorted(replica.preempted, key=self._order))
+            replica.preempted = self._by_class([victim, *replica.preempted])
 
     def _preempt(self, replica: _Replica) -> int | None:
-        """Take the cache of one request away and return it: the last one admitted, of the lowest class by class."""
+        """Take the cache of one request away and return it: of the lowest class the one admitted last."""
         # A disaggregated prefill under way belongs to another GPU and cannot be taken back.
         prefills = [] if replica.disaggregated else replica.prefilling
         running = replica.request[: replica.n]
         lowest = max((self.priority[p.request] for p in prefills), default=-1)
-        if self.by_class and replica.n:
+        if replica.n:
             lowest = max(lowest, int(self.classes[running].max()))
         for i in range(len(prefills) - 1, -1, -1):
-            if not self.by_class or self.priority[prefills[i].request] == lowest:
+            if self.priority[prefills[i].request] == lowest:
                 return prefills.pop(i).request
         if not replica.n:
             return None
-        last = int(np.flatnonzero(self.classes[running] == lowest)[-1]) if self.by_class else replica.n - 1
+        last = int(np.flatnonzero(self.classes[running] == lowest)[-1])
         victim = int(running[last])
         self.length[victim] = int(replica.tokens[last])
         mask = np.ones(replica.n, bool)

@@ -8,14 +8,14 @@ it, tokens written in it, requests that wait beyond their objective at its end.
 from __future__ import annotations
 
 from collections import deque
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from simulator.hardware import measured
 from simulator.hardware.operators import TIERS, operator_model, profiles
 from simulator.load import REUSE_LOG2_FIRST, EpisodeRequests
-from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, Simulation
+from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, RollingRestart, Simulation
 from simulator.offline.table import kv_capacity_tokens
 from simulator.serving import CONVENTIONS, ServingParams
 
@@ -33,16 +33,6 @@ class Knobs(NamedTuple):
     quant_tier: int
 
 
-class Policies(NamedTuple):
-    """Scheduling and rollout; see :class:`simulator.offline.discrete_event.Fleet`."""
-
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    rolling_restart: Literal["recompute", "drain"] = "recompute"
-
-
-DEFAULT_POLICIES: Final = Policies()
-
-
 class ReferenceEpisode:
     """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics."""
 
@@ -51,12 +41,12 @@ class ReferenceEpisode:
         params: ServingParams,
         requests: EpisodeRequests,
         seed: int,
-        policies: Policies = DEFAULT_POLICIES,
+        rolling_restart: RollingRestart = "recompute",
     ) -> None:
         self._params = params
         self._requests = requests
         self._seed = seed
-        self._policies = policies
+        self._rolling_restart: RollingRestart = rolling_restart
         self._slo_ms = params.stats.slo_ms[requests.class_index]
         self._hardware, self._engine = str(params.tables.meta["hardware"]), str(params.tables.meta["engine"])
         self._models = [operator_model(self._hardware, tier, self._engine) for tier in TIERS]
@@ -120,8 +110,7 @@ class ReferenceEpisode:
             queue_limit=int(self._params.queue_limit),
             restart_ms=1e3 * float(constants["reload_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
-            scheduling_policy=self._policies.scheduling_policy,
-            rolling_restart=self._policies.rolling_restart,
+            rolling_restart=self._rolling_restart,
         )
         if self._simulation is None:
             each = self._requests
