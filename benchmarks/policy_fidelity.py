@@ -1,10 +1,16 @@
 """Do policies that the fluid model scores high score high in the discrete-event reference, which follows every request?
 
-    python benchmarks/policy_fidelity.py               every agent on every task: results/policy_fidelity.json and .md
+    python benchmarks/policy_fidelity.py               every task: results/policy_fidelity.json and .md, and the figure
     python benchmarks/policy_fidelity.py --task 1      one task; the others keep their results
+    python benchmarks/policy_fidelity.py --quick       few seeds and policies, printed only
 
-Every agent plays whole episodes second by second in both, with the same seeds: the same arrivals, prompts and operator
-times. In the reference it sees what the reference did. Canaries are policies that exploit an error of the fluid model.
+Every policy plays whole episodes second by second in both, with the same seeds: the same arrivals, prompts and operator
+times. In the reference it sees what the reference did. Three sets of policies:
+
+- every agent, and canaries: agents whose knobs change in ways that exploited errors of a fluid model,
+- a ladder: random constant actions, random pairs of settings behind simple gates, and the agents,
+- the best of a search: of random changes of the solver's policies those that the fluid model scores highest.
+
 The figure needs the extra `report` (matplotlib).
 """
 
@@ -13,40 +19,87 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from agents.episodes import EpisodeResults, run_episodes
-from agents.evaluate import agents_for
+from agents.evaluate import agents_for, spearman
+from agents.policies.constant import RandomAgent
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
+from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
-from agents.seeds import HELD_OUT_SEEDS
+from agents.search.solver import RESTARTING, SLOWEST_RAMP, Solver, gate_library, pair_policies
+from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
+from env.batch import ServingBatch
 from env.reference import ReferenceBatch
-from inferencegym.tasks import TaskSpec, list_tasks
-from simulator.offline.reference_episode import Policies
-from simulator.tables import load_tables
-from simulator.workload import load_source
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.spaces.actions import ACTION_LOW, action_mask, snap, to_row
+from inferencegym.spaces.observations import OBSERVATION_SIZE
+from inferencegym.tasks import TaskSpec, get_calibration, list_tasks
 
 HERE = Path(__file__).resolve().parent
-CONVENTIONS: Final[Mapping[str, Policies]] = {
-    "fcfs": Policies(),
-    "priority": Policies("priority"),
-    "priority, drain": Policies("priority", "drain"),
+KV_BUDGET, SPEC_LENGTH, BATCH_SIZE, PREFILL, TIER = range(len(ACTION_FIELDS))
+LADDER_TASKS: Final = ("1", "2", "3")
+SEARCH_TASKS: Final = ("2", "3")
+COMPONENT_TASKS: Final = ("3",)
+"""Tasks whose components the document shows."""
+
+BATCHES: Final[Mapping[str, Callable[..., ServingBatch]]] = {
+    "fluid": ServingBatch,
+    "reference": ReferenceBatch,
+    "drain": partial(ReferenceBatch, rolling_restart="drain"),
 }
-"""Conventions of the reference; tasks with one class are played under the first."""
-KV_DIP: Final = 0.1
-DIP_EVERY_S: Final = 10
+"""What plays, by column; the last one is for tasks with knobs that restart replicas."""
+
+KINDS: Final = ("ladder", "search")
+
+HEADS: Final = {"fluid": "fluid model", "reference": "reference", "drain": "reference, drain"}
 
 
-class DippingAgent:
-    """Canary: an agent whose KV budget falls to 0.1 for one second in ten."""
+class Sizes(NamedTuple):
+    """How much is measured."""
 
-    def __init__(self, agent: Agent) -> None:
+    seeds: int = 5
+    ladder: int = 50
+    ladder_seeds: int = 2
+    tried: int = 600
+    kept: int = 30
+    search_seeds: int = 4
+
+
+QUICK: Final = Sizes(seeds=1, ladder=16, ladder_seeds=1, tried=40, kept=6, search_seeds=1)
+
+
+class Change(NamedTuple):
+    """What a canary does to one knob of another agent: ``change`` it for the last ``for_s`` of every ``every_s``."""
+
+    knob: int
+    change: Callable[[FloatArray], FloatArray]
+    every_s: int
+    for_s: int
+
+
+CANARIES: Final[Mapping[str, Change]] = {
+    "KV dips": Change(KV_BUDGET, lambda own: np.full_like(own, ACTION_LOW[KV_BUDGET]), 10, 1),
+    "speculation toggles": Change(SPEC_LENGTH, lambda own: np.where(own > 0.0, 0.0, 4.0), 2, 1),
+    "batch toggles": Change(BATCH_SIZE, lambda own: np.minimum(own, 64.0), 2, 1),
+    "prefill toggles": Change(PREFILL, lambda own: 1.0 - own, 40, 20),
+}
+
+
+class Canary:
+    """An agent one of whose knobs is changed at times."""
+
+    def __init__(self, agent: Agent, change: Change) -> None:
         self._agent = agent
+        self._change = change
         self._step = 0
 
     def reset(self, n_rows: int) -> None:
@@ -55,48 +108,151 @@ class DippingAgent:
         self._step = 0
 
     def act(self, observation: FloatArray) -> FloatArray:
-        """The agent's knobs, or those with the small pool."""
+        """The agent's knobs (B, 5), one of them changed if it is time."""
         knobs = np.array(self._agent.act(observation))
-        if self._step % DIP_EVERY_S == DIP_EVERY_S - 1:
-            knobs[:, 0] = KV_DIP
+        knob, change, every_s, for_s = self._change
+        if self._step % every_s >= every_s - for_s:
+            knobs[:, knob] = change(knobs[:, knob])
         self._step += 1
         return knobs
+
+
+def canaries(task: TaskSpec) -> dict[str, Callable[[], Agent]]:
+    """The canaries of the task's live knobs, on top of the heuristic."""
+    live = action_mask(task.active_actions)
+
+    def make(change: Change) -> Agent:
+        return Canary(make_agent("heuristic", task), change)
+
+    return {f"heuristic, {name}": partial(make, each) for name, each in CANARIES.items() if live[each.knob]}
+
+
+def random_settings(task: TaskSpec, n: int, seed: int) -> FloatArray:
+    """Random knobs (n, 5) of a task."""
+    agent = RandomAgent(seed)
+    agent.reset(n)
+    return snap(agent.act(np.zeros((n, OBSERVATION_SIZE))), action_mask(task.active_actions))
+
+
+def ladder_policies(task: TaskSpec, n: int) -> ModeParams:
+    """Random policies of a task, the same ones each time: half keep one setting, half switch between two."""
+    calm, flood = random_settings(task, n, 1), random_settings(task, n, 2)
+    flood[: n // 2] = calm[: n // 2]
+    return pair_policies(calm, flood, np.random.default_rng(3).choice(gate_library(task), n))
+
+
+def near_solved(task: TaskSpec, n: int) -> ModeParams:
+    """Random changes of the solver's policies, small and large, the same ones each time.
+
+    Half of them are around the best adaptive policy, half around the best constant action, behind the same gates.
+    """
+    rng = np.random.default_rng(4)
+    solved = read_switching_policy(policy_path("best_adaptive", task.task_id))
+    static = to_row(read_constant_policy(policy_path("best_static", task.task_id)))
+    starts = solved.with_settings(np.stack([solved.settings[0], np.tile(static, (solved.n_modes, 1))]))
+    tried = starts.select(np.arange(n) % 2)
+    settings, shape, reach = tried.settings, (n, solved.n_modes), rng.random((n, 1))
+    settings[..., KV_BUDGET] *= np.exp(0.25 * reach * rng.standard_normal(shape))
+    settings[..., BATCH_SIZE] *= np.exp(0.35 * reach * rng.standard_normal(shape))
+    other = random_settings(task, n * solved.n_modes, 5).reshape(settings.shape)
+    for knob in (SPEC_LENGTH, PREFILL, TIER):
+        redrawn = rng.random(shape) < 0.15 * reach
+        settings[..., knob] = np.where(redrawn, other[..., knob], settings[..., knob])
+    gate = tried.gate * (1.0 + 0.1 * reach[..., None] * rng.standard_normal(tried.gate.shape))
+    ramp = np.clip(tried.ramp * np.exp(0.5 * reach[:, 0] * rng.standard_normal(n)), SLOWEST_RAMP, 1.0)
+    return ModeParams(settings, gate, tried.stay, ramp)
+
+
+def best_of_search(task: TaskSpec, sizes: Sizes) -> ModeParams:
+    """Of the policies near the solver's those that the fluid model scores highest."""
+    tried = near_solved(task, sizes.tried)
+    values = Solver(task, get_calibration(task.task_id)).values_of_policies(tried, search_seeds(sizes))
+    return tried.select(np.argsort(-values)[: sizes.kept])
+
+
+def search_seeds(sizes: Sizes) -> Sequence[int]:
+    """Seeds of the search and of the policies that it finds."""
+    return TRAINING_SEEDS[: sizes.search_seeds]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", action="append", help="task id, repeatable (default: all)")
-    parser.add_argument("--seeds", type=int, default=5, help="held-out seeds (default 5)")
+    parser.add_argument("--quick", action="store_true", help="few seeds and policies, printed only")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_fidelity.json")
     parser.add_argument("--no-figure", action="store_true", help="numbers only")
     options = parser.parse_args(arguments)
-    known = json.loads(options.out.read_text())["tasks"] if options.task and options.out.exists() else {}
+    keep = options.task and options.out.exists() and not options.quick
+    known = json.loads(options.out.read_text())["tasks"] if keep else {}
     for task in list_tasks(include_recorded=True):
         if not options.task or str(task.task_id) in options.task:
-            known[str(task.task_id)] = measure(task, HELD_OUT_SEEDS[: options.seeds])
-            options.out.write_text(json.dumps({"tasks": known}, indent=1) + "\n")
+            known[str(task.task_id)] = measure(task, QUICK if options.quick else Sizes())
+            if not options.quick:
+                options.out.write_text(json.dumps({"tasks": known}, indent=1) + "\n")
     text = markdown(known)
-    options.out.with_suffix(".md").write_text(text)
     print(text)
-    if not options.no_figure:
-        draw(known, HERE / "figures" / "policy_fidelity.png")
+    if not options.quick:
+        options.out.with_suffix(".md").write_text(text)
+        if not options.no_figure:
+            draw(known, HERE / "figures" / "policy_fidelity.png")
 
 
-def measure(task: TaskSpec, seeds: Sequence[int]) -> dict[str, Any]:
-    """Grades and their parts of every agent on a task, in the fluid model and in the reference."""
-    began = time.perf_counter()
-    names = CONVENTIONS if len(load_source(task, load_tables()).stats.names) > 1 else ["fcfs"]
+def measure(task: TaskSpec, sizes: Sizes) -> dict[str, Any]:
+    """Grades and their parts of every policy on a task, in the fluid model and in the reference."""
+    began, task_id = time.perf_counter(), str(task.task_id)
+    seeds = HELD_OUT_SEEDS[: sizes.seeds]
     agents = {name: partial(make_agent, name, task) for name in agents_for(task, ["all"])}
-    agents["heuristic, KV dips"] = lambda: DippingAgent(make_agent("heuristic", task))
-    rows = {}
-    for label, make in agents.items():
-        rows[label] = {"fluid": told(run_episodes(task, make(), seeds))}
-        for name in names:
-            play = partial(ReferenceBatch, policies=CONVENTIONS[name])
-            rows[label][name] = told(run_episodes(task, make(), seeds, batch_type=play))
-        print(f"task {task.task_id}, {label}: " + ", ".join(f"{k} {v['score']:.3f}" for k, v in rows[label].items()))
-    return {"seeds": list(seeds), "agents": rows, "seconds": round(time.perf_counter() - began)}
+    played = {label: play_all(task, label, make, seeds) for label, make in {**agents, **canaries(task)}.items()}
+    result: dict[str, Any] = {
+        "seeds": list(seeds),
+        "agents": {label: {column: told(each) for column, each in row.items()} for label, row in played.items()},
+    }
+    if task_id in LADDER_TASKS:
+        seeds = seeds[: sizes.ladder_seeds]
+        found = side_by_side(task, "ladder", ladder_policies(task, sizes.ladder - len(agents)), seeds)
+        for name in agents:
+            for column, grades in found.items():
+                grades.append(float(played[name][column].scores()[: len(seeds)].mean()))
+        result["ladder"] = ranking(found, seeds)
+    if task_id in SEARCH_TASKS:
+        seeds = search_seeds(sizes)
+        found = side_by_side(task, "best of a search", best_of_search(task, sizes), seeds)
+        result["search"] = {"tried": sizes.tried, **ranking(found, seeds)}
+    result["seconds"] = round(time.perf_counter() - began)
+    return result
+
+
+def play_all(task: TaskSpec, label: str, make: Callable[[], Agent], seeds: Sequence[int]) -> dict[str, EpisodeResults]:
+    """Episodes of an agent by column."""
+    results = {column: play(task, label, column, make(), seeds) for column in ("fluid", "reference")}
+    if action_mask(task.active_actions)[RESTARTING].any():
+        settings = results["reference"].actions[..., RESTARTING]
+        # Who never lets a replica restart plays the same episode.
+        restarts = (settings != settings[0]).any()
+        results["drain"] = play(task, label, "drain", make(), seeds) if restarts else results["reference"]
+    return results
+
+
+def play(
+    task: TaskSpec, label: str, column: str, agent: Agent, seeds: Sequence[int], n_rows: int | None = None
+) -> EpisodeResults:
+    """Episodes of an agent in the fluid model or the reference, with a progress bar."""
+    with Progress(console=Console(stderr=True)) as bar:
+        shown = bar.add_task(f"task {task.task_id}, {label}, {HEADS[column]}", total=task.episode_length)
+        return run_episodes(
+            task, agent, seeds, n_rows=n_rows, batch_type=BATCHES[column], after_step=partial(bar.advance, shown)
+        )
+
+
+def side_by_side(task: TaskSpec, label: str, policies: ModeParams, seeds: Sequence[int]) -> dict[str, list[float]]:
+    """Mean grade of each policy in the fluid model and in the reference."""
+    found = {}
+    for column in ("fluid", "reference"):
+        agent = ModeAgent(policies, task, len(seeds))
+        scores = play(task, label, column, agent, seeds, len(policies) * len(seeds)).scores()
+        found[column] = scores.reshape(-1, len(seeds)).mean(axis=1).tolist()
+    return found
 
 
 def told(results: EpisodeResults) -> dict[str, Any]:
@@ -105,40 +261,84 @@ def told(results: EpisodeResults) -> dict[str, Any]:
     return {"score": round(float(results.scores().mean()), 4), "parts": parts}
 
 
+def ranking(found: Mapping[str, Sequence[float]], seeds: Sequence[int]) -> dict[str, Any]:
+    """How the reference ranks policies that the fluid model ranks."""
+    fluid, reference = (np.array(found[column]) for column in ("fluid", "reference"))
+    gap = fluid - reference
+    return {
+        "seeds": list(seeds),
+        "spearman": round(spearman(fluid, reference), 4),
+        "mean_gap": round(float(gap.mean()), 4),
+        "largest_gap": round(float(gap.max()), 4),
+        **{column: [round(grade, 4) for grade in grades] for column, grades in found.items()},
+    }
+
+
 def markdown(tasks: Mapping[str, Any]) -> str:
     """The tables of the document."""
     lines = ["<!-- written by benchmarks/policy_fidelity.py; do not edit -->"]
     for task_id, result in tasks.items():
-        columns = list(next(iter(result["agents"].values())))
-        lines += [
-            "",
-            f"**Task {task_id}**: mean grade over {len(result['seeds'])} held-out seeds.",
-            "",
-            "| agent | " + " | ".join("fluid model" if c == "fluid" else f"reference, {c}" for c in columns) + " |",
-            "|---|" + "---|" * len(columns),
+        rows = result["agents"]
+        columns = list(next(iter(rows.values())))
+        lines += ["", f"**Task {task_id}**: mean grade over {len(result['seeds'])} held-out seeds.", ""]
+        lines += _table(
+            ["agent", *(HEADS[column] for column in columns)],
+            [[name, *(f"{row[column]['score']:.3f}" for column in columns)] for name, row in rows.items()],
+        )
+        if task_id in COMPONENT_TASKS:
+            parts = list(next(iter(rows.values()))["fluid"]["parts"])
+            lines += ["", f"Components on task {task_id}, fluid model / reference:", ""]
+            lines += _table(
+                ["agent", *(part.replace("_", " ") for part in parts)],
+                [
+                    [name, *(f"{row['fluid']['parts'][p]:.2f} / {row['reference']['parts'][p]:.2f}" for p in parts)]
+                    for name, row in rows.items()
+                ],
+            )
+    ranked = [
+        [
+            task_id,
+            f"ladder of {len(result[kind]['fluid'])}"
+            if kind == "ladder"
+            else f"best {len(result[kind]['fluid'])} of a search over {result[kind]['tried']}",
+            str(len(result[kind]["seeds"])),
+            f"{min(result[kind]['fluid']):.3f} to {max(result[kind]['fluid']):.3f}",
+            f"{result[kind]['spearman']:.3f}",
+            *(f"{result[kind][name]:+.3f}" for name in ("mean_gap", "largest_gap")),
         ]
-        for name, row in result["agents"].items():
-            cells = [f"{row[c]['score']:.3f}" for c in columns]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        for task_id, result in tasks.items()
+        for kind in KINDS
+        if kind in result
+    ]
+    if ranked:
+        heads = ["task", "policies", "seeds", "grades in the fluid model", "Spearman", "mean gap", "largest gap"]
+        lines += ["", "Ranking; a gap is the grade in the fluid model less that in the reference:", ""]
+        lines += _table(heads, ranked)
     return "\n".join(lines) + "\n"
 
 
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def draw(tasks: Mapping[str, Any], path: Path) -> None:
-    """Grades in the reference over grades in the fluid model, a panel for each convention."""
+    """Grades in the reference over grades in the fluid model: agents, ladder, best of a search."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(CONVENTIONS), figsize=(13.0, 4.6), sharey=True, constrained_layout=True)
-    for axes, convention in zip(panels, CONVENTIONS, strict=True):
-        for i, (task_id, result) in enumerate(tasks.items()):
-            points = [
-                (row["fluid"]["score"], row.get(convention, row["fcfs"])["score"]) for row in result["agents"].values()
-            ]
-            axes.scatter(*zip(*points, strict=True), color=f"C{i}", label=f"task {task_id}", s=24, linewidths=0)
-        axes.plot((0, 1), (0, 1), color="black", linewidth=0.8)
-        axes.set(title=f"reference: {convention}", xlabel="grade in the fluid model", xlim=(0, 1), ylim=(0, 1))
+    figure, panels = pyplot.subplots(1, 3, figsize=(13.0, 4.6), constrained_layout=True)
+    for i, (task_id, result) in enumerate(tasks.items()):
+        grades = [(row["fluid"]["score"], row["reference"]["score"]) for row in result["agents"].values()]
+        shown = [tuple(zip(*grades, strict=True))]
+        shown += [(result[kind]["fluid"], result[kind]["reference"]) if kind in result else ((), ()) for kind in KINDS]
+        for axes, (fluid, reference) in zip(panels, shown, strict=True):
+            axes.scatter(fluid, reference, color=f"C{i}", label=f"task {task_id}", s=24, linewidths=0)
+    for axes, title in zip(panels, ("agents and canaries", "ladder", "best of a search"), strict=True):
+        low, high = axes.get_xlim()
+        axes.plot((low, high), (low, high), color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="grade in the fluid model")
     panels[0].set_ylabel("grade in the reference")
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=100)

@@ -70,7 +70,7 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
 
     neutral = Calibration(floor, floor + 1.0, 1.0, price)
     # A throughput can be had by constant actions almost entirely: a short search for the adaptive remainder.
-    fast_budget = replace(budget, gates_kept=1, generations=min(6, budget.generations))
+    fast_budget = replace(budget, gates_kept=1, generations=min(6, budget.generations), finalists=1)
     fast_solver = Solver(task, neutral, objective=throughput, budget=fast_budget, progress=progress)
     fastest, _ = fast_solver.best_static()
     fastest_policy, _ = fast_solver.best_adaptive(fastest)

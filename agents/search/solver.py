@@ -5,6 +5,9 @@ Both run whole episodes in the batch, many candidates on the same load at once. 
 of a coarse grid in the other mode, polishes the settings knob by knob, and lets a cross-entropy search move everything
 at once. Then it tries what it found behind other gates, with other choices of the knobs that need a restart, and
 searches again. Fitted on :data:`agents.seeds.TRAINING_SEEDS`, chosen on :data:`agents.seeds.VALIDATION_SEEDS`.
+
+A search finds the errors of the model that it searches. So the last ones are played in the discrete-event reference,
+which follows every request, and the one that is best there is kept.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
+from env.reference import ReferenceBatch
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.tasks import Calibration, TaskSpec
@@ -119,6 +123,9 @@ class Budget:
     seeds: Sequence[int] = TRAINING_SEEDS[:12]
     quick_seeds: Sequence[int] = TRAINING_SEEDS[:3]
     validation: Sequence[int] = VALIDATION_SEEDS
+    finalists: int = 6
+    """Policies that play in the reference; with 1 the fluid model decides alone."""
+    reference_seeds: Sequence[int] = VALIDATION_SEEDS[:6]
     gates_kept: int = 3
     population: int = 128
     generations: int = 30
@@ -129,6 +136,8 @@ QUICK: Final = Budget(
     quick_seeds=TRAINING_SEEDS[:2],
     seeds=TRAINING_SEEDS[:4],
     validation=VALIDATION_SEEDS[:8],
+    finalists=2,
+    reference_seeds=VALIDATION_SEEDS[:2],
     gates_kept=1,
     population=96,
     generations=10,
@@ -223,7 +232,8 @@ class Solver:
     def best_static(self) -> tuple[FloatArray, float]:
         """The best constant action (5,) and its value on the training seeds.
 
-        A race of the whole grid, of which 48 run on all seeds; then the best one is moved off the grid knob by knob.
+        A race of the whole grid, of which 48 run on all seeds; then the best one is moved off the grid knob by knob,
+        and plays against the best ones of the grid in the reference.
         """
         budget = self.budget
         self._progress("constant actions: grid", 0.0)
@@ -232,8 +242,10 @@ class Solver:
         best = int(np.argmax(values))
         self._progress("constant actions: refinement", 0.05)
         policy = constant_policy(actions[best])
-        policy, value = self.polish(policy, float(values[best]))
-        return snap(policy.settings[0], self._mask)[0], value
+        polished, _ = self.polish(policy, float(values[best]))
+        runners_up = np.argsort(-values, kind="stable")[: self.budget.finalists - 1]
+        chosen = self._best_in_reference([polished, *(constant_policy(actions[i]) for i in runners_up)])
+        return snap(chosen.settings[0], self._mask)[0], self._training_value(chosen)
 
     # ------------------------------------------------------------ adaptive policies
 
@@ -285,10 +297,12 @@ class Solver:
         return self._value(params, self.budget.validation)
 
     def _chosen(self, candidates: Sequence[ModeParams]) -> tuple[ModeParams, float]:
-        """The best candidate over training and validation seeds, polished if that is better still; its validated value.
+        """The best candidate in the reference of those that lead here, and its value on the validation seeds.
 
-        None that is worse on the validation seeds than the first candidate. Of policies that are alike there the
-        training seeds tell the better one, and those that only fit the training seeds show on the others.
+        They lead over training and validation seeds together, and none is worse on the validation seeds than the first
+        candidate, which plays in the reference as well. Of policies that are alike on the validation seeds the training
+        seeds tell the better one, and those that only fit the training seeds show on the others. The best one is
+        polished first.
         """
         n_training, n_validation = len(self.budget.seeds), len(self.budget.validation)
 
@@ -298,12 +312,32 @@ class Solver:
 
         found = [(*judged(params), params) for params in candidates]
         least = found[0][1]
-        allowed = [each for each in found if each[1] >= least]
-        best = max(allowed, key=lambda each: each[0])
+        allowed = sorted((each for each in found if each[1] >= least), key=lambda each: -each[0])
+        best = allowed[0]
         polished, _ = self.polish(best[2], self._training_value(best[2]))
         last = (*judged(polished), polished)
-        _, value, params = last if last[0] > best[0] and last[1] >= least else best
-        return params, value
+        if last[0] > best[0] and last[1] >= least:
+            allowed.insert(0, last)
+        leading = [params for *_, params in allowed[: self.budget.finalists]]
+        if self.budget.finalists > 1:
+            leading.append(candidates[0])
+        chosen = self._best_in_reference(leading)
+        return chosen, self.validated(chosen)
+
+    def _best_in_reference(self, policies: Sequence[ModeParams]) -> ModeParams:
+        """The policy with the highest mean objective in the discrete-event reference; of equal ones the first."""
+        if len(policies) == 1:
+            return policies[0]
+        self._progress(f"reference: {len(policies)} policies", 0.99)
+        values = [self._in_reference(params) for params in policies]
+        return policies[int(np.argmax(values))]
+
+    def _in_reference(self, params: ModeParams) -> float:
+        agent = ModeAgent(params, self.task, len(self.budget.reference_seeds))
+        results = run_episodes(
+            self.task, agent, self.budget.reference_seeds, calibration=self.calibration, batch_type=ReferenceBatch
+        )
+        return float(self._objective(results, self.calibration).mean())
 
     def _training_value(self, params: ModeParams) -> float:
         return self._value(params, self.budget.seeds)
