@@ -216,7 +216,7 @@ SCORE_ROWS = {
 
 
 def scores() -> str:
-    """Mean held-out score with its interval of every agent on every task."""
+    """Mean held-out score of every agent on every task with its interval, and its score in the reference."""
     measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
     by_task = [{agent["agent"]: agent["score"] for agent in task["agents"]} for task in measured]
     learned = RESULTS / "learning.json"
@@ -224,11 +224,18 @@ def scores() -> str:
         results = json.loads(learned.read_text(encoding="utf-8"))["tasks"]
         for task, scored in zip(measured, by_task, strict=True):
             scored["ppo"] = results[str(task["task"])]["table"]["shipped"]["score"]
-    lines = ["| agent | " + " | ".join(f"task {t['task']}" for t in measured) + " |", "|---|" + "---|" * len(measured)]
+    played = json.loads((RESULTS / "policy_fidelity.json").read_text(encoding="utf-8"))["tasks"]
+    heads = [f"task {t['task']} | reference" for t in measured]
+    lines = [f"| agent | {' | '.join(heads)} |", "|---|" + "---|" * (2 * len(measured))]
     for name, title in SCORE_ROWS.items():
-        if all(name in scored for scored in by_task):
-            cells = [f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]" for x in (s[name] for s in by_task)]
-            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        if not all(name in scored for scored in by_task):
+            continue
+        cells = []
+        for task, scored in zip(measured, by_task, strict=True):
+            x = scored[name]
+            cells.append(f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]")
+            cells.append(f"{played[str(task['task'])]['agents'][name]['reference']['score']:.3f}")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

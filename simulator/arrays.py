@@ -60,7 +60,6 @@ STATE: Final[Mapping[str, ArraySpec]] = {
     "disagg_new": ArraySpec("B", "0 or 1", "prefill placement that the fleet goes to", _INT),
     "disagg_old": ArraySpec("B", "0 or 1", "prefill placement that it comes from", _INT),
     "rollout_share": ArraySpec("B", "share", "replicas that have restarted; 1 when there is no rollout"),
-    "recompute_ms": ArraySpec("B", "ms", "prefill owed to the requests of replicas that restarted"),
     # queue
     "queue": ArraySpec("BC", "requests", "waiting requests"),
     "waiting": ArraySpec("BCT", "requests", "waiting requests by step of arrival"),
@@ -69,6 +68,9 @@ STATE: Final[Mapping[str, ArraySpec]] = {
     "in_flight": ArraySpec("BC", "requests", "requests admitted and not completed"),
     "prompts_in_flight": ArraySpec("BC", "tokens", "their prompts, summed"),
     "positions_in_flight": ArraySpec("BC", "tokens", "their outputs so far, summed"),
+    "preempted": ArraySpec("BC", "requests", "requests without KV cache that wait to run on"),
+    "preempted_prompts": ArraySpec("BC", "tokens", "their prompts, summed"),
+    "preempted_positions": ArraySpec("BC", "tokens", "their outputs so far, summed"),
     "gain_tokens": ArraySpec("B", "tokens", "tokens that a running request gained in the last step"),
     "progress": ArraySpec("BE", "tokens", "tokens that a request would have gained from the first step to each edge"),
     "density": ArraySpec("BCT", "requests/token", "admissions per token of progress, by step of admission"),
@@ -77,10 +79,7 @@ STATE: Final[Mapping[str, ArraySpec]] = {
         "BC", "tokens", "tokens written by the cohorts from first_running on, their ended requests included"
     ),
     # what the next fixed point starts from
-    "overcommit": ArraySpec("B", "share", "requests in flight that the KV pool cannot hold"),
-    "kv_pressure": ArraySpec("B", "share", "recent steps in which the KV pool bounded admission, smoothed"),
-    "prefill_cap": ArraySpec("B", "share", "largest part of the time for prefill beside decodes"),
-    "prefill_ratio": ArraySpec("BC", "ratio", "prefill time in the running batch, relative to the listed work"),
+    "prefill_share": ArraySpec("B", "share", "time that prefill took in the last step"),
     "prefill_load": ArraySpec("BC", "share", "time spent on prefill, smoothed"),
     "prefilling": ArraySpec("B", "requests", "requests that hold a slot and await their first token, smoothed"),
     "cached_tokens": ArraySpec(
@@ -116,10 +115,20 @@ SCRATCH: Final[Mapping[str, ArraySpec]] = {
     "disagg_share": ArraySpec("", "share", "replicas with a prefill GPU of their own"),
     "kv_pool_tokens": ArraySpec("", "tokens", "KV pool of a replica"),
     "prefix_hit": ArraySpec("", "share", "repeated prefix tokens that the pools still hold"),
+    # preemption
+    "preempted": ArraySpec("", "requests", "requests preempted in this step"),
+    "cohort_requests": ArraySpec("", "requests", "what still runs of a cohort, per unit of its density"),
+    "cohort_positions": ArraySpec("", "tokens", "their outputs so far"),
+    "cohort_written": ArraySpec("", "tokens", "tokens that the cohort wrote"),
     # heads of the queues: requests that could be admitted
     "head_prompt_tokens": ArraySpec("C", "tokens", "mean prompt"),
     "head_work_ms": ArraySpec("C", "ms", "mean listed prefill work"),
     "churn_prompts": ArraySpec("C", "prompts", "prompts recomputed for one admission into a full KV pool"),
+    # prefill beside the batch with which the step begins
+    "full_ms": ArraySpec("", "ms", "prefill in an iteration full of prompts"),
+    "prefill_cap": ArraySpec("", "share", "largest part of the time for prefill beside decodes"),
+    "prefill_limit": ArraySpec("", "share", "that part, on the replica itself or on a GPU of its own"),
+    "prefill_ratio": ArraySpec("C", "ratio", "prefill time of a prompt, relative to its listed work"),
     # fixed point: survivors of what ran before the step
     "edge_at": ArraySpec("E", "index", "cell of each edge between cohorts in length_integrals", np.intc),
     "edge_part": ArraySpec("E", "share", "part of that cell below the edge"),
@@ -128,11 +137,13 @@ SCRATCH: Final[Mapping[str, ArraySpec]] = {
     "prompt_ms": ArraySpec("C", "ms", "prefill time of a prompt in the running batch"),
     "admitted": ArraySpec("C", "requests", "admitted requests"),
     "admissible": ArraySpec("C", "requests", "requests that could have been admitted, had enough been waiting"),
-    "kv_bound": ArraySpec("", "0 or 1", "whether the KV pool bounds admission"),
+    "resumed": ArraySpec("C", "requests", "preempted requests that run on"),
+    "kv_bound": ArraySpec("C", "share", "how much the KV pool bounds admission"),
     "end_requests": ArraySpec("C", "requests", "requests in flight at the end of the step"),
     "end_prompts": ArraySpec("C", "tokens", "their prompts, summed"),
     "end_positions": ArraySpec("C", "tokens", "their outputs so far, summed"),
     "prefill_ms": ArraySpec("", "ms", "prefill time of all admissions, recomputation included"),
+    "prefill_share": ArraySpec("", "share", "time that prefill takes"),
     "iteration_ms": ArraySpec("", "ms", "decode iteration"),
     # prefill queue of a replica
     "p_busy": ArraySpec("", "probability", "P(a replica runs something when a request joins it)"),

@@ -2,8 +2,8 @@
 cimport cython
 from libc.math cimport erfc, exp, log, sqrt
 
-cdef int SWEEPS
-cdef double FIRST_GUESS_TOKENS_PER_MS, MIN_GAIN_TOKENS, EPS_REQUESTS, EPS_FLOW, EPS, EPS_WEIGHT, MIN_REPLICAS_UP
+cdef int MAX_SWEEPS
+cdef double GAIN_RESIDUAL, MIN_FALL, FIRST_GUESS_TOKENS_PER_MS, MIN_GAIN_TOKENS, EPS_REQUESTS, EPS_FLOW, EPS, EPS_WEIGHT, MIN_REPLICAS_UP
 cdef double EPS_SHARE, STEP_SMOOTHING
 cdef double MAX_PREFILLING_SHARE, MIN_PREFILL_SHARE, MAX_CHURN_PROMPTS, CHURNED_OUTPUT_TOKENS, NO_SLO_MS
 cdef double MAX_UTILISATION, SLOT_DEVIATION, STEP_GROWTH, MIN_WAIT_PROBABILITY, MIN_NO_SLOT_PROBABILITY
@@ -26,7 +26,7 @@ cdef class Params(Views):
     cdef public double kv_bytes_per_token
     cdef public double[::1] weights_gb
     # engine
-    cdef public double disagg_limit, recompute_factor, churn_factor, load_weight, block_slack_tokens
+    cdef public double disagg_limit, churn_factor, load_weight, block_slack_tokens
     cdef public double handoff_ms_per_token, jitter, ttft_offset_ms, token_budget
     # conventions of the metrics
     cdef public double oom_slowdown, oom_penalty, max_tpot_steps, min_billed_ktokens_per_s
@@ -57,10 +57,11 @@ cdef class Knobs(Views):
 cdef class State(Views):
     cdef public long long[::1] time, tier_new, tier_old, disagg_new, disagg_old, n_recorded
     cdef public long long[::1] iteration_cell, context_cell, batch_cell
-    cdef public double[::1] rollout_share, gain_tokens, recompute_ms, overcommit, prefill_cap, kv_pressure, prefilling
+    cdef public double[::1] rollout_share, gain_tokens, prefill_share, prefilling
     cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far, cached_tokens
     cdef public double[:, ::1] queue, in_flight, prompts_in_flight, positions_in_flight, written_tokens
-    cdef public double[:, ::1] class_window, prefill_ratio, prefill_load, progress
+    cdef public double[:, ::1] class_window, prefill_load, progress
+    cdef public double[:, ::1] preempted, preempted_prompts, preempted_positions
     cdef public long long[:, ::1] first_waiting, first_running
     cdef public double[:, :, ::1] waiting, density
     cdef public double[::1] replicas_up, resident, context_tokens
@@ -70,15 +71,21 @@ cdef class State(Views):
 cdef class Scratch(Views):
     # the fleet in this step
     cdef public double new_share, restarted_share, up, disagg_share, kv_pool_tokens, prefix_hit
+    # preemption
+    cdef public double preempted, cohort_requests, cohort_positions, cohort_written
     # heads of the queues
     cdef public double[::1] head_prompt_tokens, head_work_ms, churn_prompts
+    # prefill beside the batch with which the step begins
+    cdef public double full_ms, prefill_cap, prefill_limit
+    cdef public double[::1] prefill_ratio
     # fixed point: survivors of what ran before the step
     cdef public int[::1] edge_at
     cdef public double[::1] edge_part
     cdef public double[:, ::1] survivors
     # fixed point: admissions and the mean batch
     cdef public double[::1] prompt_ms, admitted, admissible, end_requests, end_prompts, end_positions
-    cdef public double kv_bound, prefill_ms, iteration_ms
+    cdef public double[::1] resumed, kv_bound
+    cdef public double prefill_ms, prefill_share, iteration_ms
     # prefill queue of a replica
     cdef public double p_busy, decode_share_ms, cycle_ms, packed_ms, load, utilisation, residual_ms, residual_chunk_ms
     cdef public double pooling, growth_ms, p_no_slot, slot_wait_ms
@@ -122,6 +129,22 @@ cdef void receive_arrivals(Params p, Load load, State s, Py_ssize_t b, Py_ssize_
 cdef void allocate_memory(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b) noexcept nogil
 @cython.locals(i=Py_ssize_t, y=double)
 cdef double prefix_hit_share(Params p, double cached_tokens) noexcept nogil
+@cython.locals(c=Py_ssize_t, k=Py_ssize_t, excess=double, prompt_tokens=double, requests=double, share=double,
+    tokens=double)
+cdef void preempt(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t) noexcept nogil
+@cython.locals(c=Py_ssize_t, k=Py_ssize_t, stay=double)
+cdef void interrupt(Params p, State s, Scratch x, Py_ssize_t b, double share) noexcept nogil
+@cython.locals(at=Py_ssize_t, half_cell=double, integral=double, part=double, u=double)
+cdef void measure_cohort(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t k, Py_ssize_t end,
+    double progress) noexcept nogil
+@cython.locals(density=double, prompts=double, requests=double)
+cdef void take_out(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t k, double share) noexcept nogil
+@cython.locals(k=Py_ssize_t, density=double, n=double, position=double, progress=double, share=double)
+cdef void put_back(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t t) noexcept nogil
+@cython.locals(c=Py_ssize_t, w=Py_ssize_t, arrived_ms=double, backlog=double, batch=double, context=double,
+    decoding=double, fused=double, in_flight=double, iteration_ms=double, kv_tokens=double, share=double)
+cdef void limit_prefill(Params p, Load load, Knobs knobs, State s, Scratch x, Py_ssize_t b,
+    Py_ssize_t t) noexcept nogil
 @cython.locals(c=Py_ssize_t, j=Py_ssize_t, w=Py_ssize_t, left=double, mean_output=double, n=double, part=double,
     slots=double, taken=double, tokens=double, work_ms=double)
 cdef void measure_queue_heads(Params p, Load load, Knobs knobs, State s, Scratch x, Py_ssize_t b,
@@ -131,7 +154,7 @@ cdef Py_ssize_t oldest_waiting(State s, Py_ssize_t b, Py_ssize_t c, Py_ssize_t t
 @cython.locals(w=Py_ssize_t, arrived_ms=double, hit=double, new=double)
 cdef double add_listed_work(Params p, Load load, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t j,
     double part, double work_ms) noexcept nogil
-@cython.locals(gain=double)
+@cython.locals(at=double, excess=double, fall=double, gain=double, last_excess=double, step=double, sweeps=int)
 cdef double solve(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b, Py_ssize_t t) noexcept nogil
 @cython.locals(in_flight=double, kv_tokens=double)
 cdef double next_gain(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b, Py_ssize_t t,
@@ -143,24 +166,24 @@ cdef void find_survivors(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t 
 @cython.locals(at=Py_ssize_t, k=Py_ssize_t, density=double, older=double, older_pos=double, positions=double,
     requests=double, u=double, younger=double, younger_pos=double)
 cdef void find_class_survivors(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c) noexcept nogil
-@cython.locals(at=Py_ssize_t, c=Py_ssize_t, i=Py_ssize_t, budget_ms=double, cells=double, each_kv=double,
+@cython.locals(at=Py_ssize_t, blocked=bint, c=Py_ssize_t, i=Py_ssize_t, budget_ms=double, cells=double, each_kv=double,
     each_ms=double, in_flight=double, keep=double, kv_pool=double, kv_tokens=double, mean_tokens=double, n=double,
-    prefill_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, u=double)
+    prefill_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, tokens=double,
+    u=double)
 cdef (double, double) admit(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b, double gain) noexcept nogil
 @cython.locals(slots=double)
 cdef double open_slots(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b) noexcept nogil
+@cython.locals(more=double)
 cdef double room_in_cache(State s, Scratch x, Py_ssize_t b, Py_ssize_t c, double room, double fit) noexcept nogil
-cdef double prefill_limit(Params p, State s, Scratch x, Py_ssize_t b) noexcept nogil
-@cython.locals(churn=double, disagg=double, prompt_ms=double)
-cdef double admission_ms(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c) noexcept nogil
-@cython.locals(c=Py_ssize_t, batch=double, context=double, decoding=double, full_ms=double, iteration_ms=double,
-    prefill_share=double, resident=double, stolen_share=double, tpot=double)
+@cython.locals(prompt_ms=double)
+cdef double admission_ms(Params p, Scratch x, Py_ssize_t c) noexcept nogil
+@cython.locals(batch=double, context=double, iteration_ms=double, resident=double, stolen_share=double, tpot=double)
 cdef double tokens_gained(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b, double in_flight,
     double kv_tokens) noexcept nogil
 @cython.locals(decode_tokens=double)
 cdef double prompt_tokens_per_iteration(Params p, Knobs knobs, Py_ssize_t b, double resident) noexcept nogil
 @cython.locals(c=Py_ssize_t, tokens=double, weight=double, work_ms=double)
-cdef double prefill_ms_per_token(Params p, Scratch x) noexcept nogil
+cdef double prefill_ms_per_token(Params p, State s, Scratch x, Py_ssize_t b) noexcept nogil
 @cython.locals(c=Py_ssize_t, spec=Py_ssize_t, rate=double, requests=double, weight=double)
 cdef double tokens_per_verify(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b) noexcept nogil
 @cython.locals(iteration_ms=double, new=double, old_ms=double)
@@ -181,19 +204,16 @@ cdef double write_tokens(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t 
     double progress) noexcept nogil
 @cython.locals(k=Py_ssize_t, ended=double, mean_output=double)
 cdef void retire_cohorts(Params p, State s, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c, double progress) noexcept nogil
-@cython.locals(c=Py_ssize_t, prompts_each=double, total_ms=double)
-cdef double recompute_all_ms(Params p, Scratch x) noexcept nogil
-@cython.locals(c=Py_ssize_t, again=double, cached=double, churned=double, kv_tokens=double, lost_prompts=double,
-    mean_output=double, pool=double)
+@cython.locals(c=Py_ssize_t, again=double, cached=double, churned=double, kv_tokens=double, mean_output=double,
+    pool=double)
 cdef void measure_cache(Params p, State s, Scratch x, Metrics m, Py_ssize_t b, double written) noexcept nogil
 @cython.locals(c=Py_ssize_t, judged=double, missed=double, overdue=double, prefilling=double)
 cdef void measure_ttft(Params p, Load load, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b,
     Py_ssize_t t) noexcept nogil
 @cython.locals(c=Py_ssize_t, ahead=double, backlog=double, chunks=double, seen=double, service=double, up_to=double)
 cdef void estimate_ttft(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b) noexcept nogil
-@cython.locals(c=Py_ssize_t, cap=double, chunks=double, class_residual_ms=double, full_iteration_ms=double,
-    load=double, long_utilisation=double, replicas=double, residual_chunk_ms=double, residual_ms=double,
-    service_ms=double, share=double, utilisation=double)
+@cython.locals(c=Py_ssize_t, chunks=double, class_residual_ms=double, load=double, long_utilisation=double,
+    replicas=double, residual_chunk_ms=double, residual_ms=double, service_ms=double, share=double, utilisation=double)
 cdef void find_prefill_queue(Params p, State s, Scratch x, Py_ssize_t b, double backlog) noexcept nogil
 @cython.locals(c=Py_ssize_t, admitted=double, deviation=double, excess=double, margin=double, most=double,
     running=double, variance=double, z=double)

@@ -41,8 +41,6 @@ MAX_PIECES: Final = 48
 arrival and class, which a step's admissions seldom exceed."""
 MEASURED_ACCEPT_RATE: Final = 0.65
 """Base acceptance rate that stands for the measured tokens per verification step. Specification, medium task."""
-FIRST_PREFILL_CAP: Final = 0.85
-"""Share of the time that prefill may take before an episode's first iteration. Chosen; one sweep forgets it."""
 
 _REPORTED: Final = {list(METRICS).index(name): kind for name, kind in get_type_hints(MetricsSnapshot).items()}
 _reported: Final = itemgetter(*_REPORTED)
@@ -53,16 +51,17 @@ _CONVERTED: Final = [(i, _FROM_FLOAT[kind]) for i, kind in _REPORTED.items() if 
 
 @dataclass(frozen=True, slots=True)
 class EngineParams:
-    """How the modelled engine behaves beyond its operator times."""
+    """How the modelled engine behaves beyond its operator times.
+
+    It is vLLM with ``--scheduling-policy priority``: of the lowest class, the request admitted last is preempted first.
+    A replica that restarts drops its requests at once, and the other replicas compute them again.
+    """
 
     disagg_limit: float = 0.98
     """Most of a prefill GPU's time that prefill may take. Chosen: the GPU does nothing else."""
-    recompute_factor: float = 1.5
-    """Extra prefill work per unit of overcommitted KV cache. Chosen: preempted requests recompute their prompt and part
-    of their output."""
-    churn_factor: float = 0.9
+    churn_factor: float = 0.65
     """Output tokens recomputed per output token of a request that is admitted into a full KV pool. Measured: fitted to
-    the discrete-event reference on pools of 0.2, 0.3 and 0.5."""
+    the discrete-event reference on constant pools of 0.2 to 0.8 of tasks 1 and 2."""
     load_weight: float = 0.3
     """Weight of the newest step in the prefill load that decides how long prompts queue. Chosen: about 3 s of memory in
     steps of 1 s."""
@@ -156,7 +155,6 @@ class ServingParams:
             "ttft_offset_ms": float(meta["tau_ms"]),
             "token_budget": float(meta["max_batched_tokens"]),
             "disagg_limit": engine.disagg_limit,
-            "recompute_factor": engine.recompute_factor,
             "churn_factor": engine.churn_factor,
             "load_weight": engine.load_weight,
             "block_slack_tokens": engine.block_slack_tokens,
@@ -313,8 +311,6 @@ class ServingFleet:
             array[index] = 0
         self.state.rows["rollout_share"][index] = 1.0
         self.state.rows["rate_ema"][index] = self.params.nominal_rate_rps
-        self.state.rows["prefill_ratio"][index] = 1.0
-        self.state.rows["prefill_cap"][index] = FIRST_PREFILL_CAP
 
     def step(self, lo: int = 0, hi: int | None = None) -> None:
         """Serve one step in rows ``lo`` to ``hi``; every row must have steps left."""

@@ -18,6 +18,9 @@ from scipy.interpolate import RegularGridInterpolator
 
 import simulator.kernel as compiled
 import simulator.serving as serving
+from agents.episodes import run_episodes
+from agents.evaluate import agents_for
+from agents.registry import make_agent
 from env.batch import ServingBatch
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.tasks import get_task, list_tasks, parse_task
@@ -62,15 +65,19 @@ def test_requests_are_conserved(task_id: Any) -> None:
         state = batch.fleet.state.rows
         arrived = batch.fleet.arrivals[:, : t + 1].sum(axis=(1, 2))
         queue, running = state["queue"].sum(axis=1), state["in_flight"].sum(axis=1)
+        preempted = state["preempted"].sum(axis=1)
         assert np.allclose(arrived, total["admitted"] + total["rejected"] + queue, rtol=1e-9, atol=1e-6)
-        assert np.allclose(total["admitted"], total["completed"] + running, rtol=1e-9, atol=1e-6)
+        assert np.allclose(total["admitted"], total["completed"] + running + preempted, rtol=1e-9, atol=1e-6)
         assert (queue <= 512 + 1e-9).all()
         assert (batch.metric["completed"] > -1e-6).all()
 
 
 @pytest.mark.parametrize("task_id", TASKS)
 def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> None:
-    """Nobody writes more than an output, however short it is compared with what a request could gain in a second."""
+    """Nobody writes more than an output, however short it is compared with what a request could gain in a second.
+
+    Pools are large and replicas do not restart, so that nobody is preempted, who would run on among others.
+    """
     batch = batch_of(task_id, 8)
     batch.reset(range(8))
     fleet, rng = batch.fleet, np.random.default_rng(4)
@@ -93,7 +100,9 @@ def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> No
     for t in range(160):
         if t % 4 == 0:
             actions = random_actions(rng, 8)
+            actions[:, [0, 2, 3, 4]] = 1.0, 16.0, 0.0, 0.0
         batch.step(actions)
+        assert not fleet.state.rows["preempted"].any()
         gain = fleet.state.rows["gain_tokens"].copy()
         seen.append(fleet.state.rows["density"][:, :, t] * gain[:, None])
         progress.append(progress[-1] + gain)
@@ -102,6 +111,34 @@ def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> No
     admissions = np.array(seen)
     expected = [sum(written(row, cls) for cls in range(fleet.params.n_classes)) for row in range(8)]
     assert tokens == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_preempted_requests_run_on_and_write_the_rest_of_their_outputs(task_id: Any) -> None:
+    """Pools shrink and replicas restart for a minute, so that a request is preempted once on average; then none comes.
+
+    What is preempted together runs on from its mean position, so some outputs end a little early.
+    """
+    batch = batch_of(task_id, 8)
+    batch.reset(range(8))
+    fleet, rng = batch.fleet, np.random.default_rng(6)
+    fleet.arrivals[:, 60:] = 0.0
+    tokens, preempted, admitted = np.zeros(8), np.zeros(8), np.zeros((8, fleet.params.n_classes))
+    for t in range(fleet.n_steps):
+        actions = np.tile([1.0, 0.0, 256.0, 0.0, 0.0], (8, 1))
+        if t < 60 and t % 5 == 4:
+            actions[:, 0] = rng.uniform(0.1, 1.0, 8)
+            actions[:, 4] = 2.0 if t % 15 == 14 else 0.0
+        batch.step(actions)
+        state = fleet.state.rows
+        admitted += state["density"][:, :, t] * state["gain_tokens"][:, None]
+        tokens += batch.metric["tokens_per_sec"]
+        preempted += batch.metric["eviction_events"]
+    busy = admitted.sum(axis=1) > 100.0
+    assert busy.any()
+    assert (preempted[busy] > 30.0).all()
+    assert (state["preempted"].sum(axis=1) < 1.0).all()
+    assert tokens[busy] == pytest.approx((admitted @ fleet.params.stats.output_cdf_tokens.mean(axis=1))[busy], rel=0.15)
 
 
 @pytest.mark.parametrize("task_id", TASKS)
@@ -374,6 +411,30 @@ def interpreted_kernel() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_every_step_has_one_pace_and_it_is_found(task_id: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more sweep changes the gain by less than 1e-3, whatever the agent does, and there is no other solution."""
+    kernel = interpreted_kernel()
+    solve, changes, solutions, at = kernel.solve, [], [], np.linspace(-4.0, 4.0, 16)
+
+    def watched(p: Any, knobs: Any, s: Any, x: Any, m: Any, b: int, t: int) -> float:
+        gain: float = solve(p, knobs, s, x, m, b, t)
+        if t % 20 == 5 and gain > 1e-6:  # a fleet that is down stands still, whatever its requests could gain
+            next_gains = [kernel.next_gain(p, knobs, s, x, m, b, t, gain * np.exp(y)) for y in at]
+            excess = np.log(np.array(next_gains) / gain) - at
+            solutions.append(int((np.diff(np.sign(excess)) != 0.0).sum()))
+        changes.append(abs(kernel.next_gain(p, knobs, s, x, m, b, t, gain) / gain - 1.0))
+        return gain
+
+    monkeypatch.setattr(kernel, "solve", watched)
+    monkeypatch.setattr(serving, "ServingKernel", kernel.ServingKernel)
+    task = get_task(task_id)
+    for name in agents_for(task, ["all"]):
+        run_episodes(task, make_agent(name, task), [10_000])
+    assert max(changes) < 1e-3
+    assert set(solutions) == {1}
 
 
 @given(st.integers(0, 2**32 - 1))
