@@ -54,7 +54,7 @@ EPS_FLOW = 1e-12
 EPS = 1e-9
 """Least divisor of a rate, a mean or a share, whatever its unit."""
 EPS_WEIGHT = 1e-6
-"""Requests added to each class's weight in a mean over admissions: with none, every class counts the same."""
+"""Requests added to each class's weight in a mean over what waits: with none, every class counts the same."""
 MIN_REPLICAS_UP = 1e-6
 """Replicas in service below which the fleet is down."""
 EPS_SHARE = 1e-12

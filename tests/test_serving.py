@@ -417,24 +417,33 @@ def interpreted_kernel() -> ModuleType:
 def test_every_step_has_one_pace_and_it_is_found(task_id: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more sweep changes the gain by less than 1e-3, whatever the agent does, and there is no other solution."""
     kernel = interpreted_kernel()
-    solve, changes, solutions, at = kernel.solve, [], [], np.linspace(-4.0, 4.0, 16)
+    solve, next_gain, at = kernel.solve, kernel.next_gain, np.linspace(-4.0, 4.0, 16)
+    changes, solutions, sweeps = [], [], []
+
+    def counted(*arguments: Any) -> float:
+        sweeps[-1] += 1
+        return float(next_gain(*arguments))
 
     def watched(p: Any, knobs: Any, s: Any, x: Any, m: Any, b: int, t: int) -> float:
+        sweeps.append(0)
         gain: float = solve(p, knobs, s, x, m, b, t)
         if t % 20 == 5 and gain > 1e-6:  # a fleet that is down stands still, whatever its requests could gain
-            next_gains = [kernel.next_gain(p, knobs, s, x, m, b, t, gain * np.exp(y)) for y in at]
+            next_gains = [next_gain(p, knobs, s, x, m, b, t, gain * np.exp(y)) for y in at]
             excess = np.log(np.array(next_gains) / gain) - at
             solutions.append(int((np.diff(np.sign(excess)) != 0.0).sum()))
-        changes.append(abs(kernel.next_gain(p, knobs, s, x, m, b, t, gain) / gain - 1.0))
+        changes.append(abs(next_gain(p, knobs, s, x, m, b, t, gain) / gain - 1.0))
         return gain
 
     monkeypatch.setattr(kernel, "solve", watched)
+    monkeypatch.setattr(kernel, "next_gain", counted)
     monkeypatch.setattr(serving, "ServingKernel", kernel.ServingKernel)
     task = get_task(task_id)
     for name in agents_for(task, ["all"]):
         run_episodes(task, make_agent(name, task), [10_000])
     assert max(changes) < 1e-3
     assert set(solutions) == {1}
+    assert np.mean(sweeps) < 4.0
+    assert max(sweeps) <= 20
 
 
 @given(st.integers(0, 2**32 - 1))
