@@ -143,7 +143,6 @@ SCRATCH: Final[Mapping[str, ArraySpec]] = {
     "end_prompts": ArraySpec("C", "tokens", "their prompts, summed"),
     "end_positions": ArraySpec("C", "tokens", "their outputs so far, summed"),
     "prefill_ms": ArraySpec("", "ms", "prefill time of all admissions, recomputation included"),
-    "prefill_share": ArraySpec("", "share", "time that prefill takes"),
     "iteration_ms": ArraySpec("", "ms", "decode iteration"),
     # prefill queue of a replica
     "p_busy": ArraySpec("", "probability", "P(a replica runs something when a request joins it)"),

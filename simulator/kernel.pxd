@@ -85,7 +85,7 @@ cdef class Scratch(Views):
     # fixed point: admissions and the mean batch
     cdef public double[::1] prompt_ms, admitted, admissible, end_requests, end_prompts, end_positions
     cdef public double[::1] resumed, kv_bound
-    cdef public double prefill_ms, prefill_share, iteration_ms
+    cdef public double prefill_ms, iteration_ms
     # prefill queue of a replica
     cdef public double p_busy, decode_share_ms, cycle_ms, packed_ms, load, utilisation, residual_ms, residual_chunk_ms
     cdef public double pooling, growth_ms, p_no_slot, slot_wait_ms
@@ -134,7 +134,7 @@ cdef double prefix_hit_share(Params p, double cached_tokens) noexcept nogil
 cdef void preempt(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t) noexcept nogil
 @cython.locals(c=Py_ssize_t, k=Py_ssize_t, stay=double)
 cdef void interrupt(Params p, State s, Scratch x, Py_ssize_t b, double share) noexcept nogil
-@cython.locals(at=Py_ssize_t, half_cell=double, integral=double, part=double, u=double)
+@cython.locals(at=Py_ssize_t, u=double)
 cdef void measure_cohort(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t k, Py_ssize_t end,
     double progress) noexcept nogil
 @cython.locals(density=double, prompts=double, requests=double)
@@ -198,10 +198,11 @@ cdef double prefill_ratio(Params p, State s, Py_ssize_t b, Py_ssize_t c, Py_ssiz
 @cython.locals(c=Py_ssize_t, admitted=double, completed=double, n=double, prefill_share=double, progress=double,
     running=double, written=double)
 cdef void commit(Params p, State s, Scratch x, Metrics m, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
-@cython.locals(at=Py_ssize_t, k=Py_ssize_t, before=double, bend=double, density=double, half_cell=double,
-    part=double, total=double, u=double, written=double)
+@cython.locals(k=Py_ssize_t, before=double, density=double, total=double, written=double)
 cdef double write_tokens(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c,
     double progress) noexcept nogil
+@cython.locals(at=Py_ssize_t, bend=double, part=double, u=double)
+cdef double written_up_to(Params p, Scratch x, Py_ssize_t c, Py_ssize_t k, double y) noexcept nogil
 @cython.locals(k=Py_ssize_t, ended=double, mean_output=double)
 cdef void retire_cohorts(Params p, State s, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c, double progress) noexcept nogil
 @cython.locals(c=Py_ssize_t, again=double, cached=double, churned=double, kv_tokens=double, mean_output=double,

@@ -349,23 +349,17 @@ def measure_cohort(p: Params, s: State, x: Scratch, b: int, c: int, k: int, end:
 
     Edges must be located there. Requests, their outputs so far, and tokens written by these and by the ended ones.
     """
-    half_cell = 0.5 / p.cells_per_token
     at = x.edge_at[k]
     u = x.edge_part[k]
-    part = p.length_integrals[c, at + 2]
-    integral = p.length_integrals[c, at] + u * part
-    x.cohort_requests = integral
+    x.cohort_requests = p.length_integrals[c, at] + u * p.length_integrals[c, at + 2]
     x.cohort_positions = p.length_integrals[c, at + 1] + u * p.length_integrals[c, at + 3]
-    # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
-    x.cohort_written = (progress - s.progress[b, k]) * integral + half_cell * u * (1.0 - u) * part
+    x.cohort_written = written_up_to(p, x, c, k, progress - s.progress[b, k])
     if k + 1 < end:
         at = x.edge_at[k + 1]
         u = x.edge_part[k + 1]
-        part = p.length_integrals[c, at + 2]
-        integral = p.length_integrals[c, at] + u * part
-        x.cohort_requests -= integral
+        x.cohort_requests -= p.length_integrals[c, at] + u * p.length_integrals[c, at + 2]
         x.cohort_positions -= p.length_integrals[c, at + 1] + u * p.length_integrals[c, at + 3]
-        x.cohort_written -= (progress - s.progress[b, k + 1]) * integral + half_cell * u * (1.0 - u) * part
+        x.cohort_written -= written_up_to(p, x, c, k + 1, progress - s.progress[b, k + 1])
     x.cohort_written -= x.cohort_positions
 
 
@@ -695,8 +689,8 @@ def tokens_gained(
     # What grows beyond the pool within the step runs by turns; the next step preempts it.
     resident = max(min(batch, x.kv_pool_tokens / (context + p.block_slack_tokens)), EPS)
     iteration_ms = decode_iteration_ms(p, knobs, s, x, b, max(resident, 1.0), context)
-    x.prefill_share = min(x.prefill_ms / (x.up * p.dt_ms), x.prefill_limit)
-    stolen_share = x.prefill_share * (1.0 - x.disagg_share)
+    s.prefill_share[b] = min(x.prefill_ms / (x.up * p.dt_ms), x.prefill_limit)
+    stolen_share = s.prefill_share[b] * (1.0 - x.disagg_share)
     tpot = iteration_ms / tokens_per_verify(p, knobs, s, x, b) / (1.0 - stolen_share)
     if batch > resident:
         tpot *= batch / resident
@@ -827,7 +821,6 @@ def commit(p: Params, s: State, x: Scratch, m: Metrics, b: int, t: int, gain: fl
         if x.resumed[c] > 0.0:
             put_back(p, s, x, b, c, t)
         retire_cohorts(p, s, b, t, c, progress)
-    s.prefill_share[b] = x.prefill_share
     m.admitted[b] = admitted
     m.completed[b] = completed
     m.running_requests[b] = running
@@ -842,23 +835,27 @@ def write_tokens(p: Params, s: State, x: Scratch, b: int, t: int, c: int, progre
     ended before. Over the positions of a cohort, that sums to y times this integral less the one of y*S. (Requests in
     flight at both ends of a step would tell wrongly: many may come and go within it.)
     """
-    half_cell = 0.5 / p.cells_per_token
     total = 0.0
     before = 0.0
     for k in range(s.first_running[b, c], t + 1):
-        at = x.edge_at[k]
-        u = x.edge_part[k]
-        part = p.length_integrals[c, at + 2]
-        # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
-        bend = half_cell * u * (1.0 - u) * part
         density = s.density[b, c, k]
         # Up to this edge one cohort counts, beyond it the one before.
-        total += (density - before) * ((progress - s.progress[b, k]) * (p.length_integrals[c, at] + u * part) + bend)
+        total += (density - before) * written_up_to(p, x, c, k, progress - s.progress[b, k])
         before = density
     total -= x.end_positions[c]  # the integrals of y*S, summed in the same way
     written = total - s.written_tokens[b, c]
     s.written_tokens[b, c] = total
     return max(written, 0.0)
+
+
+def written_up_to(p: Params, x: Scratch, c: int, k: int, y: float) -> float:
+    """``y`` times the integral of S up to ``y``, where edge ``k`` is located, and the bend of the integral of y*S."""
+    at = x.edge_at[k]
+    u = x.edge_part[k]
+    part = p.length_integrals[c, at + 2]
+    # Within a cell S is even, so the integral of y*S, a line in the table, is a parabola.
+    bend = 0.5 / p.cells_per_token * u * (1.0 - u) * part
+    return y * (p.length_integrals[c, at] + u * part) + bend
 
 
 def retire_cohorts(p: Params, s: State, b: int, t: int, c: int, progress: float) -> None:

@@ -23,6 +23,7 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
+from env.batch import ServingBatch
 from env.reference import ReferenceBatch
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
@@ -175,21 +176,31 @@ class Solver:
         """Mean objective of constant actions (N, 5) over the seeds, (N,)."""
         return self._values(len(actions), seeds, lambda part: ActionsAgent(actions[part], len(seeds)))
 
-    def values_of_policies(self, params: ModeParams, seeds: Sequence[int]) -> FloatArray:
-        """Mean objective of mode policies (P) over the seeds, (P,)."""
+    def values_of_policies(
+        self, params: ModeParams, seeds: Sequence[int], batch_type: Callable[..., ServingBatch] = ServingBatch
+    ) -> FloatArray:
+        """Mean objective of mode policies (P) over the seeds, (P,); ``batch_type`` plays the episodes."""
 
         def agent(part: slice) -> Agent:
             return ModeAgent(params.select(part), self.task, len(seeds))
 
-        return self._values(len(params), seeds, agent)
+        return self._values(len(params), seeds, agent, batch_type)
 
-    def _values(self, n: int, seeds: Sequence[int], agent: Callable[[slice], Agent]) -> FloatArray:
+    def _values(
+        self,
+        n: int,
+        seeds: Sequence[int],
+        agent: Callable[[slice], Agent],
+        batch_type: Callable[..., ServingBatch] = ServingBatch,
+    ) -> FloatArray:
         at_once = max(1, ROWS_AT_ONCE // len(seeds))
         values = np.empty(n)
         for start in range(0, n, at_once):
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
-            results = run_episodes(self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration)
+            results = run_episodes(
+                self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, batch_type=batch_type
+            )
             values[part] = self._objective(results, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
 
@@ -319,7 +330,7 @@ class Solver:
         if last[0] > best[0] and last[1] >= least:
             allowed.insert(0, last)
         leading = [params for *_, params in allowed[: self.budget.finalists]]
-        if self.budget.finalists > 1:
+        if self.budget.finalists > 1 and not any(params is candidates[0] for params in leading):
             leading.append(candidates[0])
         chosen = self._best_in_reference(leading)
         return chosen, self.validated(chosen)
@@ -329,21 +340,16 @@ class Solver:
         if len(policies) == 1:
             return policies[0]
         self._progress(f"reference: {len(policies)} policies", 0.99)
-        values = [self._in_reference(params) for params in policies]
+        values = [self._value(params, self.budget.reference_seeds, ReferenceBatch) for params in policies]
         return policies[int(np.argmax(values))]
-
-    def _in_reference(self, params: ModeParams) -> float:
-        agent = ModeAgent(params, self.task, len(self.budget.reference_seeds))
-        results = run_episodes(
-            self.task, agent, self.budget.reference_seeds, calibration=self.calibration, batch_type=ReferenceBatch
-        )
-        return float(self._objective(results, self.calibration).mean())
 
     def _training_value(self, params: ModeParams) -> float:
         return self._value(params, self.budget.seeds)
 
-    def _value(self, params: ModeParams, seeds: Sequence[int]) -> float:
-        return float(self.values_of_policies(params, seeds)[0])
+    def _value(
+        self, params: ModeParams, seeds: Sequence[int], batch_type: Callable[..., ServingBatch] = ServingBatch
+    ) -> float:
+        return float(self.values_of_policies(params, seeds, batch_type)[0])
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
         """Best pairs of the static action and a second setting, in either order behind each gate of the library."""
