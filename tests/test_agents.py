@@ -43,6 +43,8 @@ from inferencegym.tasks import UNCALIBRATED, get_calibration, get_task, list_tas
 from tests.desk import Desk
 
 TINY = Budget(
+    finalists=2,
+    reference_seeds=(1,),
     grid={k: v[::2] for k, v in COARSE.items()},
     coarse={
         "kv_budget": (0.3, 0.9),
