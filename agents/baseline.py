@@ -1,17 +1,25 @@
-"""Naive baseline: an agent that keeps the default knob values, and its scores."""
+"""Baselines that keep one setting, and their scores: the plan's (``naive``), an engine's defaults, random search."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from agents.policies.constant import ConstantAgent
+from agents.policies.stored import policy_dir, policy_path, read_constant_policy
+from agents.policies.vllm_defaults import vllm_defaults
+from agents.protocol import BASELINES
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
-from inferencegym.models import NAIVE_ACTION
-from inferencegym.tasks import TaskId, list_tasks
+from inferencegym.models import NAIVE_ACTION, ServeAction
+from inferencegym.tasks import TaskId, TaskSpec, list_tasks
+from simulator.tables import tables_of
 
 BASELINE_ACTION: Final = NAIVE_ACTION
-"""Default knob values: whole KV pool, no speculation, batch size 32, prefill on the same GPU as decoding, FP16."""
+"""The plan's baseline: whole KV pool, no speculation, batch size 32, prefill on the same GPU as decoding, FP16.
+
+It is no engine's default: that is :func:`agents.policies.vllm_defaults.vllm_defaults`.
+"""
 
 BASELINE_SEED: Final = 0
 
@@ -23,33 +31,59 @@ class NaiveAgent(ConstantAgent):
         super().__init__(BASELINE_ACTION)
 
 
-def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED) -> dict[str, Any]:
-    """Run one episode with the naive action: ``{"task_id", "score", "breakdown", "action_config"}``."""
+def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED, action: ServeAction = BASELINE_ACTION) -> dict[str, Any]:
+    """Run one episode with one action: ``{"task_id", "score", "breakdown", "action_config"}``."""
     env = InferenceEnv(task_id=task_id, seed=seed)
     env.reset()
     while not env.done:
-        env.step(BASELINE_ACTION)
+        env.play(action)
     grade = GraderModule().score(task_id, env.episode_log)
     return {
         "task_id": env.task_id,
         "score": grade["score"],
         "breakdown": grade["breakdown"],
-        "action_config": BASELINE_ACTION.to_dict(),
+        "action_config": action.to_dict(),
     }
 
 
 def run_all_baselines() -> dict[str, Any]:
-    """Scores of the naive agent on every task that is not a recorded trace; deterministic.
+    """Scores of the baselines on every task that is not a recorded trace; deterministic.
 
-    ``scores`` and ``breakdown`` are keyed ``task1``, ``task2``, ...; ``expected_range`` is the range that the task's
-    data declare for this agent.
+    ``scores``, ``breakdown`` and ``action_config`` are the naive agent's, the first two keyed ``task1``, ``task2``,
+    ...; ``expected_range`` is the range that the task's data declare for it. ``baselines`` has all of
+    :data:`agents.protocol.BASELINES` with their ``description``, and by task ``scores``, ``breakdown`` and
+    ``action_config``; a task for which no random search is stored (one that was not calibrated) is left out there.
     """
     tasks = list_tasks()
-    results = {f"task{task.task_id}": run_baseline(task.task_id) for task in tasks}
+    results = {name: _on_all(name, tasks) for name in BASELINES}
+    naive = results["naive"]
     return {
-        "scores": {key: result["score"] for key, result in results.items()},
+        "scores": naive["scores"],
         "expected_range": {f"task{t.task_id}": list(t.expected_baseline) for t in tasks if t.expected_baseline},
-        "breakdown": {key: result["breakdown"] for key, result in results.items()},
+        "breakdown": naive["breakdown"],
         "action_config": BASELINE_ACTION.to_dict(),
         "seed": BASELINE_SEED,
+        "agent": "naive",
+        "baselines": results,
     }
+
+
+def _on_all(name: str, tasks: list[TaskSpec]) -> dict[str, Any]:
+    played = {}
+    for task in tasks:
+        if name == "random_search" and not _stored(task).exists():
+            continue
+        played[f"task{task.task_id}"] = run_baseline(task.task_id, BASELINE_SEED, _action(name, task))
+    columns = {"scores": "score", "breakdown": "breakdown", "action_config": "action_config"}
+    by_task = {column: {key: result[field] for key, result in played.items()} for column, field in columns.items()}
+    return {"description": BASELINES[name], **by_task}
+
+
+def _action(name: str, task: TaskSpec) -> ServeAction:
+    if name == "random_search":
+        return read_constant_policy(_stored(task))
+    return BASELINE_ACTION if name == "naive" else vllm_defaults(tables_of(task.hardware))
+
+
+def _stored(task: TaskSpec) -> Path:
+    return policy_path("random_search", task.task_id, policy_dir(task))

@@ -74,17 +74,18 @@ def run_episodes(
     reference (:class:`env.reference.ReferenceBatch`). ``after_step`` is called after every step, to show progress.
     """
     batch = batch_type(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
-    steps = batch.config.episode_length
-    metrics = {name: np.empty((steps, batch.n_rows)) for name in (*GRADED, *keep)}
-    actions = np.empty((steps, batch.n_rows, len(batch.mask)))
+    length, hold = batch.config.episode_length, batch.hold
+    metrics = {name: np.empty((length, batch.n_rows)) for name in (*GRADED, *keep)}
+    actions = np.empty((length, batch.n_rows, len(batch.mask)))
     returns = np.zeros(batch.n_rows)
-    observation = batch.reset(list(seeds))
+    batch.reset(list(seeds))
     agent.reset(batch.n_rows)
-    for t in range(steps):
-        actions[t] = snap(agent.act(observation), batch.mask)
-        observation = batch.step(actions[t])
+    for t in range(0, length, hold):
+        seconds = min(hold, length - t)
+        actions[t : t + seconds] = snap(agent.act(batch.full_observation()), batch.mask)
+        batch.step(actions[t])
         returns += batch.reward
         for name, column in metrics.items():
-            column[t] = batch.metric[name]
+            column[t : t + seconds] = batch.second(name)[:seconds]
         after_step()
     return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)

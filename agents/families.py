@@ -10,12 +10,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from agents.protocol import BASELINES
 from env.family import EpisodeEnv, Family, Policy
 from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskId
 
 SERVING_POLICIES: Final[Mapping[str, str]] = {
-    "naive": "Default knobs, never changed: batch size 32, FP16, the whole KV pool.",
+    **BASELINES,
     "random": "Every knob drawn anew each second.",
     "hill_climb": "Changes one knob at a time and keeps changes that helped; uses no model.",
     "heuristic": "Rules an operator would write: capacity planning, and a second setting for floods.",
@@ -39,14 +41,23 @@ TRAFFIC_POLICIES: Final[Mapping[str, str]] = {
 def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     """An agent of :mod:`agents.registry` (``naive``, ``random:7``, ...) for one serving episode."""
     from agents.registry import make_agent
+    from env.inference_env import InferenceEnv
     from inferencegym.spaces.actions import action_mask, from_row, snap
-    from inferencegym.spaces.observations import to_array
     from inferencegym.tasks import get_task
+    from simulator.tables import tables_of
 
+    assert isinstance(env, InferenceEnv)
     task = get_task(env.task_id)
     agent, mask = make_agent(spec, task), action_mask(task.active_actions)
     agent.reset(1)
-    return lambda observation: from_row(snap(agent.act(to_array(observation)[None, :]), mask)[0])
+    last_tier = tables_of(task.hardware).n_tiers - 1
+
+    def act(_: Any) -> ServeAction:
+        knobs = snap(agent.act(env.observation_row(fleet=True)[None, :]), mask)[0]
+        knobs[-1] = min(knobs[-1], last_tier)  # a table may have fewer precisions than the knob
+        return from_row(knobs)
+
+    return act
 
 
 def make_traffic_policy(name: str, env: EpisodeEnv) -> Policy:

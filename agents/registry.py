@@ -1,11 +1,18 @@
 """Registry of agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
-A new agent is one line: ``register("ppo", PpoAgent.for_task)``.
+A new agent is one line: ``register("ppo", PpoAgent.for_task)``. The command line also takes one of the user's own,
+``package.module:Class`` (:func:`load_own_agents`); servers do not.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from agents.baseline import NaiveAgent
@@ -15,11 +22,13 @@ from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
 from agents.policies.stored import policy_dir, policy_path, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ModeAgent
+from agents.policies.vllm_defaults import VllmDefaultsAgent
 from agents.protocol import Agent, AgentFactory
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
+from simulator.tables import tables_of
 
 AGENTS: Final[dict[str, AgentFactory]] = {}
 """Name of each agent -> factory."""
@@ -40,6 +49,61 @@ def make_agent(spec: str, task: TaskSpec) -> Agent:
     if name not in AGENTS:
         raise InvalidConfigError(f"agent {spec!r} is unknown: one of {', '.join(AGENTS)}")
     return AGENTS[name](task, argument)
+
+
+def load_own_agents(specs: Iterable[str]) -> None:
+    """Import and register the classes among these agents that are written ``package.module:Class``.
+
+    Modules are looked for in the working directory, too. A class is called with the task, or with nothing if it takes
+    nothing; what it makes has the methods of :class:`agents.protocol.Agent`. Raises :class:`InvalidConfigError` if
+    there is no such module or class, or the module fails when it is imported.
+    """
+    for spec in specs:
+        module_name, _, class_name = spec.partition(":")
+        if module_name in AGENTS or not class_name:
+            continue  # a registered one, or an unknown name, which make_agent refuses
+        module = _module(spec, module_name)
+        _class_of(module, class_name, spec)
+        register(module_name, partial(_own, module))
+
+
+def _module(spec: str, name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` has it
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise InvalidConfigError(f"agent {spec!r}: {name} needs a module that is missing: {error.name}") from error
+        raise InvalidConfigError(
+            f"agent {spec!r} is unknown: it is none of {', '.join(AGENTS)}, and there is no module {error.name!r}; "
+            "name an agent of your own package.module:Class, in the folder that holds the package or with it installed"
+        ) from error
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise InvalidConfigError(f"agent {spec!r}: importing {name} failed: {error!r}") from error
+
+
+def _class_of(module: ModuleType, name: str, spec: str) -> type[Agent]:
+    found = getattr(module, name, None)
+    if not isinstance(found, type) or not _is_agent(found):
+        there = [each for each, value in vars(module).items() if isinstance(value, type) and _is_agent(value)]
+        what = "has no class" if found is None else "has something else than an agent's class as"
+        raise InvalidConfigError(
+            f"agent {spec!r}: {module.__name__} {what} {name}; an agent is a class with the methods reset(n_rows) and "
+            f"act(observation), of which it has {', '.join(there) or 'none'}"
+        )
+    return found
+
+
+def _is_agent(value: type) -> bool:
+    return all(callable(getattr(value, method, None)) for method in ("reset", "act"))
+
+
+def _own(module: ModuleType, task: TaskSpec, class_name: str) -> Agent:
+    agent = _class_of(module, class_name, f"{module.__name__}:{class_name}")
+    takes_task = bool(inspect.signature(agent).parameters)
+    return agent(task) if takes_task else agent()  # type: ignore[call-arg]
 
 
 def _naive(task: TaskSpec, argument: str) -> Agent:
@@ -64,6 +128,14 @@ def _best_static(task: TaskSpec, argument: str) -> Agent:
     return ConstantAgent(read_constant_policy(_path("best_static", task, argument)))
 
 
+def _random_search(task: TaskSpec, argument: str) -> Agent:
+    return ConstantAgent(read_constant_policy(_path("random_search", task, argument)))
+
+
+def _vllm_defaults(task: TaskSpec, argument: str) -> Agent:
+    return VllmDefaultsAgent(tables_of(task.hardware))
+
+
 def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
     return ModeAgent(read_switching_policy(_path("best_adaptive", task, argument)), task)
 
@@ -86,6 +158,8 @@ def _ppo(task: TaskSpec, argument: str) -> Agent:
 
 register("random", _random)
 register("naive", _naive)
+register("vllm_defaults", _vllm_defaults)
+register("random_search", _random_search)
 register("constant", _constant)
 register("hill_climb", _hill_climb)
 register("heuristic", _heuristic)

@@ -140,6 +140,27 @@ def scalar_ours() -> Callable[[float], float]:
     return lambda seconds: rate(step, seconds, 1)
 
 
+def scalar_loads() -> dict[str, Callable[[float], float]]:
+    return {
+        "ours, task 1": scalar_ours(),
+        "ours, task 1, gymnasium.make": scalar_gymnasium_interface(),
+        SCALAR_PEER: scalar_cartpole(),
+    }
+
+
+def scalar_gymnasium_interface() -> Callable[[float], float]:
+    env = gymnasium.make("inferencegym.gym:InferenceGym/StaticUniform-v1")
+    env.reset(seed=0)
+    action = np.zeros(5, dtype=np.float32)
+
+    def step() -> None:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+
+    return lambda seconds: rate(step, seconds, 1)
+
+
 def scalar_cartpole() -> Callable[[float], float]:
     env = gymnasium.make("CartPole-v1")
     env.reset(seed=0)
@@ -371,7 +392,7 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
     return {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "vector": in_turns(vectors, seconds, rounds),
-        "scalar": in_turns({"ours, task 1": scalar_ours(), SCALAR_PEER: scalar_cartpole()}, seconds, rounds),
+        "scalar": in_turns(scalar_loads(), seconds, rounds),
         "network": network,
         "first_health_s": first_health(rounds),
         "durability": durability(min(seconds, 1.0), rounds),

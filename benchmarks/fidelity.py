@@ -336,7 +336,7 @@ def draw_coverage(path: Path) -> None:
     colours = ListedColormap(["#1a7f37", "#8fd19e", "#f2cc60", "#d1242f"])
     batches, prompts = (tables.axes[name].astype(int) for name in ("batch_size", "prompt_len_bucket"))
     figure, panels = pyplot.subplots(2, 3, figsize=(12.0, 6.4), constrained_layout=True, sharex=True, sharey=True)
-    names: Callable[[int], str] = ("FP16", "INT8", "INT4").__getitem__
+    names: Callable[[int], str] = tables.tiers.__getitem__
     for row, spec in enumerate((0, 3)):
         for tier in range(3):
             axes = panels[row, tier]

@@ -2,14 +2,16 @@
 
     python benchmarks/policy_fidelity.py               every task: results/policy_fidelity.json and .md, and the figure
     python benchmarks/policy_fidelity.py --task 1      one task; the others keep their results
+    python benchmarks/policy_fidelity.py --set agents  one of the sets below; the others keep their results
     python benchmarks/policy_fidelity.py --quick       few seeds and policies, printed only
 
 Every policy plays whole episodes second by second in both, with the same seeds: the same arrivals, prompts and operator
-times. In the reference it sees what the reference did. Three sets of policies:
+times. In the reference it sees what the reference did. Four sets of policies:
 
 - every agent, and canaries: agents whose knobs change in ways that exploited errors of a fluid model,
 - a ladder: random constant actions, random pairs of settings behind simple gates, and the agents,
-- the best of a search: of random changes of the solver's policies those that the fluid model scores highest.
+- the best of a search for exploits among timetables (`benchmarks/timetables.py`),
+- neighbours of the solver's policies: of random changes of them those that the fluid model scores highest.
 
 The figure needs the extra `report` (matplotlib).
 """
@@ -37,6 +39,7 @@ from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.search.solver import RESTARTING, SLOWEST_RAMP, Solver, gate_library, pair_policies
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
+from benchmarks.timetables import N_BRED, Timetables, best_timetables
 from env.batch import ServingBatch
 from env.reference import ReferenceBatch
 from inferencegym.models import ACTION_FIELDS
@@ -50,6 +53,9 @@ LADDER_TASKS: Final = ("1", "2", "3")
 SEARCH_TASKS: Final = ("2", "3")
 COMPONENT_TASKS: Final = ("3",)
 """Tasks whose components the document shows."""
+BREEDING_SEEDS: Final = 2
+"""Seeds on which timetables are searched; the best are compared on more."""
+TIMETABLES_AT_ONCE: Final = 500
 
 BATCHES: Final[Mapping[str, Callable[..., ServingBatch]]] = {
     "fluid": ServingBatch,
@@ -58,7 +64,11 @@ BATCHES: Final[Mapping[str, Callable[..., ServingBatch]]] = {
 }
 """What plays, by column; the last one is for tasks with knobs that restart replicas."""
 
-KINDS: Final = ("ladder", "search")
+KINDS: Final = ("ladder", "search", "near")
+SETS: Final = ("agents", *KINDS)
+
+SEARCHED: Final = {"search": "timetables", "near": "changes of the solver's policies"}
+"""What a search goes over."""
 
 HEADS: Final = {"fluid": "fluid model", "reference": "reference", "drain": "reference, drain"}
 
@@ -69,12 +79,13 @@ class Sizes(NamedTuple):
     seeds: int = 5
     ladder: int = 50
     ladder_seeds: int = 2
-    tried: int = 600
+    tried: int = 1500
+    changed: int = 600
     kept: int = 30
     search_seeds: int = 4
 
 
-QUICK: Final = Sizes(seeds=1, ladder=16, ladder_seeds=1, tried=40, kept=6, search_seeds=1)
+QUICK: Final = Sizes(seeds=1, ladder=16, ladder_seeds=1, tried=60, changed=40, kept=6, search_seeds=1)
 
 
 class Change(NamedTuple):
@@ -163,11 +174,27 @@ def near_solved(task: TaskSpec, n: int) -> ModeParams:
     return ModeParams(settings, gate, tried.stay, ramp)
 
 
-def best_of_search(task: TaskSpec, sizes: Sizes) -> ModeParams:
+def best_near_solved(task: TaskSpec, sizes: Sizes) -> ModeParams:
     """Of the policies near the solver's those that the fluid model scores highest."""
-    tried = near_solved(task, sizes.tried)
+    tried = near_solved(task, sizes.changed)
     values = Solver(task, get_calibration(task.task_id)).values_of_policies(tried, search_seeds(sizes))
     return tried.select(np.argsort(-values)[: sizes.kept])
+
+
+def exploits(task: TaskSpec, sizes: Sizes) -> FloatArray:
+    """Actions (T, N, 5) of the timetables that a search in the fluid model finds."""
+    seeds = search_seeds(sizes)[:BREEDING_SEEDS]
+
+    def values(actions: FloatArray) -> FloatArray:
+        parts = np.array_split(np.arange(actions.shape[1]), -(-actions.shape[1] // TIMETABLES_AT_ONCE))
+        scores = [
+            run_episodes(task, Timetables(actions[:, part], len(seeds)), seeds, n_rows=len(part) * len(seeds)).scores()
+            for part in parts
+        ]
+        mean: FloatArray = np.concatenate(scores).reshape(-1, len(seeds)).mean(axis=1)
+        return mean
+
+    return best_timetables(task, values, sizes.tried, sizes.kept)
 
 
 def search_seeds(sizes: Sizes) -> Sequence[int]:
@@ -179,15 +206,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", action="append", help="task id, repeatable (default: all)")
+    parser.add_argument("--set", action="append", choices=SETS, help="set of policies, repeatable (default: all)")
     parser.add_argument("--quick", action="store_true", help="few seeds and policies, printed only")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_fidelity.json")
     parser.add_argument("--no-figure", action="store_true", help="numbers only")
     options = parser.parse_args(arguments)
-    keep = options.task and options.out.exists() and not options.quick
+    sets = options.set or SETS
+    keep = (options.task or options.set) and options.out.exists() and not options.quick
     known = json.loads(options.out.read_text())["tasks"] if keep else {}
     for task in list_tasks(include_recorded=True):
         if not options.task or str(task.task_id) in options.task:
-            known[str(task.task_id)] = measure(task, QUICK if options.quick else Sizes())
+            before = known.get(str(task.task_id), {})
+            known[str(task.task_id)] = {**before, **measure(task, QUICK if options.quick else Sizes(), sets)}
             if not options.quick:
                 options.out.write_text(json.dumps({"tasks": known}, indent=1) + "\n")
     text = markdown(known)
@@ -198,27 +228,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
             draw(known, HERE / "figures" / "policy_fidelity.png")
 
 
-def measure(task: TaskSpec, sizes: Sizes) -> dict[str, Any]:
-    """Grades and their parts of every policy on a task, in the fluid model and in the reference."""
+def measure(task: TaskSpec, sizes: Sizes, sets: Sequence[str]) -> dict[str, Any]:
+    """Grades and their parts of every policy of the sets on a task, in the fluid model and in the reference."""
     began, task_id = time.perf_counter(), str(task.task_id)
-    seeds = HELD_OUT_SEEDS[: sizes.seeds]
+    result: dict[str, Any] = {}
     agents = {name: partial(make_agent, name, task) for name in agents_for(task, ["all"])}
-    played = {label: play_all(task, label, make, seeds) for label, make in {**agents, **canaries(task)}.items()}
-    result: dict[str, Any] = {
-        "seeds": list(seeds),
-        "agents": {label: {column: told(each) for column, each in row.items()} for label, row in played.items()},
-    }
-    if task_id in LADDER_TASKS:
-        seeds = seeds[: sizes.ladder_seeds]
-        found = side_by_side(task, "ladder", ladder_policies(task, sizes.ladder - len(agents)), seeds)
-        for name in agents:
-            for column, grades in found.items():
-                grades.append(float(played[name][column].scores()[: len(seeds)].mean()))
+    if "agents" in sets:
+        seeds = HELD_OUT_SEEDS[: sizes.seeds]
+        played = {label: play_all(task, label, make, seeds) for label, make in {**agents, **canaries(task)}.items()}
+        result["seeds"] = list(seeds)
+        result["agents"] = {
+            label: {column: told(each) for column, each in row.items()} for label, row in played.items()
+        }
+    if "ladder" in sets and task_id in LADDER_TASKS:
+        seeds = HELD_OUT_SEEDS[: sizes.ladder_seeds]
+        ladder = ladder_policies(task, sizes.ladder - len(agents))
+        found = side_by_side(task, "ladder", partial(ModeAgent, ladder, task, len(seeds)), len(ladder), seeds)
+        for name, make in agents.items():
+            for column, grades in side_by_side(task, name, make, 1, seeds).items():
+                found[column] += grades
         result["ladder"] = ranking(found, seeds)
-    if task_id in SEARCH_TASKS:
-        seeds = search_seeds(sizes)
-        found = side_by_side(task, "best of a search", best_of_search(task, sizes), seeds)
-        result["search"] = {"tried": sizes.tried, **ranking(found, seeds)}
+    seeds = search_seeds(sizes)
+    if "search" in sets and task_id in SEARCH_TASKS:
+        actions = exploits(task, sizes)
+        found = side_by_side(task, "exploits", partial(Timetables, actions, len(seeds)), actions.shape[1], seeds)
+        result["search"] = {"tried": sizes.tried + N_BRED, **ranking(found, seeds)}
+    if "near" in sets and task_id in SEARCH_TASKS:
+        near = best_near_solved(task, sizes)
+        found = side_by_side(task, "near the solver's", partial(ModeAgent, near, task, len(seeds)), len(near), seeds)
+        result["near"] = {"tried": sizes.changed, **ranking(found, seeds)}
     result["seconds"] = round(time.perf_counter() - began)
     return result
 
@@ -245,12 +283,13 @@ def play(
         )
 
 
-def side_by_side(task: TaskSpec, label: str, policies: ModeParams, seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Mean grade of each policy in the fluid model and in the reference."""
+def side_by_side(
+    task: TaskSpec, label: str, make: Callable[[], Agent], n_policies: int, seeds: Sequence[int]
+) -> dict[str, list[float]]:
+    """Mean grade of each of several policies in the fluid model and in the reference."""
     found = {}
     for column in ("fluid", "reference"):
-        agent = ModeAgent(policies, task, len(seeds))
-        scores = play(task, label, column, agent, seeds, len(policies) * len(seeds)).scores()
+        scores = play(task, label, column, make(), seeds, n_policies * len(seeds)).scores()
         found[column] = scores.reshape(-1, len(seeds)).mean(axis=1).tolist()
     return found
 
@@ -300,7 +339,7 @@ def markdown(tasks: Mapping[str, Any]) -> str:
             task_id,
             f"ladder of {len(result[kind]['fluid'])}"
             if kind == "ladder"
-            else f"best {len(result[kind]['fluid'])} of a search over {result[kind]['tried']}",
+            else f"best {len(result[kind]['fluid'])} of {result[kind]['tried']:,} {SEARCHED[kind]}",
             str(len(result[kind]["seeds"])),
             f"{min(result[kind]['fluid']):.3f} to {max(result[kind]['fluid']):.3f}",
             f"{result[kind]['spearman']:.3f}",
@@ -322,20 +361,21 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:
-    """Grades in the reference over grades in the fluid model: agents, ladder, best of a search."""
+    """Grades in the reference over grades in the fluid model, a panel for each set of policies."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(13.0, 4.6), constrained_layout=True)
+    titles = ("agents and canaries", "ladder", "best timetables of a search", "near the solver's policies")
+    figure, panels = pyplot.subplots(1, len(titles), figsize=(16.0, 4.4), constrained_layout=True)
     for i, (task_id, result) in enumerate(tasks.items()):
         grades = [(row["fluid"]["score"], row["reference"]["score"]) for row in result["agents"].values()]
         shown = [tuple(zip(*grades, strict=True))]
         shown += [(result[kind]["fluid"], result[kind]["reference"]) if kind in result else ((), ()) for kind in KINDS]
         for axes, (fluid, reference) in zip(panels, shown, strict=True):
             axes.scatter(fluid, reference, color=f"C{i}", label=f"task {task_id}", s=24, linewidths=0)
-    for axes, title in zip(panels, ("agents and canaries", "ladder", "best of a search"), strict=True):
+    for axes, title in zip(panels, titles, strict=True):
         low, high = axes.get_xlim()
         axes.plot((low, high), (low, high), color="black", linewidth=0.8)
         axes.set(title=title, xlabel="grade in the fluid model")

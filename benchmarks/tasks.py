@@ -34,7 +34,7 @@ from simulator.workload import load_source
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE / "figures"
 ABLATED_TASK = 3
-CONFIRMED = ("random", "naive", "heuristic", "best_static", "best_adaptive")
+CONFIRMED = ("random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive")
 DRAWN_SEED = HELD_OUT_SEEDS[0]
 ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10, finalists=1)
 """Budget of an ablation's search, which starts from the policy found without the ablation and so needs less."""

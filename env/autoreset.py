@@ -30,7 +30,7 @@ class AutoresetBatch:
         self.batch.reset(started, rows=None if rows is None else chosen)
 
     def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
-        """Take one step of one second with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
+        """Take one step with these knobs (B, 5) in all rows, or in those of the mask ``rows``.
 
         Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
         """

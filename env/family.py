@@ -40,16 +40,27 @@ Action = bytes
 """One action of a record: the values of the action's fields as a JSON array, a fifth of the size with the names."""
 
 
+def outcome(grade: Grade) -> dict[str, Any]:
+    """What the info of an episode's last step holds of its grade: ``score``, ``breakdown`` and ``feedback``."""
+    return {name: grade[name] for name in ("score", "breakdown", "feedback")}
+
+
 class EpisodeEnv(Protocol):
     """Environment of one running episode; :class:`env.inference_env.InferenceEnv` documents the methods."""
 
     seed: int
     session_id: str
     actions: list[dict[str, Any]]
+    """Actions of the steps taken so far."""
+
+    @property
+    def last_reward(self) -> float:
+        """Reward of the last step."""
+        ...
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """Steps played so far, as graders accept them."""
+        """What was played so far, as graders accept it: an entry per step, or several where a step holds its action."""
         ...
 
     @property
@@ -59,7 +70,7 @@ class EpisodeEnv(Protocol):
 
     @property
     def episode_length(self) -> int:
-        """Steps of a whole episode."""
+        """Log entries of a whole episode."""
         ...
 
     @property
@@ -82,7 +93,11 @@ class EpisodeEnv(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """Details of the last step."""
+        """Details of the last step; after the end of the episode also :func:`outcome` of its grade."""
+        ...
+
+    def grade(self) -> Grade:
+        """Grade of the steps played so far: that of :attr:`episode_log`."""
         ...
 
     def step(self, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
@@ -181,8 +196,12 @@ class Family:
     constants: Callable[[TaskId], Mapping[str, Any]]
     """Everything that a task's numbers depend on beside release and table, for the digest of :mod:`grader.verify`."""
     check_config: Callable[[TaskId, Mapping[str, Any] | None], object]
-    """The task's configuration with these settings, equal where episodes are played alike. Raises UnknownTaskError or
+    """The task's configuration with these settings, equal where scores can be compared. Raises UnknownTaskError or
     InvalidConfigError."""
+    hold: Callable[[TaskId, Mapping[str, Any] | None], int] = lambda task_id, config: 1
+    """Most log entries that one step makes under a configuration: the seconds for which it holds its action."""
+    played_id: Callable[[TaskId, Mapping[str, Any] | None], TaskId] = lambda task_id, _config: task_id
+    """Id of the task that a reset with these settings plays, where settings may choose another."""
     log_entries: Callable[[Any], Sequence[Entry]] = list
     """Steps of a log as entries; answers of POST /step are accepted as well."""
     table_sha256: Callable[[], str | None] = lambda: None
@@ -237,7 +256,10 @@ class Family:
     def episode(
         self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
     ) -> EpisodeRecord:
-        """Make the record of an episode with these actions, given in JSON form. Raises InvalidActionError."""
+        """Make the record of an episode with these actions, one per step, given in JSON form.
+
+        Raises InvalidActionError.
+        """
         played = [self.parse_action(action)[1] for action in actions]
         return EpisodeRecord(self.name, task_id, seed, config or {}, played)
 

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from env.batch import ServingBatch
+from env.family import Grade, outcome
+from grader.episode import recorded_log
+from grader.grader import grade_episode
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
 from inferencegym.seeds import check_seed
 from inferencegym.spaces.actions import mask_action
-from inferencegym.spaces.observations import to_observation
-from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task
+from inferencegym.spaces.observations import fleet_dict, to_observation
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task, task_of, with_settings
+from simulator.arrays import OVER_SECONDS
 from simulator.coverage import fleet_support
-from simulator.tables import ServingTables, load_tables
+from simulator.serving import snapshot
+from simulator.tables import MAX_TIERS, ServingTables, tables_of
 from simulator.trace_sim import TraceSimulator
 from simulator.workload import prompt_bucket
 
-REWARD_TERMS = ("throughput", "latency", "slo_violations", "cost")
-
 
 class InferenceEnv:
-    """Environment of a serving task: an action sets five knobs each second, an observation has twelve fields.
+    """Environment of a serving task: an action sets five knobs, an observation has twelve fields.
+
+    A step lasts a second, or ``config.hold`` of them. The log has an entry for every second, ``actions`` one for every
+    step.
 
     ``InferenceEnv(task_id=1)`` and ``InferenceEnv(simulator, task_id, seed)`` both work; ``reset(task_id=...,
     seed=...)`` may change either. The same task, seed, configuration and actions give the same episode everywhere.
@@ -37,18 +48,21 @@ class InferenceEnv:
         seed: int = 42,
         config: Mapping[str, Any] | None = None,
         *,
+        reward: str | None = None,
+        hold: int | None = None,
         tables: ServingTables | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        self._tables = tables or (simulator.tables if simulator is not None else load_tables())
+        self._tables = tables or (None if simulator is None else simulator.tables)
         self._calibration = calibration
-        self.task: TaskSpec = get_task(task_id)
+        self.task: TaskSpec = task_of(get_task(task_id), config)
         self.seed = check_seed(seed)
-        self.config: EpisodeConfig = self.task.config(config)
+        self.config: EpisodeConfig = self.task.config(with_settings(config, reward=reward, hold=hold))
         self.session_id = str(uuid.uuid4())
         self.actions: list[dict[str, Any]] = []
         self._episode_log: list[dict[str, Any]] = []
         self._cumulative_reward = 0.0
+        self.last_reward = 0.0
         self._started = False
         self._seen: ServeObservation | None = None
         self._batch: ServingBatch | None = None
@@ -60,18 +74,18 @@ class InferenceEnv:
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """Steps taken so far, ``{"timestep", "action", "reward", "metrics"}`` each, as graders accept them."""
+        """Seconds played so far, ``{"timestep", "action", "reward", "metrics"}`` each, as graders accept them."""
         return self._episode_log
 
     @property
     def episode_length(self) -> int:
-        """Steps of a whole episode."""
+        """Seconds of a whole episode."""
         return self.config.episode_length
 
     @property
     def done(self) -> bool:
         """Whether the episode has ended."""
-        return len(self.actions) >= self.config.episode_length
+        return len(self._episode_log) >= self.config.episode_length
 
     def reset(
         self,
@@ -85,11 +99,11 @@ class InferenceEnv:
         Arguments that are not given keep their value (a new ``task_id`` starts from that task's own configuration). The
         episode gets a new ``session_id`` unless one is given.
         """
-        task = self.task if task_id is None else get_task(task_id)
+        task = task_of(self.task if task_id is None else get_task(task_id), config)
         new_config = task.config(config) if config is not None or task is not self.task else self.config
         new_seed = self.seed if seed is None else check_seed(seed)
         if self._batch is None or task is not self.task or new_config != self.config:
-            self._batch = ServingBatch(task, 1, new_config, self._tables, self._calibration)
+            self._batch = ServingBatch(task, 1, new_config, self._tables_of(task), self._calibration)
         self.task, self.config, self.seed = task, new_config, new_seed
         self._batch.reset([new_seed])
         self.session_id = session_id or str(uuid.uuid4())
@@ -100,12 +114,21 @@ class InferenceEnv:
         self._seen = None
         return self.observation()
 
+    @property
+    def n_tiers(self) -> int:
+        """Precisions of the table that the episode plays on."""
+        return MAX_TIERS if self._batch is None else self._batch.tables.n_tiers
+
+    def _tables_of(self, task: TaskSpec) -> ServingTables:
+        """The table of the task's own hardware, else the one that this environment was given."""
+        return tables_of(task.hardware) if task.hardware or self._tables is None else self._tables
+
     def step(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool, dict[str, Any]]:
-        """Take one step of one second; return observation, reward, done and :meth:`info`."""
+        """Take one step; return observation, reward (the sum over its seconds), done and :meth:`info`."""
         return *self.play(action), self.info()
 
     def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
-        """Take one step of one second; return observation, reward and done, without the cost of :meth:`info`.
+        """Take one step; return observation, reward and done, without the cost of :meth:`info`.
 
         The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
         not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the
@@ -116,48 +139,75 @@ class InferenceEnv:
             raise NotResetError("step before reset: call reset() first")
         if self.done:
             raise EpisodeDoneError(
-                f"the episode ended after {self.config.episode_length} steps; call reset() to start the next one"
+                f"the episode ended after {len(self.actions)} steps; call reset() to start the next one"
             )
         if isinstance(action, ServeAction):
             action.validate()
         else:
             action = ServeAction.from_dict(dict(action))
         applied = mask_action(action, self.task.active_actions)
+        batch.tables.refuse_tier(applied.quant_tier.value)
         batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()
         self.actions.append(applied_json)
-        reward = batch.reward.item(0)
-        self._cumulative_reward += reward
-        metrics = metrics_dict(batch.fleet.snapshot())
-        self._episode_log.append(
-            {"timestep": len(self.actions), "action": applied_json, "reward": reward, "metrics": metrics}
-        )
+        for second in range(batch.seconds.item(0)):
+            self._episode_log.append(
+                {
+                    "timestep": len(self._episode_log) + 1,
+                    "action": applied_json,
+                    "reward": batch.second_rewards.item(second, 0),
+                    "metrics": metrics_dict(snapshot(batch.second_metrics[second, :, 0])),
+                }
+            )
+        self.last_reward = batch.reward.item(0)
+        self._cumulative_reward += self.last_reward
         self._seen = self.observation()
-        return self._seen, reward, self.done
+        return self._seen, self.last_reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """Details of the last step: metrics, workload, the action as applied, support and the terms of the reward.
+        """Details of the last step: metrics, workload, the action as applied, support, terms of the reward, fleet.
 
-        Raises :class:`NotResetError` before the first step.
+        ``metrics`` of several ``seconds`` are put together by :func:`over_seconds`; ``timestep`` counts the episode's.
+
+        After the last step of the episode also its score, breakdown and feedback. Raises :class:`NotResetError` before
+        the first step.
         """
         if self._batch is None or self._seen is None:
             raise NotResetError("no info before the first step: call step() first")
-        terms, last = self._batch.reward_terms[:, 0].tolist(), self._episode_log[-1]
-        return {
+        last, seconds = self._episode_log[-1], self._batch.seconds.item(0)
+        played = [entry["metrics"] for entry in self._episode_log[-seconds:]]
+        info = {
             "timestep": last["timestep"],
-            "metrics": last["metrics"],
+            "seconds": seconds,
+            "metrics": last["metrics"] if seconds == 1 else over_seconds(played),
             "workload": vars(self._workload(self._seen)),
             "action_applied": last["action"],
             "support": fleet_support(self._batch.fleet),
-            "reward_terms": dict(zip(REWARD_TERMS, terms, strict=True)),
+            "reward_terms": self._batch.terms(),
+            "fleet": fleet_dict(self._batch.fleet_numbers[0]),
         }
+        return {**info, **outcome(self.grade())} if self.done else info
+
+    def grade(self) -> Grade:
+        """Grade of the steps played so far, as ``GraderModule`` gives it for :attr:`episode_log`."""
+        if self._batch is None:
+            raise NotResetError("no grade before reset: call reset() first")
+        return grade_episode(self.task, self._batch.calibration, recorded_log(self._episode_log))
 
     def observation(self) -> ServeObservation:
         """The current observation."""
+        return to_observation(self.observation_row())
+
+    def observation_row(self, fleet: bool = False) -> NDArray[np.float64]:
+        """The current observation as 14 numbers in the order of ``OBSERVATION_FIELDS``; the next step overwrites it.
+
+        With ``fleet`` it has 21, the last seven in the order of ``FLEET_FIELDS``.
+        """
         if self._batch is None:
             raise NotResetError("no observation before reset: call reset() first")
-        return to_observation(self._batch.observation[0])
+        row: NDArray[np.float64] = (self._batch.full_observation() if fleet else self._batch.observation)[0]
+        return row
 
     def observation_dict(self) -> dict[str, Any]:
         """The current observation as JSON."""
@@ -190,7 +240,7 @@ class InferenceEnv:
         """Phase of the last second: warmup, steady, burst or cooldown."""
         if self._batch is None:
             return PHASES[0]
-        return PHASES[self._batch.fleet.phase.item(0, max(0, len(self.actions) - 1))]
+        return PHASES[self._batch.fleet.phase.item(0, max(0, len(self._episode_log) - 1))]
 
     def state(self) -> dict[str, Any]:
         """Metadata of the episode as JSON."""
@@ -207,6 +257,12 @@ class InferenceEnv:
             "workload_phase": self.workload_phase,
             "config": self.config_dict(),
         }
+
+
+def over_seconds(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Metrics of several seconds in one: means, sums, maxima or last values, see :data:`OVER_SECONDS`."""
+    together: dict[str, Callable[[list[Any]], Any]] = {"mean": fmean, "sum": sum, "max": max, "last": itemgetter(-1)}
+    return {name: together[OVER_SECONDS[name]]([each[name] for each in metrics]) for name in metrics[0]}
 
 
 def metrics_dict(m: MetricsSnapshot) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Observation kernel: 14 numbers per row in the order of ``OBSERVATION_FIELDS``, clipped to their bounds.
+"""Observation kernel: 14 numbers per row, clipped to their bounds, and seven of the fleet.
 
+Their order is that of ``OBSERVATION_FIELDS`` and ``FLEET_FIELDS``.
 Plain Python that the build compiles to C (types in ``observation.pxd``). Bounds and conversions are those of
 :mod:`inferencegym.spaces.observations`, which remote environments use as well.
 """
@@ -14,7 +15,8 @@ import cython
 class ObservationKernel:
     """Writes observations of rows of a fleet batch.
 
-    ``observation`` (B, 14) is written; state and metric arrays are only read.
+    ``observation`` (B, 14) and ``fleet`` (B, 7) are written; knob, state and metric arrays are only read. Rows are
+    written once after every step, since ``fleet`` counts the seconds since a knob was changed.
     """
 
     def __init__(self, constants: Any, arrays: Any) -> None:
@@ -28,6 +30,7 @@ class ObservationKernel:
         with cython.nogil:
             for b in range(lo, hi):
                 self._write_row(b)
+                self._write_fleet(b)
 
     def _write_row(self, b: int) -> None:
         prompt = self.nominal_prompt
@@ -52,3 +55,24 @@ class ObservationKernel:
         self.observation[b, 8] = self.spec_accept_rate[b]
         self.observation[b, 12] = self.time[b]
         self.observation[b, 13] = self.cost_so_far[b]
+
+    def _write_fleet(self, b: int) -> None:
+        if self.time[b] == 0:
+            for k in range(7):
+                self.fleet[b, k] = self.first_fleet[k]
+            return
+        spec = self.spec_values[self.spec_index[b]]
+        same = (
+            self.fleet[b, 0] == self.kv_budget[b]
+            and self.fleet[b, 1] == spec
+            and self.fleet[b, 2] == self.batch_size[b]
+            and self.fleet[b, 3] == self.disagg[b]
+            and self.fleet[b, 4] == self.tier[b]
+        )
+        self.fleet[b, 0] = self.kv_budget[b]
+        self.fleet[b, 1] = spec
+        self.fleet[b, 2] = self.batch_size[b]
+        self.fleet[b, 3] = self.disagg[b]
+        self.fleet[b, 4] = self.tier[b]
+        self.fleet[b, 5] = 1.0 - self.rollout_share[b]
+        self.fleet[b, 6] = self.fleet[b, 6] + 1.0 if same else 1.0

@@ -1,10 +1,14 @@
-"""The reward of one step: R = alpha*T - beta*L - gamma*V - delta*C, every term in [0, 1].
+"""The reward of one step, by the plan's formula or as the step's share of the task's grade.
 
-T = tokens per second / MAX_THROUGHPUT, L = log(1 + TTFT/SLO) / log(1 + 5000/SLO), V = share of the step's requests that
-missed their objective (plus, where the task grades memory, the memory beyond its limit on the grade's scale) and C =
-cost of the step / (cost of the step + budget per step). L grows with the logarithm because a linear one saturates in
-overload and then no longer changes with the action; C is one half when the step spends just its share of the budget.
-With weights that sum to at most one on the negative side, R lies in [-1, 1] without clipping.
+The plan's is R = alpha*T - beta*L - gamma*V - delta*C, every term in [0, 1]. T = tokens per second / MAX_THROUGHPUT,
+L = log(1 + TTFT/SLO) / log(1 + 5000/SLO), V = share of the step's requests that missed their objective (plus, where the
+task grades memory, the memory beyond its limit on the grade's scale) and C = cost of the step / (cost of the step +
+budget per step). L grows with the logarithm because a linear one saturates in overload and then no longer changes with
+the action; C is one half when the step spends just its share of the budget. With weights that sum to at most one on the
+negative side, R lies in [-1, 1] without clipping.
+
+The grade's is what :mod:`grader.shares` says that a step adds to the grade: its mean over a whole episode is the grade
+before parts that are sums are cut to [0, 1]. It has no bounds.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
 """
@@ -14,15 +18,31 @@ from __future__ import annotations
 from typing import Any
 
 import cython
+import numpy as np
 
-if not cython.compiled:  # compiled, the same name is the C library's (see reward.pxd)
-    from math import log1p
+if not cython.compiled:  # compiled, the same names are the C library's (see reward.pxd)
+    from math import log1p, sqrt
+
+    rint = round
 
 TTFT_CEILING_MS = 5000.0
+PLAN_TERMS = ("throughput", "latency", "slo_violations", "cost")
+RUNNING = (
+    "memory_loss",
+    "action_variance",
+    "batch_before",
+    "batch_mean",
+    "batch_squares",
+    "kv_before",
+    "kv_mean",
+    "kv_squares",
+)
+"""Arrays that :class:`GradeRewardKernel` keeps between steps: the two quantities of :mod:`grader.shares` that are no
+sums, then for batch size and KV budget the last value, and mean and sum of squared deviations of the changes so far."""
 
 
 class RewardKernel:
-    """Kernel that writes the rewards of rows of a fleet batch.
+    """Kernel that writes the plan's rewards of rows of a fleet batch.
 
     ``reward`` (B,) and ``terms`` (4, B), in the order T, L, V, C, are written; the metric arrays (B,) are only read.
     """
@@ -52,3 +72,75 @@ class RewardKernel:
                 self.reward[b] = (
                     self.alpha * throughput - self.beta * latency - self.gamma * violations - self.delta * cost
                 )
+
+
+class GradeRewardKernel:
+    """Kernel that writes shares of the grade as rewards of rows of a fleet batch.
+
+    ``terms`` (P, B) are the step's parts of the grade and ``reward`` (B,) their weighted sum; time, metrics and knobs
+    (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 6) are those of
+    :class:`grader.shares.StepShares`, ``shares`` its constants.
+
+    The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before. The first step of an
+    episode starts them anew, whatever was played in the row before.
+    """
+
+    def __init__(self, constants: Any, arrays: Any) -> None:
+        for name, value in constants.items():
+            setattr(self, name, value)
+        for name, value in arrays.items():
+            setattr(self, name, value)
+        for name in RUNNING:
+            setattr(self, name, np.zeros(len(arrays["reward"])))
+
+    def compute(self, lo: int, hi: int) -> None:
+        """Write the rewards of rows ``lo`` (included) to ``hi`` (excluded)."""
+        with cython.nogil:
+            for b in range(lo, hi):
+                self._compute_row(b)
+
+    def _compute_row(self, b: int) -> None:
+        first = self.time[b] == 1
+        loss_before = 0.0 if first else self.memory_loss[b]
+        variance_before = 0.0 if first else self.action_variance[b]
+        beyond = (self.gpu_memory_gb[b] - self.memory_limit_gb) / self.memory_slope_gb
+        self.memory_loss[b] = max(loss_before, min(max(0.0, beyond), 1.0))
+        self._add_change(b, first)
+        growth = self.n_steps * (self.memory_loss[b] - loss_before)
+        variance_growth = self.n_steps * (self.action_variance[b] - variance_before)
+        violations = rint(self.slo_violations[b])  # as logs have them
+        total = 0.0
+        for p in range(self.weights.shape[0]):
+            share = (
+                self.shares[p]
+                + self.factors[p, 0] * self.tokens_per_sec[b]
+                + self.factors[p, 1] * self.ttft_p50_ms[b]
+                + self.factors[p, 2] * violations
+                + self.factors[p, 3] * self.cost_per_1k[b]
+                + self.factors[p, 4] * growth
+                + self.factors[p, 5] * variance_growth
+            )
+            self.terms[p, b] = share
+            total += self.weights[p] * share
+        self.reward[b] = total
+
+    def _add_change(self, b: int, first: bool) -> None:
+        """Add the change of the knobs since the last step to the action variance (Welford's recurrence)."""
+        if first:
+            self.batch_mean[b] = self.batch_squares[b] = 0.0
+            self.kv_mean[b] = self.kv_squares[b] = 0.0
+            self.action_variance[b] = 0.0
+        else:
+            n = self.time[b] - 1.0
+            change = self.batch_size[b] - self.batch_before[b]
+            off = change - self.batch_mean[b]
+            self.batch_mean[b] += off / n
+            self.batch_squares[b] += off * (change - self.batch_mean[b])
+            change = self.kv_budget[b] - self.kv_before[b]
+            off = change - self.kv_mean[b]
+            self.kv_mean[b] += off / n
+            self.kv_squares[b] += off * (change - self.kv_mean[b])
+            spread = sqrt(self.batch_squares[b] / n) / 512.0 + sqrt(self.kv_squares[b] / n)
+            self.action_variance[b] = min(spread / 0.5, 1.0)
+        self.batch_before[b] = self.batch_size[b]
+        self.kv_before[b] = self.kv_budget[b]

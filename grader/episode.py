@@ -62,6 +62,16 @@ def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
     return Episode(*columns)
 
 
+def recorded_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
+    """:func:`read_log` without its checks, for a log that an environment wrote itself; None if it is empty."""
+    if not log:
+        return None
+    metrics, actions = [step["metrics"] for step in log], [step["action"] for step in log]
+    columns = [[values[name] for values in metrics] for name in GRADED_METRICS]
+    columns += [[action[name] for action in actions] for name in ("batch_size", "kv_budget")]
+    return Episode(*np.array(columns, dtype=np.float64))
+
+
 def _read_step(i: int, step: object) -> list[float]:
     if not isinstance(step, Mapping):
         raise MalformedLogError(
@@ -70,6 +80,7 @@ def _read_step(i: int, step: object) -> list[float]:
     info = step.get("info")
     source: Mapping[str, Any] = step
     if "metrics" not in step and isinstance(info, Mapping):
+        refuse_held(i, info)
         source = {"metrics": info.get("metrics"), "action": info.get("action_applied")}
     metrics, action = source.get("metrics"), source.get("action")
     if not isinstance(metrics, Mapping):
@@ -96,3 +107,15 @@ def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC, f
             f"metrics.{name}",
         )
     return float(value)
+
+
+def refuse_held(i: int, info: Mapping[str, Any]) -> None:
+    """Raise :class:`MalformedLogError` for the ``info`` of a step of several seconds, which is no entry of a log."""
+    seconds = info.get("seconds", 1)
+    if seconds != 1:
+        raise MalformedLogError(
+            f"step {i}: info.seconds={short_repr(seconds)} is not allowed: the answer to a step that held its action "
+            "has no entry for each second; grade the session by its session_id, or a log of seconds",
+            i,
+            "info.seconds",
+        )

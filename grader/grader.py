@@ -8,28 +8,37 @@ from typing import Any, Final
 import numpy as np
 
 from grader.episode import Episode, FloatArray, Scored, read_log
-from grader.task1_grader import grade_throughput, score_throughput
-from grader.task2_grader import grade_latency_memory, score_latency_memory
-from grader.task3_grader import grade_four_term, score_four_term
+from grader.shares import StepShares
+from grader.task1_grader import grade_throughput, score_throughput, shares_throughput
+from grader.task2_grader import grade_latency_memory, score_latency_memory, shares_latency_memory
+from grader.task3_grader import grade_four_term, score_four_term, shares_four_term
 from inferencegym.tasks import Calibration, TaskId, TaskSpec, get_calibration, get_task
 
 Grade = dict[str, Any]
-GradeFunction = Callable[[TaskSpec, Calibration, Episode], Grade]
+GradeFunction = Callable[[TaskSpec, Calibration, Episode, Scored], Grade]
 ScoreFunction = Callable[[TaskSpec, Calibration, Episode], Scored]
+ShareFunction = Callable[[TaskSpec, Calibration, int], StepShares]
 
 GRADES: Final[Mapping[str, GradeFunction]] = {
     "throughput": grade_throughput,
     "latency_memory": grade_latency_memory,
     "four_term": grade_four_term,
 }
-"""Grading rules by the ``grade.kind`` of a task's data."""
+"""Whole grades by the ``grade.kind`` of a task's data, from the numbers of :data:`SCORES`."""
 
 SCORES: Final[Mapping[str, ScoreFunction]] = {
     "throughput": score_throughput,
     "latency_memory": score_latency_memory,
     "four_term": score_four_term,
 }
-"""The numbers alone of the same rules, for many episodes at once."""
+"""The numbers alone of the grading rules, for one episode or many at once."""
+
+SHARES: Final[Mapping[str, ShareFunction]] = {
+    "throughput": shares_throughput,
+    "latency_memory": shares_latency_memory,
+    "four_term": shares_four_term,
+}
+"""What one step of an episode with so many steps adds to the score of the same rules."""
 
 
 class GraderModule:
@@ -46,16 +55,36 @@ class GraderModule:
         invalid step and field.
         """
         task = get_task(task_id)
-        episode = read_log(episode_log)
-        if episode is None:
-            return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
-        grade = GRADES[task.grade["kind"]](task, calibration or get_calibration(task.task_id), episode)
-        grade["score"] = float(unit(grade["score"]))
-        if len(episode_log) < task.episode_length:
-            grade["feedback"] += (
-                f" These are {len(episode_log)} of the task's {task.episode_length} steps: compare whole episodes only."
-            )
-        return grade
+        return grade_episode(task, calibration or get_calibration(task.task_id), read_log(episode_log))
+
+
+def grade_episode(task: TaskSpec, calibration: Calibration, episode: Episode | None) -> Grade:
+    """Grade an episode (T,), as :meth:`GraderModule.score` does; None is an empty one."""
+    if episode is None:
+        return {"score": 0.0, "breakdown": {}, "detail": {}, "feedback": "Empty episode log: nothing was played."}
+    return _grade(task, calibration, episode, SCORES[task.grade["kind"]](task, calibration, episode))
+
+
+def grade_episodes(task: TaskSpec, calibration: Calibration, episodes: Episode) -> list[Grade]:
+    """Grade N episodes (N, T) at once, each as :func:`grade_episode` does."""
+    scores, parts = SCORES[task.grade["kind"]](task, calibration, episodes)
+    columns = [getattr(episodes, name) for name in Episode.__slots__]
+    grades = []
+    for i, score in enumerate(scores):
+        scored = score, {name: part[i] for name, part in parts.items()}
+        grades.append(_grade(task, calibration, Episode(*(column[i] for column in columns)), scored))
+    return grades
+
+
+def _grade(task: TaskSpec, calibration: Calibration, episode: Episode, scored: Scored) -> Grade:
+    grade = GRADES[task.grade["kind"]](task, calibration, episode, scored)
+    grade["score"] = float(unit(grade["score"]))
+    steps = len(episode.tokens_per_sec)
+    if steps < task.episode_length:
+        grade["feedback"] += (
+            f" These are {steps} of the task's {task.episode_length} steps: compare whole episodes only."
+        )
+    return grade
 
 
 def unit(x: float | FloatArray) -> FloatArray:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from grader.episode import Episode, Scored
+from grader.shares import StepShares, step_shares
 from inferencegym.tasks import Calibration, TaskSpec
 
 
-def grade_throughput(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """Grade of one episode (T,): :func:`score_throughput` with the measured quantities and a sentence."""
+def grade_throughput(_: TaskSpec, calibration: Calibration, episode: Episode, scored: Scored) -> dict[str, Any]:
+    """Grade of one episode (T,): what :func:`score_throughput` gives, with the measured quantities and a sentence."""
     mean_tps = float(episode.tokens_per_sec.mean())
-    score = float(score_throughput(task, calibration, episode)[0])
+    score = float(scored[0])
     return {
         "score": score,
         "breakdown": {"throughput": score},
@@ -38,3 +39,9 @@ def score_throughput(_: TaskSpec, calibration: Calibration, episode: Episode) ->
     span = calibration.optimal_tps - calibration.floor_tps
     score = np.clip((episode.tokens_per_sec.mean(axis=-1) - calibration.floor_tps) / span, 0.0, 1.0)
     return score, {"throughput": score}
+
+
+def shares_throughput(_: TaskSpec, calibration: Calibration, n_steps: int) -> StepShares:
+    """Shares of one step in :func:`score_throughput` of an episode, whatever its length."""
+    span = calibration.optimal_tps - calibration.floor_tps
+    return step_shares(throughput=(1.0, -calibration.floor_tps / span, {"tokens_per_sec": 1.0 / span}))

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from grader.episode import Episode, Scored
+from grader.shares import StepShares, step_shares
 from inferencegym.tasks import Calibration, TaskSpec
 
 
-def grade_latency_memory(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """Grade of one episode (T,): :func:`score_latency_memory` with the measured quantities and a sentence."""
-    score, parts = score_latency_memory(task, calibration, episode)
+def grade_latency_memory(task: TaskSpec, _: Calibration, episode: Episode, scored: Scored) -> dict[str, Any]:
+    """Grade of one episode (T,): what :func:`score_latency_memory` gives, with the measurements and a sentence."""
+    score, parts = scored
     ttft, memory = float(parts["ttft"]), float(parts["memory"])
     target_ms, limit_gb = float(task.grade["ttft_target_ms"]), float(task.grade["memory_limit_gb"])
     mean_ttft_ms, peak_gb = float(episode.ttft_p50_ms.mean()), float(episode.gpu_memory_gb.max())
@@ -39,3 +40,11 @@ def score_latency_memory(task: TaskSpec, _: Calibration, episode: Episode) -> Sc
     ttft = np.clip(1.0 - episode.ttft_p50_ms.mean(axis=-1) / target_ms, 0.0, 1.0)
     memory = np.clip(1.0 - (episode.gpu_memory_gb.max(axis=-1) - limit_gb) / slope_gb, 0.0, 1.0)
     return 0.5 * ttft + 0.5 * memory, {"ttft": ttft, "memory": memory}
+
+
+def shares_latency_memory(task: TaskSpec, _: Calibration, n_steps: int) -> StepShares:
+    """Shares of one step in :func:`score_latency_memory` of an episode, whatever its length."""
+    return step_shares(
+        ttft=(0.5, 1.0, {"ttft_p50_ms": -1.0 / float(task.grade["ttft_target_ms"])}),
+        memory=(0.5, 1.0, {"memory_loss": -1.0}),
+    )

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from grader.episode import Episode, FloatArray, Scored
+from grader.shares import StepShares, step_shares
 from inferencegym.tasks import Calibration, TaskSpec
 
 
-def grade_four_term(task: TaskSpec, calibration: Calibration, episode: Episode) -> dict[str, Any]:
-    """Grade of one episode (T,): :func:`score_four_term` with the measured quantities and a sentence.
+def grade_four_term(task: TaskSpec, _: Calibration, episode: Episode, scored: Scored) -> dict[str, Any]:
+    """Grade of one episode (T,): what :func:`score_four_term` gives, with the measured quantities and a sentence.
 
     ``detail.violating_step_share`` is the share of steps with any violation.
     """
-    score, parts = score_four_term(task, calibration, episode)
+    score, parts = scored
     breakdown = {name: float(part) for name, part in parts.items()}
     total_cost = float(episode.cost_per_1k.sum())
     return {
@@ -47,6 +48,17 @@ def score_four_term(task: TaskSpec, calibration: Calibration, episode: Episode) 
     w_t, w_s, w_c, w_a = (float(w) for w in task.grade["weights"])
     score = w_t * parts["throughput"] + w_s * parts["slo"] + w_c * parts["cost"] + w_a * parts["stability"]
     return score, parts
+
+
+def shares_four_term(task: TaskSpec, calibration: Calibration, n_steps: int) -> StepShares:
+    """Shares of one step in :func:`score_four_term` of an episode of ``n_steps``."""
+    w_t, w_s, w_c, w_a = (float(w) for w in task.grade["weights"])
+    return step_shares(
+        throughput=(w_t, 0.0, {"tokens_per_sec": 1.0 / calibration.optimal_tps}),
+        slo=(w_s, 1.0, {"slo_violations": -0.01}),
+        cost=(w_c, 1.0, {"cost_per_1k": -n_steps / task.cost_budget}),
+        stability=(w_a, 1.0, {"action_variance": -1.0}),
+    )
 
 
 def action_variance(batch_size: FloatArray, kv_budget: FloatArray) -> FloatArray:

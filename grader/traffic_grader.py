@@ -32,7 +32,11 @@ def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dic
     entries = traffic_log(episode_log)
     if not entries:
         return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
-    totals = _totals(task, entries)
+    return grade_totals(task, _totals(task, entries))
+
+
+def grade_totals(task: TrafficTask, totals: EpisodeTotals) -> dict[str, Any]:
+    """Grade of one episode from its sums (1,), as :func:`grade_traffic` gives it."""
     score = float(final_score(task.grade, totals, task.episode_length)[0])
     return {"score": score, "breakdown": _breakdown(task, totals), "feedback": _feedback(task, totals, score)}
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from grader.episode import refuse_held
 from inferencegym.errors import (
     EpisodeDoneError,
     ForgedLogError,
@@ -40,18 +41,22 @@ def verify_log(
     """
     entries = [_as_entry(step, entry) for step, entry in enumerate(episode_log)]
     replayed = replay_actions(family, task_id, seed, config, [entry["action"] for entry in entries])
-    for step, (claimed, true) in enumerate(zip(entries, replayed.episode_log, strict=True)):
+    # The last step may have played more seconds than the log has, or fewer.
+    for step, (claimed, true) in enumerate(zip(entries, replayed.episode_log, strict=False)):
         compare_entries(step, claimed, true)
-    _must_be_whole(replayed, "the log ends")
+    _must_be_whole(replayed, len(entries), "the log ends")
     return replayed
 
 
 def replay_actions(
     family: Family, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
 ) -> EpisodeEnv:
-    """Play actions in their JSON form. Raises :class:`ForgedLogError` if they are not those of one episode."""
+    """Play actions in their JSON form, one per log entry: of those that a step holds, the first.
+
+    Raises :class:`ForgedLogError` if they are not those of one episode.
+    """
     try:
-        return family.replay(family.episode(task_id, seed, config, actions))
+        return family.replay(family.episode(task_id, seed, config, actions[:: family.hold(task_id, config)]))
     except EpisodeDoneError as error:
         raise ForgedLogError(f"there are more steps than the episode has: {error}") from error
     except InvalidActionError as error:
@@ -64,15 +69,18 @@ def replayed_score(family: Family, task_id: TaskId, seed: int, actions: Sequence
     Raises :class:`ForgedLogError` if the actions are not those of one whole episode.
     """
     replayed = replay_actions(family, task_id, seed, None, actions)
-    _must_be_whole(replayed, "the actions end")
+    _must_be_whole(replayed, len(actions), "the actions end")
     return float(family.grade(task_id, replayed.episode_log)["score"])
 
 
-def _must_be_whole(episode: EpisodeEnv, what_ends: str) -> None:
-    if not episode.done:
-        taken = len(episode.actions)
+def _must_be_whole(episode: EpisodeEnv, entries: int, what_ends: str) -> None:
+    played = len(episode.episode_log)
+    if entries > played:
+        raise ForgedLogError(f"there are more steps than the {played} that the episode has", step=played)
+    if entries < played or not episode.done:
         raise ForgedLogError(
-            f"{what_ends} at step {taken} of {episode.episode_length}: only a whole episode can be verified", step=taken
+            f"{what_ends} at step {entries} of {episode.episode_length}: only a whole episode can be verified",
+            step=entries,
         )
 
 
@@ -82,6 +90,7 @@ def _as_entry(step: int, entry: object) -> Entry:
         raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}", step)
     info = entry.get("info")
     if "metrics" not in entry and isinstance(info, Mapping):
+        refuse_held(step, info)
         entry = {
             "timestep": info.get("timestep"),
             "action": info.get("action_applied"),

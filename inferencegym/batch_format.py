@@ -11,8 +11,9 @@ A request is the header :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) 
     16      uint64    number of the first of these steps since the session's reset, from 1; 0 means the next step
     24      16 bytes  the session id, from its 32 hexadecimal digits
 
-An answer is the header :data:`ANSWER`, the observations (K, N, 14), or (1, N, 14) with LAST, the rewards (K, N), and
-one byte for each of the K steps: 1 where it ended the episodes. Its header::
+An answer is the header :data:`ANSWER`, the observations (K, N, W), or (1, N, W) with LAST, the rewards (K, N), and one
+byte for each of the K steps: 1 where it ended the episodes. W is 14, or 21 where the session's reset asked for the
+numbers of the fleets. Its header::
 
     0       4 bytes   the letters IGB1
     4       uint16    bytes per number
@@ -21,7 +22,7 @@ one byte for each of the K steps: 1 where it ended the episodes. Its header::
     12      uint32    N
     16      uint64    number of the first of these steps
     24      uint32    observations per episode, K or 1
-    28      uint32    numbers per observation, 14
+    28      uint32    numbers per observation, W
     32      uint32    episodes that each row has finished since the session's reset
     36      uint32    steps left in the running episodes
 """
@@ -42,7 +43,6 @@ ANSWER: Final = struct.Struct("<4sHHIIQIIII")
 HOLD: Final = 1
 LAST: Final = 2
 ACTION_SIZE: Final = 5
-OBSERVATION_SIZE: Final = 14
 _TYPES: Final[dict[int, np.dtype[Any]]] = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
 
 Array = NDArray[Any]
@@ -63,7 +63,7 @@ class BatchSteps:
 class BatchPlayed:
     """Results of the steps of one request.
 
-    ``observations`` (K, N, 14), or (1, N, 14) for the last step alone; ``rewards`` (K, N); ``done`` (K,), True at steps
+    ``observations`` (K, N, W), or (1, N, W) for the last step alone; ``rewards`` (K, N); ``done`` (K,), True at steps
     that ended the episodes. ``number`` is the number of the first of these steps since the session's reset, from 1.
     """
 
@@ -121,7 +121,7 @@ def encode_answer(played: BatchPlayed, flags: int) -> bytes:
         *played.rewards.shape,
         played.number,
         len(played.observations),
-        OBSERVATION_SIZE,
+        played.observations.shape[2],
         played.episodes,
         played.steps_left,
     )

@@ -22,16 +22,18 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from env.family import Family, GymCodec, GymFaces, TaskEntry
-from env.inference_env import REWARD_TERMS, metrics_dict
+from env.family import Family, Grade, GymCodec, GymFaces, TaskEntry, outcome
+from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficBatch
-from env.vector_env import VectorInferenceEnv
+from env.vector_env import VectorInferenceEnv, vector_outcome
+from inferencegym import render
 from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
 from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.families import FAMILIES
-from inferencegym.models import SPEC_LENGTHS
 from inferencegym.seeds import SeedSeries, episode_seed
-from inferencegym.tasks import Calibration, TaskId
+from inferencegym.spaces.actions import action_mask, from_row, snap
+from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.tasks import Calibration, TaskId, get_calibration
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
 from inferencegym.vector_env import (
     AutoresetVectorEnv,
@@ -47,92 +49,86 @@ from simulator.traffic import QUEUE_LATENCY_MS
 
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """Gymnasium environment of one serving episode: a :class:`env.vector_env.VectorInferenceEnv` with one row.
+    """Gymnasium environment of one serving episode: :class:`env.inference_env.InferenceEnv` with arrays.
 
-    ``info`` holds ``timestep``, ``metrics``, ``action_applied`` and ``reward_terms`` as ``InferenceEnv`` gives them,
-    and ``seed``. ``reset(seed=s)`` starts the episode of seed ``s``; later resets without a seed start those of
-    ``episode_seed(s, 1)``, ``episode_seed(s, 2)`` and so on. The end is ``terminated``: the episode's length is part of
-    the task.
+    ``info`` is what ``InferenceEnv`` gives, the last one of an episode with its ``score``, ``breakdown`` and
+    ``feedback``, and ``seed``. ``reset(seed=s)`` starts the episode of seed ``s``; later resets without a seed start
+    those of ``episode_seed(s, 1)``, ``episode_seed(s, 2)`` and so on. The end is ``terminated``: the episode's length
+    is part of the task. ``render()`` draws the episode so far (:mod:`inferencegym.render`).
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+    metadata = render.METADATA
 
     def __init__(
         self,
         task_id: TaskId = 1,
         *,
         config: Mapping[str, Any] | None = None,
+        reward: str | None = None,
+        hold: int | None = None,
         observation: str = "raw",
         action: str = "box",
         tables: ServingTables | None = None,
         calibration: Calibration | None = None,
+        render_mode: str | None = None,
     ) -> None:
-        self._rows = VectorInferenceEnv(
-            1,
-            task_id,
-            config=config,
-            observation=observation,
-            action=action,
-            autoreset_mode=AutoresetMode.DISABLED,
-            tables=tables,
-            calibration=calibration,
+        self._episode = InferenceEnv(
+            task_id=task_id, config=config, reward=reward, hold=hold, tables=tables, calibration=calibration
         )
-        self.task = self._rows.task
-        self.config = self._rows.config
-        self.observation_space = self._rows.single_observation_space
-        self.action_space = self._rows.single_action_space
-        self._log: list[dict[str, Any]] = []
+        self.task, self.config = self._episode.task, self._episode.config
+        self._mask = action_mask(self.task.active_actions)
+        self._actions = action_codec(action)
+        constants = calibration or get_calibration(self.task.task_id)
+        self._observations = ObservationCodec(self.task, self.config, constants, observation)
+        self._series = SeedSeries(1)
+        self.observation_space = self._observations.space
+        self.action_space = self._actions.space
+        self.render_mode = render_mode
+        self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """Steps of the episode so far, as graders and ``POST /grader`` accept them."""
-        return self._log
+        """Seconds of the episode so far, as graders and ``POST /grader`` accept them."""
+        return self._episode.episode_log
+
+    def grade(self) -> Grade:
+        """Grade of the steps played so far: ``score``, ``breakdown``, ``detail`` and ``feedback``."""
+        return self._episode.grade()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Float32Array, dict[str, Any]]:
         """Start an episode."""
         super().reset(seed=seed)
-        self._log = []
-        observation, _ = self._rows.reset(seed=[seed])
-        return observation[0], {"timestep": 0, "seed": int(self._rows.seeds[0])}
+        _, [playing] = self._series.next([seed])
+        self._episode.reset(playing)
+        if self._picture is not None:
+            self._picture.start(self._episode.observation_row())
+        return self._observe(), {"timestep": 0, "seed": playing}
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Take one step of one second."""
-        observation, reward, ended, _, _ = self._rows.step(np.asarray(action)[None])
-        batch = self._rows.batch
-        info = {
-            "timestep": len(self._log) + 1,
-            "metrics": metrics_dict(batch.fleet.snapshot()),
-            "action_applied": self._knobs(),
-            "reward_terms": dict(zip(REWARD_TERMS, batch.reward_terms[:, 0].tolist(), strict=True)),
-            "seed": int(batch.seeds[0]),
-        }
-        value = float(reward[0])
-        self._log.append(
-            {
-                "timestep": info["timestep"],
-                "action": info["action_applied"],
-                "reward": value,
-                "metrics": info["metrics"],
-            }
-        )
-        return observation[0], value, bool(ended[0]), False, info
+        """Take one step, of one second or ``hold``."""
+        knobs = snap(self._actions.decode(np.asarray(action)[None]), self._mask)
+        knobs[0, -1] = min(knobs[0, -1], self._episode.n_tiers - 1)  # a table may have fewer than the knob
+        _, reward, done, info = self._episode.step(from_row(knobs[0]))
+        if self._picture is not None:
+            self._picture.add(self._episode.observation_row(), knobs[0])
+        return self._observe(), reward, done, False, {**info, "seed": self._episode.seed}
+
+    def render(self) -> Any:
+        """Picture of the episode so far, (height, width, 3) bytes with ``render_mode="rgb_array"``, else None."""
+        return None if self._picture is None else self._picture.render()
 
     def close(self) -> None:
-        """Release the batch and its threads."""
-        self._rows.close()
+        """Close the window of ``render_mode="human"``."""
+        if self._picture is not None:
+            self._picture.close()
 
-    def _knobs(self) -> dict[str, Any]:
-        """Knobs that the fleet uses, in JSON form."""
-        fleet = self._rows.batch.fleet
-        return {
-            "kv_budget": float(fleet.kv_budget[0]),
-            "spec_length": SPEC_LENGTHS[fleet.spec_index[0]],
-            "batch_size": int(fleet.batch_size[0]),
-            "prefill_disagg": bool(fleet.disagg[0]),
-            "quant_tier": int(fleet.tier[0]),
-        }
+    def _observe(self) -> Float32Array:
+        encoded: Float32Array = self._observations.encode(
+            self._episode.observation_row(self._observations.needs_fleet)[None]
+        )[0]
+        return encoded
 
 
 # ---------------------------------------------------------------- the traffic controller
@@ -144,8 +140,9 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
     A crash is ``terminated``; the end of the steps, with the server still up, is ``truncated``. The tasks have no
     randomness, so a seed changes nothing. Observations are the seven fields of the state, ``"raw"`` or ``"normalised"``
     (rate by capacity, queue by its limit, latency by ten times the base, step by the episode's length). ``info`` holds
-    ``metrics`` (name -> (B,)) where ``info["_metrics"]`` is set (a row that has just been started has none) and, where
-    ``info["_final_score"]`` is set, ``final_score``.
+    ``metrics`` (name -> (B,)) where ``info["_metrics"]`` is set (a row that has just been started has none),
+    ``final_score`` where ``info["_final_score"]`` is set, and ``score``, ``breakdown`` and ``feedback`` of the grade
+    where ``info["_score"]`` is set.
     """
 
     def __init__(
@@ -197,16 +194,23 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
     def _info(self) -> Info:
         if not self._measured.any():
             return {}
-        return {
+        ended = self.batch.done.copy()
+        info = {
             "metrics": dict(self._metrics),
             "_metrics": self._measured,
             "final_score": self.batch.final_score(),
-            "_final_score": self.batch.done.copy(),
+            "_final_score": ended,
         }
+        if ended.any():
+            info |= vector_outcome(ended, [self.batch.grade(int(row)) for row in np.flatnonzero(ended)])
+        return info
 
 
 class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
-    """Gymnasium environment of one traffic episode: a :class:`VectorTrafficGymEnv` with one row."""
+    """Gymnasium environment of one traffic episode: a :class:`VectorTrafficGymEnv` with one row.
+
+    ``info`` holds the metrics by name; the last one of an episode has ``final_score`` and what :meth:`grade` gives.
+    """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
 
@@ -233,8 +237,12 @@ class TrafficGymEnv(gymnasium.Env[Float32Array, int]):
         observation, reward, terminated, truncated, info = self._rows.step(np.array([action]))
         one: dict[str, Any] = {name: values[0].item() for name, values in info["metrics"].items()}
         if terminated[0] or truncated[0]:
-            one["final_score"] = float(info["final_score"][0])
+            one |= {"final_score": float(info["final_score"][0]), **outcome(self.grade())}
         return observation[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), one
+
+    def grade(self) -> Grade:
+        """Grade of the episode as if it ended now: ``score``, ``breakdown`` and ``feedback``."""
+        return self._rows.batch.grade(0)
 
 
 def _traffic_high(batch: TrafficBatch) -> FloatArray:
@@ -300,6 +308,10 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         """Take one step."""
         observation, reward, done, info = self._episode.step(self._codec.decode(action))
         return self._codec.encode(observation), reward, done, False, {**info, "seed": self._episode.seed}
+
+    def grade(self) -> Grade:
+        """Grade of the steps played so far: ``score``, ``breakdown`` and ``feedback``."""
+        return self._episode.grade()
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
         Field("ttft_p50", 0, 5000, "ms", "median time to first token of the step's admissions"),
         Field("tpot_p50", 0, 500, "ms", "median time per output token"),
         Field("slo_violation_rate", 0, 1, "share", "share of the step's requests that missed their SLO"),
-        Field("gpu_memory_used_gb", 0, 80, "GB", "memory in use on one replica (decimal GB)"),
+        Field("gpu_memory_used_gb", 0, 320, "GB", "memory in use on one card of a replica (decimal GB)"),
         Field("spec_accept_rate", 0, 1, "share", "accepted draft tokens / drafted tokens"),
         Field("priority_interactive", 0, 1, "share", "interactive share of the last 50 steps' arrivals"),
         Field("priority_batch", 0, 1, "share", "batch share of the last 50 steps' arrivals"),
@@ -86,6 +86,17 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
     )
 }
 """The 14 numbers of the flat observation, in order; ``priority_distribution`` is spread over three of them."""
+
+FLEET_FIELDS: Final[dict[str, Field]] = {
+    **ACTION_FIELDS,
+    "restarting_share": Field(
+        "restarting_share", 0, 1, "share", "replicas that have still to restart for the precision and prefill in force"
+    ),
+    "seconds_since_change": Field(
+        "seconds_since_change", 0, math.inf, "s", "since a knob was changed last, or the episode began"
+    ),
+}
+"""What the fleet is set to and how long ago, in order: the knobs in force, running restarts, the age of the setting."""
 
 
 @dataclass

@@ -31,10 +31,35 @@ class RewardOverrides(Message):
     delta: Annotated[Weight | None, Field(description="weight of cost; beta + gamma + delta is at most 1")] = None
 
 
+RewardKind = Literal["plan", "grade"]
+MAX_HOLD_S: Final = 60
+HoldSeconds = Annotated[int, Field(ge=1, le=MAX_HOLD_S), WHOLE]
+HardwareName = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,79}$"),
+    Allowed("the name of a table: small letters, digits, . and -, as `inferencegym hardware` lists them"),
+]
+
+
 class ConfigOverrides(RewardOverrides):
     """Settings of an episode that a reset may override; those left out, or null, are the task's own."""
 
-    episode_length: Annotated[EpisodeLength | None, Field(description="steps of the episode, one second each")] = None
+    reward: Annotated[
+        RewardKind | None,
+        Field(
+            description='"plan" (default): R = alpha*T - beta*L - gamma*V - delta*C; "grade": what the step adds to '
+            "the grade, without weights to set"
+        ),
+    ] = None
+    hold: Annotated[
+        HoldSeconds | None,
+        Field(description="seconds that a step plays with one action (default 1): its reward is the sum of theirs"),
+    ] = None
+    episode_length: Annotated[EpisodeLength | None, Field(description="seconds of the episode")] = None
+    hardware: Annotated[
+        HardwareName | None,
+        Field(description="table of the catalogue (GET /info) on which the task is played, instead of its own"),
+    ] = None
 
 
 # ---------------------------------------------------------------- values of a task's entry
@@ -178,6 +203,7 @@ class TaskEntry(Message):
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 512
     restart_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
     load_gb_per_s: Annotated[float, Field(ge=0.01, le=1000)] = 4.0
+    hardware: HardwareName | None = None
     memory_hard_limit_gb: Annotated[float, Field(ge=1, le=1000)] | None = None
     # Rules
     active_actions: Annotated[

@@ -10,23 +10,36 @@ import math
 import os
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, short_repr
 from inferencegym.installation import room_folder
-from inferencegym.messages import read
+from inferencegym.messages import Message, read
 from inferencegym.models import PRIORITY_CLASSES
-from inferencegym.task_files import CalibrationEntry, ConfigOverrides, RewardOverrides, TaskEntry
+from inferencegym.task_files import (
+    CalibrationEntry,
+    ConfigOverrides,
+    HardwareName,
+    RewardKind,
+    RewardOverrides,
+    TaskEntry,
+)
 from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
 
 TaskId = int | str
 
 DATA_DIR: Final = room_folder("simulator") / "data"
 CALIBRATION_FILE: Final = DATA_DIR / "calibration.json"
+HARDWARE_CALIBRATION_FILE: Final = DATA_DIR / "hardware_calibration.json"
+"""Constants of tasks on tables other than the default one."""
+HARDWARE_TASKS: Final = "hardware_tasks.json"
+"""File of the tasks that have hardware of their own."""
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
+AT: Final = "@"
+"""``ID@HARDWARE`` is the task ``ID`` on a table of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +111,25 @@ class RewardWeights:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """Settings of an episode: the weights of its reward, and its length in steps."""
+    """Settings of an episode: weights of the plan's reward, length in seconds, which reward is paid, seconds of a step.
+
+    With ``hold`` above 1 a step plays so many seconds with one action, and the last one what is left.
+    """
 
     weights: RewardWeights
     episode_length: int
+    reward: RewardKind = "plan"
+    hold: int = 1
 
-    def to_dict(self) -> dict[str, float | int]:
-        """Flat JSON form with the keys that a reset accepts."""
-        w = self.weights
-        return {
-            "alpha": w.alpha,
-            "beta": w.beta,
-            "gamma": w.gamma,
-            "delta": w.delta,
-            "episode_length": self.episode_length,
-        }
+    @property
+    def n_steps(self) -> int:
+        """Steps of a whole episode."""
+        return -(-self.episode_length // self.hold)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat JSON form with the keys that a reset accepts; the grade's reward has no weights."""
+        weights = asdict(self.weights) if self.reward == "plan" else {}
+        return {**weights, "episode_length": self.episode_length, "reward": self.reward, "hold": self.hold}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +150,8 @@ class TaskSpec:
     reward: RewardWeights
     grade: Mapping[str, Any]
     memory_hard_limit_gb: float | None = None
+    hardware: str | None = None
+    """Table of the catalogue that the task is played on; None: the default table."""
     cost_budget: float = 5.0
     episode_length: int = 200
     expected_baseline: tuple[float, float] | None = None
@@ -144,6 +163,11 @@ class TaskSpec:
     calibration_file: str = str(CALIBRATION_FILE)
     """Where the task's measured constants are kept: beside the task file, for tasks of one's own."""
 
+    @property
+    def listed(self) -> bool:
+        """Whether the task is listed without being asked for: those of drawn traffic on the default table are."""
+        return not self.recorded and self.hardware is None
+
     def config(self, overrides: Mapping[str, Any] | ConfigOverrides | None = None) -> EpisodeConfig:
         """The episode configuration with ``overrides`` applied; a value of None leaves the setting alone.
 
@@ -153,12 +177,34 @@ class TaskSpec:
 
 
 def episode_config(task: TaskSpec, overrides: Mapping[str, Any] | ConfigOverrides | None) -> EpisodeConfig:
-    """The task's reward weights and episode length with the overrides of a reset applied."""
+    """The task's own settings with the overrides of a reset applied."""
     if overrides is None:
         return EpisodeConfig(task.reward, task.episode_length)
-    wanted = read(ConfigOverrides, dict(overrides) if isinstance(overrides, Mapping) else overrides, refusal, "config")
+    wanted = _overrides(overrides)
     length = task.episode_length if wanted.episode_length is None else wanted.episode_length
-    return EpisodeConfig(_weights("config", task.reward, wanted), length)
+    if wanted.reward == "grade":
+        for name in RewardOverrides.model_fields:
+            if getattr(wanted, name) is not None:
+                raise refusal(
+                    f"config.{name}", getattr(wanted, name), 'left out with reward "grade", which has no weights'
+                )
+    return EpisodeConfig(_weights("config", task.reward, wanted), length, wanted.reward or "plan", wanted.hold or 1)
+
+
+def with_settings(config: Mapping[str, Any] | None, **settings: Any) -> dict[str, Any]:
+    """A configuration with settings added that were given as arguments of their own; None stands for not given.
+
+    Raises :class:`InvalidConfigError` for a setting that is given both ways.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, value in given.items():
+        if config is not None and config.get(name) is not None:
+            raise refusal(name, value, "given once: as an argument, or in config")
+    return {**(config or {}), **given}
+
+
+def _overrides(given: Mapping[str, Any] | ConfigOverrides) -> ConfigOverrides:
+    return read(ConfigOverrides, dict(given) if isinstance(given, Mapping) else given, refusal, "config")
 
 
 def _weights(where: str, base: RewardWeights, overrides: RewardOverrides) -> RewardWeights:
@@ -181,19 +227,45 @@ def get_task(task_id: TaskId) -> TaskSpec:
 
     Raises :class:`UnknownTaskError` with the valid ids.
     """
-    registry = _registry(os.environ.get(TASKS_ENV, ""))
-    key = _key(task_id)
-    if key not in registry:
+    user_files, key = os.environ.get(TASKS_ENV, ""), _key(task_id)
+    registry = _registry(user_files)
+    own, at, hardware = key.partition(AT)
+    if own not in registry:
         raise UnknownTaskError(
             f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
         )
-    return registry[key]
+    return _task_on(user_files, own, hardware) if at else registry[own]
+
+
+def task_of(task: TaskSpec, config: Mapping[str, Any] | ConfigOverrides | None) -> TaskSpec:
+    """The task that a reset with this configuration plays: ``hardware`` makes it ``ID@HARDWARE``."""
+    hardware = None if config is None else _overrides(config).hardware
+    return task if hardware is None else get_task(f"{str(task.task_id).partition(AT)[0]}{AT}{hardware}")
+
+
+@lru_cache(maxsize=256)
+def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
+    """A task on another table, with constants of its own."""
+    read_entry(_OnHardware, {"hardware": hardware})
+    task = _registry(user_files)[own]
+    constants = Path(task.calibration_file)
+    shipped = constants == CALIBRATION_FILE
+    return replace(
+        task,
+        task_id=f"{own}{AT}{hardware}",
+        gym_id=f"{task.gym_id}-{hardware}",
+        name=f"{task.name} on {hardware}",
+        hardware=hardware,
+        expected_baseline=None,
+        calibration=None,
+        calibration_file=str(HARDWARE_CALIBRATION_FILE if shipped else constants),
+    )
 
 
 def list_tasks(include_recorded: bool = False) -> list[TaskSpec]:
-    """All tasks in the order of their files; recorded-trace tasks only when asked for."""
+    """All tasks in the order of their files; those of recorded traces and of other hardware only when asked for."""
     registry = _registry(os.environ.get(TASKS_ENV, ""))
-    return [t for t in registry.values() if include_recorded or not t.recorded]
+    return [t for t in registry.values() if include_recorded or t.listed]
 
 
 def load_task_file(path: str | Path) -> list[TaskSpec]:
@@ -203,12 +275,18 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
     ``my_tasks.calibration.json`` beside it; those of the tasks that ship, in ``calibration.json``.
     """
     path = Path(path)
-    constants = CALIBRATION_FILE if path.parent == DATA_DIR else path.with_suffix(".calibration.json")
+    constants = path.with_suffix(".calibration.json")
+    if path.parent == DATA_DIR:
+        constants = HARDWARE_CALIBRATION_FILE if path.name == HARDWARE_TASKS else CALIBRATION_FILE
 
     def parse(task_id: str, raw: object) -> TaskSpec:
         return replace(parse_task(task_id, raw, base=path.parent), calibration_file=str(constants))
 
     return list(load_entries(path, "task file", parse).values())
+
+
+class _OnHardware(Message):
+    hardware: HardwareName
 
 
 def _ids(registry: Mapping[str, TaskSpec]) -> list[TaskId]:
@@ -221,10 +299,8 @@ def _key(task_id: object) -> str:
 
 @lru_cache(maxsize=8)
 def _registry(user_files: str) -> dict[str, TaskSpec]:
-    paths: list[Path] = [DATA_DIR / "workload_configs.json"]
-    recorded = DATA_DIR / "recorded_tasks.json"
-    if recorded.exists():
-        paths.append(recorded)
+    shipped = ("workload_configs.json", "recorded_tasks.json", HARDWARE_TASKS)
+    paths = [DATA_DIR / name for name in shipped if (DATA_DIR / name).exists()]
     paths += [Path(p) for p in user_files.split(os.pathsep) if p]
     return task_registry(paths, load_task_file)
 
@@ -256,6 +332,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         reward=_weights("reward", RewardWeights(), entry.reward),
         grade=entry.grade.model_dump(),
         memory_hard_limit_gb=entry.memory_hard_limit_gb,
+        hardware=entry.hardware,
         cost_budget=entry.cost_budget_episode,
         episode_length=entry.episode_length,
         expected_baseline=entry.baseline_range(),
@@ -362,7 +439,8 @@ def get_calibration(task_id: TaskId) -> Calibration:
     They lie in ``simulator/data/calibration.json``, beside the task's own file, or in its entry (key ``calibration``).
     """
     key = _key(task_id)
-    task = _registry(os.environ.get(TASKS_ENV, "")).get(key)
+    registry = _registry(os.environ.get(TASKS_ENV, ""))
+    task = get_task(key) if key.partition(AT)[0] in registry else None
     path = Path(CALIBRATION_FILE if task is None else task.calibration_file)
     measured = _calibrations(str(path), path.stat().st_mtime_ns) if path.exists() else {}
     if key in measured:

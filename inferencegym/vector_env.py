@@ -83,7 +83,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         return self._observe(), self._info()
 
     def step(self, actions: NDArray[Any]) -> Stepped:
-        """Take one step of one second in every row: observation, reward, terminated, truncated, info."""
+        """Take one step in every row: observation, reward, terminated, truncated, info."""
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             return self._restart_or_step(np.asarray(actions))
         if self._ended_before.any():
@@ -120,7 +120,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
 
     @abstractmethod
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
-        """Take one step of one second in all rows or those of the mask; returns a new array of rewards (B,)."""
+        """Take one step in all rows or those of the mask; returns a new array of rewards (B,)."""
 
     @abstractmethod
     def _ended(self) -> tuple[BoolArray, BoolArray]:

@@ -86,7 +86,7 @@ def verify_episode(log: EpisodeLog) -> Grade:
 
 def _verified(log: EpisodeLog) -> Grade:
     replayed = verify_log(log.family, log.task_id, log.seed, log.config, log.entries())
-    grade = log.family.grade(log.task_id, replayed.episode_log)
+    grade = log.family.grade(replayed.task_id, replayed.episode_log)
     claimed = log.score
     # Compared with the bounds first: JSON's integers may be too large for a float.
     if claimed is not None and not (

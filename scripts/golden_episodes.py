@@ -103,10 +103,16 @@ def _play_serving(
         applied = info["action_applied"]
         knobs = ("kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier")
         batch.step(np.array([[applied[name] for name in knobs]], dtype=np.float64))
-        rows.append({"reward": reward, "done": done, **flat("info", info), **_serving_row(env, batch)})
+        rows.append({"reward": reward, "done": done, **flat("info", _pinned(info)), **_serving_row(env, batch)})
     log = env.episode_log
     grades = {str(n): _grade(GraderModule().score(task_id, log[:n])) for n in _grade_steps(len(log))}
     return rows, grades
+
+
+def _pinned(info: Mapping[str, Any]) -> Row:
+    """An info without the grade, which is pinned beside the steps, and without what follows from the actions alone."""
+    left_out = ("score", "breakdown", "feedback", "fleet", "seconds")
+    return {name: value for name, value in info.items() if name not in left_out}
 
 
 def _serving_row(env: InferenceEnv, batch: ServingBatch) -> Row:
@@ -132,7 +138,8 @@ def _play_traffic(
         _, reward, done, info = env.step(action)
         batch.step(np.array([ACTION_NAMES.index(action["action"])]))
         entry = flat("metrics", env.episode_log[-1]["metrics"])
-        rows.append({"reward": reward, "done": done, **flat("info", info), **entry, **_traffic_row(env, batch)})
+        told = flat("info", _pinned(info))
+        rows.append({"reward": reward, "done": done, **told, **entry, **_traffic_row(env, batch)})
     log = env.episode_log
     grades = {str(n): _grade(grade_traffic(task_id, log[:n])) for n in _grade_steps(len(log))}
     return rows, grades

@@ -3,7 +3,7 @@
 #
 #   requirements.txt        the server and offline work on logs (pandas): what the image, `make serve` and operators install
 #   requirements-build.txt  what compiles the package. Apart, because the image compiles in a stage that it throws away
-#   requirements-dev.txt    the server, tests, linters, OpenEnv's client and validator, Ray, TensorBoard: what
+#   requirements-dev.txt    the server, tests, linters, OpenEnv's client and validator, Ray, operator times: what
 #                           contributors and CI install. One file, because the types and the tests need all of it
 #   requirements-rl.txt     Stable-Baselines3 alone: it requires torch, of which the right build (CPU, CUDA, ROCm) and so
 #                           the hash differ from machine to machine. `make rl` installs torch by version before it
@@ -34,7 +34,7 @@ compile() {
 # The largest first: what it settles on binds the others.
 server=(--extra serve --extra redis --extra tools)
 compile requirements-dev.txt --overrides scripts/pins/without-torch.txt "${server[@]}" \
-    --extra dev --extra openenv --extra report --extra ray --extra rl pyproject.toml scripts/pins/torch-needs.in
+    --extra dev --extra hardware --extra openenv --extra report --extra ray --extra rl pyproject.toml scripts/pins/torch-needs.in
 compile requirements.txt --constraints requirements-dev.txt "${server[@]}" pyproject.toml
 compile requirements-build.txt --constraints requirements-dev.txt scripts/pins/build.in
 # What it requires besides torch is in requirements-dev.txt.

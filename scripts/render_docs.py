@@ -107,6 +107,37 @@ def cards() -> str:
     return "\n".join(lines)
 
 
+def catalogue() -> str:
+    """The tables that ship, with the support of their decode and prefill time."""
+    from simulator.catalogue import table_index
+
+    parts = ("measured", "interpolated", "modelled", "extrapolated")
+    lines = [f"| table | cards | precision | {' | '.join(parts)} |", "|---|---|---|---|---|---|---|"]
+    for name, entry in table_index().items():
+        for tier in entry["tiers"]:
+            shares = [entry["time_shares"].get(f"{tier} {part}") for part in ("decode", "prefill")]
+            if None in shares:
+                continue  # tables of the measured files state cells, in their own block
+            cells = " | ".join(f"{shares[0][p]:.0%} / {shares[1][p]:.0%}" for p in parts)
+            lines.append(f"| `{name}` | {entry['cards_per_replica']} | {tier} | {cells} |")
+    return "\n".join(lines)
+
+
+def held_back() -> str:
+    """Deployments that are refused, and warnings, each with its reason."""
+    from simulator.catalogue import hardware_data
+
+    lines = ["| what | | why |", "|---|---|---|"]
+    for kind, verdict in (("held_back", "refused"), ("warnings", "warning")):
+        for rule in hardware_data()[kind]:
+            kinds = [rule.get(key, []) for key in ("systems", "models", "tiers", "engines")]
+            words = [", ".join(names) for names in kinds if names and names != ["*"]]
+            if "min_tp" in rule:
+                words.append(f"{rule['min_tp']} cards and more")
+            lines.append(f"| {'; '.join(words)} | {verdict} | {rule['reason']} |")
+    return "\n".join(lines)
+
+
 def engines() -> str:
     """The engine profiles: overheads, GEMM scale and scheduling."""
     columns = {
@@ -206,11 +237,13 @@ def exact(row: dict[str, Any], key: str) -> str:
 
 SCORE_ROWS = {
     "random": "random",
-    "naive": "naive (default knob values)",
+    "naive": "naive (the plan's baseline: batch 32, FP16, whole pool)",
+    "vllm_defaults": "vLLM's defaults (256 slots, 90 % of the memory)",
     "hill_climb": "hill climbing",
     "heuristic": "heuristic",
+    "random_search": "random search (250 episodes)",
     "best_static": "best constant setting",
-    "ppo": "PPO",
+    "ppo": "PPO, from scratch",
     "best_adaptive": "best adaptive policy",
 }
 
@@ -228,7 +261,8 @@ def scores() -> str:
     heads = [f"task {t['task']} | reference" for t in measured]
     lines = [f"| agent | {' | '.join(heads)} |", "|---|" + "---|" * (2 * len(measured))]
     for name, title in SCORE_ROWS.items():
-        if not all(name in scored for scored in by_task):
+        references = [played[str(task["task"])]["agents"] for task in measured]
+        if not all(name in known for known in (*by_task, *references)):
             continue
         cells = []
         for task, scored in zip(measured, by_task, strict=True):
@@ -254,6 +288,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "task-table": task_table,
     "calibration-table": calibration_table,
     "cards": cards,
+    "catalogue": catalogue,
+    "held_back": held_back,
     "engines": engines,
     "memory": memory,
     "settings": settings,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
 from env.family import Family
 from inferencegym.families import SERVING
+from server.net.jobs import Jobs
 from server.net.limits import Callers, Limits
 from server.net.metrics import Metrics
 from server.sessions.manager import SessionManager
@@ -26,6 +27,7 @@ class Context:
     metrics: Metrics
     started: float
     """Of :func:`time.monotonic`."""
+    jobs: Jobs = field(default_factory=Jobs)
 
     @property
     def mounts(self) -> list[Mount]:

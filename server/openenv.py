@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from env.family import Family
+from env.family import Family, outcome
 from inferencegym.error_text import write_error
 from inferencegym.errors import (
     InferenceGymError,
@@ -380,10 +380,14 @@ class Connection:
         return self._live
 
     def _stepped(self, result: StepResult) -> str:
-        observation = result.observation
-        if self._with_info:
-            observation = {**asdict(observation), "info": result.info()}
-        return _encode("observation", {"observation": observation, "reward": result.reward, "done": result.done})
+        answer = {"observation": result.observation, "reward": result.reward, "done": result.done}
+        if self._with_info or result.done:
+            info = result.info()
+            # OpenEnv has metadata in the observation, for typed clients, and beside it, for its generic one.
+            metadata = {"metadata": outcome(info)} if result.done else {}
+            more = {"info": info} if self._with_info else {}
+            answer = {**answer, **metadata, "observation": {**asdict(result.observation), **metadata, **more}}
+        return _encode("observation", answer)
 
 
 class McpEndpoint:

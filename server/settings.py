@@ -108,7 +108,7 @@ class Settings(BaseSettings):
         200_000,
         ge=100,
         le=1_000_000_000,
-        description="Steps of all environments held in memory per process: bounds memory where episodes are long.",
+        description="Seconds of all environments held in memory per process: bounds memory where episodes are long.",
     )
     max_concurrent_envs: int = Field(
         64,
@@ -149,10 +149,10 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(1_048_576, ge=1_024, le=1_073_741_824, description="Largest request body, in bytes.")
     max_log_bytes: int = Field(
-        8_388_608, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
+        10_485_760, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
     )
     max_trace_bytes: int = Field(
-        4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow, in bytes."
+        4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow and /plan, in bytes."
     )
     max_batch_bytes: int = Field(
         16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /step/batch, in bytes."
@@ -205,7 +205,7 @@ class Settings(BaseSettings):
         description="/play per client and process (0 = no limit); every 200 steps are one.",
     )
     shadows_per_minute: int = Field(
-        30, ge=0, le=10_000_000, description="/shadow per client and process (0 = no limit)."
+        30, ge=0, le=10_000_000, description="/shadow, and as many /plan, per client and process (0 = no limit)."
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -48,7 +48,7 @@ KNOBS: Final[Mapping[str, ArraySpec]] = {
     "batch_size": ArraySpec("B", "requests", "slots of a replica"),
     "spec": ArraySpec("B", "index", "drafts per verification step, into SPEC_LENGTHS", _INT),
     "disagg": ArraySpec("B", "0 or 1", "prefill on a GPU of its own", _INT),
-    "tier": ArraySpec("B", "index", "precision: FP16, INT8, INT4", _INT),
+    "tier": ArraySpec("B", "index", "precision, among those of the table", _INT),
 }
 """The action."""
 
@@ -193,3 +193,24 @@ METRICS: Final[Mapping[str, ArraySpec]] = {
     "rejected": ArraySpec("B", "requests", "requests refused by a full queue"),
 }
 """Rows of ``ServingFleet.metrics``, in order. Users see those that ``MetricsSnapshot`` has a field for."""
+
+OVER_SECONDS: Final[Mapping[str, Literal["mean", "sum", "max", "last"]]] = {
+    "ttft_p50_ms": "mean",
+    "ttft_p99_ms": "max",
+    "tpot_ms": "mean",
+    "tokens_per_sec": "mean",
+    "gpu_memory_gb": "max",
+    "cost_per_1k": "sum",
+    "spec_accept_rate": "mean",
+    "eviction_events": "sum",
+    "slo_violations": "sum",
+    "oom": "max",
+    "violation_share": "mean",
+    "queue_requests": "last",
+    "running_requests": "last",
+    "kv_occupancy": "last",
+    "admitted": "sum",
+    "completed": "sum",
+    "rejected": "sum",
+}
+"""How the seconds that one action is held for make one number of each metric: costs and counts add up."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.load import REFERENCE_BATCH, ClassStats, interp_log
-from simulator.tables import FloatArray, ServingTables
+from simulator.tables import MAX_TIERS, FloatArray, ServingTables
 
 
 def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:
@@ -56,7 +56,7 @@ class PrefillRatios(NamedTuple):
 def prefill_ratios(stats: ClassStats, tables: ServingTables) -> PrefillRatios:
     """The prefill ratios of these classes on this table."""
     points = tables.axes["prompt_len_bucket"]
-    n_classes, n_tiers, n_batch = len(stats.names), 3, len(tables.axes["batch_size"])
+    n_classes, n_tiers, n_batch = len(stats.names), MAX_TIERS, len(tables.axes["batch_size"])
     reference = int(np.argmin(np.abs(tables.axes["batch_size"] - REFERENCE_BATCH)))
     alone, dedicated = np.empty((2, n_classes, n_tiers))
     token_budget = float(tables.meta["max_batched_tokens"])

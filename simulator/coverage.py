@@ -72,9 +72,9 @@ def fleet_support(fleet: ServingFleet, row: int = 0) -> str:
 
 def coverage(tables: ServingTables) -> dict[str, dict[str, float]]:
     """Share of the table's cells at each support level, by precision tier and over all."""
-    cells = tables.columns["support"]
+    cells = tables.columns["support"][: tables.n_tiers]
     shares = {"all": _shares(cells)}
-    return shares | {tier: _shares(cells[i]) for i, tier in enumerate(("FP16", "INT8", "INT4"))}
+    return shares | {tier: _shares(cells[i]) for i, tier in enumerate(tables.tiers)}
 
 
 def _shares(cells: NDArray[np.float64]) -> dict[str, float]:

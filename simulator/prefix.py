@@ -52,10 +52,11 @@ def reuse_curve(log: RequestLog) -> FloatArray | None:
 class PrefixReuse:
     """Counter of repeated prefixes and their stack distances, fed with prompts as block ids in order of arrival.
 
-    Block ids stand for a block of tokens and everything before it, as in Mooncake's traces.
+    Block ids stand for a block of ``block_tokens`` tokens and everything before it, as in Mooncake's traces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
         self._last_use: dict[Hashable, int] = {}
         self._touched = _RunningSums()
         self._found: FloatArray = np.zeros(len(CAPACITY_TOKENS) + 1)
@@ -65,11 +66,11 @@ class PrefixReuse:
         repeated = 0
         while repeated < len(blocks) and blocks[repeated] in self._last_use:
             repeated += 1
-        tokens = min(repeated * BLOCK_TOKENS, prompt_tokens)
+        tokens = min(repeated * self._block_tokens, prompt_tokens)
         self._note_distances([self._last_use[b] for b in blocks[:repeated]])
         for block in blocks[:repeated]:
-            self._touched.add(self._last_use[block], -BLOCK_TOKENS)
-        request = self._touched.append(max(prompt_tokens, len(blocks) * BLOCK_TOKENS) + output_tokens)
+            self._touched.add(self._last_use[block], -self._block_tokens)
+        request = self._touched.append(max(prompt_tokens, len(blocks) * self._block_tokens) + output_tokens)
         self._last_use.update(dict.fromkeys(blocks, request))
         return tokens
 
@@ -87,9 +88,9 @@ class PrefixReuse:
         for use in last_uses:
             # Everything touched since that request, and what this prompt has read of it already.
             distance = since.get(use)
-            distance = (self._touched.after(use) if distance is None else distance) + BLOCK_TOKENS
+            distance = (self._touched.after(use) if distance is None else distance) + self._block_tokens
             since[use] = distance
-            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += BLOCK_TOKENS
+            self._found[int(np.searchsorted(CAPACITY_TOKENS, distance))] += self._block_tokens
 
 
 class _RunningSums:

@@ -131,7 +131,7 @@ class ServingParams:
             "dt_ms": 1000.0 * self.step_s,
             "queue_limit": float(self.queue_limit),
             "closed_clients": float(self.closed_clients),
-            "price": self.price,
+            "price": self.price * self.tables.cards_per_replica,
         }
 
     def _memory(self) -> dict[str, Any]:
@@ -318,7 +318,12 @@ class ServingFleet:
 
     def snapshot(self, row: int = 0) -> MetricsSnapshot:
         """The last step's metrics of one row."""
-        values = self.metrics[:, row].tolist()
-        for i, convert in _CONVERTED:
-            values[i] = convert(values[i])
-        return MetricsSnapshot(*_reported(values))
+        return snapshot(self.metrics[:, row])
+
+
+def snapshot(metrics: FloatArray) -> MetricsSnapshot:
+    """What users see of the metrics of one step of one fleet, (len(METRICS),)."""
+    values = metrics.tolist()
+    for i, convert in _CONVERTED:
+        values[i] = convert(values[i])
+    return MetricsSnapshot(*_reported(values))

@@ -20,28 +20,27 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.errors import TableError
+from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError, short_repr
 from inferencegym.installation import install_hint
-from inferencegym.tasks import DATA_DIR
+from inferencegym.models import QuantTier
+from simulator.catalogue import table_index, table_path
 
 FloatArray = NDArray[np.float64]
 
-DEFAULT_TABLE: Final = DATA_DIR / "traces_llama3_8b.parquet"
-DEFAULT_CARD: Final = "a100-40gb"
-"""Card of the default table."""
 TABLE_ENV: Final = "INFERENCEGYM_TABLE"
 METADATA_KEY: Final = b"inferencegym"
 
 AXES: Final = ("quant_tier", "spec_length", "kv_budget", "batch_size", "prompt_len_bucket")
 """Order of the axes of every column array."""
 
+MAX_TIERS: Final = len(QuantTier)
+"""Values of the knob ``quant_tier``: a table has as many precisions or fewer."""
+
+SATURATED_COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "cost_per_1k")
+"""Columns of an engine that always has ``batch_size`` requests in hand; tables may do without them."""
+
 VALUE_COLUMNS: Final = (
-    "ttft_p50_ms",
-    "ttft_p99_ms",
-    "tpot_ms",
-    "tps",
     "gpu_mem_gb",
-    "cost_per_1k",
     "decode_ms",
     "prefill_ms",
     "prefill_marginal_ms",
@@ -53,10 +52,11 @@ VALUE_COLUMNS: Final = (
 
 @dataclass(frozen=True, eq=False)
 class ServingTables:
-    """Measured and derived times of one model on one card.
+    """Measured and derived times of one model on the cards of one replica.
 
-    ``columns[name]`` has shape (tiers, spec lengths, KV budgets, batch sizes, prompt lengths); ``axes[name]`` holds the
-    grid points in the column's units (``prompt_len_bucket`` in tokens). ``meta`` is the file's own description.
+    ``columns[name]`` has shape (MAX_TIERS, spec lengths, KV budgets, batch sizes, prompt lengths); ``axes[name]`` holds
+    the grid points in the column's units (``prompt_len_bucket`` in tokens). ``meta`` is the file's own description. A
+    table of fewer precisions than ``MAX_TIERS`` repeats its last one in the arrays; ``n_tiers`` may be chosen.
     """
 
     path: str
@@ -83,7 +83,7 @@ class ServingTables:
         The steps of GEMM times lie between the columns' batch sizes. A table that lists no more has the columns'.
         """
         listed = self.meta.get("iteration_ms")
-        return self.decode_ms if listed is None else np.array(listed, dtype=np.float64)
+        return self.decode_ms if listed is None else _padded(np.array(listed, dtype=np.float64))
 
     @property
     def prefill_ms(self) -> FloatArray:
@@ -101,9 +101,39 @@ class ServingTables:
         return np.ascontiguousarray(self.columns["prefill_saturated_ms"][:, 0, -1])
 
     @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the precisions, in the order of ``quant_tier``."""
+        return tuple(self.meta["weights_gb"])
+
+    @property
+    def n_tiers(self) -> int:
+        """Precisions that the table has."""
+        return len(self.meta["weights_gb"])
+
+    @property
+    def cards_per_replica(self) -> int:
+        """Cards over which a replica's weights are split; memory figures are those of one card."""
+        return int(self.meta.get("cards_per_replica", 1))
+
+    @property
     def weights_gb(self) -> FloatArray:
-        """Weight bytes per tier in decimal GB."""
-        return np.array([float(self.meta["weights_gb"][t]) for t in ("FP16", "INT8", "INT4")])
+        """Weights on one card by tier in decimal GB, (MAX_TIERS,)."""
+        sizes = [float(size) for size in self.meta["weights_gb"].values()]
+        return _padded(np.array(sizes))
+
+    def tier_index(self, name: str) -> int:
+        """The ``quant_tier`` of a precision's name; raises :class:`InvalidConfigError` with those that there are."""
+        if name not in self.tiers:
+            raise InvalidConfigError(
+                f"precision {short_repr(name)} is not one of {self.meta['hardware']}: {', '.join(self.tiers)}", "quant"
+            )
+        return self.tiers.index(name)
+
+    def refuse_tier(self, tier: int) -> None:
+        """Raise :class:`InvalidActionError` with the table's precisions if it has none of this number."""
+        if tier >= self.n_tiers:
+            names = ", ".join(f"{i} ({name})" for i, name in enumerate(self.tiers))
+            raise InvalidActionError("quant_tier", tier, f"a precision of {self.meta['hardware']}: {names}")
 
     @property
     def spec_tokens(self) -> FloatArray:
@@ -117,14 +147,9 @@ class ServingTables:
         return sum(a.nbytes for a in self.columns.values())
 
 
-def shipped_table(card: str) -> Path:
-    """Where the table of a card lies among the shipped data."""
-    return DEFAULT_TABLE if card == DEFAULT_CARD else DATA_DIR / f"traces_llama3_8b_{card.replace('-', '_')}.parquet"
-
-
 def default_table_path() -> Path:
-    """The table in use: ``INFERENCEGYM_TABLE`` if set, else the one that ships."""
-    return Path(os.environ.get(TABLE_ENV) or DEFAULT_TABLE)
+    """The table in use: ``INFERENCEGYM_TABLE`` if set, else the first of the catalogue."""
+    return Path(os.environ.get(TABLE_ENV) or table_path(next(iter(table_index()))))
 
 
 def load_tables(path: str | Path | None = None, isolated: bool = False) -> ServingTables:
@@ -141,6 +166,14 @@ def load_tables(path: str | Path | None = None, isolated: bool = False) -> Servi
             f"the lookup table {resolved} cannot be read ({error.strerror}); build it with `inferencegym build-table`"
         ) from error
     return _load(str(resolved), digest, isolated)
+
+
+def tables_of(hardware: str | None = None) -> ServingTables:
+    """The table of this name in the catalogue; None: the default table.
+
+    Another table is read in a child process, so that a server that plays on it holds no parquet library either.
+    """
+    return load_tables() if hardware is None else load_tables(table_path(hardware), isolated=True)
 
 
 _loaded: Final[dict[tuple[str, str], ServingTables]] = {}
@@ -208,6 +241,15 @@ def _arrange(path: str, digest: str, raw: Mapping[str, FloatArray], meta: Mappin
     if int(np.prod(shape)) != len(raw[AXES[0]]):
         raise TableError(f"{path} is not a full grid: {len(raw[AXES[0]])} rows for {shape}")
     order = np.lexsort(tuple(raw[name] for name in reversed(AXES)))
-    columns = {name: np.ascontiguousarray(raw[name][order].reshape(shape)) for name in VALUE_COLUMNS}
+    if shape[0] != len(meta["weights_gb"]) or shape[0] > MAX_TIERS:
+        raise TableError(f"{path} has {shape[0]} precisions, of which it names {len(meta['weights_gb'])}")
+    held = [name for name in (*SATURATED_COLUMNS, *VALUE_COLUMNS) if name in raw]
+    columns = {name: np.ascontiguousarray(_padded(raw[name][order].reshape(shape))) for name in held}
     axes["prompt_len_bucket"] = np.array(meta["prompt_tokens"], dtype=np.float64)
     return ServingTables(path, digest, axes, columns, meta)
+
+
+def _padded(by_tier: FloatArray) -> FloatArray:
+    """The array with its last tier (first axis) repeated up to ``MAX_TIERS``."""
+    missing = MAX_TIERS - len(by_tier)
+    return np.concatenate([by_tier, np.repeat(by_tier[-1:], missing, axis=0)]) if missing else by_tier

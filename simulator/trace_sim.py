@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from inferencegym.errors import TableError
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
 from inferencegym.spaces.knobs import action_values
 from simulator.coverage import support_map
@@ -19,7 +20,6 @@ from simulator.tables import FloatArray, ServingTables, default_table_path, load
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator
 
-OOM_THRESHOLD_GB: Final = 40.0
 OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "prefill_ms", "prefill_marginal_ms")
 """Columns that are interpolated on the logarithm; memory and KV capacity follow from their formulas."""
 
@@ -34,6 +34,11 @@ class TraceSimulator:
 
     def __init__(self, trace_path: str | Path | None = None, seed: int = 42) -> None:
         self.tables: ServingTables = load_tables(trace_path if trace_path is not None else default_table_path())
+        if "tps" not in self.tables.columns:
+            raise TableError(
+                f"{self.tables.path} holds operator times alone, not those of a saturated engine: build it with "
+                "`inferencegym build-table --saturated`, or ask `inferencegym simulate`"
+            )
         self._rng = np.random.default_rng(seed)
 
     def reset_seed(self, seed: int) -> None:
@@ -43,10 +48,12 @@ class TraceSimulator:
     def simulate(self, action: ServeAction, workload: WorkloadState) -> MetricsSnapshot:
         """Metrics of one second of a saturated replica under ``action`` and ``workload``."""
         action.validate()
+        self.tables.refuse_tier(action.quant_tier.value)
         row = np.array([action_values(action)], dtype=np.float64)
         at = {name: float(v[0]) for name, v in self.lookup(row, np.array([workload.mean_prompt_len])).items()}
         jitter = 1.0 + NOISE_STD * self._rng.standard_normal(3).clip(-4.0, 4.0)
-        oom = at["gpu_mem_gb"] > OOM_THRESHOLD_GB
+        limit_gb = float(self.tables.meta["memory_limit_gb"])
+        oom = at["gpu_mem_gb"] > limit_gb
         tps = at["tps"] * (0.5 if oom else 1.0)
         ttft = at["ttft_p50_ms"] * jitter[0]
         beyond_kv_pool = max(0.0, action.batch_size - at["resident"])
@@ -56,8 +63,8 @@ class TraceSimulator:
             ttft_p99_ms=float(max(ttft, at["ttft_p99_ms"] * jitter[1])),
             tpot_ms=float(at["tpot_ms"] * jitter[2]),
             tokens_per_sec=tps,
-            gpu_memory_gb=min(at["gpu_mem_gb"], OOM_THRESHOLD_GB),
-            cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * 1000.0 / tps,
+            gpu_memory_gb=min(at["gpu_mem_gb"], limit_gb),
+            cost_per_1k=(2.0 if action.prefill_disagg else 1.0) * self.tables.cards_per_replica * 1000.0 / tps,
             spec_accept_rate=at["spec_accept_rate"],
             eviction_events=round(beyond_kv_pool),
             slo_violations=max(round(CONVENTIONS.oom_penalty * violations), action.batch_size) if oom else violations,
@@ -74,11 +81,11 @@ class TraceSimulator:
         kv = np.clip(actions[:, 0], axes["kv_budget"][0], axes["kv_budget"][-1])
         spec = np.abs(axes["spec_length"][None, :] - actions[:, 1:2]).argmin(axis=1)
         batch = np.clip(actions[:, 2], 1, axes["batch_size"][-1])
-        tier = np.clip(np.rint(actions[:, 4]), 0, 2).astype(np.int64)
+        tier = np.clip(np.rint(actions[:, 4]), 0, self.tables.n_tiers - 1).astype(np.int64)
         prompt = np.clip(prompt_tokens, axes["prompt_len_bucket"][0], axes["prompt_len_bucket"][-1])
         points = np.column_stack([kv, np.log2(batch), np.log2(prompt)])
         values = np.empty((len(actions), len(OUTPUTS)))
-        for t in range(3):
+        for t in range(self.tables.n_tiers):
             for s in range(len(axes["spec_length"])):
                 chosen = (tier == t) & (spec == s)
                 if chosen.any():

@@ -95,9 +95,15 @@ class WhatIf:
     completed: float
     rejected: float
     ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p95_ms: float
     ttft_p99_ms: float
     ttft_mean_ms: float
     tpot_p50_ms: float
+    tpot_p90_ms: float
+    tpot_p95_ms: float
+    tpot_p99_ms: float
+    tpot_mean_ms: float
     output_tokens_per_s: float
     makespan_s: float
     peak_kv_occupancy: float
@@ -129,6 +135,7 @@ def serve_requests(
     log when its last is answered, as long as there is one.
     """
     action.validate()
+    tables.refuse_tier(action.quant_tier.value)
     if closed_clients:
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
     params = ServingParams(
@@ -237,24 +244,65 @@ class Served:
         rejected = float(metric["rejected"].sum())
         served = 1.0 - rejected / len(requests.arrival_s)
         makespan = self.makespan_s()
+        cards = fleet.params.tables.cards_per_replica * fleet.params.n_replicas
         return WhatIf(
             n_requests=len(requests.arrival_s),
             completed=float(metric["completed"].sum()),
             rejected=rejected,
-            ttft_p50_ms=weighted_quantile(self.ttft_ms, self.ttft_weight, 0.5),
-            ttft_p99_ms=weighted_quantile(self.ttft_ms, self.ttft_weight, 0.99),
-            ttft_mean_ms=float((self.ttft_ms * self.ttft_weight).sum() / self.ttft_weight.sum()),
-            tpot_p50_ms=float(np.nanmedian(self.tpot_ms)) if np.isfinite(self.tpot_ms).any() else float("nan"),
+            **self._latencies(),
             output_tokens_per_s=float(requests.output_tokens.sum()) * served / makespan,
             makespan_s=makespan,
             peak_kv_occupancy=float(metric["kv_occupancy"].max()),
             preemptions=float(metric["eviction_events"].sum()),
             gpu_memory_gb=float(metric["gpu_memory_gb"].max()),
             oom=bool(metric["oom"].max() > 0),
-            gpu_seconds=makespan * fleet.params.n_replicas * (2.0 if fleet.disagg[0] else 1.0),
+            gpu_seconds=makespan * cards * (2.0 if fleet.disagg[0] else 1.0),
             support=self.support(),
             classes=self.classes(),
         )
+
+    def _latencies(self) -> dict[str, float]:
+        """Statistics of TTFT over requests and of TPOT over those of more than one token (NaN if there is none)."""
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+        known = self.tpot_ms[np.isfinite(self.tpot_ms)]
+        known = known if len(known) else np.array([np.nan])
+        found = {f"ttft_{n}_ms": weighted_quantile(self.ttft_ms, self.ttft_weight, q) for n, q in shares.items()}
+        found |= {f"tpot_{n}_ms": float(np.quantile(known, q)) for n, q in shares.items()}
+        found["ttft_mean_ms"] = float((self.ttft_ms * self.ttft_weight).sum() / self.ttft_weight.sum())
+        return {**found, "tpot_mean_ms": float(known.mean())}
+
+    def per_request(self) -> dict[str, Any]:
+        """Columns (N,) of the requests of an open load in order of arrival, NaN for what was never served.
+
+        ``ttft_ms`` has a request's own wait and the middle of what prefill took then; ``latency_s`` ends with its last
+        token.
+        """
+        requests, ttft_ms = self._requests, self._first_tokens_ms()
+        decode_s = np.where(requests.output_tokens > 1.0, self.tpot_ms, 0.0) * (requests.output_tokens - 1.0) / 1000.0
+        return {
+            "arrival_s": requests.arrival_s,
+            "prompt_tokens": requests.prompt_tokens,
+            "output_tokens": requests.output_tokens,
+            "class": np.array(PRIORITY_CLASSES)[requests.class_index],
+            "ttft_ms": ttft_ms,
+            "tpot_ms": self.tpot_ms,
+            "latency_s": ttft_ms / 1000.0 + decode_s,
+        }
+
+    def _first_tokens_ms(self) -> FloatArray:
+        """Time to first token of each request (N,): a class is admitted in order, and its record is in that order."""
+        class_index = self._requests.class_index
+        found = np.full(len(class_index), np.nan)
+        for c in np.unique(class_index):
+            mine, record = np.flatnonzero(class_index == c), self.record[self.record[:, 0] == c]
+            admitted = np.concatenate([[0.0], np.cumsum(record[:, 1])])
+            rank = np.arange(len(mine)) + 0.5
+            rank = rank[rank < admitted[-1]]
+            piece = np.searchsorted(admitted, rank, side="right") - 1
+            part = (rank - admitted[piece]) / record[piece, 1]
+            wait_ms = np.maximum(0.0, record[piece, 2] + part * (record[piece, 3] - record[piece, 2]))
+            found[mine[: len(rank)]] = wait_ms + record[piece, 4] + record[piece, 5]
+        return found
 
     def makespan_s(self) -> float:
         """Seconds from the start until the last request is served.

@@ -18,7 +18,7 @@ from simulator.load import (
 )
 from simulator.recorded import RecordedLoad
 from simulator.synthetic import SyntheticLoad
-from simulator.tables import FloatArray, ServingTables, load_tables
+from simulator.tables import FloatArray, ServingTables, tables_of
 
 
 @lru_cache(maxsize=64)
@@ -67,7 +67,7 @@ class WorkloadGenerator:
 
     def __init__(self, task_id: TaskId, seed: int = 42) -> None:
         self._task = get_task(task_id)
-        self._source = load_source(self._task, load_tables())
+        self._source = load_source(self._task, tables_of(self._task.hardware))
         self._seed = check_seed(seed)
         self._horizon = self._task.episode_length
         self._load = self._source.draw([self._seed], self._horizon).episode(0)

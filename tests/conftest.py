@@ -26,6 +26,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
+def windows() -> Iterator[None]:
+    """Windows for ``render_mode="human"`` on a machine without a display."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("module://tests.window")
+    yield
+    plt.close("all")
+    plt.switch_backend("agg")
+
+
+@pytest.fixture
 def soak_seed() -> int:
     """Seed of a soak test: that of the environment variable SOAK_SEED, else a new one, which is printed."""
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**32))

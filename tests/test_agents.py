@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from agents.episodes import run_episodes
 from agents.evaluate import agents_for, compare, evaluate, interval, paired, ranks, spearman
 from agents.policies.stored import policy_path
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, features
+from agents.protocol import BASELINES
 from agents.registry import AGENTS, make_agent
 from agents.search.ablation import ablate
 from agents.search.calibration import CalibrationFiles, Solved, calibrate, measure_price
+from agents.search.random_search import SEEDS, STEPS
+from agents.search.reward_grade_agreement import random_settings
 from agents.search.solver import (
     COARSE,
     Budget,
@@ -129,6 +133,27 @@ def test_the_naive_agent_always_plays_the_default_knobs() -> None:
     assert_array_equal(played.actions[:, 0], np.tile([1.0, 0, 32, 0, 0], (200, 1)))
 
 
+def test_vllms_defaults_take_nine_tenths_of_the_card_with_256_slots() -> None:
+    """An A100 of 40 GB reports 42.5 GB; weights 16.06, activations 2.15, 256 slots of 1.5 MB, the rest is KV pool."""
+    played = run_episodes(get_task(3), make_agent("vllm_defaults", get_task(3)), [1])
+    pool_gb = 40.0 - 16.06 - 2.15 - 0.25
+    expected = (0.9 * 42.5 - 16.06 - 2.15 - 256 * 0.0015) / pool_gb
+    assert_allclose(played.actions[:, 0], np.tile([expected, 0, 256, 0, 0], (200, 1)), rtol=1e-12)
+    assert expected == pytest.approx(0.9126, abs=1e-4)
+
+
+@pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
+def test_the_random_search_that_is_stored_is_the_best_of_as_many_episodes_as_a_learner_plays(task_id: Any) -> None:
+    task = get_task(task_id)
+    n_actions = STEPS // (task.episode_length * len(SEEDS))
+    assert n_actions * len(SEEDS) * task.episode_length <= 50_000
+    actions = random_settings(n_actions, task)
+    results = run_episodes(task, ActionsAgent(actions, len(SEEDS)), SEEDS, n_rows=n_actions * len(SEEDS))
+    best = results.scores().reshape(n_actions, -1).mean(axis=1).argmax()
+    stored = run_episodes(task, make_agent("random_search", task), [1]).actions[0, 0]
+    assert_array_equal(stored, actions[best])
+
+
 def test_the_random_agent_reaches_every_choice_of_every_knob() -> None:
     drawn = run_episodes(get_task(3), make_agent("random:3", get_task(3)), range(4)).actions.reshape(-1, 5)
     assert set(drawn[:, 1]) == {0, 1, 2, 4, 8}
@@ -195,6 +220,13 @@ def test_the_baseline_gives_the_same_numbers_every_time_in_the_documented_shape(
     assert set(first["scores"]) == {"task1", "task2", "task3"} == set(first["breakdown"])
     assert first["expected_range"] == {"task1": [0.30, 0.40], "task2": [0.22, 0.32], "task3": [0.18, 0.28]}
     assert first["action_config"] == BASELINE_ACTION.to_dict()
+    others = first["baselines"]
+    assert set(others) == set(BASELINES) == {"naive", "vllm_defaults", "random_search"}
+    assert others["naive"]["scores"] == first["scores"]
+    for name, column in others.items():
+        for task in list_tasks():
+            expected = evaluate(name, task, [0, 1]).scores[0]
+            assert column["scores"][f"task{task.task_id}"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
@@ -354,12 +386,21 @@ def test_a_frozen_knob_stays_frozen_in_every_mode() -> None:
     assert set(policy.settings[0, :, 4]) == {1.0}
 
 
-def test_starts_hold_requests_back_in_calm_in_different_ways_and_move_only_what_may_move() -> None:
+def test_starts_have_settings_for_calm_flood_and_the_seconds_before_it_and_move_only_what_may_move() -> None:
     task = get_task(3)
     starts = Solver(task, get_calibration(3), budget=TINY, frozen={"quant_tier": 1.0}).staged_starts()
     assert len(starts) == 2
-    few, many = sorted(float(start.settings[0, 0, 2]) for start in starts)
-    assert few < 64 < many
+    before, flood = 25, 35  # the flood comes in second 30
+    observation = np.zeros((1, 21))
+    for start in starts:
+        seen = []
+        for second in (10, before, flood):
+            agent = ModeAgent(start, task)
+            agent.reset(1)
+            observation[0, list(OBSERVATION_FIELDS).index("timestep")] = second
+            agent.act(observation)
+            seen.append(int(agent.mode[0]))
+        assert seen == [0, 2, 1]
     assert all(set(start.settings[0, :, 4]) == {1.0} for start in starts)
     assert Solver(get_task(1), get_calibration(1), budget=TINY).staged_starts() == []
 
@@ -411,7 +452,7 @@ def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
     assert set(written) == {"other", "2"}
     assert written["2"]["price"] == c.price
     stored = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-    policies = {f"policies/{name}-task-2.json" for name in ("best_static", "best_adaptive")}
+    policies = {f"policies/{name}-task-2.json" for name in ("best_static", "best_adaptive", "random_search")}
     assert stored == {"calibration.json", *policies}
 
 
@@ -474,8 +515,8 @@ def test_a_file_that_is_not_a_calibration_file_is_not_overwritten(tmp_path: Path
 def test_constants_and_policies_change_together_or_not_at_all(desk: Desk) -> None:
     files = CalibrationFiles.of(get_task("desk"))
     before = files.constants.read_bytes()
-    # The last of the three files cannot be written.
-    solved = Solved(UNCALIBRATED, {}, {"kind": "constant"}, {"kind": object()})
+    # The last of the four files cannot be written.
+    solved = Solved(UNCALIBRATED, {}, {"kind": "constant"}, {"kind": "modes"}, {"kind": object()})
     with pytest.raises(TypeError):
         files.store(solved)
     assert files.constants.read_bytes() == before
@@ -534,7 +575,8 @@ def test_comparison_names_the_best_known_and_every_regret_is_against_it() -> Non
 
 def test_all_stands_for_every_agent_that_can_play() -> None:
     names = agents_for(get_task(3), ["all"])
-    assert {"random", "naive", "heuristic", "hill_climb", "best_static", "best_adaptive"} <= set(names)
+    expected = {"random", "naive", "vllm_defaults", "random_search", "heuristic", "hill_climb"}
+    assert expected | {"best_static", "best_adaptive"} <= set(names)
     assert "constant" not in names
 
 
@@ -553,6 +595,78 @@ def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: 
     assert "best known" in capsys.readouterr().out
     assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
     assert "agent 'nobody' is unknown" in capsys.readouterr().err
+
+
+OWN = """
+import numpy as np
+
+class Still:
+    def __init__(self, task):
+        self.row = [1.0, 0, 64 if task.task_id == 3 else 16, 0, 0]
+
+    def reset(self, n_rows):
+        pass
+
+    def act(self, observation):
+        return np.tile(self.row, (len(observation), 1))
+
+class Plain:
+    reset = act = lambda self, *_: None
+
+class NoAgent:
+    pass
+"""
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a package of a user's; what it leaves in the process is removed."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "agents.py").write_text(OWN)
+    (tmp_path / "my_lab" / "broken.py").write_text("1 / 0")
+    (tmp_path / "my_lab" / "needy.py").write_text("import something_not_installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("agents.registry.AGENTS", dict(AGENTS))
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_an_agent_of_ones_own_is_evaluated_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    own, twin = "my_lab.agents:Still", 'constant:{"batch_size": 64}'
+    command = ["evaluate", "--task", "3", "--agent", own, "--agent", twin, "--seeds", "2", "--json"]
+    assert main(command) == 0
+    mine, theirs = json.loads(capsys.readouterr().out)["results"][0]["agents"]
+    assert (mine["agent"], theirs["agent"]) == (own, twin)
+    assert mine["scores"] == theirs["scores"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("my_lab.agents:NoAgent", "Still, Plain"),
+        ("my_lab.agents:Nobody", "Still, Plain"),
+        ("my_lab.elsewhere:Still", "my_lab.elsewhere"),
+        ("nowhere:Still", "package.module:Class"),
+        ("my_lab.broken:Still", "ZeroDivisionError"),
+        ("my_lab.needy:Still", "something_not_installed"),
+    ],
+)
+@pytest.mark.usefixtures("own_folder")
+def test_an_agent_of_ones_own_that_cannot_be_had_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], spec: str, said: str
+) -> None:
+    assert main(["evaluate", "--task", "1", "--agent", spec, "--seeds", "2"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_server_imports_nobodys_own_agents() -> None:
+    with pytest.raises(InvalidConfigError):
+        make_agent("my_lab.agents:Still", get_task(1))
+    assert "my_lab.agents" not in sys.modules
 
 
 def test_playing_uses_the_seeds_it_is_given() -> None:

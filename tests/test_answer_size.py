@@ -42,6 +42,7 @@ def requests(client: TestClient) -> dict[str, dict[str, Any]]:
         "/grader": log,
         "/play": {"agent": "naive", "task_id": 1, "seed": 1, "config": {"episode_length": 1}, "log": False},
         "/shadow": {"log": "arrival_s\n1", "name": "log.csv", "policies": ["naive"], "fixed": action, "task_id": 1},
+        "/plan": {"log": "arrival_s\n1", "objectives": ["ttft_p99=500"], "hardware": ["a100-40gb"], "share_met": 0.9},
         "/reset/batch": {"task_id": 1, "seeds": [1], "config": {"alpha": 0.5}, "session_id": ids["/reset/batch"]},
         "/step/batch": {"session_id": ids["/reset/batch"], "actions": [[[1, 0, 1, 0, 0]]], "repeat": 1, "step": 1},
         "/close/batch": {"session_id": "none"},

@@ -76,7 +76,7 @@ def test_reset_without_a_body_starts_task_1_with_seed_42(server: RunningServer) 
     assert answer.status_code == 200
     begun = answer.json()
     assert (begun["task_id"], begun["seed"], begun["episode_length"]) == (1, 42, 200)
-    assert set(begun["config"]) == {"alpha", "beta", "gamma", "delta", "episode_length"}
+    assert set(begun["config"]) == {"alpha", "beta", "gamma", "delta", "episode_length", "reward", "hold"}
     assert begun == {**server.post("/reset", {"task_id": 1, "seed": 42}), "session_id": begun["session_id"]}
 
 
@@ -327,7 +327,7 @@ def test_no_answer_holds_nan_or_infinity(server: RunningServer) -> None:
 
 
 def test_the_idle_server_has_not_imported_what_it_does_not_need() -> None:
-    heavy = ["pandas", "pyarrow", "scipy", "torch", "gradio", "openai", "matplotlib", "redis"]
+    heavy = ["aiconfigurator_core", "pandas", "pyarrow", "scipy", "torch", "gradio", "openai", "matplotlib", "redis"]
     script = f"""
 import asyncio, sys
 from server.app import create_app

@@ -16,10 +16,14 @@ import pytest
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
 from inferencegym.client import InferenceGymEnv, InferenceGymHTTP, TrafficControllerEnv
+from inferencegym.client.openenv_types import without_gradio
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.tasks import list_tasks
 from inferencegym.traffic import ACTION_NAMES, list_traffic_tasks
 from tests.servers import PATIENT, RunningServer, running_server
+
+with without_gradio():
+    from openenv.core import GenericEnvClient
 
 SEED = 20_26
 Played = list[tuple[dict[str, Any], float | None, bool]]
@@ -157,6 +161,36 @@ def test_an_episode_over_a_websocket_is_graded_as_the_same_episode_over_http(ser
     assert episode_id == "graded-over-websocket"
     assert server.post("/grader", {"session_id": episode_id}) == over_http_score
     assert server.get("/state", session_id=episode_id)["step_count"] == len(actions)
+
+
+@pytest.mark.parametrize(("prefix", "task_id"), [("", 1), ("", 2), ("", 3), ("/traffic", "task_hard")])
+def test_the_last_step_of_an_episode_brings_its_grade_however_it_is_played(
+    server: RunningServer, prefix: str, task_id: int | str
+) -> None:
+    actions = traffic_actions(str(task_id)) if prefix else serving_actions(task_id)
+    env: Any = TrafficEnv() if prefix else InferenceEnv()
+    env.reset(seed=SEED, task_id=task_id)
+    infos = [env.step(action)[3] for action in actions]
+    first = server.post(f"{prefix}/reset", {"task_id": task_id, "seed": SEED})
+    body = {"session_id": first["session_id"]}
+    answers = [server.post(f"{prefix}/step", {**body, "action": action}) for action in actions]
+    graded = server.post(f"{prefix}/grader", body)
+    expected = {name: graded[name] for name in ("score", "breakdown", "feedback")}
+    assert [info.items() >= expected.items() for info in infos] == [False] * (len(actions) - 1) + [True]
+    assert answers[-1]["info"].items() >= expected.items()
+    assert not any(set(answer["info"]) & set(expected) for answer in answers[:-1])
+    assert env.grade().items() >= expected.items()
+
+    async def last_metadata(env: Any) -> tuple[Any, Any]:
+        async with env:
+            await env.reset(task_id=task_id, seed=SEED)
+            results = [await env.step(action) for action in actions]
+            return results[-2], results[-1]
+
+    before, last = asyncio.run(last_metadata(client_for(server, prefix)))
+    assert (before.observation.metadata, last.observation.metadata) == ({}, expected)
+    before, last = asyncio.run(last_metadata(GenericEnvClient(base_url=server.url + prefix, **PATIENT)))
+    assert (before.metadata, last.metadata, last.observation["metadata"]) == (None, expected, expected)
 
 
 def test_sixty_four_websocket_episodes_at_once_stay_apart(tmp_path: Path) -> None:

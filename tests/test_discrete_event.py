@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
 from simulator.hardware.measured import spec_acceptance
-from simulator.hardware.operators import Chunk, OperatorModel, engine, hardware, operator_model
+from simulator.hardware.measured_model import MeasuredModel, operator_model
+from simulator.hardware.operators import Chunk
+from simulator.hardware.profiles import engine, hardware
 from simulator.offline.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
 
 KERNELS = operator_model("a100-40gb", "FP16", "nofit")
-CHUNKED = OperatorModel(
+CHUNKED = MeasuredModel(
     hardware("a100-40gb"),
     "FP16",
     dataclasses.replace(engine("a100_40"), step_overhead_ms=0.0, sequence_overhead_ms=0.0, ttft_offset_ms=0.0),
 )
-PREFILL_FIRST = OperatorModel(hardware("a100-40gb"), "FP16", dataclasses.replace(engine("nofit"), reserve_output=False))
+PREFILL_FIRST = MeasuredModel(hardware("a100-40gb"), "FP16", dataclasses.replace(engine("nofit"), reserve_output=False))
 ROOMY = 160_000
 
 
@@ -113,7 +115,7 @@ def test_a_closed_loop_keeps_its_clients_busy() -> None:
 
 
 def test_the_way_to_the_client_leaves_a_slot_free_between_two_requests() -> None:
-    slow = OperatorModel(CHUNKED.card, "FP16", dataclasses.replace(CHUNKED.profile, ttft_offset_ms=500.0))
+    slow = MeasuredModel(CHUNKED.card, "FP16", dataclasses.replace(CHUNKED.profile, ttft_offset_ms=500.0))
     near, far = (serve_closed(Fleet(m, 1, ROOMY), np.full(4, 64), np.full(4, 10), 1) for m in (CHUNKED, slow))
     assert far.makespan_s() == pytest.approx(near.makespan_s() + 3 * 0.5)
     assert far.ttft_ms() == pytest.approx(near.ttft_ms() + 500.0)

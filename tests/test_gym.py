@@ -43,6 +43,7 @@ from tests.servers import RunningServer, running_server
 SERVING = [ig.registered_id(task.gym_id) for task in list_tasks(include_recorded=True)]
 TRAFFIC = [ig.registered_id(task.gym_id) for task in list_traffic_tasks()]
 SHORT = {"episode_length": 7}
+OUTCOME = ("score", "breakdown", "feedback")
 
 
 def test_every_task_has_a_versioned_id() -> None:
@@ -84,6 +85,7 @@ def test_a_task_of_a_users_file_is_registered(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("env_id", SERVING)
 @pytest.mark.parametrize("action", ["box", "discrete"])
 @pytest.mark.parametrize("observation", ["raw", "normalised"])
@@ -130,12 +132,13 @@ def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
 # ---------------------------------------------------------------- formats
 
 
-def test_the_batch_sizes_of_the_discrete_format_are_powers_of_two_and_the_numbers_halfway_between_them() -> None:
-    actions = np.zeros((18, 5), dtype=np.int64)
-    actions[:, 2] = np.arange(18)
+def test_the_batch_sizes_of_the_discrete_format_part_octaves_in_halves_and_above_32_in_quarters() -> None:
+    actions = np.zeros((26, 5), dtype=np.int64)
+    actions[:, 2] = np.arange(26)
     powers = {2**k for k in range(10)}
     halfway = {3 * 2**k for k in range(8)}
-    assert action_codec("discrete").decode(actions)[:, 2].tolist() == sorted(powers | halfway)
+    quarters = {n * 2**k for n in (5, 7) for k in range(3, 7)}
+    assert action_codec("discrete").decode(actions)[:, 2].tolist() == sorted(powers | halfway | quarters)
 
 
 @given(knobs=arrays(np.float64, (4, 5), elements=st.floats(-1e3, 1e3)))
@@ -187,7 +190,7 @@ def test_a_box_action_of_nan_means_the_naive_default() -> None:
 
 
 def test_a_discrete_action_out_of_range_is_refused() -> None:
-    for wrong in (np.array([[0, 0, 18, 0, 0]]), np.array([[-1, 0, 0, 0, 0]]), np.array([[0.5, 0, 0, 0, 0]])):
+    for wrong in (np.array([[0, 0, 26, 0, 0]]), np.array([[-1, 0, 0, 0, 0]]), np.array([[0.5, 0, 0, 0, 0]])):
         with pytest.raises(InvalidActionError):
             action_codec("discrete").decode(wrong)
 
@@ -273,6 +276,67 @@ def test_threads_change_nothing() -> None:
             np.testing.assert_array_equal(a, b)
     one.close()
     two.close()
+
+
+# ---------------------------------------------------------------- the end of an episode
+
+
+@pytest.mark.parametrize("env_id", SERVING + TRAFFIC)
+def test_the_last_info_holds_the_grade_of_the_log_and_no_earlier_one_does(env_id: str) -> None:
+    env = gymnasium.make(env_id)
+    env.reset(seed=3)
+    env.action_space.seed(3)
+    over = False
+    while not over:
+        *_, terminated, truncated, info = env.step(env.action_space.sample())
+        over = terminated or truncated
+        assert over == all(name in info for name in OUTCOME) == any(name in info for name in OUTCOME)
+    grade = env.unwrapped.grade()
+    assert {name: info[name] for name in OUTCOME} == {name: grade[name] for name in OUTCOME}
+    if env_id in SERVING:
+        assert grade == GraderModule().score(env.unwrapped.task.task_id, env.unwrapped.episode_log)
+
+
+def test_a_grade_can_be_asked_for_in_the_middle_of_an_episode() -> None:
+    env = ig.InferenceGymEnv(3)
+    with pytest.raises(NotResetError):
+        env.grade()
+    env.reset(seed=1)
+    assert env.grade()["score"] == 0.0
+    for _ in range(5):
+        env.step(env.action_space.sample())
+    assert env.grade() == GraderModule().score(3, env.episode_log)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("task_id", [1, 2, 3])
+def test_a_vector_tells_the_outcome_of_rows_that_end_as_gymnasiums_own_vector_does(
+    task_id: int, mode: AutoresetMode
+) -> None:
+    """Row 1 is started anew after three steps, so the rows end apart."""
+    name = ig.registered_id(get_task(task_id).gym_id)
+    ours = gymnasium.make_vec(name, 2, config=SHORT, autoreset_mode=mode)
+    theirs = gymnasium.make_vec(name, 2, "sync", config=SHORT, vector_kwargs={"autoreset_mode": mode})
+    ours.action_space.seed(0)
+    for envs in (ours, theirs):
+        envs.reset(seed=5)
+    ends = 0
+    for t in range(3 * SHORT["episode_length"]):
+        if t == 3:
+            for envs in (ours, theirs):
+                envs.reset(seed=[None, 77], options={"reset_mask": np.array([False, True])})
+        actions = ours.action_space.sample()
+        (*_, ended, _, told), (*_, expected) = ours.step(actions), theirs.step(actions)
+        if ended.any():
+            ends += 1
+            final = mode is AutoresetMode.SAME_STEP
+            assert_outcomes_alike(final_of(told) if final else told, final_of(expected) if final else expected)
+            if mode is AutoresetMode.DISABLED:
+                for envs in (ours, theirs):
+                    envs.reset(options={"reset_mask": ended.copy()})
+        else:
+            assert not set(OUTCOME) & set(told)
+    assert ends >= 4
 
 
 # ---------------------------------------------------------------- seeds and restarts
@@ -421,17 +485,33 @@ def test_vector_traffic_restarts_crashed_rows_alone() -> None:
 
 
 def assert_told_alike(told: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Metrics and final score of every row, which Gymnasium's own vector environment has one beside the other."""
+    """Metrics and outcome of every row, which Gymnasium's own vector environment has one beside the other."""
     names = [name for name in expected if f"_{name}" in expected and not name.startswith("final_")]
     nobody = np.zeros(2, dtype=bool)
     assert (told.get("_metrics", nobody) == expected.get("_avg_latency", nobody)).all()
-    assert (told.get("_final_score", nobody) == expected.get("_final_score", nobody)).all()
+    for name in ("final_score", *OUTCOME):
+        assert (told.get(f"_{name}", nobody) == expected.get(f"_{name}", nobody)).all()
     for name in names:
-        rows = expected[f"_{name}"]
-        np.testing.assert_array_equal(told["metrics"][name][rows], expected[name][rows])
+        if name not in OUTCOME:
+            rows = expected[f"_{name}"]
+            np.testing.assert_array_equal(told["metrics"][name][rows], expected[name][rows])
     if "final_score" in expected:
         rows = expected["_final_score"]
         np.testing.assert_array_equal(told["final_score"][rows], expected["final_score"][rows])
+        assert_outcomes_alike(told, expected)
+
+
+def assert_outcomes_alike(told: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Score, breakdown and feedback of the rows that Gymnasium's own vector environment has them for."""
+    rows = expected["_score"]
+    assert rows.any()
+    np.testing.assert_array_equal(told["_score"], rows)
+    for name in ("score", "feedback"):
+        assert told[name][rows].tolist() == expected[name][rows].tolist()
+    parts = {name for name in expected["breakdown"] if not name.startswith("_")}
+    assert set(told["breakdown"]) == parts
+    for name in parts:
+        np.testing.assert_array_equal(told["breakdown"][name][rows], expected["breakdown"][name][rows])
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -488,6 +568,7 @@ def test_an_episode_on_a_server_is_the_same_to_the_last_bit(server: RunningServe
     remote.close()
 
 
+@pytest.mark.usefixtures("windows")
 def test_gymnasiums_checker_has_nothing_to_say_about_a_server(server: RunningServer) -> None:
     env = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=1, config=SHORT)
     check_env(env.unwrapped)

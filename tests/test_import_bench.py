@@ -12,10 +12,12 @@ import pytest
 
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from simulator.hardware.operators import OperatorModel, engine, hardware
+from simulator.hardware.measured_model import MeasuredModel, MeasuredSource
+from simulator.hardware.operators import OperatorModel
+from simulator.hardware.profiles import engine, hardware
 from simulator.offline import table
-from simulator.offline.bench_files import read_runs
-from simulator.offline.bench_import import BenchError, Setup, fit_engine
+from simulator.offline.bench_files import BenchRun, read_runs
+from simulator.offline.bench_import import BenchError, Setup, fit_engine, nearest_table
 from simulator.offline.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
 from simulator.offline.table import build_table, kv_capacity_tokens
 from simulator.tables import load_tables
@@ -26,7 +28,7 @@ def made_up_engine() -> OperatorModel:
     profile = dataclasses.replace(
         engine("vllm_v1"), step_overhead_ms=3.0, sequence_overhead_ms=0.03, gemm_scale=1.25, ttft_offset_ms=40.0
     )
-    return OperatorModel(hardware("a100-40gb"), "FP16", profile)
+    return MeasuredModel(hardware("a100-40gb"), "FP16", profile)
 
 
 def benchmark(rate: float | None, clients: int, n: int, seed: int) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def benchmark(rate: float | None, clients: int, n: int, seed: int) -> dict[str, 
     rng = np.random.default_rng(seed)
     prompt = np.maximum(8, rng.lognormal(np.log(450), 0.5, n)).astype(np.int64)
     output = np.maximum(4, rng.lognormal(np.log(110), 0.5, n)).astype(np.int64)
-    fleet = Fleet(made_up_engine(), 256, kv_capacity_tokens("a100-40gb", "FP16", 1.0, 0))
+    fleet = Fleet(made_up_engine(), 256, kv_capacity_tokens(MeasuredSource("a100-40gb"), "FP16", 1.0, 0))
     out: Outcome
     if rate is None:
         out = serve_closed(fleet, prompt, output, clients)
@@ -79,7 +81,13 @@ def by_metric(errors: list[BenchError], group: str) -> dict[str, BenchError]:
 
 
 def test_a_fit_shrinks_the_error_on_runs_that_it_never_saw(results: list[Path]) -> None:
-    fit = fit_engine([run for path in results for run in read_runs(path)], setup=Setup(256))
+    fit = fit_engine(
+        [run for path in results for run in read_runs(path)],
+        hardware_name="a100-40gb",
+        start="vllm_v1",
+        setup=Setup(256),
+    )
+    assert fit.kept
     assert len(fit.fitted) + len(fit.held_out) == 7
     assert len(fit.held_out) == 2
     held_out = by_metric(fit.errors, "held out")
@@ -89,13 +97,13 @@ def test_a_fit_shrinks_the_error_on_runs_that_it_never_saw(results: list[Path]) 
     assert held_out["ttft_p50_ms"].after_median < min(0.2, held_out["ttft_p50_ms"].before_median)
     # What the runs can tell apart comes out near the truth.
     assert fit.engine.ttft_offset_ms == pytest.approx(40.0, abs=15.0)
-    fitted = OperatorModel(fit.card, "FP16", fit.engine)
+    fitted = fit.source.operators("FP16", fit.engine)
     for batch in (1, 32, 96):
         assert fitted.decode_ms(batch, 600) == pytest.approx(made_up_engine().decode_ms(batch, 600), rel=0.07)
 
 
 def test_one_run_alone_is_fitted_with_nothing_held_out(results: list[Path]) -> None:
-    fit = fit_engine(read_runs(results[4]))
+    fit = fit_engine(read_runs(results[4]), "a100-40gb")
     assert (len(fit.fitted), fit.held_out) == (1, [])
     assert by_metric(fit.errors, "held out") == {}
 
@@ -109,6 +117,52 @@ def test_settings_out_of_range_are_refused(results: list[Path]) -> None:
         fit_engine(runs, setup=Setup(0))
     with pytest.raises(DataFormatError):
         fit_engine([])
+
+
+def test_the_start_is_the_table_whose_predictions_are_nearest(results: list[Path]) -> None:
+    runs = [run for path in results[2:5] for run in read_runs(path)]
+    # Slower than any card of the catalogue but the one that it was made of.
+    assert nearest_table(runs, Setup(256, "FP16")) == "a100-40gb"
+    with pytest.raises(InvalidConfigError):
+        nearest_table(runs, Setup(256, "FP64"))
+
+
+def scaled(runs: list[BenchRun], factor: float) -> list[BenchRun]:
+    """The runs of an engine that takes ``factor`` times as long for everything."""
+    power = {"output_tokens_per_s": -1.0}
+    return [
+        dataclasses.replace(run, measured={m: v * factor ** power.get(m, 1.0) for m, v in run.measured.items()})
+        for run in runs
+    ]
+
+
+def test_a_table_that_does_not_describe_the_engine_is_refused_with_what_says_so(results: list[Path]) -> None:
+    runs = scaled([run for path in results[4:] for run in read_runs(path)], 12.0)
+    with pytest.raises(DataFormatError) as refused:
+        fit_engine(runs, "a100-40gb")
+    assert "--hardware" in str(refused.value)
+
+
+def test_a_fit_that_predicts_no_better_is_not_kept(results: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = engine("a100_40")
+
+    def worse(model: object, runs: object) -> np.ndarray[Any, Any]:
+        return np.array([0.0, 0.0, np.log(0.6), 0.0, 0.0])  # faster still, where the engine is slower than the start
+
+    monkeypatch.setattr("simulator.offline.bench_import._least_squares", worse)
+    runs = [run for path in results for run in read_runs(path)]
+    fit = fit_engine(runs[:2], "a100-40gb", hold_out=0.5)
+    assert not fit.kept
+    assert (fit.engine.step_overhead_ms, fit.engine.gemm_scale) == (begin.step_overhead_ms, begin.gemm_scale)
+    errors = by_metric(fit.errors, "held out")
+    assert errors["tpot_ms"].after_median > errors["tpot_ms"].before_median
+
+
+def test_a_table_is_not_overwritten_unasked(results: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "mine.parquet"
+    out.write_bytes(b"precious")
+    assert main(["import-bench", str(results[4]), "--out", str(out)]) == 2
+    assert out.read_bytes() == b"precious"
 
 
 # ---------------------------------------------------------------- formats
@@ -252,7 +306,7 @@ def test_appended_vllm_results_are_several_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "has 0 bytes"),
+        (b"", "is empty"),
         (b"\xff\xfe", "not UTF-8"),
         (b"{", "is not JSON (Expecting property name enclosed in double quotes: line 1"),
         (b'{"a": 1}', "JSON of no known benchmark"),
@@ -293,19 +347,24 @@ def test_a_bad_result_is_refused_before_anything_is_written(
 def test_a_fitted_engine_becomes_a_table_that_the_dynamics_read(
     tmp_path: Path, results: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit = fit_engine(read_runs(results[4]), name="mine")
+    fit = fit_engine(read_runs(results[4]), "a100-40gb", name="mine")
     monkeypatch.setattr(table, "BATCH_SIZES", (1, 4))
     monkeypatch.setattr(table, "PROMPT_TOKENS", (64, 128))
     monkeypatch.setattr(table, "KV_BUDGETS", (1.0,))
     monkeypatch.setattr(table, "SPEC_LENGTHS", (0, 1))
     path = build_table(
-        tmp_path / "mine.parquet", fit.card, fit.engine, jobs=1, progress=False, notes={"imported": fit.to_dict()}
+        tmp_path / "mine.parquet",
+        fit.source,
+        fit.engine,
+        jobs=1,
+        progress=False,
+        notes={"imported": fit.to_dict()},
     )
     tables = load_tables(path)
     assert tables.meta["engine"] == "mine"
     assert tables.meta["tau_ms"] == fit.engine.ttft_offset_ms
     assert tables.meta["imported"]["fitted"] == fit.fitted
-    model = OperatorModel(fit.card, "FP16", fit.engine)
+    model = fit.source.operators("FP16", fit.engine)
     assert tables.decode_ms[0, 0, 1, 1] == pytest.approx(model.decode_ms(4, 128))
 
 
@@ -315,5 +374,5 @@ def test_a_table_that_fails_half_way_leaves_no_file(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(table, "slice_rows", fail)
     with pytest.raises(KeyboardInterrupt):
-        build_table(tmp_path / "t.parquet", jobs=1, progress=False)
+        build_table(tmp_path / "t.parquet", MeasuredSource("a100-40gb"), engine("a100_40"), jobs=1, progress=False)
     assert list(tmp_path.iterdir()) == []

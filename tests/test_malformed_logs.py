@@ -14,11 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
 
+from agents.jobs import respond
 from inferencegym.errors import DataFormatError
-from server.app import create_app
-from server.settings import Settings
 from simulator.offline.bench_files import read_runs
 from simulator.offline.importers import import_log
 from simulator.recorded import load_trace
@@ -94,6 +92,7 @@ def spoiled(draw: Draw, texts: dict[str, str]) -> tuple[str, str]:
     for _ in range(draw(st.integers(1, 3))):
         spoil_a_value(draw, table)
     text = "".join((json.dumps(row) if as_json else as_cells(row)) + "\n" for row in table)
+    text = text.encode("utf-8", "replace").decode()  # neither a file nor a request can hold half a surrogate pair
     if draw(st.booleans()):
         start = draw(st.integers(0, len(text)))
         text = text[:start] + draw(st.sampled_from(LITTER)) + text[start + draw(st.integers(0, 20)) :]
@@ -144,7 +143,10 @@ def test_a_spoiled_log_is_read_or_refused_with_its_name(tmp_path: Path, case: tu
         assert len(imported.log.arrival_s) >= 1
 
 
-@given(spoiled(LOGS), st.sampled_from(["azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "csv"]))
+@given(
+    spoiled(LOGS),
+    st.sampled_from(["azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "kv-cache-tester", "table"]),
+)
 @settings(once_per_session, max_examples=200)
 def test_a_log_read_as_what_it_is_not_is_refused_too(tmp_path: Path, case: tuple[str, str], format: str) -> None:
     path = written(tmp_path, *case)
@@ -167,26 +169,18 @@ def test_a_spoiled_result_is_read_or_refused_with_its_name(tmp_path: Path, case:
         assert all(value > 0 for run in runs for value in run.measured.values())
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    """The whole application; an error that it does not expect is raised here."""
-    with TestClient(create_app(Settings(store_url="memory://", access_log="off", shadows_per_minute=0))) as running:
-        yield running
-
-
-def answer(client: TestClient, name: str, log: str) -> tuple[int, str]:
-    # As bytes: JSON written by a client may hold what the server must refuse.
-    body = json.dumps({"name": name, "log": log, "policies": ["naive"]}).encode()
-    said = client.post("/shadow", content=body, headers={"content-type": "application/json"})
-    return said.status_code, said.text
+def answer(name: str, log: str) -> tuple[int, dict[str, Any]]:
+    """Status and detail of an upload, as the server's process for logs gives them."""
+    status, said = respond("shadow", {"name": name, "log": log, "policies": ["naive"]})
+    return said.get("http_status", 200) if status else 200, said
 
 
 @given(spoiled(LOGS))
 @settings(once_per_session, max_examples=100)
-def test_a_spoiled_log_that_is_uploaded_is_answered(client: TestClient, case: tuple[str, str]) -> None:
-    status, text = answer(client, *case)
-    assert status == 200 or 400 <= status < 500, text
-    assert "/tmp" not in text
+def test_a_spoiled_log_that_is_uploaded_is_answered(case: tuple[str, str]) -> None:
+    status, said = answer(*case)
+    assert status in (200, 422), said
+    assert "/tmp" not in str(said)
 
 
 def vllm(**changes: Any) -> str:
@@ -202,14 +196,15 @@ SUCCESSFUL: Final = "benchmarks[0].requests.successful[0]"
 LINE: Final = '{"timestamp": %s, "input_length": 10, "output_length": 5}\n'
 WRONG: Final = [
     ("a.jsonl", LINE % HUGE, 1, "timestamp", "=1000"),
+    ("a.json", json.dumps([{"time": 0, "input_tokens": 5, "output_tokens": "x"}]), None, "[0].output_tokens", "='x'"),
     ("a.jsonl", LINE % ("1" * 5000), None, None, "digits"),
     ("a.jsonl", LINE % "NaN", 1, "timestamp", "=nan"),
-    ("a.jsonl", LINE % '"5"', 1, "timestamp", "='5'"),
+    ("a.jsonl", LINE % '"five"', 1, "timestamp", "='five'"),
     ("a.jsonl", LINE % "0" + LINE % ("[" * 500 + "]" * 500), 2, "timestamp", "=[...]"),
     ("a.jsonl", LINE % "0" + LINE % ("[" * 5000), 2, None, "nested"),
-    ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), 2, "hash_ids", "some lines"),
+    ("a.jsonl", LINE % "0" + (LINE % "1").replace("}", ', "hash_ids": [1]}'), 1, "hash_ids", "other lines"),
     ("a.jsonl", (LINE % "1").replace("}", ', "hash_ids": [1, true]}'), 1, "hash_ids[1]", "=True"),
-    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', 4, "metadata", "=5"),
+    ("a.jsonl", AIPERF + '{"metadata": 5, "metrics": {"x": 1}}', 4, "metrics.input_sequence_length.value", "missing"),
     ("a.json", vllm(errors=5), None, "errors", "=5"),
     ("a.json", vllm(errors={"a": 1}), None, "errors", "={...}"),
     ("a.json", vllm(errors=[""]), None, None, "one length"),
@@ -222,7 +217,7 @@ WRONG: Final = [
     ("a.json", DEEP, None, None, "nested"),
     ("a.csv", PLAIN.replace("0,10", "9" * 400 + ",10"), 2, "arrival_s", "='9999"),
     ("a.csv", PLAIN + "1e11,1,1,0\n", None, None, "31,622,400 s"),
-    ("a.csv", PLAIN + "5,1\0,1,0\n", 5, None, "zero byte"),
+    ("a.csv", PLAIN + "5,1\0,1,0\n", 5, "prompt_tokens", "='1"),
 ]
 
 
@@ -230,10 +225,9 @@ WRONG: Final = [
     ("name", "log", "line", "field", "shown"), WRONG, ids=[f"{row[2]}-{row[3]}-{row[4]}" for row in WRONG]
 )
 def test_an_uploaded_mistake_is_named_with_its_line_and_field(
-    client: TestClient, name: str, log: str, line: int | None, field: str | None, shown: str
+    name: str, log: str, line: int | None, field: str | None, shown: str
 ) -> None:
-    status, text = answer(client, name, log)
-    detail = json.loads(text)["detail"]
+    status, detail = answer(name, log)
     assert (status, detail["code"]) == (422, "data_format")
     assert (detail.get("line"), detail.get("field")) == (line, field)
     assert shown in detail["message"]
@@ -243,10 +237,10 @@ def test_an_uploaded_mistake_is_named_with_its_line_and_field(
 @pytest.mark.parametrize(
     ("column", "line", "shown"),
     [
-        (pa.array([0, None]), 2, "=None"),
-        (pa.array([0, 10**18]), 2, "='1000000000000000000'"),
-        (pa.array([[0], [1]]), None, "neither numbers nor text"),
-        (pa.array([0, 2**62], pa.timestamp("us")), 1, "='1970-01-01"),
+        (pa.array([0, None]), 2, "missing"),
+        (pa.array([0, 10**18]), 2, "=1000000000000000000"),
+        (pa.array([[0], [1]]), 1, "not a number"),
+        (pa.array([False, True]), 1, "=False"),
     ],
 )
 def test_a_parquet_column_of_another_type_is_refused(

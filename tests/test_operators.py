@@ -11,22 +11,11 @@ from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
 from simulator.hardware import measured
-from simulator.hardware.operators import (
-    EXTRAPOLATED,
-    INTERPOLATED,
-    MEASURED,
-    MODELLED,
-    TIERS,
-    Chunk,
-    OperatorModel,
-    engine,
-    hardware,
-    operator_model,
-    profiles,
-    support,
-    weights_gb,
-)
+from simulator.hardware.measured_model import MeasuredModel, MeasuredSource, operator_model, support
+from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk
+from simulator.hardware.profiles import engine, hardware, profiles
 
+TIERS = MeasuredSource("a100-40gb").tiers
 KERNELS_80GB = operator_model("a100-80gb", "FP16", "nofit")
 KERNELS_40GB = operator_model("a100-40gb", "FP16", "nofit")
 
@@ -85,7 +74,7 @@ def test_one_token_of_gemm_scales_with_bandwidth_and_a_long_prefill_does_not() -
 
 def test_overheads_of_the_engine_are_added_per_step_and_per_sequence() -> None:
     profile = dataclasses.replace(engine("nofit"), step_overhead_ms=0.5, sequence_overhead_ms=0.1)
-    model = OperatorModel(hardware("a100-80gb"), "FP16", profile)
+    model = MeasuredModel(hardware("a100-80gb"), "FP16", profile)
     assert model.decode_ms(8, 512) - KERNELS_80GB.decode_ms(8, 512) == pytest.approx(0.5 + 0.8)
 
 
@@ -174,7 +163,7 @@ def test_unknown_names_are_refused_with_what_is_allowed() -> None:
     for look_up, name, field, known in (
         (hardware, "h100", "hardware", "a100-40gb"),
         (engine, "sglang", "engines", "vllm_v0"),
-        (weights_gb, "FP8", "tier", "INT8"),
+        (lambda tier: operator_model("a100-40gb", tier, "nofit"), "FP8", "tier", "INT8"),
     ):
         with pytest.raises(InvalidConfigError, match=known) as refused:
             look_up(name)

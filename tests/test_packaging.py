@@ -135,9 +135,8 @@ def imported_distributions(package: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_imported_library_is_a_declared_dependency(package: str) -> None:
-    extras = (
-        ["serve", "redis", "openenv", "rl", "ray", "report"] if package == "agents" else ["serve", "redis", "openenv"]
-    )
+    training = ["rl", "ray"] if package == "agents" else []
+    extras = ["serve", "redis", "openenv", "tools", "report", "hardware", *training]
     names = {canonicalize_name(entry.name) for entry in requirements(extras)}
     undeclared = {name: path for name, path in imported_distributions(package).items() if name not in names}
     # Cython's own module comes with the build requirements, and compiled modules do without it; pydantic-core is a part

@@ -33,7 +33,7 @@ ARGUMENTS = [
 ]
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 800}
-TABS = ("race", "verify", "trace", "fidelity", "code", "traffic")
+TABS = ("race", "verify", "trace", "plan", "fidelity", "code", "traffic")
 REFUSED = "the server responded with a status of 422"
 
 
@@ -119,7 +119,7 @@ def test_a_stranger_sees_charts_of_real_episodes_before_touching_anything(visit:
     page = visit().open()
     expect(page.locator("#panel-race figure.chart canvas")).to_have_count(6)
     expect(page.locator("#panel-race .strip")).to_have_count(
-        4 + page.locator("#panel-race .legend label", has_text="PPO").count()
+        6 + page.locator("#panel-race .legend label", has_text="PPO").count()
     )
     assert page.locator("#panel-race .legend label").count() >= 4
     assert "Heuristic: now" in page.locator("#panel-race figure.chart p.unseen").nth(1).text_content()
@@ -301,7 +301,8 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
     page.locator("#panel-trace input[type=file]").set_input_files(log)
     page.get_by_label("Fixed batch size").fill("4")
     page.get_by_role("button", name="Compare policies").click()
-    expect(page.locator("#panel-trace table tbody tr")).to_have_count(3)
+    # Three policies, the visitor's configuration and the best constant.
+    expect(page.locator("#panel-trace table tbody tr")).to_have_count(5, timeout=60_000)
     expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
     expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
     page.get_by_label("Policy", exact=True).select_option("fixed")
@@ -318,7 +319,7 @@ def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(v
     page.get_by_label("Fleet and objectives").select_option("azure-conv")
     page.locator("#panel-trace fieldset").get_by_label("Best static").check()
     page.get_by_role("button", name="Compare policies").click()
-    expect(page.locator("#panel-trace table")).to_contain_text("Best static")
+    expect(page.locator("#panel-trace table")).to_contain_text("Best static", timeout=60_000)
     assert objections(page) == []
 
 
@@ -328,7 +329,24 @@ def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit)
     page = visitor.open("trace")
     page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\nsoon,10,10\n")
     page.get_by_role("button", name="Compare policies").click()
-    expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'")
+    expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'", timeout=60_000)
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.get_by_role("button", name="Load an example log").click()
+    expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
+    page.get_by_label("Price of a GPU's hour").fill("a100-40gb=1.20, a100-80gb=1.80")
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.locator("#panel-plan .verdict")).to_contain_text("Cheapest: 1 × a100-40gb", timeout=60_000)
+    expect(page.locator("#panel-plan table").first).to_contain_text("USD /h")
+    assert page.locator("#panel-plan svg circle").count() > 3
+    page.get_by_label("For the engine").select_option("sglang")
+    expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
+    assert objections(page) == []
 
 
 # ---------------------------------------------------------------- the other tabs

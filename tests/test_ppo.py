@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from agents.episodes import run_episodes
+from agents.evaluate import evaluate, paired
 from agents.integrations.sb3 import SB3VecEnv
 from agents.policies.constant import ConstantAgent
 from agents.policies.ppo import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
@@ -20,24 +23,37 @@ from agents.ppo_demo import (
     ACTION,
     OBSERVATION,
     ConstantSearch,
+    MakeEnvs,
     OnLevels,
     PpoSettings,
+    Stage,
     demonstrate,
+    export,
     imitate,
+    local_envs,
     rise,
     train,
 )
-from agents.registry import make_agent
+from agents.ppo_demo import main as demonstration
+from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 from env.batch import ServingBatch
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from inferencegym.models import QuantTier, ServeAction
+from inferencegym.gym import InferenceGymEnv
+from inferencegym.models import OBSERVATION_FIELDS, QuantTier, ServeAction
 from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from tests.servers import RunningServer
 
-QUICK = PpoSettings(n_envs=4, n_steps=50, batch_size=50, n_epochs=2)
+QUICK = PpoSettings(
+    n_envs=4, stages=(Stage(10, 0.25, 0.01), Stage(5, 0.75, 0.0)), rollout_steps=200, n_minibatches=4, n_epochs=2
+)
+SCRATCH = replace(QUICK, from_scratch=True)
+
+
+def make_envs(task_id: int = 1) -> MakeEnvs:
+    return partial(local_envs, task_id, QUICK)
 
 
 def vector(task_id: int = 1, n: int = 4, length: int | None = None, action: str = ACTION) -> VectorInferenceEnv:
@@ -49,6 +65,32 @@ def vector(task_id: int = 1, n: int = 4, length: int | None = None, action: str 
         action=action,
         autoreset_mode="SameStep",
     )
+
+
+def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:
+    envs = SB3VecEnv(vector(3, n=2, length=5))
+    alone = InferenceGymEnv(3, config={"episode_length": 5}, observation=OBSERVATION, action=ACTION)
+    envs.seed_rows([7, 8])
+    envs.reset()
+    rng = np.random.default_rng(0)
+    played = rng.integers(0, 2, (5, 2, 5))
+    for actions in played:
+        *_, infos = envs.step(actions)
+    for row, seed in enumerate((7, 8)):
+        alone.reset(seed=seed)
+        for actions in played:
+            *_, last = alone.step(actions[row])
+        told = {name: infos[row][name] for name in ("score", "breakdown", "feedback")}
+        assert told == {name: last[name] for name in told}
+
+
+def test_the_demonstration_trains_and_scores_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demonstration(["--task", "1", "--steps", "6400", "--out", str(tmp_path / "demo")])
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    own = f"ppo:{tmp_path / 'demo' / 'policy.npz'}"
+    assert {line.split("  ")[-1] for line in lines} == {own, "naive", "vllm_defaults", "heuristic"}
+    score = evaluate(own, get_task(1)).scores.mean()
+    assert next(line for line in lines if line.endswith(own)).startswith(f"{score:.3f} [")
 
 
 def test_the_adapter_gives_what_the_vector_environment_gives() -> None:
@@ -79,30 +121,43 @@ def test_the_adapter_refuses_a_mode_that_stable_baselines_cannot_use() -> None:
 
 
 def test_training_leaves_its_files_and_resuming_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    first = train(vector(), tmp_path, steps=1_600, seed=1, settings=QUICK, progress=False, checkpoint_every=800)
-    assert first.model.num_timesteps == 1_600
-    for name in ("policy.npz", "model.zip", "curve.png", "settings.json", "episodes.csv", "tensorboard/PPO_0"):
+    quiet = {"seed": 1, "settings": SCRATCH, "progress": False}
+    first = train(make_envs(), tmp_path, steps=800, score_every=400, **quiet)
+    assert first.model.num_timesteps == 800
+    files = ("policy.npz", "model.zip", "curve.png", "settings.json", "episodes.csv", "scores.csv", "tensorboard/PPO_0")
+    for name in files:
         assert (tmp_path / name).exists(), name
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["ppo_1600_steps.zip", "ppo_800_steps.zip"]
-    (tmp_path / "checkpoints" / "ppo_1600_steps.zip").unlink()
-    second = train(vector(), tmp_path, steps=2_400, seed=1, settings=QUICK, progress=False, resume=True)
-    assert second.model.num_timesteps == 2_400
+    checkpoints = tmp_path / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {f"ppo_{n}_steps.zip" for n in (0, 200, 600, 800)}
+    (checkpoints / "ppo_800_steps.zip").unlink()
+    second = train(make_envs(), tmp_path, steps=1_200, resume=True, **quiet)
+    assert second.model.num_timesteps == 1_200
     with (tmp_path / "episodes.csv").open(newline="") as lines:
         steps = [int(row["step"]) for row in csv.DictReader(lines)]
-    # Four episodes of 200 steps end together; those after the checkpoint at 800 were played again.
-    assert steps == [800] * 4 + [1_600] * 4 + [2_400] * 4
+    # Four episodes end together, of 20 decisions held for 10 s in the first quarter of a run and of 40 held for 5 s in
+    # the rest. What came after the checkpoint at 600 was played again.
+    assert steps == [80] * 4 + [160] * 4 + [360] * 4 + [520] * 4 + [760] * 4 + [920] * 4 + [1_080] * 4
     assert [step for step, _ in second.episodes] == steps
-    assert not (tmp_path / "tensorboard" / "PPO_1").exists()
+    assert second.scores[-1].step == 1_200
+
+
+def test_the_policy_that_is_kept_is_the_best_on_the_validation_seeds(tmp_path: Path) -> None:
+    trained = train(make_envs(), tmp_path, steps=800, settings=SCRATCH, progress=False, score_every=200)
+    best = max(trained.scores, key=lambda scored: scored.validation)
+    kept = PolicyFile.load(tmp_path / "policy.npz")
+    assert kept.trained["steps"] == best.step
+    assert evaluate(PpoAgent(kept, get_task(1)), get_task(1), VALIDATION_SEEDS, "ppo").scores.mean() == best.validation
+    assert evaluate(PpoAgent(kept, get_task(1)), get_task(1), HELD_OUT_SEEDS, "ppo").scores.mean() == best.held_out
 
 
 def test_resuming_where_nothing_was_trained_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="checkpoints"):
-        train(vector(), tmp_path, steps=100, settings=QUICK, progress=False, resume=True)
+        train(make_envs(), tmp_path, steps=100, settings=QUICK, progress=False, resume=True)
 
 
 def test_training_twice_with_one_seed_gives_the_same_policy(tmp_path: Path) -> None:
     one, two = (
-        train(vector(), tmp_path / name, steps=400, seed=3, settings=QUICK, progress=False) for name in ("a", "b")
+        train(make_envs(), tmp_path / name, steps=400, seed=3, settings=SCRATCH, progress=False) for name in ("a", "b")
     )
     for (w, b), (v, c) in zip(one.policy.layers, two.policy.layers, strict=True):
         np.testing.assert_array_equal(w, v)
@@ -111,20 +166,38 @@ def test_training_twice_with_one_seed_gives_the_same_policy(tmp_path: Path) -> N
 
 
 def test_the_exported_policy_plays_what_the_trained_model_plays(tmp_path: Path) -> None:
-    trained = train(vector(3), tmp_path, steps=800, settings=QUICK, progress=False)
+    trained = train(make_envs(3), tmp_path, steps=800, settings=SCRATCH, progress=False)
+    policy = export(trained.model, {}, hold=1)
     task = get_task(3)
     batch = ServingBatch(task, 6)
     batch.reset(range(6))
     rng = np.random.default_rng(0)
     for _ in range(20):
         batch.step(rng.uniform(0.1, 60.0, (6, 5)))
-    agent = PpoAgent(PolicyFile.load(tmp_path / "policy.npz"), task)
+    agent = PpoAgent(policy, task)
+    agent.reset(6)
     codec = ObservationCodec(task, task.config(), get_calibration(3), OBSERVATION)
-    seen = codec.encode(batch.observation)
+    seen = codec.encode(batch.full_observation())
     with torch.no_grad():
         parts = trained.model.policy.get_distribution(torch.as_tensor(seen)).distribution
     wanted = [central(part.logits.double().numpy(), knob) for part, knob in zip(parts, LEVELS, strict=True)]
-    np.testing.assert_array_equal(agent.act(batch.observation), action_codec(ACTION).decode(np.stack(wanted, axis=1)))
+    knobs = action_codec(ACTION).decode(np.stack(wanted, axis=1))
+    np.testing.assert_array_equal(agent.act(batch.full_observation()), knobs)
+
+
+def test_a_policy_keeps_its_knobs_for_as_long_as_it_was_taught_to() -> None:
+    task = get_task(3)
+    # The KV budget's level follows the second, so decisions differ.
+    sizes = [len(levels) for levels in LEVELS.values()]
+    weights, bias = np.zeros((24, sum(sizes))), np.zeros(sum(sizes))
+    timestep = list(OBSERVATION_FIELDS).index("timestep")
+    weights[timestep, : sizes[0]] = 1e4 * np.arange(sizes[0])
+    bias[: sizes[0]] = -1e4 * 0.5 * (np.arange(sizes[0]) / sizes[0]) ** 2 * sizes[0]
+    agent = PpoAgent(PolicyFile([(weights, bias)], "full", ACTION, hold=5), task)
+    played = run_episodes(task, agent, [1, 2]).actions[..., 0]
+    for t in range(0, 200, 5):
+        assert (played[t : t + 5] == played[t]).all()
+    assert len(np.unique(played[:, 0])) > 10
 
 
 def test_a_row_gets_the_same_knobs_alone_and_in_any_batch() -> None:
@@ -147,7 +220,9 @@ def test_amounts_take_the_median_level_and_kinds_the_likeliest() -> None:
 def test_a_box_policy_is_cut_to_the_box() -> None:
     policy = PolicyFile([(np.zeros((14, 5)), np.array([9.0, -9.0, 0.0, 9.0, 9.0]))], "normalised", "box")
     task = get_task(3)
-    knobs = PpoAgent(policy, task).act(ServingBatch(task, 2).reset([1, 2]))
+    agent = PpoAgent(policy, task)
+    agent.reset(2)
+    knobs = agent.act(ServingBatch(task, 2).reset([1, 2]))
     np.testing.assert_allclose(knobs, [[1.0, 0.0, 512**0.5, 1.0, 2.0]] * 2)
 
 
@@ -168,7 +243,7 @@ def test_a_teacher_is_imitated_in_the_levels_that_the_policy_can_choose() -> Non
 
 def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other_levels(tmp_path: Path) -> None:
     task = get_task(3)
-    model = train(vector(3), tmp_path, steps=200, settings=QUICK, progress=False).model
+    model = train(make_envs(3), tmp_path, steps=200, settings=SCRATCH, progress=False).model
     knobs = np.array([[0.5, 4.0, 64.0, 1.0, 2.0]])
     demonstrations = demonstrate(task, task.config({"episode_length": 20}), [1, 2], ActionsAgent(knobs, 2))
     imitate(model, demonstrations, PpoSettings(passes=400), reward_scale=0.1)
@@ -217,14 +292,14 @@ def test_the_command_refuses_what_cannot_be_trained(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_fifty_thousand_steps_beat_the_heuristic_on_the_hard_task(tmp_path: Path) -> None:
-    task = get_task(3)
-    trained = train(vector(3, 16), tmp_path, steps=50_000, seed=1, progress=False)
+def test_learning_from_scratch_beats_the_heuristic_on_the_hard_task(tmp_path: Path) -> None:
+    task, settings = get_task(3), PpoSettings(from_scratch=True)
+    trained = train(
+        partial(local_envs, 3, settings), tmp_path, steps=300_000, seed=1, settings=settings, progress=False
+    )
     assert rise(trained.episodes)["p_value"] < 0.01
-    seeds = range(3_000, 3_010)
-    learned = run_episodes(task, PpoAgent(trained.policy, task), seeds).scores()
-    heuristic = run_episodes(task, make_agent("heuristic", task), seeds).scores()
-    assert learned.mean() > max(0.65, heuristic.mean())
+    learned = evaluate(PpoAgent(trained.policy, task), task, HELD_OUT_SEEDS, "ppo")
+    assert paired(learned.scores, evaluate("heuristic", task).scores).low > 0.0
 
 
 # ---------------------------------------------------------------- what ships

@@ -15,14 +15,16 @@ from env.reference import ReferenceBatch
 from inferencegym.cli.main import main
 from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
 from inferencegym.tasks import TaskSpec, get_task, list_tasks
-from simulator.hardware.operators import Chunk, OperatorModel, engine, hardware
+from simulator.hardware.measured_model import MeasuredModel
+from simulator.hardware.operators import Chunk
+from simulator.hardware.profiles import engine, hardware
 from simulator.offline.discrete_event import Fleet, Requests, Simulation, serve
 from simulator.tables import load_tables
 from simulator.workload import load_source
 from tests.test_discrete_event import ROOMY, requests
 
 PROFILE = dataclasses.replace(engine("a100_40"), ttft_offset_ms=0.0)
-FP16, INT8 = (OperatorModel(hardware("a100-40gb"), tier, PROFILE) for tier in ("FP16", "INT8"))
+FP16, INT8 = (MeasuredModel(hardware("a100-40gb"), tier, PROFILE) for tier in ("FP16", "INT8"))
 POOLS = {"FP16": ROOMY, "INT8": ROOMY, "INT4": ROOMY}
 
 

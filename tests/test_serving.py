@@ -113,7 +113,8 @@ def test_tokens_are_those_of_the_requests_that_were_admitted(task_id: Any) -> No
     assert tokens == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.parametrize("task_id", TASKS)
+# The pools of larger cards hold most of what comes within a minute, so that too little is preempted to tell.
+@pytest.mark.parametrize("task_id", [task_id for task_id in TASKS if get_task(task_id).hardware is None])
 def test_preempted_requests_run_on_and_write_the_rest_of_their_outputs(task_id: Any) -> None:
     """Pools shrink and replicas restart for a minute, so that a request is preempted once on average; then none comes.
 

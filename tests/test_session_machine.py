@@ -30,7 +30,9 @@ UNKNOWN = "0" * 32
 @pytest.fixture(scope="module", autouse=True)
 def _server() -> Iterator[None]:
     """One for all histories: each plays sessions of its own."""
-    app = create_app(Settings(store_url="memory://", access_log="off", live_sessions=LIVE))
+    # Histories abandon thousands of episodes, all from one address.
+    most = {"live_sessions": LIVE, "max_sessions_per_client": 100_000}
+    app = create_app(Settings(store_url="memory://", access_log="off", **most))
     with TestClient(app) as client:
         Sessions.client, Sessions.sessions = client, app.state.context.sessions
         yield

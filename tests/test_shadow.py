@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from agents.protocol import FloatArray
-from agents.shadow.compare import DRAIN_S, FIXED, ShadowReport, shadow
-from agents.shadow.export import draft_schedule, fastest_draft, recommendation, vllm_config
+from agents.shadow.compare import CONSTANT, DRAIN_S, FIXED, STATED_ERROR, ShadowReport, shadow
+from agents.shadow.export import draft_schedule, fastest_draft, settings_of, vllm_config
+from agents.shadow.prices import load_prices, read_prices
 from agents.shadow.report import render_html
 from inferencegym.cli.main import main
 from inferencegym.cli.shadow import agent_names
@@ -52,7 +53,7 @@ def report() -> ShadowReport:
         flood(),
         ["heuristic", 'constant:{"batch_size": 128, "spec_length": 2, "quant_tier": 1}'],
         fixed=SMALL,
-        n_replicas=1,
+        n_gpus=1,
     )
 
 
@@ -65,16 +66,15 @@ def test_every_policy_meets_the_same_requests_and_none_gets_lost(report: ShadowR
         assert sum(outcome.support.values()) == pytest.approx(1.0)
 
 
-def test_the_fixed_configuration_comes_first_and_spends_the_budget(report: ShadowReport) -> None:
-    assert [o.policy for o in report.outcomes][:2] == [FIXED, "heuristic"]
-    assert report.outcomes[0].cost == pytest.approx(5.0)
+def test_the_users_own_configuration_comes_first_and_then_the_best_constant(report: ShadowReport) -> None:
+    assert [o.policy for o in report.outcomes][:3] == [FIXED, CONSTANT, "heuristic"]
     assert report.fixed_action == SMALL.to_dict()
     assert set(report.outcomes[0].timeline["batch_size"]) == {16.0}
 
 
 def test_a_replay_is_the_same_every_time_and_does_not_depend_on_company(report: ShadowReport) -> None:
-    alone = shadow(flood(), ["heuristic"], fixed=SMALL, n_replicas=1)
-    assert alone.outcomes[1] == report.outcomes[1]
+    alone = shadow(flood(), ["heuristic"], fixed=SMALL, n_gpus=1)
+    assert alone.outcomes[2] == report.outcomes[2]
 
 
 def test_percentiles_agree_with_the_what_if_of_the_same_configuration(report: ShadowReport) -> None:
@@ -85,16 +85,65 @@ def test_percentiles_agree_with_the_what_if_of_the_same_configuration(report: Sh
 
 
 def test_more_slots_miss_fewer_objectives_in_a_flood() -> None:
-    outcomes = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_replicas=1).outcomes
-    assert outcomes[1].slo_miss_share < 0.5 * outcomes[0].slo_miss_share
-    assert outcomes[1].goodput_rps > outcomes[0].goodput_rps
+    small, _, large = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_gpus=1).outcomes
+    assert large.slo_miss_share < 0.5 * small.slo_miss_share
+    assert large.goodput_rps > small.goodput_rps
 
 
-def test_gpu_seconds_count_both_gpus_of_a_disaggregated_replica() -> None:
+def test_every_policy_has_the_same_gpus_and_prefill_apart_takes_half_of_them() -> None:
     log = flood(30)
-    outcomes = shadow(log, ['constant:{"prefill_disagg": true}'], n_replicas=2).outcomes
+    apart = ServeAction(1.0, 0, 32, True, QuantTier.FP16)
+    outcomes = shadow(log, ['constant:{"prefill_disagg": true}', "naive"], fixed=apart, n_gpus=4).outcomes
     seconds = int(np.ceil(log.arrival_s[-1] + 1e-9)) + DRAIN_S
-    assert [o.gpu_seconds for o in outcomes] == [2 * seconds, 4 * seconds]
+    assert {o.gpu_seconds for o in outcomes} == {4.0 * seconds}
+    assert [o.n_gpus for o in outcomes] == [4, 4, 4, 4]
+    assert (outcomes[0].n_replicas, outcomes[3].n_replicas) == (2, 4)
+
+
+def test_a_policy_that_may_not_spread_keeps_prefill_together() -> None:
+    outcomes = shadow(flood(30), ['constant:{"prefill_disagg": true}'], n_gpus=1).outcomes
+    assert set(outcomes[2].timeline["prefill_disagg"]) == {0.0}
+    assert outcomes[2].n_gpus == 1
+    with pytest.raises(InvalidConfigError) as refused:
+        shadow(flood(30), [], fixed=ServeAction(1.0, 0, 32, True, QuantTier.FP16), n_gpus=1)
+    assert refused.value.field == "n_gpus"
+
+
+def test_the_best_constant_is_no_worse_than_any_constant_of_the_sweep(report: ShadowReport) -> None:
+    best = report.outcomes[1]
+    assert best.action is not None
+    again = shadow(flood(), [f"constant:{json.dumps(best.action)}"], fixed=SMALL, n_gpus=1)
+    assert again.outcomes[2].slo_miss_share == best.slo_miss_share
+    for tried in ('{"batch_size": 64, "kv_budget": 1.0, "quant_tier": 2}', '{"batch_size": 32, "quant_tier": 1}'):
+        (_, _, other) = shadow(flood(), [f"constant:{tried}"], fixed=SMALL, n_gpus=1).outcomes
+        assert best.slo_miss_share <= other.slo_miss_share + 1e-9
+
+
+def test_only_a_gain_above_the_stated_error_is_recommended(report: ShadowReport) -> None:
+    fixed, constant, *policies = report.outcomes
+    assert report.gain(constant, fixed) > STATED_ERROR
+    assert all(report.gain(o, constant) <= STATED_ERROR for o in policies)
+    assert report.best() is constant
+    better = replace(policies[0], slo_miss_share=0.0)
+    worse = replace(constant, slo_miss_share=STATED_ERROR + 0.001)
+    assert replace(report, outcomes=[fixed, worse, better]).best() is better
+    own = replace(fixed, slo_miss_share=constant.slo_miss_share + STATED_ERROR)
+    assert replace(report, outcomes=[own, constant]).best() is own
+
+
+def test_costs_are_gpu_hours_times_the_users_price(tmp_path: Path) -> None:
+    prices = {"currency": "EUR", "per_gpu_hour": {"a100-40gb": 3.6}, "source": "a quote", "date": "2025-01-01"}
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    priced = shadow(flood(30), [], n_gpus=2, prices=load_prices(tmp_path / "prices.json"))
+    # 3.6 an hour are 0.001 a second.
+    assert priced.to_dict()["cost"][FIXED] == pytest.approx(0.001 * priced.outcomes[0].gpu_seconds)
+    assert priced.currency == "EUR"
+    with pytest.raises(InvalidConfigError) as refused:
+        shadow(flood(30), [], n_gpus=1, prices=read_prices({"currency": "EUR", "per_gpu_hour": {"h100": 2}}))
+    assert refused.value.field == "prices"
+    for wrong in ({"currency": "EUR"}, {"currency": "EUR", "per_gpu_hour": {"x": -1}}, []):
+        with pytest.raises(InvalidConfigError):
+            read_prices(wrong)
 
 
 def test_restarts_are_counted() -> None:
@@ -108,8 +157,8 @@ def test_restarts_are_counted() -> None:
             self._step += 1
             return np.array([[1.0, 0, 32, 0, 1.0 if self._step > 20 else 0.0]])
 
-    outcomes = shadow(flood(30), [Flipper()], n_replicas=1).outcomes
-    assert [(o.policy, o.restarts) for o in outcomes] == [(FIXED, 0), ("Flipper", 1)]
+    outcomes = shadow(flood(30), [Flipper()], n_gpus=1).outcomes
+    assert [(o.policy, o.restarts) for o in outcomes] == [(FIXED, 0), (CONSTANT, 0), ("Flipper", 1)]
 
 
 def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
@@ -119,7 +168,7 @@ def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
 
 
 def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
-    small, large = (shadow(flood(30, rate, rate), []).n_replicas for rate in (2.0, 60.0))
+    small, large = (shadow(flood(30, rate, rate), []).n_gpus for rate in (2.0, 60.0))
     assert small == 1
     assert large > 3
 
@@ -127,19 +176,19 @@ def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
 def test_wrong_input_is_refused() -> None:
     log = flood(30)
     with pytest.raises(InvalidConfigError, match="nobody"):
-        shadow(log, ["nobody"], n_replicas=1)
+        shadow(log, ["nobody"], n_gpus=1)
     with pytest.raises(InvalidActionError) as refused:
         shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
     assert refused.value.field == "batch_size"
     with pytest.raises(InvalidConfigError) as refused:
-        shadow(log, [], slo_ms=0.0, n_replicas=1)
+        shadow(log, [], slo_ms=0.0, n_gpus=1)
     assert refused.value.field == "slo_target_ms"
     with pytest.raises(InvalidConfigError) as refused:
-        shadow(log, [], n_replicas=0)
-    assert refused.value.field == "n_replicas"
+        shadow(log, [], n_gpus=0)
+    assert refused.value.field == "n_gpus"
     week = RequestLog(np.array([0.0, 6e5]), np.array([9.0, 9.0]), np.array([9.0, 9.0]), np.zeros(2, dtype=np.int64))
     with pytest.raises(DataFormatError):
-        shadow(week, [], n_replicas=1)
+        shadow(week, [], n_gpus=1)
 
 
 def test_the_report_is_json(report: ShadowReport) -> None:
@@ -152,19 +201,20 @@ def test_the_report_is_json(report: ShadowReport) -> None:
 
 
 def test_the_vllm_export_is_a_config_file_with_the_policys_settings(report: ShadowReport) -> None:
-    policy = report.outcomes[2].policy
-    config = yaml.safe_load(vllm_config(report, load_tables(), policy, draft_model="my/eagle"))
+    policy = report.outcomes[3].policy
+    config = yaml.safe_load(vllm_config(settings_of(report, load_tables(), policy), draft_model="my/eagle"))
     assert config["max-num-seqs"] == 128
     assert config["quantization"] == "compressed-tensors"
     assert 0.9 < config["gpu-memory-utilization"] <= 0.98
     speculative = json.loads(config["speculative-config"])
     assert (speculative["method"], speculative["model"]) == ("eagle", "my/eagle")
-    assert speculative["num_speculative_tokens"] == max(speculative["num_speculative_tokens_per_batch_size"].values())
-    assert re.fullmatch(r"(\d+-\d+ )*", "".join(f"{r} " for r in speculative["num_speculative_tokens_per_batch_size"]))
+    ranges = speculative["num_speculative_tokens_per_batch_size"]
+    assert speculative["num_speculative_tokens"] == max(k for _, _, k in ranges)
+    assert (ranges[0][0], ranges[-1][1]) == (1, 128)
 
 
 def test_a_policy_without_drafting_exports_no_speculation(report: ShadowReport) -> None:
-    config = yaml.safe_load(vllm_config(report, load_tables(), FIXED))
+    config = yaml.safe_load(vllm_config(settings_of(report, load_tables(), FIXED)))
     assert config == {
         "max-num-seqs": 16,
         "gpu-memory-utilization": pytest.approx(0.94, abs=0.01),
@@ -176,27 +226,22 @@ def test_a_policy_without_drafting_exports_no_speculation(report: ShadowReport) 
 def test_the_draft_schedule_covers_every_batch_size_once_and_follows_the_policy() -> None:
     running = np.array([2.0] * 50 + [100.0] * 50)
     drafted = np.array([4.0] * 50 + [0.0] * 50)
-    schedule, sources = draft_schedule(drafted, running, load_tables(), QuantTier.FP16, 512.0, max_num_seqs=200)
-    ends = [tuple(map(int, name.split("-"))) for name in schedule]
-    assert ends[0][0] == 1
-    assert ends[-1][1] == 200
-    assert all(high + 1 == low for (_, high), (low, _) in itertools.pairwise(ends))
-    at = {
-        n: next(k for (low, high), k in zip(ends, schedule.values(), strict=True) if low <= n <= high) for n in (2, 100)
-    }
-    assert at == {2: 4, 100: 0}
-    assert set(sources.values()) == {"policy", "table"}
+    drafts = draft_schedule(drafted, running, load_tables(), 0, 512.0, max_num_seqs=200)
+    assert (drafts[0][0], drafts[-1][1]) == (1, 200)
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(drafts))
+    assert {n: next(k for low, high, k, _ in drafts if low <= n <= high) for n in (2, 100)} == {2: 4, 100: 0}
+    assert {source for *_, source in drafts} == {"policy", "table"}
 
 
 def test_drafting_that_pays_at_one_request_is_found_in_the_table() -> None:
     tables = load_tables()
     per_token = tables.decode_ms[0, :, 0, 3] / tables.spec_tokens
-    assert fastest_draft(tables, QuantTier.FP16, 1.0, 512.0) == int(tables.axes["spec_length"][per_token.argmin()])
+    assert fastest_draft(tables, 0, 1.0, 512.0) == int(tables.axes["spec_length"][per_token.argmin()])
 
 
 def test_an_unknown_policy_cannot_be_exported(report: ShadowReport) -> None:
     with pytest.raises(InvalidConfigError, match="nobody"):
-        recommendation(report, load_tables(), "nobody")
+        settings_of(report, load_tables(), "nobody")
 
 
 # ---------------------------------------------------------------- the page and the command
@@ -242,7 +287,7 @@ def test_the_command_writes_page_and_export_and_prints_the_table(
         )
     ]
     (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
-    options = ["--agent", 'heuristic,constant:{"batch_size": 64, "quant_tier": 1}', "--replicas", "1"]
+    options = ["--agent", 'heuristic,constant:{"batch_size": 64, "quant_tier": 1}', "--gpus", "1"]
     assert main(["shadow", "--trace", "log.csv", *options, "--html", "r.html", "--export", "vllm"]) == 0
     said = capsys.readouterr().out
     assert "heuristic" in said
@@ -257,7 +302,7 @@ def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
         ("[1]", "must be a JSON object"),
         ('{"batch": 3}', "batch=3 is not allowed"),
     ):
-        assert main(["shadow", "--trace", str(tmp_path / "log.csv"), "--baseline", text, "--replicas", "1"]) == 2
+        assert main(["shadow", "--trace", str(tmp_path / "log.csv"), "--baseline", text, "--gpus", "1"]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -266,4 +311,4 @@ def test_commas_within_braces_do_not_part_agent_names() -> None:
 
 
 def test_the_default_baseline_has_the_default_knobs() -> None:
-    assert shadow(flood(20), [], n_replicas=1).fixed_action == NAIVE_ACTION.to_dict()
+    assert shadow(flood(20), [], n_gpus=1).fixed_action == NAIVE_ACTION.to_dict()

@@ -29,30 +29,36 @@ def test_the_report_is_the_one_of_the_library(server: RunningServer) -> None:
 
 def test_settings_are_exported_for_every_policy(server: RunningServer) -> None:
     answer = server.post("/shadow", {"log": FEW, "policies": ["heuristic"], "fixed": {"batch_size": 7}})
-    assert set(answer["export"]) == {"fixed", "heuristic"}
-    assert "max-num-seqs: 7" in answer["export"]["fixed"]
+    assert set(answer["export"]) == {"fixed", "best_constant", "heuristic"}
+    assert "max-num-seqs: 7" in answer["export"]["fixed"]["vllm"]
+    assert "max-running-requests: 7" in answer["export"]["fixed"]["sglang"]
 
 
 def test_fleet_objective_and_part_of_the_log_are_the_visitors_choice(server: RunningServer) -> None:
-    body = {"log": FEW, "policies": ["naive"], "replicas": 3, "slo_ms": 123, "from_s": 5, "to_s": 10}
+    body = {"log": FEW, "policies": ["naive"], "gpus": 3, "slo_ms": 123, "from_s": 5, "to_s": 10}
     answer = server.post("/shadow", body)
-    assert (answer["n_replicas"], answer["slo_ms"], answer["log"]["requests"]) == (3, 123.0, 10)
+    assert (answer["n_gpus"], answer["slo_ms"], answer["log"]["requests"]) == (3, 123.0, 10)
 
 
 def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
     answer = server.post("/shadow", {"log": FEW, "task_id": 3, "policies": ["best_static", "best_adaptive"]})
-    assert [outcome["policy"] for outcome in answer["outcomes"]] == ["fixed", "best_static", "best_adaptive"]
-    assert answer["n_replicas"] == get_task(3).fleet.n_replicas
+    assert [outcome["policy"] for outcome in answer["outcomes"]] == [
+        "fixed",
+        "best_constant",
+        "best_static",
+        "best_adaptive",
+    ]
+    assert answer["n_gpus"] == get_task(3).fleet.n_replicas
 
 
 @pytest.mark.parametrize(
     ("change", "code", "field", "shown"),
     [
         ({"log": ""}, "invalid_request", "log", "''"),
-        ({"log": "hello"}, "data_format", None, "mine.csv: the columns 'hello'"),
+        ({"log": "hello"}, "data_format", None, "mine.csv: no column of a usual name"),
         ({"log": HEADER + "0,10,10\n-3,10,10\n"}, "data_format", "arrival_s", "mine.csv, line 3: arrival_s='-3'"),
         ({"log": HEADER + "0,10,10\n9000,10,10\n"}, "data_format", None, "(from_s, to_s)"),
-        ({"log": "[1]", "name": "mine.json"}, "data_format", None, "mine.json: the columns '[1]'"),
+        ({"log": "[1]", "name": "mine.json"}, "data_format", None, "mine.json: is not a JSON object"),
         ({"name": "mine.parquet"}, "invalid_request", "name", "'mine.parquet'"),
         ({"name": False}, "invalid_request", "name", "False"),
         ({"name": ""}, "invalid_request", "name", "''"),
@@ -63,7 +69,8 @@ def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
         ({"policies": ["heuristic", "heuristic"]}, "invalid_request", "policies", "['heuristic', 'heuristic']"),
         ({"policies": ["constant:{}"]}, "invalid_request", "policies[0]", "'constant:{}'"),
         ({"task_id": 99}, "unknown_task", None, "99"),
-        ({"replicas": 0}, "invalid_request", "replicas", "0"),
+        ({"gpus": 0}, "invalid_request", "gpus", "0"),
+        ({"prices": {"currency": "EUR"}}, "invalid_request", "prices.per_gpu_hour", "per_gpu_hour"),
         ({"slo_ms": "fast"}, "invalid_request", "slo_ms", "'fast'"),
         ({"fixed": {"batch_size": 0}}, "invalid_action", "batch_size", "0"),
         ({"extra": 1}, "invalid_request", "extra", "1"),

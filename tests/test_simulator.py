@@ -16,8 +16,9 @@ import itertools
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError
 from inferencegym.models import MetricsSnapshot, QuantTier, ServeAction, WorkloadState
-from simulator.tables import load_tables, shipped_table
-from simulator.trace_sim import OOM_THRESHOLD_GB, TraceSimulator
+from simulator.catalogue import table_path
+from simulator.tables import load_tables
+from simulator.trace_sim import TraceSimulator
 from simulator.workload import WorkloadGenerator
 
 WORKLOAD = WorkloadState(10.0, 256.0, 3, 0, [1.0, 0.0, 0.0], False, "steady")
@@ -60,7 +61,7 @@ def test_random_valid_actions_give_metrics_in_their_ranges(simulator: TraceSimul
         assert 1.0 < m.ttft_p50_ms <= m.ttft_p99_ms
         assert 1.0 < m.tpot_ms < 1e5
         assert 0.0 < m.tokens_per_sec < 1e5
-        assert 0.0 < m.gpu_memory_gb <= OOM_THRESHOLD_GB
+        assert 0.0 < m.gpu_memory_gb <= 40.0
         assert m.cost_per_1k > 0.0
         assert 0.0 <= m.spec_accept_rate <= 1.0
         assert m.eviction_events >= 0
@@ -102,7 +103,7 @@ def test_noise_is_five_percent_on_latency_and_absent_from_throughput(simulator: 
 def test_the_largest_batch_with_the_whole_cache_runs_out_of_memory(simulator: TraceSimulator) -> None:
     m = simulator.simulate(action(batch=512, kv=1.0), WORKLOAD)
     assert m.oom
-    assert m.gpu_memory_gb == OOM_THRESHOLD_GB
+    assert m.gpu_memory_gb == 40.0
     assert m.slo_violations >= 512
 
 
@@ -175,7 +176,7 @@ def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_reading_in_a_child_process_gives_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = [shutil.copy(shipped_table("a100-80gb"), tmp_path / name) for name in ("here", "there")]
+    copies = [shutil.copy(table_path("a100-80gb"), tmp_path / name) for name in ("here", "there")]
     here = load_tables(copies[0])
     monkeypatch.delitem(sys.modules, "pyarrow")
     there = load_tables(copies[1], isolated=True)

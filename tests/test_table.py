@@ -12,8 +12,10 @@ import pytest
 from validation.validate import argonne_errors, fit_overheads, table_vs_argonne
 
 from inferencegym.cli.main import main
+from simulator.catalogue import table_index, table_path
 from simulator.hardware import measured
-from simulator.hardware.operators import PROFILES_PATH, TIERS, profiles, support
+from simulator.hardware.measured_model import MeasuredSource, support
+from simulator.hardware.profiles import PROFILES_PATH, engine, profiles
 from simulator.offline.table import (
     BATCH_SIZES,
     COLUMNS,
@@ -29,13 +31,13 @@ from simulator.offline.table import (
     table_metadata,
     table_row,
 )
-from simulator.tables import shipped_table
 
+TIERS = tuple(profiles()["model"]["weights_gb"])
 DATA = Path(__file__).parents[1] / "simulator" / "data"
 TABLES = {
-    path.name: (card, profiles()["hardware"][card]["engine"])
+    table_path(card).name: (card, profiles()["hardware"][card]["engine"])
     for card in profiles()["hardware"]
-    if (path := shipped_table(card)).exists()
+    if card in table_index()
 }
 SPEC_COLUMNS = [
     "batch_size",
@@ -96,11 +98,11 @@ def test_the_file_is_small_and_plain(name: str) -> None:
 
 
 def test_the_file_says_what_it_was_built_from(name: str) -> None:
-    hardware, engine = TABLES[name]
+    hardware, profile = TABLES[name]
     stated = metadata(name)
     # Tables once held the checksum of all profiles, which another card changes without touching them.
     stated.pop("profiles_sha256", None)
-    assert stated == table_metadata(hardware, engine)
+    assert stated == table_metadata(MeasuredSource(hardware), engine(profile))
     assert stated["measured_sha256"] == measured.recorded_checksums()
     assert stated["spec_tokens_per_step"]["4"] == pytest.approx(2.391, abs=1e-3)
 
@@ -108,12 +110,12 @@ def test_the_file_says_what_it_was_built_from(name: str) -> None:
 @pytest.mark.parametrize("index", range(30))
 def test_a_sample_of_rows_rebuilds_to_the_committed_values(index: int) -> None:
     name = list(TABLES)[index % len(TABLES)]
-    hardware, engine = TABLES[name]
+    hardware, profile = TABLES[name]
     table = read(name)
     i = int(np.random.default_rng(index).integers(5400))
     part = Slice(
-        hardware,
-        engine,
+        MeasuredSource(hardware),
+        engine(profile),
         TIERS[table["quant_tier"][i]],
         int(table["prompt_len_bucket"][i]),
         int(table["spec_length"][i]),
@@ -210,8 +212,9 @@ def test_a_table_is_the_same_whether_one_process_builds_it_or_two(
     monkeypatch.setattr("simulator.offline.table.BATCH_SIZES", (1,))
     monkeypatch.setattr("simulator.offline.table.SPEC_LENGTHS", (0,))
     monkeypatch.setattr("simulator.offline.table.PROMPT_TOKENS", (64, 128))
-    one = build_table(tmp_path / "one.parquet", jobs=1, progress=False)
-    again = build_table(tmp_path / "again.parquet", jobs=1, progress=True)
+    source, profile = MeasuredSource("a100-40gb"), engine("a100_40")
+    one = build_table(tmp_path / "one.parquet", source, profile, jobs=1, progress=False)
+    again = build_table(tmp_path / "again.parquet", source, profile, jobs=1, progress=True)
     assert one.read_bytes() == again.read_bytes()
     assert pq.read_table(one).num_rows == 1 * 5 * 1 * 2 * 3
 
@@ -221,13 +224,13 @@ def test_another_card_needs_an_entry_of_its_own_and_one_command(
 ) -> None:
     card = {**profiles()["hardware"]["a100-80gb"], "bandwidth_gb_s": 1935.0}
     monkeypatch.setitem(profiles()["hardware"], "a100-pcie", card)
-    monkeypatch.setattr("simulator.tables.DATA_DIR", tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("simulator.offline.table.BATCH_SIZES", (1,))
     monkeypatch.setattr("simulator.offline.table.SPEC_LENGTHS", (0,))
     monkeypatch.setattr("simulator.offline.table.PROMPT_TOKENS", (64, 128))
     assert main(["build-table", "--hardware", "a100-pcie", "--jobs", "1"]) == 0
-    built = tmp_path / "traces_llama3_8b_a100_pcie.parquet"
-    assert str(built) in capsys.readouterr().out
+    built = tmp_path / "a100-pcie.parquet"
+    assert built.name in capsys.readouterr().out
     described = json.loads(pq.read_schema(built).metadata[METADATA_KEY])
     assert (described["hardware"], described["engine"], described["memory_budget_gb"]) == ("a100-pcie", "vllm_v1", 76.6)
 

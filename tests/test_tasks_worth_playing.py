@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from agents.episodes import run_episodes
-from agents.evaluate import Evaluation, evaluate, evaluation_of, paired
+from agents.evaluate import Evaluation, evaluate, evaluation_of, paired, spearman
 from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ActionsAgent, ModeAgent
 from agents.protocol import Agent, FloatArray
-from agents.search.reward_grade_agreement import random_settings, reward_grade_correlation
+from agents.search.reward_grade_agreement import N_CONSTANTS, SEEDS, random_settings, reward_grade_correlation
 from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS
 from inferencegym.models import ACTION_FIELDS
 from inferencegym.spaces.actions import to_row
@@ -58,7 +58,7 @@ def test_the_naive_agent_scores_in_its_range_on_held_out_seeds(task_id: int) -> 
     assert low <= held_out("naive", task_id).scores.mean() <= high
 
 
-@pytest.mark.parametrize(("task_id", "least"), [(2, 0.01), (3, 0.04)])
+@pytest.mark.parametrize(("task_id", "least"), [(2, 0.015), (3, 0.05)])
 def test_adapting_beats_the_best_constant_action_on_seeds_that_nothing_was_chosen_by(
     task_id: int, least: float
 ) -> None:
@@ -75,7 +75,7 @@ def test_the_heuristic_beats_agents_that_do_not_plan(task_id: int, other: str) -
     assert paired(held_out("heuristic", task_id).scores, held_out(other, task_id).scores).low > 0.0
 
 
-@pytest.mark.parametrize(("task_id", "least"), [(2, 0.01), (3, 0.04)])
+@pytest.mark.parametrize(("task_id", "least"), [(2, 0.015), (3, 0.05)])
 def test_adapting_beats_the_best_constant_action(task_id: int, least: float) -> None:
     gain = paired(held_out("best_adaptive", task_id).scores, held_out("best_static", task_id).scores)
     assert gain.mean >= least
@@ -122,6 +122,17 @@ def test_pool_speculation_and_prefill_placement_have_to_follow_the_load_on_the_h
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_rewards_point_the_same_way_as_grades(task_id: int) -> None:
     assert reward_grade_correlation(get_task(task_id)) >= 0.88
+
+
+def test_random_constants_of_the_medium_task_tie_in_grade() -> None:
+    """So many of them that no reward can rank them as the grade does: hence the ladder above."""
+    task, n = get_task(2), len(SEEDS)
+    results = run_episodes(task, ActionsAgent(random_settings(N_CONSTANTS, task), n), SEEDS, n_rows=N_CONSTANTS * n)
+    grades = results.scores().reshape(N_CONSTANTS, n).mean(axis=1)
+    assert (grades == 0.5).sum() > 2 * N_CONSTANTS / 3
+    # The best that a ranking without ties can do: that of the grade, with its ties broken.
+    best = spearman(np.argsort(np.argsort(grades, kind="stable")).astype(np.float64), grades)
+    assert best < 0.8
 
 
 # ---------------------------------------------------------------- adversarial policies

@@ -61,6 +61,7 @@ def test_it_is_played_over_http_with_strict_messages(client: TestClient) -> None
 def test_its_episodes_are_graded_and_verified_by_replay(client: TestClient) -> None:
     session_id, answers = played(client)
     graded = client.post("/thermostat/grader", json={"session_id": session_id}).json()
+    assert [answer["info"].get("score") for answer in answers] == [None] * 5 + [graded["score"]]
     body = {**NIGHT, "episode_log": [entry_of(answer) for answer in answers], "verify": True}
     assert client.post("/thermostat/grader", json=body).json()["score"] == graded["score"] > 0
     body["episode_log"][3]["metrics"]["inside_c"] += 0.1

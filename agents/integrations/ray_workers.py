@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.evaluate import Evaluation, evaluate
-from agents.registry import make_agent
+from agents.registry import load_own_agents, make_agent
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError, refusal
@@ -58,9 +58,17 @@ class RolloutWorker:
     Row seeds come from ``seed``, the worker's index and the row, so workers meet different traffic.
     """
 
-    def __init__(self, task_id: TaskId, agent: str, n_rows: int = 64, seed: int = 0, index: int = 0) -> None:
+    def __init__(
+        self,
+        task_id: TaskId,
+        agent: str,
+        n_rows: int = 64,
+        seed: int = 0,
+        index: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self._task = get_task(task_id)
-        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows, n_threads=1))
+        self._rows = AutoresetBatch(ServingBatch(self._task, n_rows, self._task.config(config), n_threads=1))
         self._agent: Agent = make_agent(agent, self._task)
         self._seeds: list[int | None] = [episode_seed(episode_seed(seed, index + 1), row + 1) for row in range(n_rows)]
         self._rows.reset(self._seeds)
@@ -77,7 +85,7 @@ class RolloutWorker:
         seeds = batch.seeds.copy()
         for t in range(n_steps):
             observation[t] = batch.observation
-            chosen = snap(self._agent.act(batch.observation), batch.mask)
+            chosen = snap(self._agent.act(batch.full_observation()), batch.mask)
             self._rows.step(chosen)
             knobs[t], reward[t], ended[t] = chosen, batch.reward, batch.done
             if ended[t].any():  # rows of one batch end together
@@ -97,6 +105,7 @@ class Job:
 
 def run_job(job: Job) -> Evaluation:
     """Evaluate in this process."""
+    load_own_agents([job.agent])  # a worker's process has registered none yet
     return evaluate(job.agent, get_task(job.task_id), job.seeds)
 
 
@@ -133,14 +142,23 @@ class Workers:
         self._ray.shutdown()
 
     def fragments(
-        self, task_id: TaskId, agent: str, n_fragments: int, *, n_rows: int = 64, min_steps: int = 12_800, seed: int = 0
+        self,
+        task_id: TaskId,
+        agent: str,
+        n_fragments: int,
+        *,
+        n_rows: int = 64,
+        min_steps: int = 12_800,
+        seed: int = 0,
+        config: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, Fragment]]:
         """``n_fragments`` fragments as they become ready, each with the index of its worker.
 
+        ``config`` are settings of the episodes, such as ``{"reward": "grade"}``.
         Every worker is asked for its next fragment before its last one is handed out, so none waits for the reader.
         """
         actor = self._ray.remote(num_cpus=1)(RolloutWorker)
-        actors = [actor.remote(task_id, agent, n_rows, seed, index) for index in range(self._n_workers)]
+        actors = [actor.remote(task_id, agent, n_rows, seed, index, config) for index in range(self._n_workers)]
         running = {worker.rollout.remote(min_steps): i for i, worker in enumerate(actors[:n_fragments])}
         asked = len(running)
         while running:

@@ -16,8 +16,11 @@ from inferencegym.vector_env import registered_id
 log = logging.getLogger(__name__)
 
 
-def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed: int = 0) -> Any:
-    """A ``PPOConfig`` for a task; change it, then ``build_algo()``."""
+def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed: int = 0, **env_config: Any) -> Any:
+    """A ``PPOConfig`` for a task; change it, then ``build_algo()``.
+
+    ``env_config`` are arguments of the environment, such as ``reward="grade"``.
+    """
     from ray.rllib.algorithms import ppo
 
     # Ray's own types are incomplete, and absent where it is not installed.
@@ -26,7 +29,7 @@ def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed
     env_id = "inferencegym.gym:" + registered_id(get_task(task_id).gym_id)
     return (
         rllib.PPOConfig()
-        .environment(env_id, env_config={"observation": "normalised", "action": "box"})
+        .environment(env_id, env_config={"observation": "normalised", "action": "box", **env_config})
         .env_runners(
             num_env_runners=n_env_runners,
             num_envs_per_env_runner=n_envs,

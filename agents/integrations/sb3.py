@@ -20,7 +20,9 @@ class SB3VecEnv(VecEnv):
     """A vector environment in ``SAME_STEP`` mode as a Stable-Baselines3 ``VecEnv``.
 
     Episode statistics come with each ending (``infos[i]["episode"]`` with return ``r`` and length ``l``), so no
-    ``VecMonitor`` is needed. Restarts follow :func:`inferencegym.seeds.episode_seed`; ``seed(s)`` sets the first ones.
+    ``VecMonitor`` is needed, and with it the ``score``, ``breakdown`` and ``feedback`` of its grade, where the episodes
+    are played in this process. Restarts follow :func:`inferencegym.seeds.episode_seed`; ``seed(s)`` sets the first
+    ones.
     """
 
     def __init__(self, envs: AutoresetVectorEnv) -> None:
@@ -67,6 +69,7 @@ class SB3VecEnv(VecEnv):
                 "terminal_observation": info["final_obs"][row],
                 "TimeLimit.truncated": bool(truncated[row]),
                 "episode": {"r": float(self._returns[row]), "l": int(self._lengths[row])},
+                **_outcome(info["final_info"], int(row)),
             }
         self._returns[done] = 0.0
         self._lengths[done] = 0
@@ -91,3 +94,11 @@ class SB3VecEnv(VecEnv):
         if indices is None:
             return int(self.num_envs)
         return 1 if isinstance(indices, int) else len(list(indices))
+
+
+def _outcome(final: dict[str, Any], row: int) -> dict[str, Any]:
+    """Score, breakdown and feedback of one row's ended episode; empty where they are not told (remote batches)."""
+    if "score" not in final:
+        return {}
+    breakdown = {name: float(part[row]) for name, part in final["breakdown"].items()}
+    return {"score": float(final["score"][row]), "breakdown": breakdown, "feedback": final["feedback"][row]}

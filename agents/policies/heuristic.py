@@ -25,7 +25,7 @@ from agents.policies.hill_climb import COLUMN
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
-from simulator.tables import ServingTables, load_tables
+from simulator.tables import ServingTables, tables_of
 from simulator.workload import load_source
 
 CALM_MARGIN: Final = 1.1
@@ -46,7 +46,7 @@ class HeuristicAgent:
     """Agent with two planned settings and a rule that switches between them; see the module's text."""
 
     def __init__(self, task: TaskSpec) -> None:
-        tables = load_tables()
+        tables = tables_of(task.hardware)
         stats = load_source(task, tables).stats
         live = [c for c in task.classes if c.share > 0 or c.burst_share > 0]
         named = len(live) == len(stats.names)

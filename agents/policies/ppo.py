@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from agents.policies.stored import POLICY_DIR
 from agents.protocol import FloatArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from inferencegym.models import ACTION_FIELDS
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.tasks import TaskSpec, get_calibration
 
-FILE_VERSION: Final = 1
+FILE_VERSION: Final = 2
+TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +34,8 @@ class PolicyFile:
     layers: Sequence[tuple[FloatArray, FloatArray]]
     observation: str
     action: str
+    hold: int = 1
+    """Seconds between two decisions."""
     trained: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -41,6 +44,7 @@ class PolicyFile:
             "version": FILE_VERSION,
             "observation": self.observation,
             "action": self.action,
+            "hold": self.hold,
             "trained": dict(self.trained),
         }
         arrays: dict[str, NDArray[Any]] = {"header": np.array(json.dumps(header, sort_keys=True))}
@@ -60,11 +64,11 @@ class PolicyFile:
         if header.get("version") != FILE_VERSION:
             raise DataFormatError(f"{path}: version {header.get('version')!r} of policy files is not {FILE_VERSION}")
         wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in layers]
-        return cls(wide, header["observation"], header["action"], header["trained"])
+        return cls(wide, header["observation"], header["action"], header["hold"], header["trained"])
 
 
 class PpoAgent:
-    """Agent that takes the central action of a trained policy."""
+    """Agent that takes the central action of a trained policy, and keeps it for as long as the policy was taught to."""
 
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
@@ -72,9 +76,20 @@ class PpoAgent:
         self._actions = action_codec(policy.action)
 
     def reset(self, n_rows: int) -> None:
-        """Do nothing: the agent has no state."""
+        """Start ``n_rows`` new episodes, whose first second asks for a decision."""
+        self._decided_s = np.full(n_rows, -np.inf)
+        self._knobs = np.zeros((n_rows, len(ACTION_FIELDS)))
 
     def act(self, observation: FloatArray) -> FloatArray:
+        """The knobs (B, 5) of the last decision, which is taken anew every ``hold`` seconds."""
+        now = observation[:, TIMESTEP]
+        due = now >= self._decided_s + self.policy.hold
+        if due.any():
+            self._knobs = np.where(due[:, None], self._decide(observation), self._knobs)
+            self._decided_s = np.where(due, now, self._decided_s)
+        return self._knobs.copy()
+
+    def _decide(self, observation: FloatArray) -> FloatArray:
         out = forward(self.policy.layers, self._observations.encode(observation).astype(np.float64))
         if isinstance(self._actions, DiscreteCodec):
             ends = np.cumsum(self._actions.sizes)[:-1]

@@ -14,7 +14,7 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import Message, parse_json
 from inferencegym.models import ServeAction
 from inferencegym.task_registry import read_entry
-from inferencegym.tasks import CALIBRATION_FILE, TaskId, TaskSpec
+from inferencegym.tasks import CALIBRATION_FILE, HARDWARE_CALIBRATION_FILE, TaskId, TaskSpec
 
 Policy = TypeVar("Policy")
 
@@ -29,11 +29,15 @@ def policy_dir(task: TaskSpec) -> Path:
     ``my_tasks.policies``.
     """
     constants = Path(task.calibration_file)
-    return POLICY_DIR if constants == CALIBRATION_FILE else constants.with_suffix("").with_suffix(".policies")
+    return (
+        POLICY_DIR
+        if constants in (CALIBRATION_FILE, HARDWARE_CALIBRATION_FILE)
+        else constants.with_suffix("").with_suffix(".policies")
+    )
 
 
 def policy_path(name: str, task_id: TaskId, directory: Path = POLICY_DIR) -> Path:
-    """File of a solved policy (``best_static``, ``best_adaptive``) of a task."""
+    """File of a solved policy (``best_static``, ``best_adaptive``, ``random_search``) of a task."""
     return directory / f"{name}-task-{task_id}.json"
 
 

@@ -38,12 +38,12 @@ RAMPED: Final = [list(ACTION_FIELDS).index(name) for name in ("kv_budget", "batc
 
 
 def features(observation: FloatArray, task: TaskSpec) -> FloatArray:
-    """Features (B, Q) of observations (B, 14).
+    """Features (B, Q) of observations (B, 14 or more).
 
     The phase is that of the next step within the task's announced flood period, zero for tasks without floods.
     """
     phi = np.empty((len(observation), Q))
-    phi[:, :OBSERVATION_SIZE] = normalise(observation, task.episode_length, task.cost_budget)
+    phi[:, :OBSERVATION_SIZE] = normalise(observation[:, :OBSERVATION_SIZE], task.episode_length, task.cost_budget)
     phi[:, -3:-1] = 0.0
     if task.burst is not None:
         angle = 2.0 * np.pi * (observation[:, TIMESTEP] - task.burst.offset_steps) / task.burst.interval_steps

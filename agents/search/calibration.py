@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,24 +23,29 @@ from agents.episodes import run_episodes
 from agents.policies.stored import policy_dir, policy_path
 from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
-from agents.search.solver import Budget, Progress, Solver, constant_policy, score, silent, throughput
+from agents.search.random_search import random_search
+from agents.search.solver import QUICK, Budget, Progress, Solver, constant_policy, score, silent, throughput
 from agents.seeds import CALIBRATION_SEEDS
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write, prepare_output
 from inferencegym.spaces.actions import from_row, to_row
 from inferencegym.task_registry import load_entries
 from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
-from simulator.tables import load_tables
+from simulator.tables import tables_of
+
+SOLVED: Final = ("best_static", "best_adaptive", "random_search")
+"""Policies that calibrating a task stores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """Result of calibrating a task: its constants with their provenance, and the two best policies."""
+    """Result of calibrating a task: its constants with their provenance, and the policies found."""
 
     calibration: Calibration
     provenance: dict[str, Any]
     best_static: dict[str, Any]
     best_adaptive: dict[str, Any]
+    random_search: dict[str, Any]
 
     def entry(self) -> dict[str, Any]:
         """The task's entry in the calibration file."""
@@ -85,20 +90,51 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
 
     calibration = Calibration(floor, optimum, peak, price)
     provenance = {
-        "table_sha256": load_tables().sha256,
+        "table_sha256": tables_of(task.hardware).sha256,
         "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
         "training_seeds": [min(budget.seeds), max(budget.seeds) + 1],
         "validation_seeds": [min(budget.validation), max(budget.validation) + 1],
         "fastest_action": from_row(fastest).to_dict(),
         "seconds": round(time.perf_counter() - began, 1),
     }
-    found = {"task": str(task.task_id), "table_sha256": load_tables().sha256}
+    found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
     return Solved(
         calibration,
         provenance,
         {"kind": "constant", "action": from_row(static).to_dict(), "training_score": static_value, **found},
         {**adaptive.to_dict(), "validation_score": adaptive_value, **found},
+        search_at_random(task, calibration),
     )
+
+
+def constants_alone(task: TaskSpec, budget: Budget | None = None) -> Solved:
+    """Measure a task's constants by constant actions alone, in the fluid model: seconds, and no policy is searched.
+
+    The optimum is the highest throughput of a constant action. For a task on a table other than its own.
+    """
+    began = time.perf_counter()
+    budget = replace(budget or QUICK, finalists=1)
+    price = measure_price(task)
+    floor, _ = measure_throughput_of(task, batch_one(), price)
+    solver = Solver(task, Calibration(floor, floor + 1.0, 1.0, price), objective=throughput, budget=budget)
+    fastest, _ = solver.best_static()
+    optimum, peak = _highest(task, price, [fastest])
+    found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
+    provenance = {
+        "table_sha256": found["table_sha256"],
+        "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
+        "fastest_action": from_row(fastest).to_dict(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    action = {"kind": "constant", "action": from_row(fastest).to_dict(), **found}
+    return Solved(Calibration(floor, optimum, peak, price), provenance, action, {}, {})
+
+
+def search_at_random(task: TaskSpec, calibration: Calibration) -> dict[str, Any]:
+    """What :func:`agents.search.random_search.random_search` finds, as it is stored."""
+    action, grade = random_search(task, calibration)
+    found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
+    return {"kind": "constant", "action": from_row(action).to_dict(), "training_score": grade, **found}
 
 
 def batch_one() -> FloatArray:
@@ -147,7 +183,7 @@ class CalibrationFiles:
 
     def check(self) -> None:
         """Check that all can be written; raises :class:`DataFormatError` naming the one that cannot."""
-        for path in (self.constants, self._policy("best_static"), self._policy("best_adaptive")):
+        for path in (self.constants, *(self._policy(name) for name in SOLVED)):
             prepare_output(path)
         self._stored()
 
@@ -156,11 +192,7 @@ class CalibrationFiles:
         self.check()
         entries = self._stored()
         entries["tasks"][str(self.task.task_id)] = solved.entry()
-        contents = {
-            self.constants: entries,
-            self._policy("best_static"): solved.best_static,
-            self._policy("best_adaptive"): solved.best_adaptive,
-        }
+        contents = {self.constants: entries, **{self._policy(name): getattr(solved, name) for name in SOLVED}}
         with ExitStack() as stack:
             # It is left in reverse order: the constants, which scores are made of, change last.
             for path, data in contents.items():

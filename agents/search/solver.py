@@ -82,6 +82,9 @@ SMALL_FIELD: Final = 200
 SLOWEST_RAMP: Final = 0.04
 """A ramp takes 24 steps for the better part of the way at this share."""
 
+BRACE_S: Final = 12.0
+"""Seconds before a flood in which the solver tries settings of their own."""
+
 GATE_GAIN: Final = 12.0
 """Weight of a simple gate's feature: steep enough that nothing beside it decides."""
 
@@ -105,12 +108,12 @@ def throughput(results: EpisodeResults, calibration: Calibration) -> FloatArray:
 class Progress(Protocol):
     """Callback that reports progress."""
 
-    def __call__(self, what: str, share: float) -> None:
-        """Report that ``share`` of the work is done and ``what`` has begun."""
+    def __call__(self, what: str, share: float | None) -> None:
+        """Report that ``what`` has begun and ``share`` of the work is done (None: no more than before)."""
         ...
 
 
-def silent(what: str, share: float) -> None:
+def silent(what: str, share: float | None) -> None:
     """Report nothing."""
 
 
@@ -262,17 +265,14 @@ class Solver:
 
     def best_adaptive(self, static: FloatArray) -> tuple[ModeParams, float]:
         """The best policy found and its value on the validation seeds, never below the best constant action's."""
-        budget = self.budget
         candidates = [constant_policy(static)]
         starts = self._two_modes(static)
         for i, start in enumerate(starts):
-            self._progress("adaptive: settings of each mode", 0.3 + 0.3 * i / len(starts))
-            candidates.append(self._settle(start))
-        best = candidates[1 + int(np.argmax([self._value(c, budget.seeds) for c in candidates[1:]]))]
-        three, _ = self._settle_modes(self._third_mode(best), self._value(best, budget.seeds))
-        candidates.append(three)
-        best = max(candidates, key=self._training_value)
-        candidates += self._cross_entropy(best)
+            # Searches from different gates end on different hills: all are climbed.
+            self._progress(f"adaptive: start {i + 1} of {len(starts)}", 0.3 + 0.5 * i / len(starts))
+            two = self._settle(start)
+            three, _ = self._settle_modes(self._third_mode(two), self._training_value(two))
+            candidates += [two, three, *self._cross_entropy(max(two, three, key=self._training_value))]
         best = max(candidates, key=self._training_value)
         self._progress("adaptive: other gates", 0.8)
         for i, other in enumerate(self._regated(best, 2)):
@@ -391,7 +391,8 @@ class Solver:
         """Starts with calm, flood and gate chosen together, one for each way to hold requests back in calm.
 
         What a small batch in calm is worth shows only with another setting in the flood, and a search that moves one
-        setting at a time from the best constant action does not find it. None for tasks without announced floods.
+        setting at a time from the best constant action does not find it. The seconds before a flood get a setting of
+        their own. None for tasks without announced floods.
         """
         burst = self.task.burst
         if burst is None:
@@ -402,8 +403,8 @@ class Solver:
         tried = crossed(np.repeat(calm, len(flood), axis=0), np.tile(flood, (len(calm), 1)), gates)
         tried = replace(tried, ramp=np.full(len(tried), STAGE_RAMP))
         winners = self._winners(tried, tried.settings[:, 0, [BATCH_SIZE]], 48)
-        starts = [self._drain_mode(params) for _, params in winners]
-        return [self.polish(start, self._training_value(start))[0] for start in starts]
+        starts = [self._brace_mode(params) for _, params in winners]
+        return [self._settle(start) for start in starts]
 
     def _winners(
         self, params: ModeParams, ways: FloatArray, finalists: int, seeds: Sequence[int] | None = None
@@ -427,6 +428,22 @@ class Solver:
             gate[0, 0] = window_gate(0.0, burst.duration_steps + 45.0, burst.interval_steps, gain=6.0)
         return ModeParams(
             np.concatenate([settings, drain], axis=1),
+            np.concatenate([params.gate[:, :2], gate], axis=1),
+            params.stay.copy(),
+            params.ramp.copy(),
+        )
+
+    def _brace_mode(self, params: ModeParams) -> ModeParams:
+        """Add a mode just before a policy's floods, which starts out with the flood's settings.
+
+        What works off the pool before a flood, or starts replicas again in time for it, is no good in calm.
+        """
+        burst = self.task.burst
+        assert burst is not None
+        gate = np.zeros((1, 1, Q))
+        gate[0, 0] = window_gate(-BRACE_S, 1.0, burst.interval_steps)
+        return ModeParams(
+            np.concatenate([params.settings[:, :2], params.settings[:, 1:2]], axis=1),
             np.concatenate([params.gate[:, :2], gate], axis=1),
             params.stay.copy(),
             params.ramp.copy(),
@@ -510,9 +527,8 @@ class Solver:
         elite_size = max(8, budget.population // 10)
         best, best_value = start, self._value(start, budget.seeds)
         elite: list[ModeParams] = []
-        for generation in range(budget.generations):
-            share = 0.6 + 0.2 * generation / budget.generations
-            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", share)
+        for _ in range(budget.generations):
+            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", None)
             drawn = mean + deviation * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
             drawn[1] = self._encode(best)

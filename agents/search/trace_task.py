@@ -25,7 +25,7 @@ from simulator.offline.importers import Imported
 from simulator.prefix import reuse_curve
 from simulator.recorded import save_trace
 from simulator.requests import RequestLog
-from simulator.tables import load_tables
+from simulator.tables import ServingTables, tables_of
 from simulator.workload import load_source
 
 HEADROOM: Final = 1.2
@@ -103,9 +103,9 @@ def check_id(task_id: str) -> None:
         raise InvalidConfigError(f"id {task_id!r} is taken by another task; choose another", "id")
 
 
-def fleet_for(task: TaskSpec) -> int:
+def fleet_for(task: TaskSpec, tables: ServingTables | None = None) -> int:
     """Replicas that serve a task's mean load at the default precision (FP16) with some headroom."""
-    tables = load_tables()
+    tables = tables or tables_of(task.hardware)
     source = load_source(task, tables)
     plan = CapacityPlanner(task, tables, source.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
     each = plan.capacity_rps / task.fleet.n_replicas

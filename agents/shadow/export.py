@@ -1,17 +1,20 @@
-"""A policy's recommendation in the terms of a serving engine.
+"""Settings of a policy or a plan as configuration files of serving engines: vLLM and SGLang.
 
-``batch_size`` -> ``max-num-seqs``
-    The largest value in use for at least 1 % of the time: the engine's bound, which a controller may lower.
-``kv_budget`` -> ``gpu-memory-utilization``
-    Memory that the replica takes (weights, activations, sequences, KV pool) over what the card reports.
-``spec_length`` -> ``speculative-config``
-    ``num_speculative_tokens`` is the largest in use; ``num_speculative_tokens_per_batch_size`` what the policy drafted
-    at each number of running requests, and where it never ran, what the lookup table finds fastest.
-``quant_tier`` -> ``quantization``, ``dtype``
-    The precision in use for most of the time: FP16 none, INT8 a W8A8 checkpoint (``compressed-tensors``), INT4 a W4A16
-    one (``awq_marlin``).
-``prefill_disagg`` -> ``kv-transfer-config``
-    Prefill instances of their own if that was on for most of the time.
+=================== ============================================= ==================================================
+knob                vLLM                                          SGLang
+=================== ============================================= ==================================================
+``batch_size``      ``max-num-seqs``                              ``max-running-requests``
+``kv_budget``       ``gpu-memory-utilization``                    ``mem-fraction-static``
+``spec_length``     ``speculative-config``                        ``speculative-num-steps``, ...
+``quant_tier``      ``quantization``, ``dtype``                   ``quantization``, ``dtype``
+``prefill_disagg``  ``kv-transfer-config``                        ``disaggregation-mode``
+=================== ============================================= ==================================================
+
+The bound of the batch is the largest value in use for at least 1 % of the time: a controller may lower it. vLLM's share
+of memory is all that the replica takes (weights, activations, sequences, KV pool) over what the card reports, SGLang's
+weights and KV pool alone. vLLM drafts by the number of running requests (``[[from, to, tokens], ...]``): what the
+policy drafted there, and where it never ran, what the lookup table finds fastest; SGLang drafts one number of tokens.
+Precision and placement are those in use for most of the time (FP16 none, INT8 a W8A8 checkpoint, INT4 a W4A16 one).
 
 ``max-num-batched-tokens`` and prefix caching are those of the modelled engine. An engine reads its flags at the start:
 where a policy changes precision or placement, the most used one is exported and the rest is told in a comment.
@@ -20,70 +23,108 @@ where a policy changes precision or placement, the most used one is exported and
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from agents.protocol import FloatArray
 from agents.shadow.compare import PolicyOutcome, ShadowReport
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import SPEC_LENGTHS, QuantTier
-from simulator.hardware.operators import Hardware, hardware
+from inferencegym.models import SPEC_LENGTHS
+from simulator.hardware.sources import reported_gb
 from simulator.tables import ServingTables
 
 BATCH_RANGES: Final = ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))
 MINIMUM_SHARE: Final = 0.01
 """Share of the time below which a setting is passing through, not in use."""
-_QUANTIZATION: Final = {QuantTier.INT8: "compressed-tensors", QuantTier.INT4: "awq_marlin"}
 DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
+_QUANTIZATION: Final = {
+    "vllm": {
+        "INT8": "compressed-tensors",
+        "INT4": "awq_marlin",
+        "FP8": "fp8",
+        "NVFP4": "modelopt_fp4",
+        "MXFP4": "mxfp4",
+    },
+    "sglang": {"INT8": "w8a8_int8", "INT4": "awq_marlin", "FP8": "fp8", "NVFP4": "modelopt_fp4", "MXFP4": "mxfp4"},
+}
+_CHECKPOINT: Final = {"INT8": "W8A8", "INT4": "W4A16", "FP8": "FP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+MOST_MEMORY: Final = 0.98
+"""Largest share of a card's memory that is exported."""
+
+Drafts = list[tuple[int, int, int, str]]
+"""Draft tokens by running requests of a replica: from, to, tokens, and who says so (``policy``, ``table``)."""
 
 
-def recommendation(report: ShadowReport, tables: ServingTables, policy: str | None = None) -> dict[str, Any]:
-    """Engine-neutral summary of the settings of a policy (default: the best); keys as in the module's table."""
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one replica, in no engine's words; ``comments`` are lines for its reader.
+
+    ``memory_share`` is what the replica takes of the memory that its card reports, ``static_share`` weights and KV pool
+    alone.
+    """
+
+    comments: tuple[str, ...]
+    max_num_seqs: int
+    memory_share: float
+    static_share: float
+    tier: str
+    drafts: Drafts
+    prefill_apart: bool
+    max_batched_tokens: int
+    prefix_caching: bool
+    tensor_parallel: int = 1
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most tokens drafted at once; 0 where nothing is."""
+        return max((k for _, _, k, _ in self.drafts), default=0)
+
+
+def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None = None) -> EngineSettings:
+    """Settings of a policy of a report (default: the recommended one)."""
     outcome = next((o for o in report.outcomes if o.policy == policy), None) if policy else report.best()
     if outcome is None:
         raise InvalidConfigError(
             f"policy {policy!r} is not in the report: one of {[o.policy for o in report.outcomes]}", "policy"
         )
     line = {name: np.array(values) for name, values in outcome.timeline.items()}
-    tier = QuantTier(int(_most_used(line["quant_tier"])))
-    per_replica = line["running_requests"] / report.n_replicas
-    mean_prompt = float(report.log["prompt_tokens_p50"])
+    tier = int(_most_used(line["quant_tier"]))
     most = int(max(_in_use(line["batch_size"])))
-    schedule, sources = draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
-    return {
-        "policy": outcome.policy,
-        "replicas": report.n_replicas,
-        "max_num_seqs": most,
-        "gpu_memory_utilization": _utilisation(outcome, hardware(report.hardware)),
-        "quant_tier": tier.name,
-        "num_speculative_tokens": max(schedule.values(), default=0),
-        "num_speculative_tokens_per_batch_size": schedule,
-        "schedule_sources": sources,
-        "disaggregated_prefill": bool(_most_used(line["prefill_disagg"])),
-        "max_num_batched_tokens": int(tables.meta["max_batched_tokens"]),
-        "prefix_caching": report.log["reused_share"] > 0,
-        "changes_precision": len(_in_use(line["quant_tier"])) > 1,
-        "changes_placement": len(_in_use(line["prefill_disagg"])) > 1,
-        "batch_sizes_in_use": [int(b) for b in _in_use(line["batch_size"])],
-    }
+    mean_prompt = float(report.log["prompt_tokens_p50"])
+    per_replica = line["running_requests"] / outcome.n_replicas
+    static_gb = outcome.peak_memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
+    card_gb = reported_gb(tables.meta)
+    return EngineSettings(
+        comments=_comments(report, outcome, line),
+        max_num_seqs=most,
+        memory_share=min(MOST_MEMORY, outcome.peak_memory_gb / card_gb),
+        static_share=min(MOST_MEMORY, static_gb / card_gb),
+        tier=tables.tiers[tier],
+        drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most),
+        prefill_apart=bool(_most_used(line["prefill_disagg"])),
+        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
+        prefix_caching=report.log["reused_share"] > 0,
+        tensor_parallel=tables.cards_per_replica,
+    )
 
 
 def draft_schedule(
     spec_length: FloatArray,
     running: FloatArray,
     tables: ServingTables,
-    tier: QuantTier,
+    tier: int,
     context_tokens: float,
     max_num_seqs: int = BATCH_RANGES[-1][1],
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Draft tokens by running requests per replica, as vLLM's ranges, and where each came from.
+) -> Drafts:
+    """Draft tokens by running requests per replica; empty if the policy never drafts.
 
-    Empty if the policy never drafts. Ranges end at ``max_num_seqs``; neighbours with the same length are merged.
+    Ranges begin at 1 and end at ``max_num_seqs``; neighbours with the same length are merged.
     """
     if not (np.array(_in_use(spec_length)) > 0).any():
-        return {}, {}
-    found: list[tuple[int, int, int, str]] = []
+        return []
+    found: Drafts = []
     for low, last in BATCH_RANGES:
         if low > max_num_seqs:
             break
@@ -97,53 +138,40 @@ def draft_schedule(
             found[-1] = (found[-1][0], high, k, source)
         else:
             found.append((low, high, k, source))
-    names = [f"{low}-{high}" for low, high, _, _ in found]
-    return (
-        {name: k for name, (_, _, k, _) in zip(names, found, strict=True)},
-        {name: source for name, (_, _, _, source) in zip(names, found, strict=True)},
-    )
+    return found
 
 
-def fastest_draft(tables: ServingTables, tier: QuantTier, running: float, context_tokens: float) -> int:
+def fastest_draft(tables: ServingTables, tier: int, running: float, context_tokens: float) -> int:
     """The draft length with the least time per token at the nearest cells of the lookup table."""
     batch = int(np.argmin(np.abs(np.log(tables.axes["batch_size"] / running))))
     context = int(np.argmin(np.abs(np.log(tables.axes["prompt_len_bucket"] / max(context_tokens, 1.0)))))
-    per_token = tables.decode_ms[tier.value, :, batch, context] / tables.spec_tokens
+    per_token = tables.decode_ms[tier, :, batch, context] / tables.spec_tokens
     return int(SPEC_LENGTHS[int(np.argmin(per_token))])
 
 
-def vllm_config(
-    report: ShadowReport, tables: ServingTables, policy: str | None = None, draft_model: str = DRAFT_MODEL
-) -> str:
-    """The recommendation as a file for ``vllm serve MODEL --config FILE`` (YAML)."""
-    r = recommendation(report, tables, policy)
-    lines = _header(report, r)
+def vllm_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """A file for ``vllm serve MODEL --config FILE`` (YAML)."""
+    lines = [*_header(settings, "vllm serve MODEL --config THIS-FILE")]
     lines += [
-        f"max-num-seqs: {r['max_num_seqs']}",
-        f"gpu-memory-utilization: {r['gpu_memory_utilization']:.2f}",
-        f"max-num-batched-tokens: {r['max_num_batched_tokens']}",
+        f"max-num-seqs: {settings.max_num_seqs}",
+        f"gpu-memory-utilization: {settings.memory_share:.2f}",
+        f"max-num-batched-tokens: {settings.max_batched_tokens}",
     ]
-    if r["prefix_caching"]:
+    if settings.tensor_parallel > 1:
+        lines.append(f"tensor-parallel-size: {settings.tensor_parallel}")
+    if settings.prefix_caching:
         lines.append("enable-prefix-caching: true")
-    tier = QuantTier[r["quant_tier"]]
-    if tier in _QUANTIZATION:
-        lines += [
-            f"# {tier.name}: serve a {'W8A8' if tier is QuantTier.INT8 else 'W4A16'} checkpoint of the model.",
-            f"quantization: {_QUANTIZATION[tier]}",
-        ]
-    else:
-        lines.append("dtype: bfloat16")
-    schedule = r["num_speculative_tokens_per_batch_size"]
-    if schedule:
-        told = ", ".join(f"{name} by the {source}" for name, source in r["schedule_sources"].items())
+    lines += _precision(settings, "vllm")
+    if settings.draft_tokens:
+        told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
         config = {
             "method": "eagle",
             "model": draft_model,
-            "num_speculative_tokens": r["num_speculative_tokens"],
-            "num_speculative_tokens_per_batch_size": schedule,
+            "num_speculative_tokens": settings.draft_tokens,
+            "num_speculative_tokens_per_batch_size": [[low, high, k] for low, high, k, _ in settings.drafts],
         }
         lines += [f"# Draft tokens by running requests: {told}.", f"speculative-config: '{json.dumps(config)}'"]
-    if r["disaggregated_prefill"]:
+    if settings.prefill_apart:
         lines += [
             "# Prefill on instances of its own: one more per replica, behind a router that sends prompts there first.",
             "kv-transfer-config: '" + json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}) + "'",
@@ -151,25 +179,72 @@ def vllm_config(
     return "\n".join(lines) + "\n"
 
 
-def _header(report: ShadowReport, r: dict[str, Any]) -> list[str]:
-    log = report.log
-    lines = [
-        f"# What the policy {r['policy']!r} set on {log['requests']} recorded requests ({log['rate_rps']:.2f}/s).",
-        f"# Replicas: {r['replicas']}.",
-        "# Simulated; measure before you rely on it. vllm serve MODEL --config THIS-FILE",
+def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """A file for ``python -m sglang.launch_server --model-path MODEL --config FILE`` (YAML)."""
+    lines = [*_header(settings, "python -m sglang.launch_server --model-path MODEL --config THIS-FILE")]
+    lines += [
+        f"max-running-requests: {settings.max_num_seqs}",
+        f"mem-fraction-static: {settings.static_share:.2f}",
+        f"chunked-prefill-size: {settings.max_batched_tokens}",
     ]
-    if len(r["batch_sizes_in_use"]) > 1:
-        bounds = _listed(r["batch_sizes_in_use"])
-        lines.append(f"# The policy moves the batch bound ({bounds}); the largest is the engine's.")
-    if r["changes_precision"]:
-        lines.append("# The policy changes precision on the way; the most used one is below.")
-    if r["changes_placement"]:
-        lines.append("# The policy turns disaggregated prefill on and off; the more used is below.")
-    return lines
+    if settings.tensor_parallel > 1:
+        lines.append(f"tp-size: {settings.tensor_parallel}")
+    if not settings.prefix_caching:
+        lines.append("disable-radix-cache: true")
+    lines += _precision(settings, "sglang")
+    if settings.draft_tokens:
+        told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
+        lines += [
+            f"# Draft tokens by running requests would be {told}; SGLang drafts one number at every load.",
+            "speculative-algorithm: EAGLE",
+            f"speculative-draft-model-path: {draft_model}",
+            f"speculative-num-steps: {settings.draft_tokens}",
+            "speculative-eagle-topk: 1",
+            f"speculative-num-draft-tokens: {settings.draft_tokens + 1}",
+        ]
+    if settings.prefill_apart:
+        lines += [
+            "# This is the decoding instance; its twin of the same settings has disaggregation-mode: prefill.",
+            "disaggregation-mode: decode",
+        ]
+    return "\n".join(lines) + "\n"
 
 
-def _listed(values: list[int]) -> str:
-    return ", ".join(map(str, values)) if len(values) <= 6 else f"{values[0]} to {values[-1]} in {len(values)} values"
+EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config}
+"""Writers of configuration files, by engine."""
+
+
+def _precision(settings: EngineSettings, engine: str) -> list[str]:
+    if settings.tier not in _CHECKPOINT:
+        return ["dtype: bfloat16"]
+    return [
+        f"# {settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model.",
+        f"quantization: {_QUANTIZATION[engine][settings.tier]}",
+    ]
+
+
+def _header(settings: EngineSettings, command: str) -> list[str]:
+    return [*(f"# {text}" for text in settings.comments), f"# Simulated; measure before you rely on it. {command}"]
+
+
+def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:
+    log, bounds = report.log, _in_use(line["batch_size"])
+    texts = [
+        f"What the policy {outcome.policy!r} set on {log['requests']} recorded requests ({log['rate_rps']:.2f}/s).",
+        f"Replicas: {outcome.n_replicas}, on {outcome.n_gpus} GPUs ({report.hardware}).",
+    ]
+    if len(bounds) > 1:
+        texts.append(f"The policy moves the batch bound ({_listed(bounds)}); the largest is the engine's.")
+    if len(_in_use(line["quant_tier"])) > 1:
+        texts.append("The policy changes precision on the way; the most used one is below.")
+    if len(_in_use(line["prefill_disagg"])) > 1:
+        texts.append("The policy turns disaggregated prefill on and off; the more used is below.")
+    return tuple(texts)
+
+
+def _listed(values: list[float]) -> str:
+    whole = [int(v) for v in values]
+    return ", ".join(map(str, whole)) if len(whole) <= 6 else f"{whole[0]} to {whole[-1]} in {len(whole)} values"
 
 
 def _most_used(values: FloatArray) -> float:
@@ -182,8 +257,3 @@ def _in_use(values: FloatArray) -> list[float]:
     kinds, counts = np.unique(values, return_counts=True)
     kept = kinds[counts >= MINIMUM_SHARE * len(values)]
     return [float(v) for v in kept] if len(kept) else [_most_used(values)]
-
-
-def _utilisation(outcome: PolicyOutcome, card: Hardware) -> float:
-    """Share of the card's memory that the replica takes, at most 0.98."""
-    return min(0.98, outcome.peak_memory_gb / card.memory_reported_gb)

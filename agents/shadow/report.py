@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
-from agents.shadow.compare import FIXED, PolicyOutcome, ShadowReport
-from agents.shadow.export import vllm_config
+from agents.shadow.compare import FIXED, STATED_ERROR, PolicyOutcome, ShadowReport
+from agents.shadow.export import settings_of, vllm_config
 from inferencegym.errors import InvalidConfigError
 from inferencegym.files import write_text
 from simulator.tables import ServingTables
@@ -32,7 +32,7 @@ _COLUMNS: Final[tuple[tuple[str, str, str, float], ...]] = (
     ("TPOT ms", "tpot_mean_ms", "{:.1f}", 1.0),
     ("tokens /s", "tokens_per_s", "{:,.0f}", 1.0),
     ("GPU s / 1k tokens", "gpu_s_per_1k_tokens", "{:.2f}", 1.0),
-    ("cost", "cost", "{:.2f}", 1.0),
+    ("GPUs", "n_gpus", "{:.0f}", 1.0),
     ("restarts", "restarts", "{:.0f}", 1.0),
 )
 """Heading, field, format and factor of the table's columns."""
@@ -41,7 +41,7 @@ _KNOBS: Final = (
     ("batch_size", "batch size", None),
     ("kv_budget", "KV budget", None),
     ("spec_length", "draft tokens", None),
-    ("quant_tier", "precision", ("FP16", "INT8", "INT4")),
+    ("quant_tier", "precision", ()),
     ("prefill_disagg", "separate prefill", ("off", "on")),
 )
 
@@ -63,8 +63,9 @@ def render_html(report: ShadowReport, tables: ServingTables, title: str) -> str:
     lead = (
         f"{log['requests']:,} requests in {log['span_s']:,.0f} s ({log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s), "
         f"prompts p50 {log['prompt_tokens_p50']:,.0f} and outputs p50 {log['output_tokens_p50']:,.0f} tokens, on "
-        f"{report.n_replicas} replica{'s' if report.n_replicas > 1 else ''} of {report.hardware}; objective: first "
-        f"token within {report.slo_ms:g} ms. Fixed configuration: {_action(report.fixed_action)}."
+        f"{report.n_gpus} GPU{'s' if report.n_gpus > 1 else ''} ({report.hardware}); objective: first token within "
+        f"{report.slo_ms:g} ms. Your own configuration (fixed): {_action(report.fixed_action)}. Best constant of a "
+        f"sweep: {_action(report.outcomes[1].action or {})}. {verdict(report)}"
     )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
@@ -72,8 +73,8 @@ def render_html(report: ShadowReport, tables: ServingTables, title: str) -> str:
         head='<th scope="col">policy</th>' + "".join(f'<th scope="col">{escape(c[0])}</th>' for c in _COLUMNS),
         rows="\n".join(_row(o, report) for o in report.outcomes),
         latency=_svg(_latency_figure(report), "latency"),
-        knobs=_svg(_knob_figure(report.outcomes), "knobs"),
-        export=escape(vllm_config(report, tables)),
+        knobs=_svg(_knob_figure(report.outcomes, tables.tiers), "knobs"),
+        export=escape(vllm_config(settings_of(report, tables))),
         footer=escape(_footer(report)),
     )
 
@@ -89,6 +90,18 @@ def _row(outcome: PolicyOutcome, report: ShadowReport) -> str:
     return f"<tr{kind}>{''.join(cells)}</tr>".replace('<th scope="row">', "<td>").replace("</th>", "</td>")
 
 
+def verdict(report: ShadowReport) -> str:
+    """The recommendation in one sentence."""
+    best, fixed, constant = report.best(), report.outcomes[0], report.outcomes[1]
+    if best is fixed:
+        return f"Nothing tried is better than your own configuration by more than {STATED_ERROR:.0%} of the requests."
+    if best is constant:
+        gain = report.gain(constant, fixed)
+        return f"The best constant serves {gain:.1%} more requests in time than yours; adapting adds nothing certain."
+    gain = report.gain(best, constant)
+    return f"{best.policy} serves {gain:.1%} more of the requests in time than the best constant on the same GPUs."
+
+
 def _signed(form: str, value: float) -> str:
     return form.replace("{:", "{:+").format(value)
 
@@ -102,7 +115,8 @@ def _footer(report: ShadowReport) -> str:
     shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
     return (
         f"Simulated on the table {report.table_sha256[:12]} ({report.hardware}). Seconds of {best.policy} by how well "
-        f"measurements support them: {shares}. Cost is in units in which the fixed configuration spends 5."
+        f"measurements support them: {shares}. A policy is recommended where it serves more requests in time than the "
+        f"best constant by more than the simulator's error ({STATED_ERROR:.0%} of the requests)."
     )
 
 
@@ -140,9 +154,10 @@ def _latency_figure(report: ShadowReport) -> Figure:
     return figure
 
 
-def _knob_figure(outcomes: Sequence[PolicyOutcome]) -> Figure:
+def _knob_figure(outcomes: Sequence[PolicyOutcome], tiers: Sequence[str]) -> Figure:
     figure, axes = _figure(len(_KNOBS), 7.5)
-    for ax, (name, label, ticks) in zip(axes, _KNOBS, strict=True):
+    for ax, (name, label, names) in zip(axes, _KNOBS, strict=True):
+        ticks = tiers if name == "quant_tier" else names
         for outcome, colour in _coloured(outcomes):
             width = 2.2 if outcome.policy == FIXED else 1.1
             line = outcome.timeline

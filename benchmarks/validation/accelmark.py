@@ -23,7 +23,9 @@ from scipy.optimize import brentq, minimize
 from scipy.special import ndtri
 
 from simulator.hardware import measured
-from simulator.hardware.operators import EngineProfile, OperatorModel, engine, hardware, operator_model
+from simulator.hardware.measured_model import MeasuredModel, MeasuredSource, operator_model
+from simulator.hardware.operators import OperatorModel
+from simulator.hardware.profiles import EngineProfile, engine, hardware
 from simulator.offline.discrete_event import Fleet, FloatArray, IntArray, Outcome, Requests, serve, serve_closed
 from simulator.offline.table import kv_capacity_tokens
 
@@ -90,7 +92,7 @@ def fit_engine(version: str, gemm_scale: float | None = None) -> EngineProfile:
         )
 
     def misfit(x: FloatArray) -> float:
-        model = OperatorModel(hardware(CARD), "FP16", profile(x))
+        model = MeasuredModel(hardware(CARD), "FP16", profile(x))
         found = _compare(runs, model, version, "BF16", seeds=range(2))
         rates = [c for c in found if c.metric in {"tpot_ms_p50", "out_tok_s"}]
         return float(sum(math.log(c.predicted / c.measured) ** 2 for c in rates))
@@ -148,7 +150,7 @@ def _mean_output(version: str, precision: str) -> float:
 
 
 def _outcome(row: dict[str, str], model: OperatorModel, version: str, precision: str, seed: int) -> Outcome:
-    fleet = Fleet(model, BATCH_SIZE[version], kv_capacity_tokens(CARD, model.tier, 1.0, 0))
+    fleet = Fleet(model, BATCH_SIZE[version], kv_capacity_tokens(MeasuredSource(CARD), model.tier, 1.0, 0))
     known = (
         np.array([int(r["prompt"]) for r in measured.rows("sharegpt_prompt_lengths_accelmark.csv")]) + TEMPLATE_TOKENS
     )

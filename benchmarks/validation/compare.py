@@ -13,21 +13,23 @@ import numpy as np
 
 from inferencegym.models import PRIORITY_CLASSES, QuantTier, ServeAction
 from inferencegym.tasks import TaskSpec, list_tasks
+from simulator.catalogue import table_path
 from simulator.hardware import measured
-from simulator.hardware.operators import operator_model, profiles
+from simulator.hardware.measured_model import MeasuredSource, operator_model
+from simulator.hardware.profiles import profiles
 from simulator.offline.discrete_event import Fleet, Requests, serve, serve_closed
 from simulator.offline.table import kv_capacity_tokens
 from simulator.recorded import load_trace
 from simulator.requests import RequestLog
 from simulator.synthetic import length_quantiles
-from simulator.tables import load_tables, shipped_table
+from simulator.tables import load_tables
 from simulator.whatif import STEP_S, serve_requests, steady_requests
 from simulator.workload import load_source
 
 # Engine profile and table of each card.
 SYSTEMS = {
-    "40gb": ("a100-40gb", "a100_40", shipped_table("a100-40gb")),
-    "80gb": ("a100-80gb", "vllm_v1", shipped_table("a100-80gb")),
+    "40gb": ("a100-40gb", "a100_40", table_path("a100-40gb")),
+    "80gb": ("a100-80gb", "vllm_v1", table_path("a100-80gb")),
 }
 METRICS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "throughput_tok_s", "makespan_s")
 TASK_SECONDS = 60
@@ -82,7 +84,7 @@ def reference(case: Case, seed: int = 0) -> Seen:
     fleet = Fleet(
         operator_model(card, tier, engine),
         action.batch_size,
-        kv_capacity_tokens(card, tier, action.kv_budget, k),
+        kv_capacity_tokens(MeasuredSource(card), tier, action.kv_budget, k),
         replicas=case.replicas,
         draft_tokens=k,
         acceptance=[p * case.base_accept_rate / 0.65 for p in marginal],

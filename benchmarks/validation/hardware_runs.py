@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from inferencegym.models import QuantTier, ServeAction
+from simulator.catalogue import table_path
 from simulator.hardware import measured
-from simulator.hardware.operators import TIERS, operator_model
+from simulator.hardware.measured_model import MeasuredSource
+from simulator.hardware.profiles import engine as engine_profile
 from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
 from simulator.requests import RequestLog
-from simulator.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, load_tables, shipped_table
+from simulator.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
 from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
 from validation.accelmark import TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
 
@@ -78,10 +80,11 @@ def hardware_comparisons(
 
 def operator_tables(card: str, engine: str) -> ServingTables:
     """A table of the operator columns alone, in memory: enough for the dynamics under any engine profile."""
-    shape = (len(TIERS), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
+    source, profile = MeasuredSource(card), engine_profile(engine)
+    shape = (len(source.tiers), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
     columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
-    for t, tier in enumerate(TIERS):
-        model = operator_model(card, tier, engine)
+    for t, tier in enumerate(source.tiers):
+        model = source.operators(tier, profile)
         for j, prompt in enumerate(PROMPT_TOKENS):
             columns["prefill_ms"][t, :, :, :, j] = model.prefill_ms(prompt)
             for i, n in enumerate(BATCH_SIZES):
@@ -90,20 +93,20 @@ def operator_tables(card: str, engine: str) -> ServingTables:
                 for s, k in enumerate(SPEC_LENGTHS):
                     columns["decode_ms"][t, s, :, i, j] = model.decode_ms(n, prompt, k)
     points: dict[str, Sequence[float]] = {
-        "quant_tier": range(len(TIERS)),
+        "quant_tier": range(len(source.tiers)),
         "spec_length": SPEC_LENGTHS,
         "kv_budget": KV_BUDGETS,
         "batch_size": BATCH_SIZES,
         "prompt_len_bucket": PROMPT_TOKENS,
     }
     axes = {name: np.array(points[name], dtype=np.float64) for name in AXES}
-    return ServingTables(f"{card}, {engine}", "", axes, columns, table_metadata(card, engine))
+    return ServingTables(f"{card}, {engine}", "", axes, columns, table_metadata(source, profile))
 
 
 @cache
 def _tables(version: str, offline: bool) -> ServingTables:
     if version == "0.20.1":
-        return load_tables(shipped_table(CARD))
+        return load_tables(table_path(CARD))
     return operator_tables(CARD, "vllm_v0" if offline else "vllm_v0_served")
 
 

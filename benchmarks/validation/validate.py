@@ -18,15 +18,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from simulator.hardware import measured
-from simulator.hardware.operators import (
-    EngineProfile,
-    OperatorModel,
-    engine,
-    hardware,
-    operator_model,
-    profiles,
-    weights_gb,
-)
+from simulator.hardware.measured_model import MeasuredModel, operator_model
+from simulator.hardware.operators import OperatorModel
+from simulator.hardware.profiles import EngineProfile, engine, hardware, profiles
 from simulator.offline.discrete_event import Fleet, Requests, serve
 
 CARD = "a100-40gb"
@@ -172,12 +166,12 @@ def _by_group(comparisons: Sequence[Comparison]) -> list[ErrorSummary]:
 
 
 def _pool_tokens() -> int:
-    pool_gb = ENGINE_MEMORY_GB - weights_gb("FP16") - profiles()["memory"]["activations_gb"]
+    pool_gb = ENGINE_MEMORY_GB - profiles()["model"]["weights_gb"]["FP16"] - profiles()["memory"]["activations_gb"]
     return int(pool_gb * 1e9 / profiles()["model"]["kv_bytes_per_token"])
 
 
 def _model(profile: EngineProfile) -> OperatorModel:
-    return OperatorModel(hardware(CARD), "FP16", profile)
+    return MeasuredModel(hardware(CARD), "FP16", profile)
 
 
 class _TableSteps:

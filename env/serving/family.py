@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,8 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
 from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
-from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks
+from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, task_of
+from simulator.catalogue import table_index, table_path
 from simulator.coverage import coverage
 from simulator.tables import ServingTables, default_table_path, load_tables
 
@@ -52,7 +53,7 @@ def _make() -> EpisodeEnv:
 
 def _tasks() -> Sequence[TaskEntry]:
     found = list_tasks(include_recorded=True)
-    return [TaskEntry(task.task_id, task.gym_id, describe_task(task), task.recorded) for task in found]
+    return [TaskEntry(task.task_id, task.gym_id, describe_task(task), not task.listed) for task in found]
 
 
 def describe_task(task: TaskSpec) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "slo_target_ms": task.slo_target_ms,
         "arrival_rate_rps": task.arrival_rate_rps,
         "memory_hard_limit_gb": task.memory_hard_limit_gb,
+        "hardware": task.hardware or next(iter(table_index())),
         "n_replicas": task.fleet.n_replicas,
         "cost_budget": task.cost_budget,
         "reward_weights": asdict(task.reward),
@@ -86,6 +88,10 @@ def _constants(task_id: TaskId) -> Mapping[str, Any]:
     task = get_task(task_id)
     trace = None if task.trace is None else _file_sha256(task.trace, Path(task.trace).stat().st_mtime_ns)
     rules = {**asdict(task), "trace": trace, "measured": asdict(get_calibration(task_id))}
+    if task.hardware is None:
+        del rules["hardware"]  # the table in use has a checksum of its own beside these constants
+    else:
+        rules["hardware"] = table_index()[task.hardware]["sha256"]
     return {name: value for name, value in rules.items() if name not in _NOT_PLAYED}
 
 
@@ -96,7 +102,15 @@ def _file_sha256(path: str, version: int) -> str:
 
 
 def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
-    return get_task(task_id).config(config)
+    # Which reward is paid and how long actions are held changes no score of the same seconds.
+    task = task_of(get_task(task_id), config)
+    if task.hardware is not None:
+        table_path(task.hardware)  # refuses a name that is not in the catalogue
+    return task.task_id, replace(task.config(config), reward="plan", hold=1)
+
+
+def _hold(task_id: TaskId, config: Mapping[str, Any] | None) -> int:
+    return get_task(task_id).config(config).hold
 
 
 def _info() -> Mapping[str, Any]:
@@ -108,13 +122,21 @@ def _info() -> Mapping[str, Any]:
         "reward": {
             "formula": "alpha*throughput - beta*latency - gamma*slo_violations - delta*cost, every term in [0, 1]",
             "range": [-1.0, 1.0],
+            "grade": 'config.reward "grade" pays what the step adds to the grade: the mean is the score; no bounds',
             "weights": {str(task.task_id): asdict(task.reward) for task in tasks},
         },
         "calibration": {str(task.task_id): _calibration(task.task_id) for task in tasks},
         # The times themselves stay in the file: here is where they come from and how well they are supported.
         "data": {name: value for name, value in table.meta.items() if not name.startswith("iteration_")},
+        "tiers": {str(i): name for i, name in enumerate(table.tiers)},
         "coverage": coverage(table),
+        "hardware": {name: _hardware(entry) for name, entry in table_index().items()},
     }
+
+
+def _hardware(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of the catalogue as GET /info lists it."""
+    return {name: entry[name] for name in ("model", "card", "cards_per_replica", "engine", "tiers", "memory_limit_gb")}
 
 
 def _calibration(task_id: TaskId) -> dict[str, float] | None:
@@ -147,11 +169,12 @@ FAMILY: Final = Family(
     grade=_grade,
     constants=_constants,
     check_config=_check_config,
+    hold=_hold,
+    played_id=lambda task_id, config: task_of(get_task(task_id), config).task_id,
     table_sha256=lambda: tables().sha256,
     action_of=ServeAction.from_message,
     gym=GymFaces("inferencegym.gym:InferenceGymEnv", "inferencegym.gym:VectorInferenceEnv"),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,
-    reward_range=(-1.0, 1.0),
     manifest=_manifest(),
 )

@@ -8,7 +8,15 @@ from pydantic import BaseModel, Field, create_model
 
 from grader.episode import GRADED_METRICS
 from inferencegym.messages import plain_schema
-from inferencegym.models import OBSERVATION_FIELDS, PRIORITY_CLASSES, MetricsSnapshot, ServeActionMessage, bounds
+from inferencegym.models import (
+    FLEET_FIELDS,
+    OBSERVATION_FIELDS,
+    PRIORITY_CLASSES,
+    MetricsSnapshot,
+    ServeActionMessage,
+    bounds,
+)
+from simulator.arrays import OVER_SECONDS
 
 _SEEN: Final = OBSERVATION_FIELDS
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -41,6 +49,9 @@ class ObservationMessage(BaseModel):
 _REPORTED: Final[dict[str, Any]] = {
     name: (kind, ...) for name, kind in get_type_hints(MetricsSnapshot, include_extras=True).items()
 }
+_TOGETHER: Final = "of a step of several seconds: " + "; ".join(
+    f"{how} of {', '.join(name for name in _REPORTED if OVER_SECONDS[name] == how)}" for how in ("mean", "sum", "max")
+)
 MetricsMessage: Final = create_model("MetricsMessage", __doc__="Metrics of one step of the fleet.", **_REPORTED)
 """Fields of :class:`inferencegym.models.MetricsSnapshot`, all of which an answer holds."""
 
@@ -57,13 +68,31 @@ class WorkloadMessage(BaseModel):
     phase: Literal["warmup", "steady", "burst", "cooldown"]
 
 
+class FleetMessage(BaseModel):
+    """What the fleet is set to after a step, and how long it has been."""
+
+    kv_budget: Annotated[float, bounds(FLEET_FIELDS["kv_budget"])]
+    spec_length: Annotated[int, bounds(FLEET_FIELDS["spec_length"])]
+    batch_size: Annotated[int, bounds(FLEET_FIELDS["batch_size"])]
+    prefill_disagg: bool
+    quant_tier: Annotated[int, bounds(FLEET_FIELDS["quant_tier"])]
+    restarting_share: Annotated[float, bounds(FLEET_FIELDS["restarting_share"])]
+    seconds_since_change: Annotated[int, bounds(FLEET_FIELDS["seconds_since_change"])]
+
+
 StepInfoMessage: Final = create_model(
     "StepInfoMessage",
-    __doc__="Details of a step: its metrics, its traffic, and the action with the task's masks applied.",
-    timestep=int,
-    metrics=MetricsMessage,
+    __doc__="Details of a step: its metrics, its traffic, the action with the task's masks applied, and the fleet. The "
+    "last three fields only at the end of the episode.",
+    timestep=(int, Field(description="seconds played in this episode")),
+    seconds=(int, Field(ge=1, description="seconds that this step played")),
+    metrics=(MetricsMessage, Field(description=_TOGETHER)),
     workload=WorkloadMessage,
     action_applied=dict[str, Any],
+    fleet=FleetMessage,
+    score=(_Share, 0.0),
+    breakdown=(dict[str, float], {}),
+    feedback=(str, ""),
 )
 
 

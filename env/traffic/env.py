@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from env.family import Grade, outcome
+from grader.traffic_grader import grade_totals
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
 from inferencegym.seeds import check_seed
 from inferencegym.traffic import (
@@ -130,6 +132,10 @@ class TrafficBatch:
         """Score of every row as if its episode ended now, ``(B,)`` in [0, 1]."""
         return final_score(self.task.grade, self.totals, self.task.episode_length)
 
+    def grade(self, row: int) -> Grade:
+        """Grade of one row as if its episode ended now."""
+        return grade_totals(self.task, self.totals.rows(np.array([row])))
+
 
 class TrafficEnv:
     """Scalar traffic environment: one episode, with the field names of the published HTTP document.
@@ -164,6 +170,11 @@ class TrafficEnv:
     def config(self) -> TrafficConfig:
         """Settings of the current episode."""
         return self._config
+
+    @property
+    def last_reward(self) -> float:
+        """Reward of the last step."""
+        return float(self.episode_log[-1]["reward"])
 
     @property
     def episode_length(self) -> int:
@@ -226,7 +237,7 @@ class TrafficEnv:
         return self.observation(), reward, self.done
 
     def info(self) -> dict[str, Any]:
-        """Details of the last step; at the end also ``final_score`` and ``episode_done``.
+        """Details of the last step; at the end also ``final_score``, ``episode_done`` and the grade's outcome.
 
         Raises :class:`NotResetError` before the first step.
         """
@@ -243,8 +254,12 @@ class TrafficEnv:
             "server_capacity": self._config.server_capacity,
         }
         if self.done:
-            info |= {"final_score": self.final_score(), "episode_done": True}
+            info |= {"final_score": self.final_score(), "episode_done": True, **outcome(self.grade())}
         return info
+
+    def grade(self) -> Grade:
+        """Grade of the steps played so far: that of :attr:`episode_log`."""
+        return self._started().grade(0)
 
     def observation(self) -> TrafficState:
         """The current state. Raises :class:`NotResetError` before the first reset."""

@@ -29,7 +29,7 @@ class StateMessage(BaseModel):
 
 
 class StepInfoMessage(BaseModel):
-    """Details of a step; the last two fields only at the end of the episode."""
+    """Details of a step; the last five fields only at the end of the episode."""
 
     incoming_requests: float
     allowed_requests: float
@@ -40,6 +40,9 @@ class StepInfoMessage(BaseModel):
     server_capacity: float
     final_score: _Share = 0.0
     episode_done: bool = False
+    score: _Share = 0.0
+    breakdown: dict[str, float] = {}
+    feedback: str = ""
 
 
 def step_info_schema() -> dict[str, Any]:

@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         type=Path,
         metavar="FOLDER",
-        help="folder for the policies found, for the agents best_static:FOLDER and best_adaptive:FOLDER (default: the "
-        "one that these agents read; for a task of your own it lies beside the task file)",
+        help="folder for the policies found, for the agents best_static:FOLDER, best_adaptive:FOLDER and "
+        "random_search:FOLDER (default: the one that these agents read; for a task of your own it lies beside the task "
+        "file)",
     )
     parser.add_argument("--json", action="store_true", help="print the entries as JSON")
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for task, each in zip(tasks, files, strict=True):
             line = bar.add_task(f"task {task.task_id}", total=1.0)
 
-            def progress(what: str, share: float, line: object = line, name: object = task.task_id) -> None:
+            def progress(what: str, share: float | None, line: object = line, name: object = task.task_id) -> None:
                 bar.update(line, completed=share, description=f"task {name}: {what}")  # type: ignore[arg-type]
 
             solved = calibrate(task, QUICK if args.quick else Budget(), progress)

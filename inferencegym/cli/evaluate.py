@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferencegym.cli import seed_count
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from agents.integrations.ray_workers import Workers
 
 
@@ -21,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agent",
         action="append",
-        help="naive, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], best_adaptive[:FOLDER], ..., "
-        "constant:'{\"batch_size\": 256}' (other knobs as naive), or all; may be given several times (default: all)",
+        help="naive, vllm_defaults, random_search, random[:SEED], heuristic, hill_climb, best_static[:FOLDER], "
+        "best_adaptive[:FOLDER], ppo[:FILE], constant:'{\"batch_size\": 256}' (other knobs as naive), one of your own, "
+        "package.module:Class, or all; may be given several times (default: all)",
     )
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument(
@@ -44,12 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "they empty first (default: recompute)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON with per-seed scores")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the table, a row per task and agent (.csv, .parquet, .json)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate the agents on the tasks and print their scores."""
+    from agents.registry import load_own_agents
+    from inferencegym.cli.figures import check_table, write_table
+    from inferencegym.files import require_writable
     from inferencegym.tasks import list_tasks
 
+    if args.out:
+        check_table(args.out)
+        require_writable(args.out)
+    load_own_agents(args.agent or [])
     ids = args.task or [task.task_id for task in list_tasks()]
     names = args.agent or ["all"]
     if args.reference:
@@ -61,7 +75,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"results": results}, indent=2))
     else:
         print("\n\n".join(_table(result) for result in results))
+    if args.out:
+        write_table(score_frame(results), args.out)
     return 0
+
+
+def score_frame(results: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Scores with their intervals as a table, a row per task and agent; lists over seeds stay in the JSON."""
+    import pandas as pd
+
+    rows = [{"task": str(result["task"]), **agent} for result in results for agent in result["agents"]]
+    frame = pd.json_normalize(rows)
+    return frame.loc[:, [not frame[name].map(lambda cell: isinstance(cell, list)).any() for name in frame]]
 
 
 def _ray_workers(args: argparse.Namespace) -> AbstractContextManager[Workers | None]:

@@ -19,14 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("my-engine.parquet"), help="table to write (default my-engine.parquet)"
     )
     parser.add_argument(
-        "--hardware", default="a100-40gb", help="card of profiles.json that is nearest to yours (default a100-40gb)"
+        "--hardware",
+        help="table of the catalogue or card of profiles.json to start from (default: the nearest table)",
     )
-    parser.add_argument("--engine", default="vllm_v1", help="engine profile to start from (default vllm_v1)")
+    parser.add_argument("--profile", help="engine profile to start from (default: that of the table)")
     parser.add_argument("--name", default="imported", help="name of the fitted profile")
     parser.add_argument(
         "--max-num-seqs", type=int, default=256, help="max_num_seqs of the benchmarked engine (default 256)"
     )
-    parser.add_argument("--quant", default="FP16", choices=("FP16", "INT8", "INT4"), help="precision in the benchmark")
+    parser.add_argument("--quant", help="precision in the benchmark (default: the table's first)")
+    parser.add_argument("--force", action="store_true", help="overwrite the table if there is one")
     parser.add_argument(
         "--replicas", type=int, default=1, help="number of engines behind the benchmarked address (default 1)"
     )
@@ -45,23 +47,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read all files, fit the engine profile, print its errors and build the table."""
+    from inferencegym.errors import InvalidConfigError
     from inferencegym.files import prepare_output
+    from simulator.hardware.measured_model import MeasuredSource
     from simulator.offline.bench_files import read_runs
     from simulator.offline.bench_import import Setup, fit_engine
     from simulator.offline.table import build_table
 
     if not args.fit_only:
+        if args.out.exists() and not args.force:
+            raise InvalidConfigError(
+                f"{args.out} exists already: name another with --out, or overwrite it with --force"
+            )
         prepare_output(args.out)
     runs = [run for path in args.files for run in read_runs(path)]  # every file is read before anything is fitted
     setup = Setup(args.max_num_seqs, args.quant, args.replicas)
-    fit = fit_engine(runs, args.hardware, args.engine, setup, args.hold_out, args.name)
+    fit = fit_engine(runs, args.hardware, args.profile, setup, args.hold_out, args.name)
     if args.json:
         print(json.dumps(fit.to_dict()))
     else:
         _print(fit)
     if not args.fit_only:
         notes = {"imported": fit.to_dict()}
-        path = build_table(args.out, fit.card, fit.engine, args.jobs, progress=not args.json, notes=notes)
+        # Cards of the measured files have all columns; those of the library's times are built in seconds without.
+        full = isinstance(fit.source, MeasuredSource)
+        path = build_table(
+            args.out, fit.source, fit.engine, args.jobs, progress=not args.json, notes=notes, saturated=full
+        )
         if not args.json:
             print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
             print("tasks must be calibrated again on a new table: inferencegym calibrate --out FILE")
@@ -74,6 +86,7 @@ def _print(fit: BenchFit) -> None:
 
     e = fit.engine
     print(f"fitted to {len(fit.fitted)} runs, {len(fit.held_out)} held out: {', '.join(fit.held_out) or 'none'}")
+    print(f"start: {fit.hardware}" + ("" if fit.kept else "; kept as it is, the fit predicts no better"))
     print(f"  overhead {e.step_overhead_ms:.3f} ms per iteration, {e.sequence_overhead_ms:.4f} ms per sequence")
     print(f"  GEMM scale {e.gemm_scale:.3f}, bandwidth scale {fit.bandwidth_scale:.3f}")
     print(f"  TTFT offset {e.ttft_offset_ms:.1f} ms")

@@ -6,9 +6,12 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-FORMATS = ("auto", "azure", "mooncake", "burstgpt", "guidellm", "aiperf", "vllm", "csv")
+if TYPE_CHECKING:
+    from simulator.offline.importers import Imported
+
+FORMATS = ("auto", "table", "azure", "burstgpt", "mooncake", "kv-cache-tester", "aiperf", "guidellm", "vllm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, help="GPUs of the fleet (default: sized to the log)")
     parser.add_argument("--slo-ms", type=float, help="objective for the time to first token (default 500)")
     parser.add_argument("--queue-limit", type=int, help="requests that may wait (default 512)")
+    parser.add_argument("--hardware", help="table of the catalogue to play on, see `inferencegym hardware`")
     parser.add_argument("--episode-length", type=int, help="seconds of an episode (default 200)")
     parser.add_argument(
         "--calibrate",
@@ -33,7 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a request log."""
-    parser.add_argument("--format", default="auto", choices=FORMATS, help="format of the log")
+    parser.add_argument("--format", default="auto", choices=FORMATS, help="format of the log (default auto: found out)")
+    parser.add_argument(
+        "--columns",
+        metavar="QUANTITY=COLUMN,...",
+        help="columns of a table that have no usual name, as in arrival=ts:ms,prompt=tokens_in,output=tokens_out; "
+        "quantities: arrival (unit after a colon: s, ms, us, ns), prompt, output, class, reused, status, blocks",
+    )
     parser.add_argument(
         "--run",
         dest="run_index",
@@ -48,6 +58,44 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-s", type=float, default=math.inf, metavar="S", help="leave out requests from second S on")
 
 
+def read_log(path: Path, args: argparse.Namespace) -> Imported:
+    """The request log that the options of :func:`add_log_arguments` choose; a packed trace (.npz) too."""
+    from simulator.offline.importers import Imported, cut_log, import_log
+    from simulator.recorded import load_trace
+
+    if path.suffix == ".npz":
+        log = cut_log(load_trace(str(path))[0], args.from_s, args.to_s, str(path), args.limit)
+        return Imported(log, "packed trace", {}, {}, 0.0)
+    return import_log(
+        path,
+        args.format,
+        columns=args.columns,
+        limit=args.limit,
+        start_s=args.from_s,
+        end_s=args.to_s,
+        run=args.run_index,
+    )
+
+
+def print_log(path: Path, imported: Imported) -> None:
+    """Print what was understood of a log: where each quantity came from, and what the log holds."""
+    from agents.search.trace_task import log_summary
+
+    log = log_summary(imported.log)
+    sources = "".join(f"; {quantity} from {name}" for quantity, name in imported.columns.items())
+    left_out = "".join(f", {n:,} left out ({why})" for why, n in imported.skipped.items())
+    print(f"{path.name}: {imported.format}{sources}")
+    print(f"{log['requests']:,} requests in {log['span_s']:,.0f} s{left_out}")
+    print(f"  rate {log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s, dispersion {log['index_of_dispersion']:.1f}")
+    print(f"  prompts p50 {log['prompt_tokens_p50']:,.0f} p99 {log['prompt_tokens_p99']:,.0f} tokens")
+    print(f"  outputs p50 {log['output_tokens_p50']:,.0f} p99 {log['output_tokens_p99']:,.0f} tokens")
+    if imported.tick_s:
+        print(f"  arrivals were recorded in steps of {imported.tick_s:g} s and are spread over these steps")
+    if log["reused_share"]:
+        how = "the log's own block ids" if log["reuse_measured"] else "Mooncake's published curve"
+        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; prefix cache hit rates come from {how}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Import the log, calibrate the task and write both."""
     from rich.console import Console
@@ -55,12 +103,13 @@ def run(args: argparse.Namespace) -> int:
 
     from agents.search.solver import QUICK, Budget
     from agents.search.trace_task import check_id, log_summary, write_trace_task
-    from simulator.offline.importers import import_log
+    from inferencegym.files import make_folder
 
     check_id(args.id)  # before the calibration, which may take minutes
-    imported = import_log(
-        args.file, args.format, limit=args.limit, start_s=args.from_s, end_s=args.to_s, run=args.run_index
-    )
+    imported = read_log(args.file, args)
+    make_folder(args.out)
+    if not args.json:
+        print_log(args.file, imported)
     budget = {"quick": QUICK, "full": Budget(), "no": None}[args.calibrate]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -75,11 +124,11 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
             progress=lambda what, share: bar.update(line, completed=share, description=what),
         )
-    summary = {**imported.describe(), **log_summary(imported.log)}
     if args.json:
+        summary = {**imported.describe(), **log_summary(imported.log)}
         print(json.dumps({"log": summary, **written.to_dict()}))
         return 0
-    _print(summary, written)
+    _print(written)
     return 0
 
 
@@ -89,21 +138,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "slo_target_ms": args.slo_ms,
         "queue_limit": args.queue_limit,
         "episode_length": args.episode_length,
+        "hardware": args.hardware,
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _print(log: dict[str, Any], written: Any) -> None:
-    left_out = "".join(f", {n} left out ({why})" for why, n in log["skipped"].items())
-    print(f"{log['requests']} requests in {log['span_s']:.0f} s ({log['format']}{left_out})")
-    print(f"  rate {log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s, dispersion {log['index_of_dispersion']:.1f}")
-    print(f"  prompts p50 {log['prompt_tokens_p50']:.0f} p99 {log['prompt_tokens_p99']:.0f} tokens")
-    print(f"  outputs p50 {log['output_tokens_p50']:.0f} p99 {log['output_tokens_p99']:.0f} tokens")
-    if log["tick_s"]:
-        print(f"  arrivals were recorded in steps of {log['tick_s']:g} s and are spread over these steps")
-    if log["reused_share"]:
-        how = "the log's own block ids" if log["reuse_measured"] else "Mooncake's published curve"
-        print(f"  {log['reused_share']:.0%} of the prompt tokens repeat; prefix cache hit rates come from {how}")
+def _print(written: Any) -> None:
     entry = written.entry
     print(f"fleet of {entry['n_replicas']}, objective {entry['slo_target_ms']:g} ms")
     if written.solved is not None:

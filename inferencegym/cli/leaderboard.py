@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("board", metavar="BOARD", type=Path, help="leaderboard file; created if it does not exist")
     add.add_argument("submissions", metavar="SUBMISSION", nargs="*", type=Path, help="logs, or lines of another board")
     add.add_argument("--agent", help="agent name for episode logs")
-    add.add_argument("--play", metavar="AGENT", help="play a built-in agent (see `inferencegym evaluate`) and add it")
+    add.add_argument("--play", metavar="AGENT", help="play an agent (see `inferencegym evaluate`) and add it")
     add.add_argument("--task", action="append", help="task for --play; may be given several times (default: 1 to 3)")
     add.add_argument("--seeds", type=seed_count(1), default=30, help="number of held-out seeds for --play (default 30)")
     check = actions.add_parser("check", help="replay every line and print the ranking", epilog=EPILOG)
@@ -119,14 +119,16 @@ def _from_logs(path: Path, agent: str | None) -> Iterator[tuple[str, Submission]
 
 
 def _played(agent_name: str, task_ids: Sequence[str], n_seeds: int) -> Iterator[Submission]:
-    """A built-in agent's episodes, scored by replay."""
+    """Episodes of a built-in agent or of one of the user's own, scored by replay."""
     from agents.families import run_policy
+    from agents.registry import load_own_agents
     from agents.seeds import held_out_seeds
     from grader.leaderboard import Submission, checked_name
     from grader.verify import replayed_score
     from inferencegym.families import family_of
     from inferencegym.verification import simulator
 
+    load_own_agents([agent_name])
     for task_id in task_ids:
         family = family_of(task_id)
         for seed in held_out_seeds(n_seeds):

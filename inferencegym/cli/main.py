@@ -27,8 +27,10 @@ COMMANDS: Final[dict[str, str]] = {
     "leaderboard": "add scores to a leaderboard, or check it by replay",
     "import-bench": "turn benchmark results of your engine into a lookup table",
     "import-trace": "turn a request log into a task",
+    "plan": "find the GPUs and settings that serve a request log within objectives",
     "shadow": "compare policies on a request log",
-    "build-table": "rebuild the lookup table from measured operator times",
+    "hardware": "list the lookup tables that ship, and what others can be built from",
+    "build-table": "build the lookup table of a card and model from measured operator times",
     "serve": "start the HTTP and WebSocket server",
 }
 """Commands and their one-line help; a command's module has its name, with ``_`` for ``-``."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agents.evaluate import agents_for, interval
 from agents.integrations.ray_workers import Job, evaluate_jobs, sweep_table
+from agents.registry import load_own_agents
 from agents.seeds import held_out_seeds
 from inferencegym.cli import seed_count
 from inferencegym.files import require_writable, write_text
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.out)
     tasks = [get_task(t) for t in args.task] if args.task else list_tasks(include_recorded=True)
     seeds = tuple(held_out_seeds(args.seeds))
+    load_own_agents(args.agent or [])
     jobs = [Job(task.task_id, name, seeds) for task in tasks for name in agents_for(task, args.agent or ["all"])]
     started = time.perf_counter()
     evaluations = evaluate_jobs(jobs, args.workers, args.ray)

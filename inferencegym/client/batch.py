@@ -68,15 +68,19 @@ class InferenceGymBatch:
         seeds: Sequence[int] | None = None,
         config: Mapping[str, Any] | None = None,
         autoreset: bool = False,
+        fleet: bool = False,
     ) -> NDArray[np.float64]:
         """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
 
-        Returns the observations (N, 14). With ``autoreset`` the step that ends the episodes shows the first
-        observations of the next ones. The session of an earlier reset is reused if it fits and still exists, and closed
-        otherwise.
+        Returns the observations (N, 14). With ``fleet`` they have 21 columns, here and in every step; the further seven
+        say what the fleets are set to (:data:`inferencegym.models.FLEET_FIELDS`). With ``autoreset`` the step that ends
+        the episodes shows the first observations of the next ones. The session of an earlier reset is reused if it fits
+        and still exists, and closed otherwise.
         """
         wanted = {"n": n, "task_id": task_id, "seed": seed, "config": config, "autoreset": autoreset}
         body: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+        if fleet:
+            body["fleet"] = True
         if seeds is not None:
             body["seeds"] = [int(one) for one in seeds]
         count = len(seeds) if seeds is not None else n or 1
@@ -116,7 +120,7 @@ class InferenceGymBatch:
         return played
 
     def step(self, actions: NDArray[Any], *, float64: bool = False) -> BatchPlayed:
-        """Take one step of one second with the actions (N, 5)."""
+        """Take one step with the actions (N, 5)."""
         return self.step_many(np.asarray(actions)[None], float64=float64)
 
     def close(self) -> None:

@@ -19,14 +19,16 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from inferencegym import render
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError, refusal
+from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
 from inferencegym.spaces.actions import ACTION_SIZE, action_mask, from_row, snap
 from inferencegym.spaces.formats import ObservationCodec, action_codec
-from inferencegym.spaces.observations import OBSERVATION_SIZE, to_array
-from inferencegym.tasks import TaskId, get_calibration, get_task
+from inferencegym.spaces.observations import FIRST_FLEET, fleet_array, to_array
+from inferencegym.tasks import TaskId, get_calibration, get_task, with_settings
 from inferencegym.vector_env import (
     AutoresetVectorEnv,
     BoolArray,
@@ -42,16 +44,16 @@ log = logging.getLogger(__name__)
 REMOTE_ID: Final = registered_id("HTTP")
 """Gymnasium id of any serving task on a server: ``gymnasium.make(REMOTE_ID, url=..., task_id=3)``."""
 REPLAY_STEPS: Final = 65_536
-"""Most steps per request, summed over the episodes, when lost episodes are replayed."""
+"""Most seconds per request, summed over the episodes, when lost episodes are replayed."""
 
 
 class _RemoteTask:
     """Task and formats of a remote environment, which exchanges knobs and observations in their own units."""
 
-    def __init__(self, task_id: TaskId, config: Mapping[str, Any] | None, observation: str, action: str) -> None:
+    def __init__(self, task_id: TaskId, config: Mapping[str, Any], observation: str, action: str) -> None:
         self.task = get_task(task_id)
         self.config = self.task.config(config)
-        self.overrides = dict(config or {})
+        self.overrides = config
         self.actions = action_codec(action)
         self.observations = ObservationCodec(self.task, self.config, get_calibration(self.task.task_id), observation)
         self._mask = action_mask(self.task.active_actions)
@@ -83,6 +85,8 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         task_id: TaskId = 1,
         *,
         config: Mapping[str, Any] | None = None,
+        reward: str | None = None,
+        hold: int | None = None,
         observation: str = "raw",
         action: str = "box",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
@@ -92,13 +96,13 @@ class HTTPVectorEnv(AutoresetVectorEnv):
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
-        self._remote = _RemoteTask(task_id, config, observation, action)
+        self._remote = _RemoteTask(task_id, with_settings(config, reward=reward, hold=hold), observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
         self._client = InferenceGymBatch(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
         self._url = url
         self._series = SeedSeries(num_envs)
-        self._observation: FloatArray = np.zeros((num_envs, OBSERVATION_SIZE))
+        self._observation: FloatArray = np.zeros((num_envs, 0))
         self._played: list[FloatArray] = []
         self._done = False
         self.seeds: NDArray[np.int64] = np.full(num_envs, -1, dtype=np.int64)
@@ -128,7 +132,10 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         self.seeds = np.array(playing, dtype=np.int64)
 
     def _reset(self, seeds: Sequence[int]) -> FloatArray:
-        return self._client.reset(task_id=self.task.task_id, seeds=seeds, config=self._remote.overrides)
+        needs_fleet = self._remote.observations.needs_fleet
+        return self._client.reset(
+            task_id=self.task.task_id, seeds=seeds, config=self._remote.overrides, fleet=needs_fleet
+        )
 
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
         knobs = self._remote.knobs(actions, self.num_envs)
@@ -145,7 +152,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         """Replay the running episodes, which the server no longer has, up to the last step."""
         log.warning("%s no longer has the episodes: replaying %d steps", self._url, len(self._played))
         observation = self._reset(self.seeds.tolist())
-        block = max(1, REPLAY_STEPS // self.num_envs)
+        block = max(1, REPLAY_STEPS // (self.num_envs * self.config.hold))
         for at in range(0, len(self._played), block):
             actions = np.array(self._played[at : at + block])
             observation = self._client.step_many(actions, last=True, float64=True).observations[-1]
@@ -168,12 +175,12 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """One episode of a serving task on a server at ``url``; numbers equal :class:`inferencegym.gym.InferenceGymEnv`.
 
-    ``info`` is the server's, with ``session_id`` and ``seed`` added: ``POST /grader`` grades the session of that id.
-    The session outlives the server's process. Resets without a seed take the next
-    :func:`inferencegym.seeds.episode_seed`.
+    ``info`` is the server's, with ``session_id`` and ``seed`` added; the last one of an episode has its ``score``,
+    ``breakdown`` and ``feedback``. ``render()`` draws the episode so far, as it does there. The session outlives the
+    server's process. Resets without a seed take the next :func:`inferencegym.seeds.episode_seed`.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+    metadata = render.METADATA
 
     def __init__(
         self,
@@ -181,17 +188,22 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         task_id: TaskId = 1,
         *,
         config: Mapping[str, Any] | None = None,
+        reward: str | None = None,
+        hold: int | None = None,
         observation: str = "raw",
         action: str = "box",
         api_key: str | None = None,
         timeout_s: float = 30.0,
         retries: int = 5,
+        render_mode: str | None = None,
     ) -> None:
-        self._remote = _RemoteTask(task_id, config, observation, action)
+        self._remote = _RemoteTask(task_id, with_settings(config, reward=reward, hold=hold), observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
         self.observation_space = self._remote.observations.space
         self.action_space = self._remote.actions.space
+        self.render_mode = render_mode
+        self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
         self._client = InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
         self._series = SeedSeries(1)
         self._seed = -1
@@ -217,20 +229,36 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         return first, self._info_of({"timestep": 0})
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
-        """Take one step of one second."""
+        """Take one step, of one second or ``hold``."""
         knobs = self._remote.knobs(np.asarray(action)[None], 1)
         observation, reward, done, info = self._client.step(from_row(knobs[0]).to_dict())
-        return self._encoded(to_array(observation)), reward, done, False, self._info_of(info)
+        if self._picture is not None:
+            self._picture.add(to_array(observation), knobs[0])
+        return self._encoded(observation, fleet_array(info["fleet"])), reward, done, False, self._info_of(info)
+
+    def grade(self) -> dict[str, Any]:
+        """Grade of the steps played so far, from the server."""
+        return self._client.grade()
 
     def close(self) -> None:
-        """Close the connection; the server keeps the session."""
+        """Close the connection and the window of ``render_mode="human"``; the server keeps the session."""
         self._client.close()
+        if self._picture is not None:
+            self._picture.close()
+
+    def render(self) -> Any:
+        """Picture of the episode so far, (height, width, 3) bytes with ``render_mode="rgb_array"``, else None."""
+        return None if self._picture is None else self._picture.render()
 
     def _start(self, seed: int, session_id: str | None) -> Float32Array:
-        return self._encoded(to_array(self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)))
+        first = self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)
+        if self._picture is not None:
+            self._picture.start(to_array(first))
+        return self._encoded(first, FIRST_FLEET)
 
-    def _encoded(self, observation: FloatArray) -> Float32Array:
-        encoded: Float32Array = self._remote.observations.encode(observation[None])[0]
+    def _encoded(self, observation: ServeObservation, fleet: FloatArray) -> Float32Array:
+        seen = np.concatenate([to_array(observation), fleet])
+        encoded: Float32Array = self._remote.observations.encode(seen[None])[0]
         return encoded
 
     def _info_of(self, info: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class _Episode:
         return ServeObservation(**answer["observation"])
 
     def was_stepped(self, answer: Mapping[str, Any]) -> Step:
-        self.steps = answer["info"]["timestep"]
+        self.steps += 1
         return ServeObservation(**answer["observation"]), answer["reward"], answer["done"], answer["info"]
 
     def was_resumed(self, session_id: str, answer: Mapping[str, Any]) -> ServeObservation:

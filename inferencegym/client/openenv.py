@@ -50,8 +50,6 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     action_type: ClassVar[type[Any]]
     observation_type: ClassVar[type[Any]]
     state_type: ClassVar[type[Any]]
-    step_field: ClassVar[str]
-    """Field of an observation that counts the steps taken."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,10 +92,6 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     def numbered(self, action: Any, number: int) -> Any:
         """The action with the number of its step; sent again, it is not played twice."""
         return self.action_type(**{**self._step_payload(action), "metadata": {"step": number}})
-
-    def steps_of(self, observation: Any) -> int:
-        """Steps that the episode had taken at an observation."""
-        return int(getattr(observation, self.step_field))
 
     def _parse_result(self, payload: dict[str, Any]) -> Any:
         reward, done = payload.get("reward"), bool(payload.get("done", False))
@@ -172,7 +166,6 @@ class InferenceGymEnv(EpisodeClient):
     action_type = InferenceGymAction
     observation_type = InferenceGymObservation
     state_type = InferenceGymState
-    step_field = "timestep"
 
     def _step_payload(self, action: InferenceGymAction | ServeAction | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(action, ServeAction):
@@ -191,7 +184,6 @@ class TrafficControllerEnv(EpisodeClient):
     action_type = TrafficControllerAction
     observation_type = TrafficControllerObservation
     state_type = TrafficControllerState
-    step_field = "step"
 
     def _step_payload(
         self, action: TrafficControllerAction | TrafficAction | str | Mapping[str, Any]

@@ -41,9 +41,6 @@ class Player(Protocol):
     def numbered(self, action: Any, number: int) -> Any:
         """The action with the step's number, under which the server plays it once however often it is sent."""
 
-    def steps_of(self, observation: Any) -> int:
-        """Steps that the episode has taken."""
-
 
 class Episode:
     """Episode of one client, with what it takes to go on with it over another socket.
@@ -66,11 +63,13 @@ class Episode:
         wanted = {"episode_id": secrets.token_hex(16), **arguments}
 
         def send(_again: bool) -> Calls:
-            return (yield lambda: plain.reset(**wanted))
+            result = yield lambda: plain.reset(**wanted)
+            # How many steps an episode has taken that goes on, only its state tells.
+            taken = (yield plain.state).step_count if wanted.get("resume") else 0
+            return result, taken
 
-        result = yield from self._until_answered(plain, send, resume=False)
+        result, self._taken = yield from self._until_answered(plain, send, resume=False)
         self.id, self._info = wanted["episode_id"], bool(wanted.get("info", False))
-        self._taken = self._player.steps_of(result.observation)
         return result
 
     def step(self, plain: Any, action: Any, arguments: Mapping[str, Any]) -> Calls:
@@ -81,7 +80,7 @@ class Episode:
             return (yield lambda: plain.step(sent, **arguments))
 
         result = yield from self._until_answered(plain, send, resume=True)
-        self._taken = self._player.steps_of(result.observation)
+        self._taken += 1
         return result
 
     def state(self, plain: Any) -> Calls:

@@ -116,7 +116,7 @@ class InferenceGymObservation(Observation):  # type: ignore[misc]
     cost_so_far: Annotated[float, _unchecked(_OBSERVATION["cost_so_far"])]
     info: Annotated[
         dict[str, Any] | None,
-        Field(description="metrics, workload, action_applied and more, as in the answer of POST /step"),
+        Field(description="metrics, workload, action_applied, fleet and more, as in the answer of POST /step"),
     ] = None
 
 

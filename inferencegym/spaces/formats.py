@@ -9,9 +9,11 @@ knobs that a task does not offer are ignored there. What a format decodes to is 
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
 
-Three observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
-(:func:`inferencegym.spaces.observations.normalise`) and ``"scheduled"``, which adds the position of the next step in
-the task's announced flood schedule (:func:`schedule_features`). Gymnasium is imported when a space is asked for.
+Four observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
+(:func:`inferencegym.spaces.observations.normalise`), ``"scheduled"``, which adds the position of the next step in the
+task's announced flood schedule (:func:`schedule_features`), and ``"full"``, which adds to that the knobs in force,
+running restarts and the seconds since a change (:func:`inferencegym.spaces.observations.normalise_fleet`). Gymnasium is
+imported when a space is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from numpy.typing import NDArray
 from inferencegym.errors import InvalidActionError, refusal
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
-from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW, normalise
+from inferencegym.spaces.knobs import ActionDecoder
+from inferencegym.spaces.observations import (
+    FLEET_SIZE,
+    OBSERVATION_HIGH,
+    OBSERVATION_LOW,
+    OBSERVATION_SIZE,
+    normalise,
+    normalise_fleet,
+)
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
 
 if TYPE_CHECKING:
@@ -36,7 +46,10 @@ Float32Array = NDArray[np.float32]
 
 _BOX_STEP: Final = 2.0**-24
 
-_BATCH_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_BATCH_LEVELS = (
+    *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+    *(40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+)
 
 LEVELS: Final[dict[str, FloatArray]] = {
     "kv_budget": np.linspace(0.1, 1.0, 19),
@@ -45,7 +58,11 @@ LEVELS: Final[dict[str, FloatArray]] = {
     "prefill_disagg": np.array([0.0, 1.0]),
     "quant_tier": np.array([0.0, 1.0, 2.0]),
 }
-"""Values of each knob in the ``"discrete"`` format; batch sizes are half octaves."""
+"""Values of each knob in the ``"discrete"`` format; batch sizes are half octaves up to 32, then
+quarters of one: among large batches a step of a half can miss the best one by a tenth of the grade."""
+
+
+_DECODER: Final = ActionDecoder([LEVELS[name].tolist() for name in ACTION_FIELDS])
 
 
 class ActionCodec(Protocol):
@@ -76,13 +93,9 @@ class BoxCodec:
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
         # NaN passes through; the batch reads it as the knob's default.
-        unit = np.clip(0.5 * (np.asarray(actions, dtype=np.float64) + 1.0), 0.0, 1.0)
-        knobs = np.empty_like(unit)
-        knobs[:, 0] = ACTION_LOW[0] + unit[:, 0] * (ACTION_HIGH[0] - ACTION_LOW[0])
-        knobs[:, 1] = _nth(LEVELS["spec_length"], unit[:, 1])
-        knobs[:, 2] = np.exp(unit[:, 2] * math.log(ACTION_HIGH[2]))
-        knobs[:, 3] = _nth(LEVELS["prefill_disagg"], unit[:, 3])
-        knobs[:, 4] = _nth(LEVELS["quant_tier"], unit[:, 4])
+        rows = _rows(actions)
+        knobs = np.empty(rows.shape)
+        _DECODER.decode_box(rows.astype(np.float64, copy=False), knobs)
         return knobs
 
     def encode(self, knobs: FloatArray) -> Float32Array:
@@ -107,7 +120,7 @@ class NaturalCodec:
         return spaces.Box(ACTION_LOW.astype(np.float32), ACTION_HIGH.astype(np.float32), dtype=np.float32)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        return np.asarray(actions, dtype=np.float64)
+        return _rows(actions).astype(np.float64, copy=False)
 
     def encode(self, knobs: FloatArray) -> Float32Array:
         return knobs.astype(np.float32)
@@ -127,10 +140,11 @@ class DiscreteCodec:
         return spaces.MultiDiscrete(self.sizes)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        index = np.asarray(actions)
-        if index.dtype.kind not in "iu" or (index < 0).any() or (index >= self.sizes).any():
+        index = _rows(actions)
+        knobs = np.empty(index.shape)
+        if index.dtype.kind not in "iu" or not _DECODER.decode_levels(index.astype(np.int64, copy=False), knobs):
             raise InvalidActionError("action", actions, f"integers from 0 to below {self.sizes.tolist()}")
-        return np.stack([level[index[:, i]] for i, level in enumerate(self._levels)], axis=1)
+        return knobs
 
     def encode(self, knobs: FloatArray) -> NDArray[np.int64]:
         nearest = [np.abs(level - knobs[:, i, None]).argmin(axis=1) for i, level in enumerate(self._levels)]
@@ -151,7 +165,7 @@ def action_codec(action: str) -> ActionCodec:
     return ACTION_CODECS[action]()
 
 
-OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled")
+OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled", "full")
 _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
@@ -183,7 +197,10 @@ class ObservationCodec:
         if observation not in OBSERVATION_FORMATS:
             raise refusal("observation", observation, f"one of {', '.join(OBSERVATION_FORMATS)}")
         self._normalised = observation != "raw"
-        self._schedule = schedule_features(task, config.episode_length) if observation == "scheduled" else None
+        self.needs_fleet = observation == "full"
+        """Whether :meth:`encode` needs the seven numbers of the fleet beside the 14 of the observation."""
+        scheduled = observation in ("scheduled", "full")
+        self._schedule = schedule_features(task, config.episode_length) if scheduled else None
         self._length = config.episode_length
         self._budget = task.cost_budget
         high = OBSERVATION_HIGH.copy()
@@ -194,33 +211,43 @@ class ObservationCodec:
         high[names.index("cost_so_far")] = highest_cost * config.episode_length
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
-        if self._schedule is not None:
-            self.low = np.concatenate([self.low, np.zeros(self._schedule.shape[1], dtype=np.float32)])
-            self.high = np.concatenate([self.high, np.ones(self._schedule.shape[1], dtype=np.float32)])
+        shares = (0 if self._schedule is None else self._schedule.shape[1]) + FLEET_SIZE * self.needs_fleet
+        self.low = np.concatenate([self.low, np.zeros(shares, dtype=np.float32)])
+        self.high = np.concatenate([self.high, np.ones(shares, dtype=np.float32)])
 
     @property
     def space(self) -> spaces.Space[Any]:
-        """The Gymnasium space of one observation: Box(14), or Box(17) where the schedule is added; float32."""
+        """The Gymnasium space of one observation, float32: Box(14); 17 with the schedule, 24 with the fleet too."""
         from gymnasium import spaces
 
         return spaces.Box(self.low, self.high, dtype=np.float32)
 
     def encode(self, observation: FloatArray) -> Float32Array:
-        """A new float32 array in this format, clipped to the bounds (which changes it by a rounding error at most)."""
-        scaled = self._scale(observation).astype(np.float32)
+        """A new float32 array in this format, clipped to the bounds (which changes it by a rounding error at most).
+
+        ``observation`` is (B, 14), or (B, 21) with the fleet's numbers where the format :attr:`needs_fleet`.
+        """
+        seen = observation[:, :OBSERVATION_SIZE]
+        parts: list[NDArray[Any]] = [self._scale(seen)]
         if self._schedule is not None:
-            step = observation[:, _TIMESTEP].astype(np.int64)
-            scaled = np.concatenate([scaled, self._schedule[np.minimum(step, len(self._schedule) - 1)]], axis=1)
-        return np.clip(scaled, self.low, self.high, out=scaled)
+            step = seen[:, _TIMESTEP].astype(np.int64)
+            parts.append(self._schedule[np.minimum(step, len(self._schedule) - 1)])
+        if self.needs_fleet:
+            parts.append(normalise_fleet(observation[:, OBSERVATION_SIZE:], self._length))
+        scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=1, dtype=np.float32)
+        np.maximum(scaled, self.low, out=scaled)  # np.clip takes three times as long on a row
+        return np.minimum(scaled, self.high, out=scaled)
 
     def _scale(self, observation: FloatArray) -> NDArray[Any]:
         return normalise(observation, self._length, self._budget) if self._normalised else observation
 
 
-def _nth(levels: FloatArray, unit: FloatArray) -> FloatArray:
-    """For each number, the level whose equal part of [0, 1] contains it; NaN stays."""
-    index = np.minimum(np.nan_to_num(unit) * len(levels), len(levels) - 1).astype(np.int64)
-    return np.where(np.isnan(unit), np.nan, levels[index])
+def _rows(actions: NDArray[Any]) -> NDArray[Any]:
+    """Actions as an array (B, 5); InvalidActionError for another shape."""
+    rows = np.asarray(actions)
+    if rows.ndim != 2 or rows.shape[1] != ACTION_SIZE:
+        raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {ACTION_SIZE})")
+    return rows
 
 
 def _middle(levels: FloatArray, value: FloatArray) -> FloatArray:

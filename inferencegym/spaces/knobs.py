@@ -1,4 +1,4 @@
-"""Writer of a fleet's knobs: clamps and rounds every action to the nearest allowed one.
+"""Knobs in compiled code: clamps and rounds actions to the nearest allowed ones, and decodes learners' actions.
 
 Plain Python that the build compiles to C (types in ``knobs.pxd``).
 """
@@ -13,7 +13,9 @@ import numpy as np
 
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS, ServeAction
 
-if not cython.compiled:  # compiled, the same name is the C library's (see knobs.pxd)
+if not cython.compiled:  # compiled, the same names are the C library's (see knobs.pxd)
+    from math import exp, log
+
     rint = round
 
 KNOB_LOW = np.array([f.low for f in ACTION_FIELDS.values()])
@@ -35,16 +37,18 @@ class KnobKernel:
 
     ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
     clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,
-    ``prefill_disagg`` is on above 0.5. ``fleet`` is the fleet whose knob arrays are written; None if only arrays are.
+    ``prefill_disagg`` is on above 0.5. ``fleet`` is the fleet whose knob arrays are written, with as many precisions
+    as its table has; None if only arrays are.
     """
 
     def __init__(self, offered: Sequence[bool], fleet: Any = None) -> None:
         self.offered = np.array(offered, dtype=np.int64)
-        self.low, self.high, self.default = KNOB_LOW, KNOB_HIGH, KNOB_DEFAULTS
+        self.low, self.high, self.default = KNOB_LOW, KNOB_HIGH.copy(), KNOB_DEFAULTS
         self.spec_values, self.spec_edges = _SPEC_VALUES, _SPEC_EDGES
         if fleet is not None:
             self.kv_budget, self.batch_size = fleet.kv_budget, fleet.batch_size
             self.spec_index, self.disagg, self.tier = fleet.spec_index, fleet.disagg, fleet.tier
+            self.high[4] = fleet.params.tables.n_tiers - 1  # a table may have fewer precisions than the knob
 
     def snap(self, actions: Any, snapped: Any) -> None:
         """Write the allowed actions ``snapped`` (B, 5) nearest to ``actions`` (B, 5)."""
@@ -89,3 +93,54 @@ class KnobKernel:
         while i < self.spec_edges.shape[0] and self.spec_edges[i] < length:
             i += 1
         return i
+
+
+class ActionDecoder:
+    """Decoder of learners' actions (B, 5) into knobs (B, 5) in natural units.
+
+    ``levels`` are the values of each knob, in order, from which a choice is made. The knobs are then clamped and
+    rounded by :class:`KnobKernel`.
+    """
+
+    def __init__(self, levels: Sequence[Sequence[float]]) -> None:
+        sizes = [len(values) for values in levels]
+        padded = [[*values, *[0.0] * (max(sizes) - len(values))] for values in levels]
+        self.n_levels, self.level = np.array(sizes, dtype=np.int64), np.array(padded)
+        self.low, self.high = KNOB_LOW, KNOB_HIGH
+
+    def decode_levels(self, actions: Any, knobs: Any) -> bool:
+        """Write the knobs of whole numbers (B, 5), indices of levels; False if one of them is out of range."""
+        return bool(self._levels(actions, knobs))
+
+    def decode_box(self, actions: Any, knobs: Any) -> None:
+        """Write the knobs of numbers (B, 5) in [-1, 1]; those beyond are clamped, and NaN gives NaN.
+
+        ``kv_budget`` is spread evenly, ``batch_size`` on a logarithmic scale; each level of the others has an equal
+        part of the interval.
+        """
+        self._box(actions, knobs)
+
+    def _levels(self, actions: Any, knobs: Any) -> bool:
+        for b in range(actions.shape[0]):
+            for knob in range(actions.shape[1]):
+                chosen = actions[b, knob]
+                if chosen < 0 or chosen >= self.n_levels[knob]:
+                    return False
+                knobs[b, knob] = self.level[knob, chosen]
+        return True
+
+    def _box(self, actions: Any, knobs: Any) -> None:
+        for b in range(actions.shape[0]):
+            for knob in range(actions.shape[1]):
+                unit = 0.5 * (actions[b, knob] + 1.0)
+                if unit == unit:  # else NaN, which stays
+                    unit = self._knob(knob, min(max(unit, 0.0), 1.0))
+                knobs[b, knob] = unit
+
+    def _knob(self, knob: int, unit: float) -> float:
+        if knob == 0:
+            return self.low[0] + unit * (self.high[0] - self.low[0])
+        if knob == 2:
+            return exp(unit * log(self.high[2]))
+        last = self.n_levels[knob] - 1
+        return self.level[knob, min(cython.cast(cython.longlong, unit * self.n_levels[knob]), last)]

@@ -1,20 +1,27 @@
-"""Observations as 14 numbers in the order of ``OBSERVATION_FIELDS``: bounds, conversions and scaling for learners."""
+"""Observations as 14 numbers in the order of ``OBSERVATION_FIELDS``: bounds, conversions and scaling for learners.
+
+Seven more, in the order of ``FLEET_FIELDS``, say what the fleet is set to; arrays of both have 21 columns.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import OBSERVATION_FIELDS, ServeObservation
+from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, ServeObservation
 
 OBSERVATION_SIZE: Final = len(OBSERVATION_FIELDS)
 OBSERVATION_LOW: Final = np.array([f.low for f in OBSERVATION_FIELDS.values()])
 OBSERVATION_HIGH: Final = np.array([f.high for f in OBSERVATION_FIELDS.values()])
+FLEET_SIZE: Final = len(FLEET_FIELDS)
+FIRST_FLEET: Final = np.array([f.default for f in FLEET_FIELDS.values()])
+"""Numbers of the fleet before the first step: the default knobs, no restart, no second since."""
 
 # Large values of each field, which become about 1. Fields that span decades are scaled by their logarithm.
-_LOG_FIELDS: Final = ("queue_depth", "mean_prompt_len", "arrival_rate", "ttft_p50", "tpot_p50")
 _LOG_SCALE: Final = {
     "queue_depth": 512.0,
     "mean_prompt_len": 8192.0,
@@ -23,6 +30,12 @@ _LOG_SCALE: Final = {
     "tpot_p50": 500.0,
 }
 _LINEAR_SCALE: Final = {"gpu_memory_used_gb": 40.0}
+_MOST_BUDGETS: Final = 4.0
+"""Costs beyond so many budgets look alike."""
+
+_NAMES: Final = list(OBSERVATION_FIELDS)
+_LOGARITHMIC: Final = np.array([name in _LOG_SCALE for name in _NAMES])
+_COST: Final = _NAMES.index("cost_so_far")
 
 
 def to_observation(row: NDArray[np.float64]) -> ServeObservation:
@@ -55,14 +68,44 @@ def to_array(observation: ServeObservation) -> NDArray[np.float64]:
 
 def normalise(observation: NDArray[np.float64], episode_length: int, cost_budget: float) -> NDArray[np.float32]:
     """Scale observations (..., 14) to about 0 to 1: logarithms of fields that span decades, shares as they are."""
-    scaled = observation.astype(np.float64, copy=True)
-    for i, name in enumerate(OBSERVATION_FIELDS):
-        if name in _LOG_FIELDS:
-            scaled[..., i] = np.log1p(scaled[..., i]) / np.log1p(_LOG_SCALE[name])
-        elif name in _LINEAR_SCALE:
-            scaled[..., i] /= _LINEAR_SCALE[name]
-        elif name == "timestep":
-            scaled[..., i] /= episode_length
-        elif name == "cost_so_far":
-            scaled[..., i] = np.minimum(scaled[..., i] / cost_budget, 4.0)
+    scaled = np.array(observation, dtype=np.float64)
+    np.log1p(scaled, out=scaled, where=_LOGARITHMIC)
+    scaled /= _units(episode_length, cost_budget)
+    cost = scaled[..., _COST]
+    np.minimum(cost, _MOST_BUDGETS, out=cost)
+    result: NDArray[np.float32] = scaled.astype(np.float32)
+    return result
+
+
+@lru_cache(maxsize=32)
+def _units(episode_length: int, cost_budget: float) -> NDArray[np.float64]:
+    """What each of the 14 numbers is divided by, after the logarithm of those that have one."""
+    of_episode = {"timestep": float(episode_length), "cost_so_far": cost_budget}
+    logarithms = {name: float(np.log1p(large)) for name, large in _LOG_SCALE.items()}
+    units = {**_LINEAR_SCALE, **of_episode, **logarithms}
+    return np.array([units.get(name, 1.0) for name in _NAMES])
+
+
+def fleet_array(fleet: Mapping[str, Any]) -> NDArray[np.float64]:
+    """The numbers of a fleet (7,) from their JSON form, ``info.fleet``."""
+    return np.array([float(fleet[name]) for name in FLEET_FIELDS])
+
+
+def fleet_dict(row: NDArray[np.float64]) -> dict[str, Any]:
+    """JSON form of the numbers of a fleet (7,), with whole numbers and flags as such."""
+    kv, spec, batch, disagg, tier, restarting, seconds = row.tolist()
+    values = (kv, int(spec), int(batch), disagg > 0.5, int(tier), restarting, int(seconds))
+    return dict(zip(FLEET_FIELDS, values, strict=True))
+
+
+def normalise_fleet(fleet: NDArray[np.float64], episode_length: int) -> NDArray[np.float32]:
+    """Scale the numbers of fleets (..., 7) to 0 to 1: logarithms of lengths, batch sizes and seconds."""
+    scaled = fleet.astype(np.float64, copy=True)
+    names = list(FLEET_FIELDS)
+    for name, most in (("spec_length", FLEET_FIELDS["spec_length"].high), ("seconds_since_change", episode_length)):
+        i = names.index(name)
+        scaled[..., i] = np.log1p(scaled[..., i]) / np.log1p(most)
+    batch = names.index("batch_size")
+    scaled[..., batch] = np.log(scaled[..., batch]) / np.log(FLEET_FIELDS["batch_size"].high)
+    scaled[..., names.index("quant_tier")] /= FLEET_FIELDS["quant_tier"].high
     return scaled.astype(np.float32)

@@ -30,7 +30,6 @@ from inferencegym.batch_format import (
     HOLD,
     LAST,
     MEDIA_TYPE,
-    OBSERVATION_SIZE,
     BatchPlayed,
     BatchSteps,
     decode_request,
@@ -46,8 +45,9 @@ from inferencegym.errors import (
     short_repr,
 )
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
-from inferencegym.models import ACTION_FIELDS
+from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS
 from inferencegym.seeds import episode_seeds
+from inferencegym.spaces.observations import FLEET_SIZE, OBSERVATION_SIZE
 from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
 from server.context import Context, Mount
 from server.net.buffers import reserve_answer
@@ -86,16 +86,17 @@ MAX_ROWS: Final = 4_096
 MAX_FIRST_SEED: Final = 2**62 - 1
 """Largest ``seed``, which leaves room for ``seed + 1``, ... of all rows; 2^62 itself is the same as a double."""
 MAX_STEPS: Final = 262_144
-"""Steps of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers."""
+"""Seconds of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers, or 89."""
 MAX_JSON_STEPS: Final = 16_384
 """The same as JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
-MAX_JSON_STEP_BYTES: Final = 400
+MAX_JSON_STEP_BYTES: Final = {OBSERVATION_SIZE: 400, OBSERVATION_SIZE + FLEET_SIZE: 600}
+"""By the numbers of an observation."""
 IDLE_S: Final = 600.0
 """Seconds without a step after which a session is closed when room is needed for a new one."""
 MAX_WAITING: Final = 4
 """Requests that may wait for one session at once."""
-INLINE_STEPS: Final = 256
-"""Requests with fewer steps than this (a fraction of a millisecond) are played on the event loop."""
+INLINE_SECONDS: Final = 256
+"""Requests that play fewer seconds than this (a fraction of a millisecond) are played on the event loop."""
 ACTIONS: Final = tuple(ACTION_FIELDS)
 RESET_BOUNDS: Final = JsonBounds(values=MAX_ROWS + MAX_VALUES)
 STEP_BOUNDS: Final = JsonBounds(
@@ -125,6 +126,8 @@ class BatchSession:
     batch: ServingBatch
     seeds: list[int] = field(default_factory=list)
     autoreset: bool = False
+    fleet: bool = False
+    """Whether observations hold the numbers of the fleets."""
     taken: int = 0
     episodes: int = 0
     waiting: int = 0
@@ -141,15 +144,28 @@ class BatchSession:
     @property
     def steps_left(self) -> int:
         """Steps until the running episodes end."""
-        return self.batch.config.episode_length - int(self.batch.time[0])
+        return int(self.batch.steps_left[0])
+
+    def seconds(self, n_steps: int) -> int:
+        """Most seconds that so many steps of all episodes play, which is what they cost."""
+        return n_steps * self.batch.n_rows * self.batch.hold
 
     def plays(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> bool:
         """Whether the session can be restarted with this task, configuration and number of episodes."""
         return self.batch.task is task and self.batch.config == config and self.batch.n_rows == n_rows
 
-    def start(self, seeds: list[int], autoreset: bool) -> None:
+    @property
+    def width(self) -> int:
+        """Numbers of an observation."""
+        return OBSERVATION_SIZE + FLEET_SIZE * self.fleet
+
+    def observation(self) -> NDArray[np.float64]:
+        """The current observations (N, width)."""
+        return self.batch.full_observation() if self.fleet else self.batch.observation
+
+    def start(self, seeds: list[int], autoreset: bool, fleet: bool) -> None:
         """Start one episode per seed."""
-        self.seeds, self.autoreset = seeds, autoreset
+        self.seeds, self.autoreset, self.fleet = seeds, autoreset, fleet
         self.taken = self.episodes = 0
         self.last = None
         self.batch.reset(seeds)
@@ -176,7 +192,7 @@ class BatchSession:
     def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
         """Play the steps; when the episodes end, start those of ``seeds``, unless it is None."""
         n, kind = steps.n_steps, steps.actions.dtype
-        observations = np.empty((1 if steps.last else n, self.batch.n_rows, OBSERVATION_SIZE), dtype=kind)
+        observations = np.empty((1 if steps.last else n, self.batch.n_rows, self.width), dtype=kind)
         rewards = np.empty((n, self.batch.n_rows), dtype=kind)
         done = np.zeros(n, dtype=np.bool_)
         at = 0
@@ -193,7 +209,7 @@ class BatchSession:
                 self.episodes += 1
                 if seeds is not None:
                     self.batch.reset(episode_seeds(seeds, self.episodes))
-                    seen[-1] = self.batch.observation
+                    seen[-1] = self.observation()
         number, self.taken = self.taken + 1, self.taken + n
         return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
 
@@ -246,7 +262,7 @@ class BatchSessions:
         """Forget a session. Raises UnknownSessionError."""
         del self._sessions[self.get(session_id).session_id]
 
-    async def run(self, session: BatchSession, n_steps: int, work: Any) -> Any:
+    async def run(self, session: BatchSession, n_seconds: int, work: Any) -> Any:
         """Run ``work()`` with exclusive access to the session, on a thread if it takes long."""
         if session.waiting >= MAX_WAITING:
             raise RateLimitedError(f"{session.waiting} requests already wait for this session", retry_after_s=1)
@@ -254,7 +270,7 @@ class BatchSessions:
         try:
             async with session.lock:
                 session.touched = time.monotonic()
-                if n_steps <= INLINE_STEPS:
+                if n_seconds <= INLINE_SECONDS:
                     return work()
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(2, thread_name_prefix="batch-session")
@@ -299,6 +315,9 @@ class BatchResetRequest(Message):
             description="when the episodes end, start the next ones; the last step then shows their first "
             "observations. The k-th restart of a row plays a seed derived from its first seed and k"
         ),
+    ] = False
+    fleet: Annotated[
+        bool, Field(description=f"add the fleet's numbers to every observation: {', '.join(FLEET_FIELDS)}")
     ] = False
     session_id: Annotated[
         SessionId | None, Field(description="restart this session; task, config and n must be its own")
@@ -404,7 +423,7 @@ class BatchRoutes:
             raise SessionConflictError("a session is restarted with its own task, config and n")
         request.scope[SESSION_KEY] = session.session_id
         # A refused restart changes nothing; an accepted one waits for the steps that are being played.
-        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, wanted.autoreset))
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, wanted.autoreset, wanted.fleet))
         return reply(
             {
                 "session_id": session.session_id,
@@ -413,7 +432,7 @@ class BatchRoutes:
                 "episode_length": config.episode_length,
                 "config": config.to_dict(),
                 "autoreset": wanted.autoreset,
-                "observations": session.batch.observation,
+                "observations": session.observation(),
             }
         )
 
@@ -437,7 +456,7 @@ class BatchRoutes:
             session, steps = _json_steps(body, find)
 
         n_rows = session.batch.n_rows
-        reserve_answer(request.scope, _answer_bytes(steps, n_rows, binary))
+        reserve_answer(request.scope, _answer_bytes(steps, n_rows, session.width, binary))
 
         def answer() -> Response:
             played = session.play(steps)
@@ -445,7 +464,7 @@ class BatchRoutes:
                 return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
             return reply(_as_json(played))
 
-        answered: Response = await self._sessions.run(session, steps.n_steps * n_rows, answer)
+        answered: Response = await self._sessions.run(session, session.seconds(steps.n_steps), answer)
         return answered
 
     async def close(self, request: Request) -> Response:
@@ -465,7 +484,7 @@ def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     if not 1 <= steps.n_steps <= MAX_STEPS:
         raise InvalidBatchError(f"{steps.n_steps} steps: it must be 1 to {MAX_STEPS:,}")
     session = find(steps.session_id)
-    _check_size(steps.n_steps * session.batch.n_rows, MAX_STEPS)
+    _check_size(session.seconds(steps.n_steps), MAX_STEPS)
     return session, steps
 
 
@@ -476,22 +495,23 @@ def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
     session = find(wanted.session_id)
     n_steps, n_rows = max(wanted.repeat or 1, len(wanted.actions)), session.batch.n_rows
     _check_size(n_steps * n_rows, MAX_JSON_STEPS)
+    _check_size(session.seconds(n_steps), MAX_STEPS)
     actions = _array(wanted.actions, n_rows)
     return session, BatchSteps(wanted.session_id, actions, n_steps, wanted.step, wanted.last)
 
 
-def _answer_bytes(steps: BatchSteps, n_rows: int, binary: bool) -> int:
+def _answer_bytes(steps: BatchSteps, n_rows: int, width: int, binary: bool) -> int:
     """Upper bound of the answer's size in bytes."""
     row_steps = steps.n_steps * n_rows
     if not binary:
-        return row_steps * MAX_JSON_STEP_BYTES
+        return row_steps * MAX_JSON_STEP_BYTES[width]
     shown = n_rows if steps.last else row_steps
-    return (shown * OBSERVATION_SIZE + row_steps) * steps.actions.dtype.itemsize + steps.n_steps + ANSWER.size
+    return (shown * width + row_steps) * steps.actions.dtype.itemsize + steps.n_steps + ANSWER.size
 
 
 def _check_size(row_steps: int, most: int) -> None:
     if row_steps > most:
-        raise InvalidRequestError("actions", f"{row_steps:,} steps", f"at most {most:,} steps of all episodes")
+        raise InvalidRequestError("actions", f"{row_steps:,} seconds", f"at most {most:,} of all episodes together")
 
 
 def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
@@ -535,16 +555,17 @@ def _as_json(played: BatchPlayed) -> dict[str, Any]:
 LAYOUT: Final = f"""N episodes of a session from `/reset/batch` play K steps in one request.
 
 As JSON: `actions[k][n]` are five numbers ({", ".join(ACTIONS)}); `observations[k][n]` are 14 numbers in the order of
-GET /info, `rewards[k][n]`, `done[k]`. Numbers out of range are clamped and snapped to the nearest allowed value; NaN is
-refused. The same with `Content-Type: {MEDIA_TYPE}`, everything little-endian without padding:
+GET /info (21 where the reset asked for the fleet's), `rewards[k][n]`, `done[k]`. Numbers out of range are clamped and
+snapped to the nearest allowed value; NaN is refused. The same with `Content-Type: {MEDIA_TYPE}`, everything
+little-endian without padding:
 
 request: `IGB1`, uint16 bytes per number (4 or 8), uint16 flags ({HOLD}: one action per episode held for all K steps,
 {LAST}: only the last observations), uint32 K, uint32 N, uint64 number of the first step from 1 (0: the next), 16 bytes
 session id; then actions (K or 1, N, 5).
 
 answer: `IGB1`, uint16 bytes per number, uint16 flags, uint32 K, uint32 N, uint64 first step, uint32 observations per
-episode, uint32 14, uint32 episodes finished, uint32 steps left; then observations (K or 1, N, 14), rewards (K, N), and
-a byte per step, 1 where it ended the episodes.
+episode, uint32 W = 14 or 21, uint32 episodes finished, uint32 steps left; then observations (K or 1, N, W), rewards
+(K, N), and a byte per step, 1 where it ended the episodes.
 
 A request with the number of its first step may be sent again: the latest one is answered again and played once.
 Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as JSON; body, sessions and their length by

@@ -84,7 +84,7 @@ class EpisodeRoutes:
             self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
         ]
         if family.baseline is not None:
-            routes.append(self._get("/baseline", self.baseline, "Scores of the naive baseline", (429, 503)))
+            routes.append(self._get("/baseline", self.baseline, "Scores of the baselines", (429, 503)))
         if family.manifest is not None:
             routes.append(self._route("GET", "/openenv.yaml", self.manifest, "The OpenEnv manifest", yaml))
         return routes
@@ -196,6 +196,7 @@ class EpisodeRoutes:
         assert wanted.episode_log is not None
         assert task_id is not None
         own_config = family.is_own_config(task_id, wanted.config)
+        task_id = family.played_id(task_id, wanted.config)
         entries = family.log_entries(wanted.episode_log)
         if not wanted.verify or not entries:
             return {**family.grade(task_id, entries), "verified": False, "own_config": own_config}

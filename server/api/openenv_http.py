@@ -27,7 +27,7 @@ Index = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 
 TRAIN: Final = "train"
 TEST: Final = "test"
-"""The Task API's splits: the tasks of GET /tasks, and those that replay recorded traffic."""
+"""The Task API's splits: the tasks of GET /tasks, and the others of GET /tasks?all=true."""
 
 
 def splits(family: Family) -> dict[str, list[TaskEntry]]:

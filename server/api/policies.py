@@ -121,6 +121,8 @@ class PolicyRoutes:
             wanted.log,
         )
         self._family.check_config(episode.task_id, episode.config)
+        if self._family.hold(episode.task_id, episode.config) != 1:
+            raise InvalidRequestError("config.hold", episode.config["hold"], "1: built-in policies act every second")
         # Guard has counted one before it was known how long it is.
         n_plays = ceil((episode.config.get("episode_length") or 1) / STEPS_PER_PLAY)
         if n_plays > 1:

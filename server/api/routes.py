@@ -13,6 +13,7 @@ from inferencegym.families import SERVING
 from server.api.batch import BatchRoutes
 from server.api.episodes import EpisodeRoutes
 from server.api.openapi import openapi_route
+from server.api.plan import PlanRoutes
 from server.api.policies import PolicyRoutes
 from server.api.shadow import ShadowRoutes
 from server.api.web import web_routes
@@ -28,7 +29,9 @@ class Routes(Protocol):
         ...
 
 
-OWN_ROUTES: Final[Mapping[str, tuple[Callable[[Context, Mount], Routes], ...]]] = {SERVING: (BatchRoutes, ShadowRoutes)}
+OWN_ROUTES: Final[Mapping[str, tuple[Callable[[Context, Mount], Routes], ...]]] = {
+    SERVING: (BatchRoutes, ShadowRoutes, PlanRoutes)
+}
 """Further endpoints of single families."""
 
 

@@ -52,6 +52,7 @@ class Limits:
             "/baseline": settings.baselines_per_minute,
             "/play": settings.plays_per_minute,
             "/shadow": settings.shadows_per_minute,
+            "/plan": settings.shadows_per_minute,
         }
         # One allowance for a path under all its prefixes: an environment may be served at two of them.
         self._limits = {

@@ -49,7 +49,7 @@ COUNTERS: Final[Mapping[str, str]] = {
 }
 GAUGES: Final[Mapping[str, str]] = {
     "active_sessions": "Environments in memory",
-    "held_steps": "Steps of the environments in memory",
+    "held_steps": "Log entries (seconds) of the environments in memory",
     "websockets": "Open WebSocket connections",
 }
 

@@ -10,7 +10,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
-from inferencegym.errors import DataFormatError, ForgedLogError, InferenceGymError, MalformedLogError
+from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
 from inferencegym.families import FAMILIES
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
 
@@ -32,6 +32,7 @@ NEXT: Final[dict[str, str]] = {
     "forged_log": "send the log of the episode as it was played, with its seed and config; another release, table or "
     "calibration gives other numbers",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
+    "job_lost": "try again after the time in Retry-After with a shorter part of the log",
     "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
     "table": "try again after the time in Retry-After; the server's log has the cause",
     "body_too_large": "send less in one request",
@@ -69,8 +70,8 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
             detail[key] = str(value)
     if isinstance(error, (ForgedLogError, MalformedLogError)) and error.step is not None:
         detail["step"] = error.step
-    if isinstance(error, DataFormatError) and error.line is not None:
-        detail["line"] = error.line
+    if getattr(error, "line", None) is not None:
+        detail["line"] = vars(error)["line"]
     detail["next"] = _next(error.code, path)
     headers: list[tuple[bytes, bytes]] = []
     if error.http_status in (429, 503):

@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-THREAD_FROM_ACTIONS: Final = 300
-"""Replays longer than this (a few milliseconds) run on a thread."""
+THREAD_FROM_SECONDS: Final = 300
+"""Replays of more simulated seconds than this (a few milliseconds) run on a thread."""
 WITHOUT_ACTIONS: Final = 2**31 - 1
 """Index of the first action to read when only a record's start is needed: larger than any."""
 MAX_ATTEMPTS: Final = 50
@@ -81,7 +81,7 @@ def last_result(env: EpisodeEnv) -> StepResult | None:
     taken = len(env.actions)
     if taken == 0:
         return None
-    return StepResult(taken, env.observation(), env.episode_log[-1]["reward"], env.done, env)
+    return StepResult(taken, env.observation(), env.last_reward, env.done, env)
 
 
 @dataclass(slots=True)
@@ -103,6 +103,11 @@ class LiveSession:
     def actions(self) -> list[Action]:
         """Actions taken so far."""
         return self.record.actions
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of the episode's log, a measure of its memory: one per step, or several where actions are held."""
+        return len(self.env.episode_log)
 
     @property
     def in_use(self) -> bool:
@@ -172,7 +177,7 @@ class SessionManager:
 
     @property
     def steps_held(self) -> int:
-        """Steps of all environments in memory."""
+        """Log entries of all environments in memory: one per step, or several where actions are held."""
         return self._steps_held
 
     # ------------------------------------------------------------ public operations
@@ -377,9 +382,10 @@ class SessionManager:
     def _take(self, live: LiveSession, parsed: Any, wanted: Action) -> StepResult:
         """Play a step that the store has."""
         self.counters.steps += 1
+        before = live.n_entries
         observation, reward, done = live.env.play(parsed)
         live.actions.append(wanted)
-        self._count_held(live, 1)
+        self._count_held(live, live.n_entries - before)
         live.last = StepResult(len(live.actions), observation, reward, done, live.env)
         return live.last
 
@@ -476,15 +482,15 @@ class SessionManager:
                 _play_stored(live.family, live.env, action)
                 live.actions.append(action)
 
-        before = len(live.actions)
+        before, entries = len(live.actions), live.n_entries
         try:
-            if len(missed) > THREAD_FROM_ACTIONS:
+            if _takes_long(live.family, live.record, len(missed)):
                 await asyncio.to_thread(apply)
             else:
                 apply()
         finally:
             self.counters.replayed_steps += len(live.actions) - before
-            self._count_held(live, len(live.actions) - before)
+            self._count_held(live, live.n_entries - entries)
             live.last = last_result(live.env)
 
     async def _write_back(self, live: LiveSession) -> None:
@@ -498,7 +504,7 @@ class SessionManager:
     async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
         self.counters.replays += 1
         self.counters.replayed_steps += len(record.actions)
-        if len(record.actions) > THREAD_FROM_ACTIONS:
+        if _takes_long(family, record, len(record.actions)):
             return await asyncio.to_thread(_replay_stored, family, record, session_id)
         return _replay_stored(family, record, session_id)
 
@@ -539,7 +545,7 @@ class SessionManager:
         if earlier is not None:
             self._drop(earlier)
         self._live[live.session_id] = live
-        self._steps_held += len(live.actions)
+        self._steps_held += live.n_entries
         while len(self._live) > self._max_live or (self._steps_held > self._max_steps_held and len(self._live) > 1):
             victim = next((one for one in self._live.values() if not one.in_use and one is not live), None)
             if victim is None:
@@ -548,7 +554,7 @@ class SessionManager:
             self.counters.evictions += 1
 
     def _replace(self, live: LiveSession, family: Family, record: EpisodeRecord, env: EpisodeEnv) -> None:
-        self._count_held(live, len(record.actions) - len(live.actions))
+        self._count_held(live, len(env.episode_log) - live.n_entries)
         live.family, live.record, live.env, live.last = family, record, env, None
 
     def _count_held(self, live: LiveSession, steps: int) -> None:
@@ -558,7 +564,7 @@ class SessionManager:
 
     def _drop(self, live: LiveSession) -> None:
         del self._live[live.session_id]
-        self._steps_held -= len(live.actions)
+        self._steps_held -= live.n_entries
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
@@ -570,6 +576,11 @@ def must_be(known: str, family: str, session_id: str) -> None:
     """Raise UnknownSessionError unless a session's family is this one: each environment knows its own sessions only."""
     if known != family:
         raise UnknownSessionError(f"session {session_id!r} is one of the {known} environment, not of the {family} one")
+
+
+def _takes_long(family: Family, record: EpisodeRecord, n_actions: int) -> bool:
+    """Whether playing so many actions of an episode takes milliseconds."""
+    return n_actions * family.hold(record.task_id, record.config) > THREAD_FROM_SECONDS
 
 
 def _play_stored(family: Family, env: EpisodeEnv, action: Action) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
+from simulator.hardware.profiles import profiles
 
 FloatArray = NDArray[np.float64]
 
@@ -47,6 +48,10 @@ def gemm_times(name: str, dtype: str | None = None) -> GemmTimes:
     return GemmTimes(np.array(m, float), {shape: np.array([t[i] for i in m]) for shape, t in cells.items()})
 
 
+def _acceptance_file() -> str:
+    return str(profiles()["speculation"]["acceptance"])
+
+
 @cache
 def spec_acceptance(dataset: str = "sharegpt", method: str = "eagle") -> dict[int, tuple[float, ...]]:
     """P(draft position j is accepted), j = 1..k, for every measured number of draft tokens k.
@@ -56,13 +61,13 @@ def spec_acceptance(dataset: str = "sharegpt", method: str = "eagle") -> dict[in
     """
     found = {
         int(row["k"]): tuple(float(row[f"p_acc_pos{j}"]) for j in range(1, int(row["k"]) + 1))
-        for row in rows("spec_acceptance_llama31_8b.csv")
+        for row in rows(_acceptance_file())
         if (row["dataset"], row["method"]) == (dataset, method)
     }
     if not found:
         raise InvalidConfigError(
             f"no acceptance was measured for dataset {dataset!r} with method {method!r}: choose from the columns "
-            "dataset and method of spec_acceptance_llama31_8b.csv"
+            f"dataset and method of {_acceptance_file()}"
         )
     return found
 

@@ -3,7 +3,11 @@
 Five numbers are fitted by least squares on log ratios of predicted to measured latencies and throughput: overhead per
 iteration and per sequence, the GEMM scale, the scale of memory bandwidth, and the TTFT offset. Predictions are those of
 the serving dynamics on step times of the operator model, so what is fitted is what the product will say. A weak pull
-towards the starting profile keeps numbers that the runs do not tell apart where they were.
+towards the starting profile keeps numbers that the runs do not tell apart where they were. Memory
+bandwidth is fitted only where operator times follow from it.
+
+The start is the table whose predictions are nearest, unless one is named. A fit is kept if it predicts the runs held
+out better than its start does, and refused if even then it is far off or rests on numbers that no such card can have.
 """
 
 from __future__ import annotations
@@ -17,9 +21,13 @@ from typing import Any, Final
 import numpy as np
 from scipy.optimize import least_squares
 
-from inferencegym.errors import DataFormatError, InvalidConfigError, refusal
+from inferencegym.errors import DataFormatError, InvalidConfigError, refusal, short_repr
 from inferencegym.models import QuantTier, ServeAction
-from simulator.hardware.operators import TIERS, EngineProfile, Hardware, OperatorModel, engine, hardware
+from simulator.catalogue import table_index, table_path
+from simulator.hardware.measured_model import MeasuredSource
+from simulator.hardware.operators import OperatorModel, Source
+from simulator.hardware.profiles import EngineProfile, engine
+from simulator.hardware.sources import engine_of, source_of
 from simulator.offline.bench_files import METRICS, BenchRun
 from simulator.offline.table import (
     BATCH_SIZES,
@@ -29,7 +37,7 @@ from simulator.offline.table import (
     SPEC_LENGTHS,
     table_metadata,
 )
-from simulator.tables import VALUE_COLUMNS, FloatArray, ServingTables
+from simulator.tables import MAX_TIERS, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
 from simulator.whatif import serve_requests
 
 WEIGHT: Final[Mapping[str, float]] = {
@@ -40,6 +48,12 @@ WEIGHT: Final[Mapping[str, float]] = {
 }
 """Weight of each metric's log ratio: one over the error that the model is expected to keep anyway."""
 PRIOR_WEIGHT: Final = 0.3
+MOST_ERROR: Final = 0.35
+"""Median error of TPOT and throughput beyond which a table does not describe the engine."""
+SCALES: Final = (0.5, 2.0)
+"""GEMM and bandwidth scales that a card of the chosen kind can have; beyond, it is another one."""
+NEAREST_RUNS: Final = 4
+"""Runs by which the nearest table is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +93,20 @@ class BenchFit:
     """A fitted engine with the errors of its predictions on the runs it was fitted to and on those held out."""
 
     engine: EngineProfile
-    card: Hardware
+    source: Source
+    hardware: str
     bandwidth_scale: float
     fitted: list[str]
     held_out: list[str]
     errors: list[BenchError]
+    kept: bool
+    """Whether the fit is used; the starting profile is where it predicts the runs held out no better."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; stored in the table that is built from the fit."""
-        return dataclasses.asdict(self)
+        stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "source"}
+        found = {"engine": dataclasses.asdict(self.engine), "card": dataclasses.asdict(self.source.card)}
+        return {**stated, **found, "errors": [dataclasses.asdict(error) for error in self.errors]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +114,44 @@ class Setup:
     """Deployment that was benchmarked: most requests at once, precision, replicas behind the address."""
 
     max_num_seqs: int = 256
-    tier: str = "FP16"
+    tier: str | None = None
+    """Precision; None: the first of the table."""
     replicas: int = 1
+
+    def tier_of(self, tiers: Sequence[str]) -> str:
+        """The precision among those of a table."""
+        return tiers[0] if self.tier is None else self.tier
 
     def action(self, meta: Mapping[str, Any]) -> ServeAction:
         """The same in knobs, with the largest KV pool that fits the card beside so many sequences."""
         batch = min(512, self.max_num_seqs)
         memory = meta["memory_gb"]
-        fixed = float(meta["weights_gb"][self.tier]) + float(memory["activations_gb"])
+        tiers = list(meta["weights_gb"])
+        tier = self.tier_of(tiers)
+        fixed = float(meta["weights_gb"][tier]) + float(memory["activations_gb"])
         pool_gb = float(meta["memory_budget_gb"]) - fixed - float(memory["workspace_gb"])
         room_gb = float(meta["memory_limit_gb"]) - fixed - float(memory["per_sequence_gb"]) * batch - 0.01
-        return ServeAction(min(1.0, max(0.1, room_gb / pool_gb)), 0, batch, False, QuantTier[self.tier])
+        return ServeAction(min(1.0, max(0.1, room_gb / pool_gb)), 0, batch, False, QuantTier(tiers.index(tier)))
 
 
 def fit_engine(
     runs: Sequence[BenchRun],
-    hardware_name: str = "a100-40gb",
-    start: str = "vllm_v1",
+    hardware_name: str | None = None,
+    start: str | None = None,
     setup: Setup | None = None,
     hold_out: float = 0.25,
     name: str = "imported",
 ) -> BenchFit:
     """Fit a profile to most runs and judge it on the others.
 
-    Every ``1 / hold_out``-th run in order of load is held out, at least one of two; 0 holds out none. Raises
-    :class:`InvalidConfigError` on settings out of range, :class:`DataFormatError` if no run is left to fit.
+    ``hardware_name`` is a table of the catalogue or a card of ``profiles.json``, None the nearest table; ``start`` a
+    profile, None the one of that table. Every ``1 / hold_out``-th run in order of load is held out, at least one of
+    two; 0 holds out none. Raises :class:`InvalidConfigError` on settings out of range, :class:`DataFormatError` if no
+    run is left to fit or nothing fits.
     """
     setup = setup or Setup()
-    if setup.tier not in TIERS or not 1 <= setup.max_num_seqs <= 4096 or not 1 <= setup.replicas <= 4096:
-        raise InvalidConfigError(f"{setup} is not allowed: tier one of {TIERS}, max_num_seqs and replicas 1 to 4096")
+    if not 1 <= setup.max_num_seqs <= 4096 or not 1 <= setup.replicas <= 4096:
+        raise InvalidConfigError(f"{setup} is not allowed: max_num_seqs and replicas 1 to 4096")
     if hold_out != 0.0 and not 0.001 <= hold_out <= 0.5:
         raise refusal("hold_out", hold_out, "0, or from 0.001 to 0.5")
     ordered = sorted(runs, key=BenchRun.load)
@@ -132,20 +160,81 @@ def fit_engine(
     testing = [r for i, r in enumerate(ordered) if i in held]
     if not fitting:
         raise DataFormatError("no run to fit to: give more result files")
-    card, profile = hardware(hardware_name), engine(start)
-    model = _Predictor(card, profile, setup)
+    chosen = hardware_name or nearest_table(ordered, setup)
+    source, profile = _starting(chosen, start)
+    source.check_tier(setup.tier_of(source.tiers))
+    model = _Predictor(source, profile, setup)
+    begin = model.start()
     solution = _least_squares(model, fitting)
+    judged = testing or fitting
+    kept = _misfit(model, solution, judged) < _misfit(model, begin, judged)
+    used = solution if kept else begin
+    _refuse_misfit(chosen, model, used, judged)
+    said = f"Fitted to {len(fitting)} runs, from {profile.name} on {chosen}." if kept else profile.source
     return BenchFit(
-        engine=replace(model.profile(solution), name=name, source=f"Fitted to {len(fitting)} runs, from {start}."),
-        card=model.card(solution),
-        bandwidth_scale=float(math.exp(solution[3])),
+        engine=replace(model.profile(used), name=name, source=said),
+        source=model.source(used),
+        hardware=chosen,
+        bandwidth_scale=float(math.exp(used[3])),
         fitted=[r.name for r in fitting],
         held_out=[r.name for r in testing],
         errors=[
-            *_errors("held out", model, model.start(), solution, testing),
-            *_errors("fitted", model, model.start(), solution, fitting),
+            *_errors("held out", model, begin, solution, testing),
+            *_errors("fitted", model, begin, solution, fitting),
         ],
+        kept=kept,
     )
+
+
+def nearest_table(runs: Sequence[BenchRun], setup: Setup) -> str:
+    """Name of the shipped table whose predictions of some runs are nearest, as it is."""
+    some = list(runs)[:: max(1, len(runs) // NEAREST_RUNS)][:NEAREST_RUNS]
+    misfit = {}
+    for name, entry in table_index().items():
+        if setup.tier is None or setup.tier in entry["tiers"]:
+            tables = load_tables(table_path(name))
+            ratios = [r for run in some for r in _ratios(_predicted(setup, tables, run), run)]
+            misfit[name] = math.fsum(abs(r) for r in ratios)
+    if not misfit:
+        raise InvalidConfigError(f"precision {short_repr(setup.tier)} is in no table of the catalogue", "tier")
+    return min(misfit, key=misfit.__getitem__)
+
+
+def _starting(name: str, start: str | None) -> tuple[Source, EngineProfile]:
+    """Source and profile of a table of the catalogue, or of a card of ``profiles.json``."""
+    if name not in table_index():
+        source: Source = MeasuredSource(name)
+        return source, engine(start or source.card.engine)
+    meta = load_tables(table_path(name)).meta
+    return source_of(meta), engine_of(meta) if start is None else engine(start)
+
+
+def _ratios(predicted: Mapping[str, float], run: BenchRun) -> list[float]:
+    """Weighted log ratios of prediction to measurement."""
+    return [WEIGHT[metric] * math.log(value / run.measured[metric]) for metric, value in predicted.items()]
+
+
+def _misfit(model: _Predictor, x: FloatArray, runs: Sequence[BenchRun]) -> float:
+    """Mean of the absolute weighted log ratios over the runs."""
+    return float(np.mean([abs(r) for run in runs for r in _ratios(model.predict(x, run), run)]))
+
+
+def _refuse_misfit(name: str, model: _Predictor, x: FloatArray, runs: Sequence[BenchRun]) -> None:
+    """Raise :class:`DataFormatError` where the table does not describe the engine, with what says so."""
+    reasons = []
+    for what, scale in (("GEMM scale", math.exp(x[2])), ("bandwidth scale", math.exp(x[3]))):
+        if not SCALES[0] <= scale <= SCALES[1]:
+            reasons.append(f"a {what} of {scale:.2g}, which must be from {SCALES[0]:g} to {SCALES[1]:g}")
+    errors = [_relative(model, x, run) for run in runs]
+    for metric in ("tpot_ms", "output_tokens_per_s"):
+        found = [abs(e[metric]) for e in errors if metric in e]
+        if found and np.median(found) > MOST_ERROR:
+            reasons.append(f"a median error of {np.median(found):.0%} in {metric}, where {MOST_ERROR:.0%} is the most")
+    if reasons:
+        raise DataFormatError(
+            f"the table {name} does not describe this engine: it would take {' and '.join(reasons)}; name the card and "
+            "model that were measured with --hardware, or build their table with `inferencegym build-table --system`"
+        )
 
 
 def _held_out(n: int, share: float) -> list[int]:
@@ -174,17 +263,33 @@ def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
     # Parameters in units of their scale, around 1: finite differences then take even steps.
     bounds = ((low - start) / scale + 1.0, (high - start) / scale + 1.0)
     inside = np.clip(np.ones(len(scale)), bounds[0] + 1e-6, bounds[1] - 1e-6)
-    found = least_squares(residuals, inside, bounds=bounds, loss="soft_l1", diff_step=0.02, max_nfev=25)
-    solution: FloatArray = start + (found.x - 1.0) * scale
+    free = np.array([p.name != "log_bandwidth_scale" or model.fits_bandwidth for p in _PARAMETERS])
+
+    def full(part: FloatArray) -> FloatArray:
+        u = np.ones(len(scale))
+        u[free] = part
+        return u
+
+    found = least_squares(
+        lambda part: residuals(full(part)),
+        inside[free],
+        bounds=(bounds[0][free], bounds[1][free]),
+        loss="soft_l1",
+        diff_step=0.02,
+        max_nfev=25,
+    )
+    solution: FloatArray = start + (full(found.x) - 1.0) * scale
     return solution
 
 
 class _Predictor:
     """Prediction of the serving dynamics for a run, given the numbers of the profile."""
 
-    def __init__(self, card: Hardware, profile: EngineProfile, setup: Setup) -> None:
-        self._card, self._profile, self._setup = card, profile, setup
-        self._meta = table_metadata(card, profile)
+    def __init__(self, source: Source, profile: EngineProfile, setup: Setup) -> None:
+        self._source, self._profile, self._setup = source, profile, setup
+        self._tier = setup.tier_of(source.tiers)
+        self._meta = table_metadata(source, profile)
+        self.fits_bandwidth = source.with_bandwidth(1.0) is not None
         self._tables: tuple[bytes, ServingTables] | None = None
 
     def start(self) -> FloatArray:
@@ -202,33 +307,34 @@ class _Predictor:
             ttft_offset_ms=round(float(x[4]), 3),
         )
 
-    def card(self, x: FloatArray) -> Hardware:
-        """The card with its bandwidth scaled."""
-        return replace(self._card, bandwidth_gb_s=round(self._card.bandwidth_gb_s * math.exp(float(x[3])), 1))
+    def source(self, x: FloatArray) -> Source:
+        """The source with its card's bandwidth scaled."""
+        return self._source.with_bandwidth(math.exp(float(x[3]))) or self._source
 
     def predict(self, x: FloatArray, run: BenchRun) -> dict[str, float]:
         """The metrics that the run states."""
-        served = serve_requests(
-            self._setup.action(self._meta),
-            run.requests,
-            self._tables_for(x),
-            n_replicas=self._setup.replicas,
-            closed_clients=run.clients,
-        ).report()
-        said = {
-            "ttft_p50_ms": served.ttft_p50_ms,
-            "ttft_p99_ms": served.ttft_p99_ms,
-            "tpot_ms": served.tpot_p50_ms,
-            "output_tokens_per_s": served.output_tokens_per_s,
-        }
-        return {name: max(said[name], 1e-6) for name in METRICS if name in run.measured}
+        return _predicted(self._setup, self._tables_for(x), run)
 
     def _tables_for(self, x: FloatArray) -> ServingTables:
         key = x.tobytes()
         if self._tables is None or self._tables[0] != key:
-            tables = step_tables(OperatorModel(self.card(x), self._setup.tier, self.profile(x)), self._meta)
+            tables = step_tables(self.source(x).operators(self._tier, self.profile(x)), self._meta)
             self._tables = (key, tables)
         return self._tables[1]
+
+
+def _predicted(setup: Setup, tables: ServingTables, run: BenchRun) -> dict[str, float]:
+    """What a table says of the metrics that the run states."""
+    served = serve_requests(
+        setup.action(tables.meta), run.requests, tables, n_replicas=setup.replicas, closed_clients=run.clients
+    ).report()
+    said = {
+        "ttft_p50_ms": served.ttft_p50_ms,
+        "ttft_p99_ms": served.ttft_p99_ms,
+        "tpot_ms": served.tpot_p50_ms,
+        "output_tokens_per_s": served.output_tokens_per_s,
+    }
+    return {name: max(said[name], 1e-6) for name in METRICS if name in run.measured}
 
 
 def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
@@ -236,7 +342,7 @@ def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
 
     The other precisions and draft lengths repeat these times; only the model's own may be asked for.
     """
-    shape = (len(TIERS), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
+    shape = (MAX_TIERS, len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
     columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
     columns["decode_ms"][:] = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in BATCH_SIZES]
     columns["prefill_ms"][:] = [model.prefill_ms(p) for p in PROMPT_TOKENS]
@@ -247,7 +353,7 @@ def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
         columns[name][:] = [[cost(p, n, p) for p in PROMPT_TOKENS] for n in BATCH_SIZES]
     iteration = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES]
     axes = {
-        "quant_tier": np.arange(len(TIERS), dtype=np.float64),
+        "quant_tier": np.arange(len(meta["weights_gb"]), dtype=np.float64),
         "spec_length": np.array(SPEC_LENGTHS, dtype=np.float64),
         "kv_budget": np.array(KV_BUDGETS),
         "batch_size": np.array(BATCH_SIZES, dtype=np.float64),
@@ -255,7 +361,7 @@ def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
     }
     own = {
         "tau_ms": model.profile.ttft_offset_ms,
-        "iteration_ms": np.tile(np.array(iteration), (len(TIERS), len(SPEC_LENGTHS), 1, 1)),
+        "iteration_ms": np.tile(np.array(iteration), (MAX_TIERS, len(SPEC_LENGTHS), 1, 1)),
     }
     return ServingTables("", "", axes, columns, {**meta, **own})
 

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from simulator.hardware import measured
-from simulator.hardware.operators import TIERS, operator_model, profiles
+from simulator.hardware.profiles import profiles
+from simulator.hardware.sources import engine_of, source_of
 from simulator.load import REUSE_LOG2_FIRST, EpisodeRequests
 from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, RollingRestart, Simulation
 from simulator.offline.table import kv_capacity_tokens
@@ -48,8 +49,8 @@ class ReferenceEpisode:
         self._seed = seed
         self._rolling_restart: RollingRestart = rolling_restart
         self._slo_ms = params.stats.slo_ms[requests.class_index]
-        self._hardware, self._engine = str(params.tables.meta["hardware"]), str(params.tables.meta["engine"])
-        self._models = [operator_model(self._hardware, tier, self._engine) for tier in TIERS]
+        self._source, profile = source_of(params.tables.meta), engine_of(params.tables.meta)
+        self._models = [self._source.operators(tier, profile) for tier in self._source.tiers]
         speculation = profiles()["speculation"]
         self._acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
         self._simulation: Simulation | None = None
@@ -66,7 +67,7 @@ class ReferenceEpisode:
         judged = self._judge(simulation, start_ms)
         params = self._params
         ktokens_per_s = done.written / 1e3
-        gpus = params.n_replicas + done.prefill_gpu_ms / 1e3
+        gpus = params.tables.cards_per_replica * (params.n_replicas + done.prefill_gpu_ms / 1e3)
         missed, share = float(judged.missed + done.refused), 0.0
         if judged.requests + done.refused:
             share = min(1.0, missed / (judged.requests + done.refused))
@@ -95,12 +96,13 @@ class ReferenceEpisode:
         }
 
     def _configure(self, knobs: Knobs, oom: bool) -> Simulation:
-        pools = {tier: kv_capacity_tokens(self._hardware, tier, knobs.kv_budget, knobs.spec_length) for tier in TIERS}
+        source = self._source
+        pools = {t: kv_capacity_tokens(source, t, knobs.kv_budget, knobs.spec_length) for t in source.tiers}
         constants = self._params.constants
         fleet = Fleet(
             self._models[knobs.quant_tier],
             knobs.batch_size,
-            pools[TIERS[knobs.quant_tier]],
+            pools[source.tiers[knobs.quant_tier]],
             replicas=self._params.n_replicas,
             draft_tokens=knobs.spec_length,
             acceptance=self._acceptance.get(knobs.spec_length, ()),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from inferencegym import errors
 from inferencegym.errors import DataFormatError
 from simulator.tables import FloatArray
 
-MAX_DOCUMENT_BYTES: Final = 1_000_000_000
+MAX_DOCUMENT_CHARS: Final = 1_000_000_000
 """Size of a file that must be parsed whole."""
 MAX_TOKENS: Final = 10_000_000
 MAX_NUMBER: Final = 1e12
@@ -64,10 +64,17 @@ class Source:
 
     def text(self) -> str:
         """The whole file."""
-        size = self.path.stat().st_size
-        if not 0 < size <= MAX_DOCUMENT_BYTES:
-            raise self.wrong(f"has {size:,} bytes; a report has 1 to {MAX_DOCUMENT_BYTES:,}")
-        return self.path.read_text(encoding="utf-8-sig")
+        with self.path.open(encoding="utf-8-sig") as file:
+            return self.text_of(file)
+
+    def text_of(self, file: TextIO) -> str:
+        """All text of an open file."""
+        found = file.read(MAX_DOCUMENT_CHARS + 1)
+        if not found:
+            raise self.wrong("is empty")
+        if len(found) > MAX_DOCUMENT_CHARS:
+            raise self.wrong(f"has more than {MAX_DOCUMENT_CHARS:,} characters, the most of a document")
+        return found
 
     def object(self, text: str) -> Value:
         """The one JSON object that a text holds."""

@@ -9,7 +9,7 @@ has ``batch_size`` requests in hand.
 * ``batch_size``: concurrent requests served at most
 * ``kv_budget``: share of the free memory given to the KV cache
 * ``spec_length``: draft tokens per verify step, 0 = off
-* ``quant_tier``: 0 = FP16, 1 = INT8 (W8A8), 2 = INT4 (W4A16)
+* ``quant_tier``: index of the precision among those of the source (the keys of ``weights_gb`` in the metadata)
 * ``prompt_len_bucket``: index into ``PROMPT_TOKENS``
 * ``ttft_p50_ms``, ``ttft_p99_ms``: time to first token, the engine's TTFT offset included
 * ``tpot_ms``: median over requests of the time per output token
@@ -24,9 +24,9 @@ has ``batch_size`` requests in hand.
 * ``kv_capacity_tokens``: tokens that the KV pool holds
 * ``support``: how well measurements cover the operator times, 0 measured, 1 interpolated, 2 modelled, 3 extrapolated
 
-``support`` is :func:`simulator.hardware.operators.support` at the row's batch, prompt and draft length. A row whose
-pool cannot hold a single request of this workload is simulated with a pool that holds exactly one, so that it serves
-one request at a time, and is marked 3. The table of the 40 GB card has no such row.
+``support`` is :meth:`simulator.hardware.operators.Source.support` at the row's batch, prompt and draft length. A row
+whose pool cannot hold a single request of this workload is simulated with a pool that holds exactly one, so that it
+serves one request at a time, and is marked 3. The table of the 40 GB card has no such row.
 """
 
 from __future__ import annotations
@@ -46,19 +46,8 @@ from scipy.special import ndtri
 
 from inferencegym.files import atomic_write, prepare_output
 from simulator.hardware import measured
-from simulator.hardware.operators import (
-    EXTRAPOLATED,
-    TIERS,
-    EngineProfile,
-    Hardware,
-    OperatorModel,
-    engine,
-    hardware,
-    operator_model,
-    profiles,
-    support,
-    weights_gb,
-)
+from simulator.hardware.operators import EXTRAPOLATED, OperatorModel, Source
+from simulator.hardware.profiles import EngineProfile, profiles
 from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
 
 BUILDER_VERSION = 2
@@ -104,11 +93,12 @@ Row = dict[str, float]
 class Slice(NamedTuple):
     """A share of the table that one process computes: all batch sizes and KV budgets of the rest of the key."""
 
-    hardware: str | Hardware
-    engine: str | EngineProfile
+    source: Source
+    engine: EngineProfile
     tier: str
     prompt_bucket: int
     spec_length: int
+    saturated: bool = True
 
 
 class Saturated(NamedTuple):
@@ -120,45 +110,53 @@ class Saturated(NamedTuple):
     tps: float
 
 
+SATURATED_COLUMNS = (*Saturated._fields, "cost_per_1k")
+
+
 def build_table(
     out_path: Path | str,
-    hardware: str | Hardware = "a100-40gb",
-    engine: str | EngineProfile = "a100_40",
+    source: Source,
+    engine: EngineProfile,
     jobs: int = 2,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
+    saturated: bool = True,
 ) -> Path:
     """Compute all rows and write them as one plain parquet file; returns its path.
 
-    Card and engine are names of ``profiles.json`` or objects of one's own. ``jobs`` processes share the work. The same
-    inputs give the same file content whatever ``jobs`` is. ``notes`` are kept in the file's metadata. The file appears
-    when it is complete.
+    ``jobs`` processes share the work. The same inputs give the same file content whatever ``jobs`` is. ``notes`` are
+    kept in the file's metadata. Without ``saturated`` the columns of the saturated engine are left out, which take
+    minutes: episodes and what-ifs do not read them. The file appears when it is complete.
     """
     path = Path(out_path)
     prepare_output(path)  # a path that cannot be written is refused before minutes of work
-    slices = [Slice(hardware, engine, t, p, k) for t in TIERS for p in range(len(PROMPT_TOKENS)) for k in SPEC_LENGTHS]
+    slices = [
+        Slice(source, engine, t, p, k, saturated)
+        for t in source.tiers
+        for p in range(len(PROMPT_TOKENS))
+        for k in SPEC_LENGTHS
+    ]
     rows: list[Row] = []
+    title = f"{source.card.name}, {engine.name}"
     with _pool(jobs) as compute:
-        for part in _with_progress(compute(slices), len(slices), _title(hardware, engine), progress):
+        for part in _with_progress(compute(slices), len(slices), title, progress):
             rows.extend(part)
     rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
-    schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in COLUMNS.items()])
+    kept = [name for name in COLUMNS if saturated or name not in SATURATED_COLUMNS]
+    schema = pa.schema([pa.field(name, COLUMNS[name], nullable=False) for name in kept])
     table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
-        {METADATA_KEY: json.dumps({**table_metadata(hardware, engine), **(notes or {})})}
+        {METADATA_KEY: json.dumps({**table_metadata(source, engine), **(notes or {})})}
     )
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="snappy", row_group_size=len(rows))
     return path
 
 
-def _title(card: str | Hardware, profile: str | EngineProfile) -> str:
-    return f"{hardware(card).name}, {engine(profile).name}"
-
-
 def slice_rows(part: Slice) -> list[Row]:
     """All rows of one slice."""
     cache: dict[tuple[int, int], Saturated] = {}
-    return [_row(part, batch, kv, cache) for batch in BATCH_SIZES for kv in KV_BUDGETS]
+    budgets = KV_BUDGETS if part.saturated else KV_BUDGETS[-1:]  # step times do not depend on them
+    return [_row(part, batch, kv, cache) for batch in BATCH_SIZES for kv in budgets]
 
 
 def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
@@ -166,29 +164,25 @@ def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
     return _row(part, batch_size, kv_budget, {})
 
 
-def kv_capacity_tokens(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> int:
+def kv_capacity_tokens(source: Source, tier: str, kv_budget: float, spec_length: int) -> int:
     """Tokens that the KV pool holds."""
-    pool_gb = _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
-    return math.floor(pool_gb * 1e9 / int(profiles()["model"]["kv_bytes_per_token"]))
+    return math.floor(_kv_pool_gb(source, tier, kv_budget, spec_length) * 1e9 / source.kv_bytes_per_token)
 
 
-def gpu_memory_gb(
-    hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int, batch_size: int
-) -> float:
-    """Memory that a replica takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
-    per_sequence_gb = float(profiles()["memory"]["per_sequence_gb"])
-    fixed_gb = _fixed_gb(tier, spec_length) + per_sequence_gb * batch_size
-    return fixed_gb + _kv_pool_gb(hardware_name, tier, kv_budget, spec_length)
+def gpu_memory_gb(source: Source, tier: str, kv_budget: float, spec_length: int, batch_size: int) -> float:
+    """Memory that a card takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
+    fixed_gb = _fixed_gb(source, tier, spec_length) + source.memory_gb["per_sequence_gb"] * batch_size
+    return fixed_gb + _kv_pool_gb(source, tier, kv_budget, spec_length)
 
 
-def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> dict[str, Any]:
+def table_metadata(source: Source, profile: EngineProfile) -> dict[str, Any]:
     """Metadata of a table: what it was built from, and constants that its user needs beside the columns."""
-    card, profile = hardware(hardware_name), engine(engine_name)
+    card = source.card
     speculation = profiles()["speculation"]
     tokens = measured.spec_tokens_per_step(speculation["dataset"], speculation["method"])
     return {
         "builder_version": BUILDER_VERSION,
-        "model": profiles()["model"]["name"],
+        "model": source.model,
         "hardware": card.name,
         "memory_budget_gb": card.memory_budget_gb,
         "memory_limit_gb": card.memory_limit_gb,
@@ -196,21 +190,21 @@ def table_metadata(hardware_name: str | Hardware, engine_name: str | EngineProfi
         "scheduler": profile.scheduler,
         "max_batched_tokens": profile.max_batched_tokens,
         "tau_ms": profile.ttft_offset_ms,
-        "weights_gb": {tier: weights_gb(tier) for tier in TIERS},
-        "memory_gb": {name: value for name, value in profiles()["memory"].items() if name.endswith("_gb")},
-        "kv_bytes_per_token": profiles()["model"]["kv_bytes_per_token"],
+        "weights_gb": {tier: source.weights_gb[tier] for tier in source.tiers},
+        "memory_gb": dict(source.memory_gb),
+        "kv_bytes_per_token": source.kv_bytes_per_token,
         "prompt_tokens": list(PROMPT_TOKENS),
         "output_tokens": OUTPUT_TOKENS,
         "spec_tokens_per_step": {str(k): tokens[k] for k in SPEC_LENGTHS},
         "iteration_batches": list(ITERATION_BATCHES),
-        "iteration_ms": _iteration_ms(hardware_name, engine_name),
-        "measured_sha256": measured.checksums(),
+        "iteration_ms": _iteration_ms(source, profile),
+        **source.provenance(profile),
     }
 
 
-def _iteration_ms(hardware_name: str | Hardware, engine_name: str | EngineProfile) -> list[list[list[list[float]]]]:
+def _iteration_ms(source: Source, profile: EngineProfile) -> list[list[list[list[float]]]]:
     """Decode iterations by tier, spec length, batch (``ITERATION_BATCHES``) and context (``PROMPT_TOKENS``)."""
-    models = [operator_model(hardware_name, tier, engine_name) for tier in TIERS]
+    models = [source.operators(tier, profile) for tier in source.tiers]
     return [
         [[[round(m.decode_ms(n, x, k), 5) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES] for k in SPEC_LENGTHS]
         for m in models
@@ -258,45 +252,46 @@ def _steady_state(outcome: Outcome, clients: int, more_clients: int) -> Saturate
 
 
 def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, int], Saturated]) -> Row:
-    model = operator_model(part.hardware, part.tier, part.engine)
+    source, model = part.source, part.source.operators(part.tier, part.engine)
     prompt, k = PROMPT_TOKENS[part.prompt_bucket], part.spec_length
-    capacity = kv_capacity_tokens(part.hardware, part.tier, kv_budget, k)
+    capacity = kv_capacity_tokens(source, part.tier, kv_budget, k)
     largest_request = BLOCK_TOKENS * math.ceil((prompt + LONGEST_OUTPUT + k + 1) / BLOCK_TOKENS)
-    # A pool larger than all requests together changes nothing: budgets that leave room to spare share one simulation.
-    pool = min(max(capacity, largest_request), batch_size * largest_request)
-    if (batch_size, pool) not in cache:
-        cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k)
-    steady = cache[batch_size, pool]
-    return {
+    row: Row = {
         "batch_size": batch_size,
         "kv_budget": kv_budget,
         "spec_length": k,
-        "quant_tier": TIERS.index(part.tier),
+        "quant_tier": source.tiers.index(part.tier),
         "prompt_len_bucket": part.prompt_bucket,
-        **steady._asdict(),
-        "gpu_mem_gb": gpu_memory_gb(part.hardware, part.tier, kv_budget, k, batch_size),
-        "cost_per_1k": 1000.0 / steady.tps,
+        "gpu_mem_gb": gpu_memory_gb(source, part.tier, kv_budget, k, batch_size),
         "decode_ms": model.decode_ms(batch_size, prompt, k),
         "prefill_ms": model.prefill_ms(prompt),
         "prefill_marginal_ms": model.prefill_marginal_ms(prompt, batch_size, prompt, k),
         "prefill_saturated_ms": model.prefill_saturated_ms(prompt, batch_size, prompt, k),
         "kv_capacity_tokens": capacity,
-        "support": EXTRAPOLATED if capacity < largest_request else support(part.tier, batch_size, prompt, prompt, k),
+        "support": (EXTRAPOLATED if capacity < largest_request else source.support(part.tier, batch_size, prompt, k)),
     }
+    if not part.saturated:
+        return row
+    # A pool larger than all requests together changes nothing: budgets that leave room to spare share one simulation.
+    pool = min(max(capacity, largest_request), batch_size * largest_request)
+    if (batch_size, pool) not in cache:
+        cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k)
+    steady = cache[batch_size, pool]
+    row |= {**steady._asdict(), "cost_per_1k": 1000.0 * source.cards_per_replica / steady.tps}
+    return {name: row[name] for name in COLUMNS}
 
 
-def _fixed_gb(tier: str, spec_length: int) -> float:
+def _fixed_gb(source: Source, tier: str, spec_length: int) -> float:
     """Memory allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
-    memory = profiles()["memory"]
-    return (
-        weights_gb(tier) + float(memory["activations_gb"]) + (float(memory["speculation_gb"]) if spec_length else 0.0)
-    )
+    memory = source.memory_gb
+    fixed_gb = source.weights_gb[source.check_tier(tier)] + memory["activations_gb"]
+    return fixed_gb + (memory["speculation_gb"] if spec_length else 0.0)
 
 
-def _kv_pool_gb(hardware_name: str | Hardware, tier: str, kv_budget: float, spec_length: int) -> float:
+def _kv_pool_gb(source: Source, tier: str, kv_budget: float, spec_length: int) -> float:
     """The KV pool, decimal GB: ``kv_budget`` of what is left of the card's budget beside a workspace."""
-    workspace_gb = float(profiles()["memory"]["workspace_gb"])
-    return kv_budget * (hardware(hardware_name).memory_budget_gb - _fixed_gb(tier, spec_length) - workspace_gb)
+    room_gb = source.card.memory_budget_gb - _fixed_gb(source, tier, spec_length) - source.memory_gb["workspace_gb"]
+    return kv_budget * room_gb
 
 
 @contextmanager

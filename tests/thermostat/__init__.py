@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import BaseModel, Field
 
-from env.family import Entry, EpisodeEnv, Family, Grade, GymCodec, Policy, TaskEntry
+from env.family import Entry, EpisodeEnv, Family, Grade, GymCodec, Policy, TaskEntry, outcome
 from inferencegym.errors import EpisodeDoneError, InvalidConfigError, MalformedLogError, NotResetError, UnknownTaskError
 from inferencegym.messages import WHOLE, Message, read
 from inferencegym.tasks import TaskId
@@ -67,6 +67,10 @@ class ThermostatEnv:
         self._inside = SET_POINT_C
 
     @property
+    def last_reward(self) -> float:
+        return float(self.episode_log[-1]["reward"])
+
+    @property
     def episode_length(self) -> int:
         return self._config.episode_length
 
@@ -110,7 +114,11 @@ class ThermostatEnv:
 
     def info(self) -> dict[str, Any]:
         last = self.episode_log[-1]
-        return {"timestep": last["timestep"], "metrics": last["metrics"], "action_applied": last["action"]}
+        info = {"timestep": last["timestep"], "metrics": last["metrics"], "action_applied": last["action"]}
+        return {**info, **outcome(self.grade())} if self.done else info
+
+    def grade(self) -> Grade:
+        return grade(self.task_id, self.episode_log)
 
     def observation(self) -> Room:
         return Room(self._inside, self._outside[len(self.actions)], len(self.actions))

@@ -9,6 +9,7 @@ const LOADERS = {
   race: () => import("./race.js"),
   verify: () => import("./verify.js"),
   trace: () => import("./trace.js"),
+  plan: () => import("./plan.js"),
   fidelity: () => import("./fidelity.js"),
   code: () => import("./code.js"),
   traffic: () => import("./traffic.js"),

@@ -1,4 +1,4 @@
-/** Race tab: the visitor and four policies play the same episode, second by second. */
+/** Race tab: the visitor and six policies play the same episode, second by second. */
 
 import * as address from "./address.js";
 import { once, post, sleep } from "./api.js";
@@ -15,7 +15,9 @@ const RIVALS = [
   { key: "heuristic", label: "Heuristic", colour: "heuristic" },
   { key: "ppo", label: "PPO", colour: "ppo", dash: [8, 3] },
   { key: "best_static", label: "Best static", colour: "static", dash: [3, 3] },
-  { key: "naive", label: "Default knobs", colour: "naive", dash: [1, 3] },
+  { key: "random_search", label: "Random search", colour: "search", dash: [6, 2, 1, 2] },
+  { key: "vllm_defaults", label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
+  { key: "naive", label: "Plan's baseline", colour: "naive", dash: [1, 3] },
 ];
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const REPLAY_SPEED = 25;
@@ -35,7 +37,7 @@ class Race {
     const knobs = tasks.map((task) => task.active_actions.length);
     this.first = tasks[knobs.indexOf(Math.max(...knobs))];
     this.info = info;
-    this.hidden = new Set(["naive"]);
+    this.hidden = new Set(["naive", "vllm_defaults", "random_search"]);
     this.phase = "idle"; // idle, running, paused, over
     this.generation = 0;
     this.speed = 10;

@@ -9,16 +9,19 @@ import { Strip } from "./strip.js";
 
 const EXAMPLE = "data/azure-conversation.csv";
 const PLAYERS = {
-  fixed: { label: "Fixed configuration", colour: "naive", dash: [1, 3] },
-  naive: { label: "Default knobs", colour: "naive", dash: [1, 3] },
+  fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
+  best_constant: { label: "Best constant", colour: "static", dash: [3, 3] },
+  naive: { label: "Plan's baseline", colour: "naive", dash: [1, 3] },
+  vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
+  random_search: { label: "Random search", colour: "search", dash: [6, 2, 1, 2] },
   heuristic: { label: "Heuristic", colour: "heuristic" },
   hill_climb: { label: "Hill climbing", colour: "you" },
   ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
   best_static: { label: "Best static", colour: "static", dash: [3, 3] },
   best_adaptive: { label: "Best switching", colour: "ink" },
 };
-const ALONE = ["heuristic", "hill_climb"];
-const STORED = ["ppo", "best_static", "best_adaptive"];
+const ALONE = ["heuristic", "hill_climb", "vllm_defaults"];
+const STORED = ["ppo", "best_static", "best_adaptive", "random_search"];
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 const LOG_BYTES = 4_000_000;
 
@@ -51,7 +54,7 @@ class Trace {
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
       el("h2", { text: "Compare policies on your own traffic" }),
-      el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get cost, the share of requests that miss the objective, and engine settings to try." }),
+      el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get the share of requests that miss the objective on the same GPUs, and engine settings to try." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.example),
@@ -101,7 +104,7 @@ class Trace {
     this.tell(el("p", { text: "Simulating…" }));
     const task = this.task.value;
     const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", policies, fixed: { batch_size: number(this.batch) ?? 32 },
-      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, replicas: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
+      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
     try {
       this.report(await post("shadow", body));
     } catch (error) {
@@ -113,17 +116,17 @@ class Trace {
   report(report) {
     const players = report.outcomes.map((outcome) => ({ key: outcome.policy, ...PLAYERS[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
-    const verdict = `Best: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective and ${compact(best.outcome.gpu_s_per_1k_tokens)} GPU seconds per 1,000 tokens.`;
+    const verdict = `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
     const { log } = report;
     const number = (value) => compact(value);
-    const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.cost.toFixed(1),
+    const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.n_gpus,
       o.gpu_s_per_1k_tokens.toFixed(2), o.goodput_rps.toFixed(2), number(o.ttft_p50_ms), number(o.ttft_p99_ms), o.tpot_mean_ms.toFixed(1), o.restarts]);
     this.tell();
     this.out.append(
       el("h2", { text: verdict }),
-      el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_replicas} × ${report.hardware}, objective ${compact(report.slo_ms)} ms to the first token.` }),
-      table("Results of each policy", ["Policy", "Beyond objective", "Cost", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
-      el("p", { class: "note", text: "Cost is in units of which the fixed configuration spends 5. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
+      el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy, objective ${compact(report.slo_ms)} ms to the first token.` }),
+      table("Results of each policy", ["Policy", "Beyond objective", "GPUs", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
+      el("p", { class: "note", text: "Your configuration and the best constant of a sweep are the baselines; all have the same GPUs. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
       this.drawing(report, players), this.settings(report, players));
     for (const draw of this.later) draw();
     announce(verdict);
@@ -156,14 +159,15 @@ class Trace {
 
   settings(report, players) {
     const text = el("code"), pre = el("pre", { tabindex: "0", role: "region", "aria-label": "Engine settings" }, text);
-    const show = (name) => { text.textContent = report.export[name]; };
+    const show = () => { text.textContent = report.export[choice.value][engine.value]; };
     const choice = select(players.map(({ key, label }) => [key, label]), report.best, show);
+    const engine = select([["vllm", "vLLM"], ["sglang", "SGLang"]], "vllm", show);
     const copyButton = el("button", { type: "button", text: "Copy" });
     copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
-    show(report.best);
-    return el("section", {}, el("h2", { text: "vLLM settings to try" }),
-      el("div", { class: "controls" }, field("Policy", choice), copyButton,
-        el("button", { type: "button", text: "Download", on: { click: () => download("vllm.yaml", text.textContent, "text/yaml") } }),
+    show();
+    return el("section", {}, el("h2", { text: "Engine settings to try" }),
+      el("div", { class: "controls" }, field("Policy", choice), field("Engine", engine), copyButton,
+        el("button", { type: "button", text: "Download", on: { click: () => download(`${engine.value}.yaml`, text.textContent, "text/yaml") } }),
         el("button", { type: "button", text: "Download the report", on: { click: () => download("shadow.json", JSON.stringify(report)) } })), pre);
   }
 }

@@ -1,0 +1,467 @@
+"""Search for the cheapest fleet that meets objectives on a request log.
+
+For every card: the smallest number of GPUs on which some setting meets all objectives, with the simulator's stated
+error as margin. Hundreds of constant settings are rows of one batch (:func:`agents.shadow.constants.screen`); the best
+ones are then played with all latencies recorded. Of a long log the busiest part is searched, and what is found is
+played on all of it. Then: what adaptive policies do on as many GPUs and on one less, and what more traffic needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from agents.policies.constant import ConstantAgent
+from agents.registry import make_agent
+from agents.search.trace_task import fleet_for, log_summary
+from agents.shadow.compare import MAX_SPAN_S, PolicyOutcome, log_task, on_replicas, play_policy
+from agents.shadow.constants import NEUTRAL, grid, screen
+from agents.shadow.prices import Prices
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
+from inferencegym.tasks import TaskSpec
+from simulator.catalogue import SHIPPED_CARDS, table_path
+from simulator.objectives import Objective, margin
+from simulator.requests import RequestLog
+from simulator.tables import ServingTables, load_tables
+
+STATED_ERRORS: Final = {"ttft": 0.109, "tpot": 0.019}
+"""Errors of simulated latencies against runs on an A100 that nothing was fitted to, as shares: the larger of the TTFT
+quantiles' in steps of 1 s (docs/fidelity.md, "Other simulators"). Other cards were not measured as fleets."""
+SEARCH_S: Final = 900.0
+"""Seconds of a log that are searched, its busiest; the plan is played on all of it."""
+FINALISTS: Final = 2
+"""Settings of each precision that are played with all latencies recorded."""
+MAX_GPUS: Final = 256
+ADAPTIVE: Final = ("heuristic", "hill_climb")
+"""Policies that need nothing but the observation, compared with the plan's constant setting."""
+GROWTH: Final = (1.5, 2.0)
+
+
+class Progress(Protocol):
+    """Called with what is being done and the share that is done."""
+
+    def __call__(self, what: str, share: float) -> None: ...
+
+
+def silent(what: str, share: float) -> None:
+    """Say nothing."""
+
+
+def registered_tables(names: Sequence[str] = ("all",), model: str | None = None) -> dict[str, ServingTables]:
+    """The tables that ship, by name; ``model`` keeps those of one model. Raises :class:`InvalidConfigError`."""
+    wanted = SHIPPED_CARDS if "all" in names else tuple(dict.fromkeys(names))
+    unknown = [name for name in wanted if name not in SHIPPED_CARDS]
+    if unknown:
+        raise InvalidConfigError(
+            f"hardware {unknown[0]!r} is not known: all, or of {', '.join(SHIPPED_CARDS)}", "hardware"
+        )
+    tables = {name: load_tables(table_path(name)) for name in wanted}
+    kept = {name: t for name, t in tables.items() if model is None or _same_model(model, str(t.meta["model"]))}
+    if not kept:
+        there = sorted({str(t.meta["model"]) for t in tables.values()})
+        raise InvalidConfigError(
+            f"model {model!r} has no table on this hardware; there are {', '.join(there)}", "model"
+        )
+    return kept
+
+
+def _same_model(asked: str, known: str) -> bool:
+    """Whether two spellings name one model; Llama 3 and 3.1 have the same shape."""
+
+    def letters(name: str) -> str:
+        return "".join(c for c in name.lower().replace("3.1", "3").replace("instruct", "") if c.isalnum())
+
+    return letters(asked) == letters(known)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A fleet on a log: what it is, what it does, what it costs.
+
+    ``margin`` is the smallest distance of a figure, with the stated error added, from its limit, as a share of the
+    limit; ``meets`` says whether that and the share of requests in time are enough. ``gpu_hours_per_million_tokens``
+    counts output tokens. Costs are None without prices.
+    """
+
+    hardware: str
+    n_gpus: int
+    n_replicas: int
+    policy: str
+    precision: str
+    action: dict[str, Any] | None
+    meets: bool
+    margin: float
+    share_in_time: float
+    figures: dict[str, float]
+    tokens_per_s: float
+    gpu_hours_per_million_tokens: float
+    cost_per_hour: float | None
+    cost_per_million_tokens: float | None
+    support: dict[str, float]
+    memory_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Answer to "which GPUs, how many, which settings": the cheapest plan of each card first.
+
+    ``tried`` are all fleets that were played with latencies recorded; ``front`` those of them that no other beats in
+    both cost and share of requests in time. ``growth`` says what the first plan does under more traffic, and how many
+    GPUs that needs with its settings; ``adaptive`` what policies do on as many GPUs and on fewer. On the fewest of
+    them that a policy needs it serves ``adapting_gain`` more of the requests in time than the best constant there.
+    """
+
+    log: dict[str, Any]
+    objectives: list[str]
+    share_met: float
+    plans: list[Plan]
+    front: list[Plan]
+    growth: list[dict[str, Any]]
+    adaptive: list[Plan]
+    adapting_saves_gpus: int
+    adapting_gain: float
+    stated_errors: dict[str, float]
+    currency: str
+    prices_from: str
+    played_s: float
+    searched_s: float
+    wall_s: float
+    tried: list[Plan] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+def make_plan(
+    log: RequestLog,
+    objectives: Sequence[Objective],
+    tables: Mapping[str, ServingTables],
+    *,
+    prices: Prices | None = None,
+    share_met: float | None = None,
+    precisions: Sequence[str] | None = None,
+    policies: Sequence[str] = ADAPTIVE,
+    progress: Progress = silent,
+) -> PlanReport:
+    """Search fleets of all these tables.
+
+    ``share_met`` is the share of requests whose first token must come within the objective (default: what the strictest
+    percentile says), ``precisions`` the names of those that may be used (default: all that a table has). Raises
+    :class:`InvalidConfigError` where no objective is given, or a table has none of the precisions.
+    """
+    started = time.perf_counter()
+    if not objectives:
+        raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
+    first_token = [o for o in objectives if o.quantity == "ttft"]
+    strictest = max(first_token, key=lambda o: o.share, default=None)
+    required = max(share_met or 0.0, strictest.share if strictest else 0.0)
+    played, searched = busiest(log, MAX_SPAN_S), busiest(log, SEARCH_S)
+    limit_ms = strictest.limit_ms if strictest else None
+    searches = []
+    with ExitStack() as stack:
+        for at, (name, table) in enumerate(tables.items()):
+            tasks = [stack.enter_context(log_task(part, limit_ms, None, table)) for part in (searched, played)]
+            card = _Card(name, table, tasks[0], tasks[1], objectives, required, prices, precisions)
+            progress(f"searching {name}", at / (len(tables) + 1))
+            card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
+            searches.append(card)
+        found = sorted((c for c in searches if c.best is not None), key=_Card.price)
+        tried = [plan for card in searches for plan in card.tried]
+        growth: list[dict[str, Any]] = []
+        adaptive: list[Plan] = []
+        saved, gain = 0, 0.0
+        if found:
+            progress("adaptive policies and growth", len(tables) / (len(tables) + 1))
+            first = found[0]
+            adaptive, saved, gain = first.adaptive(policies)
+            growth = [first.under(factor, _faster(searched, factor)) for factor in GROWTH]
+    progress("done", 1.0)
+    return PlanReport(
+        log=log_summary(log),
+        objectives=[str(o) for o in objectives],
+        share_met=required,
+        plans=[card.best for card in found if card.best is not None],
+        front=pareto(tried),
+        growth=growth,
+        adaptive=adaptive,
+        adapting_saves_gpus=saved,
+        adapting_gain=gain,
+        stated_errors=STATED_ERRORS,
+        currency="" if prices is None else prices.currency,
+        prices_from="" if prices is None else prices.source,
+        played_s=float(played.arrival_s[-1]),
+        searched_s=float(searched.arrival_s[-1]),
+        wall_s=time.perf_counter() - started,
+        tried=tried,
+    )
+
+
+def _within(progress: Progress, what: str, at: int, parts: int, share: float) -> None:
+    """Tell the progress of one of several parts."""
+    progress(what, (at + share) / parts)
+
+
+def busiest(log: RequestLog, seconds: float) -> RequestLog:
+    """The part of a log of this length with the most tokens, from its own second 0; all of a shorter one."""
+    if log.arrival_s[-1] < seconds:
+        return log
+    work = np.concatenate([[0.0], np.cumsum(log.prompt_tokens + log.output_tokens)])
+    ends = np.searchsorted(log.arrival_s, log.arrival_s + seconds - 1.0)
+    first = int(np.argmax(work[ends] - work[:-1]))
+    inside = slice(first, int(ends[first]))
+    return replace(
+        log,
+        arrival_s=log.arrival_s[inside] - log.arrival_s[first],
+        prompt_tokens=log.prompt_tokens[inside],
+        output_tokens=log.output_tokens[inside],
+        class_index=log.class_index[inside],
+        reused_tokens=log.reused_tokens[inside],
+    )
+
+
+def _faster(log: RequestLog, factor: float) -> RequestLog:
+    """The same requests, ``factor`` times as many per second."""
+    return replace(log, arrival_s=log.arrival_s / factor)
+
+
+def pareto(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that no other beats in both cost (GPUs without prices) and share of requests in time, cheapest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (_cost(p), -p.share_in_time)):
+        if not front or plan.share_in_time > front[-1].share_in_time + 1e-9:
+            front.append(plan)
+    return front
+
+
+def _cost(plan: Plan) -> float:
+    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
+
+
+class _Card:
+    """Search on one card."""
+
+    def __init__(
+        self,
+        name: str,
+        tables: ServingTables,
+        searched: TaskSpec,
+        played: TaskSpec,
+        objectives: Sequence[Objective],
+        required: float,
+        prices: Prices | None,
+        precisions: Sequence[str] | None,
+    ) -> None:
+        self.name, self._tables, self._searched, self._played = name, tables, searched, played
+        self._objectives, self._required = objectives, required
+        self._gpu_hour = None if prices is None else prices.gpu_hour(str(tables.meta["hardware"]))
+        self._cards_each = int(tables.meta.get("cards_per_replica", 1))
+        there = list(tables.meta["weights_gb"])
+        self._tiers = [i for i, tier in enumerate(there) if precisions is None or tier in precisions]
+        if not self._tiers:
+            raise InvalidConfigError(f"{name} has none of the precisions asked for; it has {', '.join(there)}", "quant")
+        self._known: dict[int, list[Plan]] = {}
+        self._on_all: dict[int, Plan] = {}
+        self.best: Plan | None = None
+
+    def price(self) -> tuple[float, float]:
+        """Sort key: what the best plan costs, then how much it leaves of the limits."""
+        assert self.best is not None
+        return _cost(self.best), -self.best.margin
+
+    def search(self, progress: Callable[[float], None]) -> None:
+        """Find the smallest number of GPUs on which a setting meets the objectives, on all of the log."""
+        guess = max(1, fleet_for(self._searched, self._tables))
+        steps = 0
+
+        def best_on(units: int) -> Plan:
+            nonlocal steps
+            steps += 1
+            progress(min(0.95, steps / 10))
+            return self._best(units)
+
+        least = _smallest(lambda units: best_on(units).meets, guess, MAX_GPUS // self._cards_each)
+        if least is None:
+            return
+        for units in {1, least // 2, least + 1} - {0}:  # what less and more money buys
+            best_on(units)
+        if self._all_searched:
+            self.best = best_on(least)
+            return
+        # The whole log is calmer than its busiest part, where fewer GPUs fell short; rarely it asks for more.
+        for units in range(least - 1, 0, -1):
+            whole = self._whole(units)
+            if not whole.meets:
+                break
+            self.best = whole
+        for units in range(least, least + 4):
+            if self.best is not None:
+                break
+            whole = self._whole(units)
+            self.best = whole if whole.meets else None
+
+    def _whole(self, units: int) -> Plan:
+        """The setting that is best on the busiest part, on all of the log."""
+        if units not in self._on_all:
+            action = _action_of(self._best(units))
+            self._on_all[units] = self._plan("constant", self._play(self._played, units, action), action)
+        return self._on_all[units]
+
+    @property
+    def _all_searched(self) -> bool:
+        return self._played.episode_length == self._searched.episode_length
+
+    @property
+    def tried(self) -> list[Plan]:
+        """Fleets played on all of the log: the finalists, or of a long log the best on each number of GPUs."""
+        if self._all_searched:
+            return [plan for known in self._known.values() for plan in known]
+        return [self._whole(units) for units in self._known]
+
+    def _best(self, units: int) -> Plan:
+        """The best setting on the GPUs of ``units`` replicas, on the busiest part of the log.
+
+        Of those that meet the objectives the one of the highest precision, since others change the model's answers.
+        """
+        if units not in self._known:
+            plays = [(self._play(self._searched, units, action), action) for action in self._finalists(units)]
+            self._known[units] = [self._plan("constant", outcome, action) for outcome, action in plays]
+        return max(self._known[units], key=_merit)
+
+    def _finalists(self, units: int) -> list[ServeAction]:
+        ranked: list[tuple[float, float, int, ServeAction]] = []
+        for apart in (False, True):
+            if apart and units % 2:
+                continue
+            settings = grid(apart, self._tiers)
+            task = on_replicas(self._searched, units // 2 if apart else units)
+            screened = screen(task, self._tables, settings)
+            slow = np.zeros(len(settings))
+            for o in self._objectives:
+                if o.quantity == "tpot":
+                    slow = np.maximum(slow, screened.tpot(o.statistic) * (1 + STATED_ERRORS["tpot"]) / o.limit_ms)
+            over = np.maximum(0.0, slow - 1.0)
+            rows = zip(over.tolist(), screened.missed.tolist(), slow.tolist(), settings, strict=True)
+            ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
+        in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
+        return [s for tier in self._tiers for s in [a for a in in_order if a.quant_tier.value == tier][:FINALISTS]]
+
+    def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
+        n_replicas = units // 2 if action.prefill_disagg else units
+        task = on_replicas(task, n_replicas)
+        return play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL).outcome
+
+    def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
+        in_time = 1.0 - outcome.slo_miss_share
+        stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
+        left = margin(self._objectives, stated)
+        n_gpus = outcome.n_gpus * self._cards_each
+        gpu_hours = n_gpus / 3600.0 / max(outcome.tokens_per_s, 1e-9) * 1e6
+        price = self._gpu_hour
+        return Plan(
+            hardware=self.name,
+            n_gpus=n_gpus,
+            n_replicas=outcome.n_replicas,
+            policy=policy,
+            precision="" if action is None else list(self._tables.meta["weights_gb"])[action.quant_tier.value],
+            action=None if action is None else action.to_dict(),
+            meets=left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0,
+            margin=left,
+            share_in_time=in_time,
+            figures=outcome.figures,
+            tokens_per_s=outcome.tokens_per_s,
+            gpu_hours_per_million_tokens=gpu_hours,
+            cost_per_hour=None if price is None else n_gpus * price,
+            cost_per_million_tokens=None if price is None else gpu_hours * price,
+            support=outcome.support,
+            memory_gb=outcome.peak_memory_gb,
+        )
+
+    def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float]:
+        """What policies do with prefill together on the best plan's GPUs and on fewer.
+
+        Also how many GPUs they save, and how much more of the requests they serve in time there than the best constant.
+        With the first precision alone they keep to it; with other choices of precisions they have nothing to keep to.
+        """
+        assert self.best is not None
+        everything = len(self._tables.meta["weights_gb"])
+        held = {"prefill_disagg"} if len(self._tiers) == everything else {"prefill_disagg", "quant_tier"}
+        if "quant_tier" in held and self._tiers != [0]:
+            return [], 0, 0.0
+        knobs = tuple(k for k in self._played.active_actions if k not in held)
+        units, saved = self.best.n_gpus // self._cards_each, 0
+        found: list[Plan] = []
+        for name in policies:
+            for n in range(units, 0, -1):
+                task = replace(on_replicas(self._played, n), active_actions=knobs)
+                outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL).outcome
+                found.append(self._plan(name, outcome, None))
+                if not found[-1].meets:
+                    break
+                saved = max(saved, units - n)
+        if not saved:
+            return found, 0, 0.0
+        fewer = units - saved
+        constant = self._best(fewer) if self._all_searched else self._whole(fewer)
+        best = max(p.share_in_time for p in found if p.n_gpus == fewer * self._cards_each)
+        return found, saved * self._cards_each, best - constant.share_in_time
+
+    def under(self, factor: float, log: RequestLog) -> dict[str, Any]:
+        """What the best plan does when ``factor`` times the traffic comes, and how many GPUs its settings need then."""
+        assert self.best is not None
+        action = _action_of(self.best)
+        units = self.best.n_gpus // self._cards_each
+        step = 2 if action.prefill_disagg else 1
+        limit = self._searched.slo_target_ms
+        with log_task(log, limit, None, self._tables) as task:
+            played: dict[int, Plan] = {}
+
+            def at(n: int) -> Plan:
+                if n not in played:
+                    played[n] = self._plan("constant", self._play(task, n, action), action)
+                return played[n]
+
+            now = at(units)
+            least = _smallest(lambda n: at(n * step).meets, max(1, round(units * factor / step)), MAX_GPUS // step)
+        return {
+            "traffic": factor,
+            "n_gpus": self.best.n_gpus,
+            "meets": now.meets,
+            "share_in_time": now.share_in_time,
+            "figures": now.figures,
+            "gpus_needed": None if least is None else least * step * self._cards_each,
+        }
+
+
+def _merit(plan: Plan) -> tuple[bool, float, float]:
+    if not plan.meets:
+        return False, plan.share_in_time, plan.margin
+    return True, -float(_action_of(plan).quant_tier.value), plan.margin
+
+
+def _action_of(plan: Plan) -> ServeAction:
+    assert plan.action is not None
+    return ServeAction.from_dict(plan.action)
+
+
+def _smallest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """The smallest number from 1 to ``most`` that meets, searched by doubling and halving from a guess."""
+    low, high = 0, min(guess, most)
+    while not meets(high):
+        if high >= most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return high

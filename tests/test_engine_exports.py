@@ -1,0 +1,107 @@
+"""Exported configurations are what the engines' own argument parsers accept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agents.shadow.export import EXPORTS, EngineSettings
+from inferencegym.models import QuantTier
+from tests.engine_arguments import parser_of, recorded
+
+PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, QuantTier.FP16, [], False, 2048, False)
+FULL = EngineSettings(
+    ("What a policy set.", "Replicas: 2."),
+    max_num_seqs=200,
+    memory_share=0.93,
+    static_share=0.88,
+    tier=QuantTier.INT8,
+    drafts=[(1, 4, 4, "policy"), (5, 64, 2, "table"), (65, 200, 0, "policy")],
+    prefill_apart=True,
+    max_batched_tokens=4096,
+    prefix_caching=True,
+    tensor_parallel=2,
+)
+INT4 = EngineSettings((), 64, 0.9, 0.85, QuantTier.INT4, [(1, 64, 8, "policy")], False, 2048, True)
+ALL = pytest.mark.parametrize("settings", [PLAIN, FULL, INT4], ids=["plain", "full", "int4"])
+
+
+def config_of(engine: str, settings: EngineSettings) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(EXPORTS[engine](settings, "my/eagle"))
+    return found
+
+
+def as_flags(config: dict[str, Any]) -> list[str]:
+    """The file as an engine turns it into options: true is a bare flag."""
+    return [
+        part
+        for name, value in config.items()
+        for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+    ]
+
+
+@ALL
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_option_is_one_that_the_engine_had_when_it_was_recorded(engine: str, settings: EngineSettings) -> None:
+    options = recorded(engine)["options"]
+    for name, value in config_of(engine, settings).items():
+        assert name in options
+        kind, choices = options[name]["type"], options[name]["choices"]
+        assert choices is None or value in choices
+        wanted = {"int": int, "human_readable_int": int, "float": float, "flag": bool}.get(kind, str)
+        assert type(value) is wanted, name
+
+
+def test_drafts_are_ranges_of_running_requests_that_leave_no_gap() -> None:
+    speculative = json.loads(config_of("vllm", FULL)["speculative-config"])
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 4, 4], [5, 64, 2], [65, 200, 0]]
+    assert (speculative["method"], speculative["model"], speculative["num_speculative_tokens"]) == (
+        "eagle",
+        "my/eagle",
+        4,
+    )
+
+
+def test_sglang_verifies_one_token_more_than_it_drafts() -> None:
+    config = config_of("sglang", FULL)
+    assert (config["speculative-num-steps"], config["speculative-num-draft-tokens"]) == (4, 5)
+    assert config["disaggregation-mode"] == "decode"
+    assert "disable-radix-cache" not in config
+    assert config_of("sglang", PLAIN)["disable-radix-cache"] is True
+
+
+@ALL
+@pytest.mark.engine
+def test_vllms_own_parser_and_schedule_accept_the_export(tmp_path: Path, settings: EngineSettings) -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    (tmp_path / "vllm.yaml").write_text(EXPORTS["vllm"](settings, "my/eagle"))
+    read = parser_of("vllm").parse_args(["--model", "m", "--config", str(tmp_path / "vllm.yaml")])
+    assert (read.max_num_seqs, read.max_num_batched_tokens) == (settings.max_num_seqs, settings.max_batched_tokens)
+    assert read.tensor_parallel_size == settings.tensor_parallel
+    assert read.gpu_memory_utilization == settings.memory_share
+    if settings.tier is not QuantTier.FP16:
+        assert read.quantization in QUANTIZATION_METHODS
+    if settings.drafts:
+        schedule = read.speculative_config["num_speculative_tokens_per_batch_size"]
+        lookup = build_dynamic_sd_schedule_lookup(schedule, settings.max_num_seqs, settings.draft_tokens)
+        wanted = itertools.chain.from_iterable([k] * (high - low + 1) for low, high, k, _ in settings.drafts)
+        assert lookup[1:] == list(wanted)
+
+
+@ALL
+@pytest.mark.engine
+def test_sglangs_own_parser_accepts_the_export(settings: EngineSettings) -> None:
+    pytest.importorskip("sglang")
+    read = parser_of("sglang").parse_args(["--model-path", "m", *as_flags(config_of("sglang", settings))])
+    assert read.max_running_requests == settings.max_num_seqs
+    assert read.mem_fraction_static == settings.static_share
+    assert (read.speculative_num_steps or 0) == settings.draft_tokens
+    assert read.tp_size == settings.tensor_parallel

@@ -1,0 +1,244 @@
+"""Plans: the fewest GPUs within objectives, the front of cost and requests in time, growth, adaptive policies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from agents.plan.report import engine_files, notes
+from agents.plan.search import STATED_ERRORS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
+from agents.shadow.compare import shadow
+from agents.shadow.prices import Prices
+from inferencegym.cli.main import main
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
+from server.api.web import PAGE_DIR
+from simulator.objectives import parse_objective
+from simulator.offline.importers import import_log
+from simulator.requests import RequestLog
+from simulator.tables import load_tables
+from tests.servers import RunningServer
+from tests.test_shadow import flood
+
+EXAMPLE = PAGE_DIR / "data" / "azure-conversation.csv"
+OBJECTIVES = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=50")]
+PRICES = Prices("USD", {"a100-40gb": 1.2, "a100-80gb": 1.8})
+
+
+def log() -> RequestLog:
+    return flood(90, 10, 60)
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return make_plan(log(), OBJECTIVES, registered_tables(), prices=PRICES, precisions=["FP16"])
+
+
+def shares_of(n_gpus: int, action: dict[str, Any]) -> float:
+    """Share of requests missed by a constant on so many GPUs, as shadow plays it."""
+    played = shadow(log(), [], fixed=ServeAction.from_dict(action), n_gpus=n_gpus, slo_ms=500.0)
+    return played.outcomes[0].slo_miss_share
+
+
+def test_a_plan_meets_its_objectives_with_the_stated_error_added(report: PlanReport) -> None:
+    assert [plan.hardware for plan in report.plans] == ["a100-40gb", "a100-80gb"]
+    for plan in report.plans:
+        assert plan.meets
+        ttft, tpot = plan.figures["ttft_p99_ms"], plan.figures["tpot_p50_ms"]
+        assert ttft * (1 + STATED_ERRORS["ttft"]) <= 500
+        assert tpot * (1 + STATED_ERRORS["tpot"]) <= 50
+        assert plan.margin == pytest.approx(min(1 - ttft * 1.109 / 500, 1 - tpot * 1.019 / 50))
+        assert plan.share_in_time >= 0.99
+        assert plan.precision == "FP16"
+
+
+def test_a_plan_is_what_shadow_plays_and_one_gpu_less_is_not_enough(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert plan.action is not None
+    assert 1.0 - plan.share_in_time == pytest.approx(shares_of(plan.n_gpus, plan.action))
+    fewer = [p for p in report.tried if p.hardware == plan.hardware and p.n_gpus < plan.n_gpus]
+    assert max(p.n_gpus for p in fewer) == plan.n_gpus - 1
+    assert not any(p.meets for p in fewer)
+
+
+def test_costs_are_gpus_times_price(report: PlanReport) -> None:
+    for plan in report.plans:
+        price = PRICES.per_gpu_hour[plan.hardware]
+        assert plan.cost_per_hour == pytest.approx(plan.n_gpus * price)
+        # GPUs for an hour write 3600 * tokens_per_s tokens.
+        hours = plan.n_gpus / (3600 * plan.tokens_per_s) * 1e6
+        assert plan.gpu_hours_per_million_tokens == pytest.approx(hours)
+        assert plan.cost_per_million_tokens == pytest.approx(hours * price)
+    costs = [plan.cost_per_hour for plan in report.plans]
+    assert costs == sorted(costs, key=float)
+
+
+def test_without_prices_nothing_costs_money() -> None:
+    plans = make_plan(flood(30), OBJECTIVES, registered_tables(["a100-40gb"])).plans
+    assert [(p.cost_per_hour, p.cost_per_million_tokens) for p in plans] == [(None, None)]
+
+
+def test_nothing_tried_beats_a_point_of_the_front(report: PlanReport) -> None:
+    for point in report.front:
+        for other in report.tried:
+            assert point.cost_per_hour is not None
+            assert other.cost_per_hour is not None
+            assert not (other.cost_per_hour < point.cost_per_hour and other.share_in_time > point.share_in_time)
+    shares = [point.share_in_time for point in report.front]
+    assert shares == sorted(shares)
+    assert pareto([]) == []
+
+
+def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert [row["traffic"] for row in report.growth] == [1.5, 2.0]
+    needed = [plan.n_gpus, *(row["gpus_needed"] for row in report.growth)]
+    assert needed == sorted(needed)
+    assert needed[2] > needed[0]
+    # Twice the traffic on as many GPUs, by hand.
+    fast = replace(log(), arrival_s=log().arrival_s / 2)
+    assert plan.action is not None
+    played = shadow(fast, [], fixed=ServeAction.from_dict(plan.action), n_gpus=plan.n_gpus, slo_ms=500.0)
+    assert report.growth[1]["share_in_time"] == pytest.approx(1 - played.outcomes[0].slo_miss_share)
+
+
+def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanReport) -> None:
+    assert {plan.policy for plan in report.adaptive} == {"heuristic", "hill_climb"}
+    assert all(plan.n_gpus <= report.plans[0].n_gpus for plan in report.adaptive)
+    saved = max((report.plans[0].n_gpus - p.n_gpus for p in report.adaptive if p.meets), default=0)
+    assert report.adapting_saves_gpus == saved
+    best = max(p.share_in_time for p in report.adaptive if p.n_gpus == report.plans[0].n_gpus - saved)
+    constants = [p.share_in_time for p in report.tried if p.n_gpus == report.plans[0].n_gpus - saved]
+    assert report.adapting_gain == (pytest.approx(best - max(constants), abs=0.02) if saved else 0.0)
+
+
+def test_a_saving_within_the_simulators_error_is_said_to_be_none_to_count_on(report: PlanReport) -> None:
+    small, large = (replace(report, adapting_saves_gpus=1, adapting_gain=gain) for gain in (0.01, 0.2))
+    assert any("do not count on it" in note for note in notes(small))
+    assert not any("do not count on it" in note for note in notes(large))
+
+
+def test_other_precisions_leave_adaptive_policies_nothing_to_keep_to() -> None:
+    assert make_plan(flood(30), OBJECTIVES, registered_tables(["a100-40gb"]), precisions=["INT8"]).adaptive == []
+
+
+def test_the_highest_precision_that_is_enough_is_taken() -> None:
+    calm = flood(60, 1.0, 1.0)
+    assert make_plan(calm, OBJECTIVES, registered_tables(["a100-40gb"])).plans[0].precision == "FP16"
+    tight = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=9")]
+    (plan,) = make_plan(calm, tight, registered_tables(["a100-40gb"]), precisions=["FP16", "INT8"]).plans
+    assert plan.figures["tpot_p50_ms"] < 9
+
+
+def test_objectives_that_no_fleet_meets_have_no_plan() -> None:
+    impossible = make_plan(flood(20), [parse_objective("tpot_p50=1")], registered_tables(["a100-40gb"]))
+    assert impossible.plans == []
+    assert impossible.tried
+    assert impossible.growth == []
+
+
+def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
+    arrival = np.array([0.0, 1.0, 100.0, 101.0, 102.0, 300.0])
+    work = np.array([5.0, 5.0, 50.0, 50.0, 50.0, 100.0])
+    whole = RequestLog(arrival, work, np.ones(6), np.zeros(6, dtype=np.int64))
+    part = busiest(whole, 10.0)
+    assert (part.arrival_s.tolist(), part.prompt_tokens.tolist()) == ([0.0, 1.0, 2.0], [50.0, 50.0, 50.0])
+    assert busiest(whole, 301.0) is whole
+
+
+def test_a_long_log_is_searched_at_its_busiest_and_played_whole() -> None:
+    rng = np.random.default_rng(3)
+    arrival = np.sort(np.concatenate([rng.random(1500) * 1500, 700 + rng.random(1500) * 60]))
+    n = len(arrival)
+    long = RequestLog(arrival - arrival[0], np.full(n, 300.0), np.full(n, 60.0), np.zeros(n, dtype=np.int64))
+    found = make_plan(long, OBJECTIVES, registered_tables(["a100-40gb"]), precisions=["FP16"])
+    assert found.searched_s < 900 < found.played_s
+    plan = found.plans[0]
+    assert plan.action is not None
+    fixed = ServeAction.from_dict(plan.action)
+    whole = shadow(long, [], fixed=fixed, n_gpus=plan.n_gpus, slo_ms=500.0)
+    assert plan.share_in_time == pytest.approx(1 - whole.outcomes[0].slo_miss_share)
+
+
+def test_wrong_input_is_refused() -> None:
+    for asked, wrong in (
+        (lambda: registered_tables(["h9000"]), "hardware"),
+        (lambda: registered_tables(["all"], "gpt-9"), "model"),
+        (lambda: make_plan(flood(20), [], registered_tables()), "objective"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(), precisions=["FP3"]), "quant"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(), prices=Prices("USD", {})), "prices"),
+    ):
+        with pytest.raises(InvalidConfigError) as refused:
+            asked()
+        assert refused.value.field == wrong
+
+
+def test_a_models_usual_spellings_are_one_model() -> None:
+    assert list(registered_tables(["all"], "llama-3.1-8b")) == list(registered_tables(["all"], "Llama-3-8B-Instruct"))
+
+
+def test_the_plans_settings_are_exported(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert plan.action is not None
+    files = engine_files(plan, load_tables(), report)
+    assert f"max-num-seqs: {plan.action['batch_size']}" in files["vllm"]
+    assert f"max-running-requests: {plan.action['batch_size']}" in files["sglang"]
+
+
+def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prices.json").write_text(json.dumps({"currency": "EUR", "per_gpu_hour": dict(PRICES.per_gpu_hour)}))
+    outputs = [tmp_path / name for name in ("plan.html", "front.png", "tried.csv")]
+    options = ["plan", "--trace", str(EXAMPLE), "--to-s", "60", "--objective", "ttft_p99=500", "--export", "vllm"]
+    options += ["--prices", str(tmp_path / "prices.json"), "--html", str(outputs[0]), "--png", str(outputs[1])]
+    assert main([*options, "--out", str(outputs[2])]) == 0
+    said = capsys.readouterr().out
+    assert "cost/h EUR" in said
+    assert "2x the traffic" in said
+    assert "max-num-seqs:" in said
+    assert outputs[1].read_bytes().startswith(b"\x89PNG")
+    assert {"hardware", "n_gpus", "share_in_time", "figures.ttft_p99_ms"} <= set(pd.read_csv(outputs[2]).columns)
+    page = outputs[0].read_text()
+    assert page.count("<svg") == 1
+    assert "<script" not in page
+    assert main([*options[:5], "--objective", "tpot_p50=1", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["plans"] == []
+
+
+def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
+    prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
+    body = {"log": EXAMPLE.read_text(), "objectives": ["ttft_p99=500", "tpot_p50=50"], "prices": prices, "to_s": 60}
+    answer = server.post("/plan", body)
+    report = make_plan(import_log(EXAMPLE, end_s=60).log, OBJECTIVES, registered_tables(), prices=PRICES).to_dict()
+    assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
+        name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
+    }
+    assert set(answer["export"]) == {"vllm", "sglang"}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        ({"objectives": []}, "invalid_request", "objectives"),
+        ({"objectives": ["fast"]}, "invalid_request", "objectives[0]"),
+        ({"hardware": ["h9000"]}, "invalid_request", "hardware[0]"),
+        ({"share_met": 2}, "invalid_request", "share_met"),
+        ({"prices": {"currency": "USD", "per_gpu_hour": {}}}, "invalid_config", "prices"),
+        ({"log": "a,b\n1,2\n"}, "data_format", None),
+    ],
+)
+def test_a_mistake_over_http_is_named(server: RunningServer, change: dict[str, Any], code: str, field: str) -> None:
+    log = "arrival_s,prompt_tokens,output_tokens\n0,100,10\n1,100,10\n"
+    answer = server.client.post("/plan", json={"log": log, "objectives": ["ttft_p99=500"], **change})
+    detail = answer.json()["detail"]
+    assert (answer.status_code, detail["code"], detail.get("field")) == (422, code, field)
+
+
+def test_a_plan_is_a_row_of_plain_numbers(report: PlanReport) -> None:
+    assert all(isinstance(plan, Plan) for plan in report.tried)
+    json.dumps(report.to_dict(), allow_nan=False)
