@@ -159,7 +159,10 @@ class Episode:
             seen, reward, done = answer[self.kind.observation_key], answer["reward"], answer["done"]
             if with_info:
                 seen = {**seen, "info": answer["info"]}
-        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+        told = {}
+        if done and answer is not None:
+            told = {"metadata": {name: answer["info"][name] for name in ("score", "breakdown", "feedback")}}
+        return {"type": "observation", "data": {"observation": {**seen, **told}, "reward": reward, "done": done, **told}}
 
     def state_frame(self) -> dict[str, Any]:
         state = self.env.state()

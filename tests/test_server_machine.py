@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Final
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -741,6 +741,8 @@ def play_histories(under_test: Subject, count: int, first: int, steps: int, most
         database=None,
         deadline=None,
         report_multiple_bugs=False,
+        # Not shrunk: each attempt starts servers, and takes minutes to say little more than the history itself.
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(machine, settings=chosen)  # type: ignore[no-untyped-call]

@@ -314,7 +314,7 @@ def test_a_client_is_small_and_imports_nothing_of_the_server(client_only: Fresh)
         ("evaluate --task 1 --agent naive", "sim"),
         ("serve", "serve"),
         ("train --out policies", "rl"),
-        ("sweep --task 1 --agent naive --seeds 2 --workers 2", "ray"),
+        ("sweep --task 1 --agent naive --seeds 2", "sim"),
     ],
 )
 def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(
