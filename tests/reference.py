@@ -159,10 +159,11 @@ class Episode:
             seen, reward, done = answer[self.kind.observation_key], answer["reward"], answer["done"]
             if with_info:
                 seen = {**seen, "info": answer["info"]}
-        told = {}
+        data = {"observation": seen, "reward": reward, "done": done}
         if done and answer is not None:
-            told = {"metadata": {name: answer["info"][name] for name in ("score", "breakdown", "feedback")}}
-        return {"type": "observation", "data": {"observation": {**seen, **told}, "reward": reward, "done": done, **told}}
+            metadata = {name: answer["info"][name] for name in ("score", "breakdown", "feedback")}
+            data = {**data, "metadata": metadata, "observation": {**seen, "metadata": metadata}}
+        return {"type": "observation", "data": data}
 
     def state_frame(self) -> dict[str, Any]:
         state = self.env.state()
