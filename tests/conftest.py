@@ -11,11 +11,46 @@ import pytest
 from hypothesis import settings
 
 from tests.desk import Desk
+from tests.programs import REFUSE_SKIPS, refuses_skips
 from tests.servers import RunningServer, running_server
 
 # How long an example takes says how busy the machine is, whether Hypothesis takes its own profile or that for CI.
 for _profile in ("default", "ci"):
     settings.register_profile(_profile, settings.get_profile(_profile), deadline=None)
+
+
+class SkippedTests:
+    """Plugin that lists at the end, by name, the tests that were skipped, and in CI fails the run for them."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # An engine is a machine of its own: its tests run beside it, and nowhere else.
+        if report.skipped and "engine" not in report.keywords and not hasattr(report, "wasxfail"):
+            self.reasons[report.nodeid] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.reasons[report.nodeid] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.reasons and refuses_skips() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.reasons:
+            return
+        said = f", and {REFUSE_SKIPS}=1 refuses that" if refuses_skips() else ""
+        terminalreporter.section(f"{len(self.reasons)} not run{said}")
+        for nodeid, reason in self.reasons.items():
+            terminalreporter.line(f"{nodeid}: {reason.removeprefix('Skipped: ')}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist send their reports to the process that prints.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkippedTests())
 
 
 @pytest.fixture(scope="session")
