@@ -32,6 +32,7 @@ COPY simulator/ simulator/
 COPY env/ env/
 COPY grader/ grader/
 COPY agents/ agents/
+COPY live/ live/
 COPY server/ server/
 RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheel . \
     && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /opt/wheel/*.whl

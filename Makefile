@@ -8,6 +8,7 @@
 PORT ?= 7860
 WORKERS ?= 1
 VENV ?= .venv
+ENGINE_VENV ?= .venv-engine
 BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which build of torch: uv takes the one for this machine's GPU, or the small one where there is none. Another choice:
 # name a file (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
@@ -19,7 +20,7 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
-PACKAGES := inferencegym simulator env grader agents server
+PACKAGES := inferencegym simulator env grader agents live server
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' inferencegym/__init__.py)
 # A module is compiled when its .pxd lies beside it; changing either of the two rebuilds.
 DECLARATIONS := $(foreach package,$(PACKAGES),$(shell find $(package) -name '*.pxd' 2>/dev/null))
@@ -28,11 +29,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --require-hashes
 
-.PHONY: help serve install dev rl peers test test-fast test-servers soak check lint types tidy documents format bench mutants openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents format bench mutants openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | mutants | soak | openenv | gymnasium | sbom | audit | pins | build | clean'
+	@echo '  make check | format | bench | mutants | soak | engine | openenv | gymnasium | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -107,16 +108,21 @@ mutants: test-servers $(STAMPS)/rl $(STAMPS)/package
 # The quick tests first, on two processes; the slow ones only when those pass. What they start (Redis, Chromium) is
 # installed before where that is allowed; elsewhere the tests that need it are skipped, and the last lines say so.
 test: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
-	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak'
+	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak and not engine' -n 2 --dist loadfile
+	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine'
 	@scripts/install_test_servers.sh --check
 
 test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak' -n 2 --dist loadfile
+	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak and not engine' -n 2 --dist loadfile
 
 # They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.
 soak: test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m soak -s
+
+# The tests on a real vLLM, which is installed into an environment of its own.
+engine: $(STAMPS)/dev $(STAMPS)/package
+	UV=$(BIN)/uv scripts/install_engine.sh $(ENGINE_VENV)
+	ENGINE_VENV=$(ENGINE_VENV) $(PYTHON) -m pytest $(TESTS) -m engine
 
 check: lint types tidy documents
 

@@ -1,9 +1,10 @@
 """Build steps that pyproject.toml cannot express: one published package, compiled modules, the packaged manifest.
 
-In a clone the rooms (``simulator``, ``env``, ``grader``, ``agents``, ``server``) are folders beside ``inferencegym``,
-imported by these names. As top-level packages of an installed distribution they would overwrite those of others, so a
-wheel holds them inside: ``inferencegym.simulator`` and so on. The build copies them there and writes the longer name
-wherever a source names a room's module. An editable install and ``build_ext --inplace`` leave the clone's names.
+In a clone the rooms (``simulator``, ``env``, ``grader``, ``agents``, ``live``, ``server``) are folders beside
+``inferencegym``, imported by these names. As top-level packages of an installed distribution they would overwrite those
+of others, so a wheel holds them inside: ``inferencegym.simulator`` and so on. The build copies them there and writes
+the longer name wherever a source names a room's module. An editable install and ``build_ext --inplace`` leave the
+clone's names.
 
 A module is compiled when a ``NAME.pxd`` with its C types lies next to ``NAME.py``. The Python file stays the only
 source: it runs unchanged without the extension, and ships beside it. Where a wheel is built without a C compiler the
@@ -27,7 +28,7 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 PACKAGE = "inferencegym"
-ROOMS = ("simulator", "env", "grader", "agents", "server")
+ROOMS = ("simulator", "env", "grader", "agents", "live", "server")
 MANIFEST = "openenv.yaml"
 # What a build leaves beside the sources.
 GENERATED = {".c", ".so", ".pyd", ".pyc"}

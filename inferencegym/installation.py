@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 DISTRIBUTION: Final = "openenv-inferencegym"
-ROOMS: Final = ("simulator", "env", "grader", "agents", "server")
+ROOMS: Final = ("simulator", "env", "grader", "agents", "live", "server")
 
 
 def room_folder(room: str) -> Path:

@@ -46,7 +46,7 @@ from tests.checkout import copy_of_the_tree
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutants"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants"
-QUICK = "not slow and not soak"
+QUICK = "not slow and not soak and not engine"
 
 AREAS = {
     "grader": ("grader",),
@@ -68,6 +68,7 @@ AREAS = {
         "inferencegym/batch_format.py",
     ),
     "agents": ("agents",),
+    "live": ("live",),
     "client": ("inferencegym/client",),
     "command line": ("inferencegym/cli",),
 }

@@ -5,10 +5,11 @@
 #   requirements-build.txt  what compiles the package. Apart, because the image compiles in a stage that it throws away
 #   requirements-dev.txt    the server, tests, linters, OpenEnv's client and validator, Ray, operator times: what
 #                           contributors and CI install. One file, because the types and the tests need all of it
+#   requirements-engine.txt vLLM for CPU, for the tests marked `engine`: scripts/install_engine.sh
 #   requirements-rl.txt     Stable-Baselines3 alone: it requires torch, of which the right build (CPU, CUDA, ROCm) and so
 #                           the hash differ from machine to machine. `make rl` installs torch by version before it
 #
-# The first three are complete and install as they are: `pip install -r FILE` in a fresh environment. The fourth does so
+# The first three are complete and install as they are: `pip install -r FILE` in a fresh environment. The last does so
 # after requirements-dev.txt and torch. A package has the same version in all of them: Gymnasium is as old as RLlib
 # demands (`make gymnasium` tests the newest). The peer of benchmarks/bench_speed.py is `make peers`, a version without
 # hashes. Versions already pinned stay unless they no longer fit; `UPGRADE=1 make pins` takes the newest of everything.
@@ -39,3 +40,7 @@ compile requirements.txt --constraints requirements-dev.txt "${server[@]}" pypro
 compile requirements-build.txt --constraints requirements-dev.txt scripts/pins/build.in
 # What it requires besides torch is in requirements-dev.txt.
 compile requirements-rl.txt --no-deps scripts/pins/rl.in
+# The engine of the tests marked `engine`, in an environment of its own: another project's pins need not agree with ours.
+"$UV" pip compile --quiet --generate-hashes --python-version 3.11 --python-platform linux --allow-unsafe \
+    --no-emit-index-url --no-emit-find-links --custom-compile-command "make pins" --output-file requirements-engine.txt \
+    --overrides scripts/pins/engine-without.txt scripts/pins/engine.in scripts/pins/torch-needs.in

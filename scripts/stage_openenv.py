@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "server", "simulator")
+FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "live", "server", "simulator")
 FIGURES = ("coverage", "fidelity", "learning", "page-desktop", "policy_fidelity", "task3_episode", "tasks_scores")
 """Pictures that the documents show."""
 FILES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("agents", "env", "grader", "server", "simulator")
+ROOMS = ("agents", "env", "grader", "live", "server", "simulator")
 PACKAGES = (*ROOMS, "inferencegym")
 
 

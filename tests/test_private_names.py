@@ -22,7 +22,7 @@ from tests.servers import ROOT
 with without_gradio():
     from openenv.core import EnvClient
 
-PACKAGES = ("inferencegym", "simulator", "env", "grader", "agents", "server")
+PACKAGES = ("inferencegym", "simulator", "env", "grader", "agents", "live", "server")
 FOLDERS = (*PACKAGES, "scripts", "benchmarks", "tests")
 
 HOOKS = {

@@ -1,0 +1,300 @@
+"""Load generator for a serving engine: sends requests through the OpenAI completions API and times each of them.
+
+Prompts are random token ids, so no tokenizer is needed and no prompt shares a prefix with another. Every request writes
+exactly as many tokens as it is told. Times are seconds on one clock that starts with the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from inferencegym.errors import RemoteError, ServerUnavailableError, short_text
+
+TOKEN_IDS: Final = (100, 1100)
+"""First and last token id of the prompts: ordinary words in every usual vocabulary."""
+SILENCE_S: Final = 300.0
+"""Longest time without a byte from the engine before a request counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request: when it is due (s after the start), its lengths (tokens) and its class (0 is served first)."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    class_index: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RequestTiming:
+    """What happened to a request so far, in seconds after the start; None where it has not happened yet.
+
+    ``tokens`` were received. ``error`` is empty unless the request failed; one that was cancelled failed too.
+    """
+
+    request: EngineRequest
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
+    tokens: int = 0
+    error: str = ""
+    tokens_at: list[tuple[float, int]] = field(default_factory=list, repr=False)
+    """Tokens received so far, by time: an engine may send several at once."""
+
+    @property
+    def completed(self) -> bool:
+        """Whether all its tokens have come."""
+        return self.ended_s is not None and not self.error
+
+    def ttft_ms(self) -> float | None:
+        """Time to first token (ms), from the moment at which the request was due."""
+        return None if self.first_token_s is None else 1e3 * (self.first_token_s - self.request.arrival_s)
+
+    def tpot_ms(self) -> float | None:
+        """Mean time per output token after the first (ms); None until a token has followed it."""
+        if self.first_token_s is None or self.last_token_s is None:
+            return None
+        after = self.tokens - self.tokens_at[0][1]
+        return 1e3 * (self.last_token_s - self.first_token_s) / after if after > 0 else None
+
+
+class EngineApi:
+    """The OpenAI API of one engine: which model it serves, and completions of token ids.
+
+    ``model`` and ``max_model_len`` (tokens) are asked for by :meth:`check`, which raises :class:`RemoteError` where the
+    address is that of no engine. With ``priorities`` a request carries its class as the engine's priority, which vLLM
+    accepts only under ``--scheduling-policy priority``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        token_ids: tuple[int, int] = TOKEN_IDS,
+        seed: int = 0,
+        priorities: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.model = model
+        self.max_model_len: int | None = None
+        self._headers = headers or {}
+        self._token_ids = token_ids
+        self._random = random.Random(seed)
+        self._priorities = priorities
+
+    def check(self) -> Self:
+        """Ask which model is served."""
+        served = self.get_json("/v1/models").get("data") or [{}]
+        chosen = next((entry for entry in served if self.model in (None, entry.get("id"))), None)
+        if chosen is None or "id" not in chosen:
+            names = ", ".join(str(entry.get("id")) for entry in served)
+            raise RemoteError(f"{self.url} does not serve the model {self.model!r}: it serves {short_text(names)}")
+        self.model = str(chosen["id"])
+        longest = chosen.get("max_model_len")
+        self.max_model_len = None if longest is None else int(longest)
+        return self
+
+    def get_text(self, path: str, timeout_s: float = 10.0) -> str:
+        """Body of a GET request; raises :class:`RemoteError` if there is no good answer."""
+        return self._ask("GET", path, None, timeout_s).text
+
+    def get_json(self, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
+        """JSON object that a GET request answers; raises :class:`RemoteError` if there is none."""
+        return _json_object(self._ask("GET", path, None, timeout_s))
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
+        try:
+            answer = httpx.request(method, self.url + path, json=body, headers=self._headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise ServerUnavailableError(
+                f"no answer from {self.url}{path} ({error!r}): is the engine running, and is this its address?"
+            ) from error
+        if answer.is_error:
+            told = short_text(answer.text, 300)
+            raise RemoteError(f"{self.url}{path} answers {answer.status_code}: {told}", answer.status_code)
+        return answer
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        """Body of the completion that a request asks for."""
+        low, high = self._token_ids
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": self._random.choices(range(low, high + 1), k=request.prompt_tokens),
+            "max_tokens": request.output_tokens,
+            "min_tokens": request.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        if self._priorities:
+            body["priority"] = request.class_index
+        return body
+
+    def client(self) -> httpx.AsyncClient:
+        """Client for any number of requests at once."""
+        return httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(SILENCE_S, connect=30.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def complete(self, client: httpx.AsyncClient, timing: RequestTiming, started: float) -> None:
+        """Send a request now and write down what happens; ``started`` is the clock's zero (``time.monotonic()``)."""
+        timing.sent_s = time.monotonic() - started
+        try:
+            async with client.stream("POST", f"{self.url}/v1/completions", json=self.body(timing.request)) as answer:
+                if answer.is_error:
+                    await answer.aread()
+                    timing.error = f"status {answer.status_code}: {short_text(answer.text, 300)}"
+                else:
+                    await _receive(answer, timing, started)
+        except httpx.HTTPError as error:
+            timing.error = repr(error)
+        except asyncio.CancelledError:
+            timing.error = "cancelled"
+            raise
+        finally:
+            timing.ended_s = time.monotonic() - started
+
+
+async def _receive(answer: httpx.Response, timing: RequestTiming, started: float) -> None:
+    async for event in _events(answer):
+        if "error" in event:
+            timing.error = short_text(json.dumps(event["error"]), 300)
+            return
+        tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+        if tokens > timing.tokens:
+            now = time.monotonic() - started
+            if timing.first_token_s is None:
+                timing.first_token_s = now
+            timing.last_token_s = now
+            timing.tokens = tokens
+            timing.tokens_at.append((now, tokens))
+    if timing.tokens != timing.request.output_tokens:
+        timing.error = f"{timing.tokens} of {timing.request.output_tokens} tokens came"
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Server-sent events of an OpenAI stream, without the last one, ``[DONE]``."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+            yield json.loads(data)
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        found = answer.json()
+    except ValueError as error:
+        raise RemoteError(f"{answer.url} answers no JSON: {short_text(answer.text)!r}") from error
+    if not isinstance(found, dict):
+        raise RemoteError(f"{answer.url} answers {short_text(answer.text)!r}, where a JSON object belongs")
+    return found
+
+
+# ---------------------------------------------------------------- loads
+
+
+class OpenLoop:
+    """Requests sent when each is due, whatever the engine's state, by a thread of its own; a context manager.
+
+    ``timings`` has one entry per request, in the order given, and may be read at any time. Leaving the context cancels
+    what is not finished, and the engine drops it.
+    """
+
+    def __init__(self, api: EngineApi, requests: Sequence[EngineRequest]) -> None:
+        self.timings = [RequestTiming(request) for request in requests]
+        self._api = api
+        self._started = math.nan
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._play()), name="open-loop", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def wait(self) -> list[RequestTiming]:
+        """Wait until every request has ended."""
+        self._thread.join()
+        return self.timings
+
+    async def _play(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with self._api.client() as client:
+            self._started = time.monotonic()
+            self._ready.set()
+            sending = asyncio.create_task(self._send_all(client))
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait([sending, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in (sending, stopped):
+                task.cancel()
+            await asyncio.gather(sending, stopped, return_exceptions=True)
+
+    async def _send_all(self, client: httpx.AsyncClient) -> None:
+        async with asyncio.TaskGroup() as group:
+            for timing in sorted(self.timings, key=lambda timing: timing.request.arrival_s):
+                await asyncio.sleep(max(0.0, timing.request.arrival_s - self.now_s()))
+                group.create_task(self._api.complete(client, timing, self._started))
+
+
+def play_open(api: EngineApi, requests: Sequence[EngineRequest]) -> list[RequestTiming]:
+    """Send each request when it is due; returns when all have ended."""
+    with OpenLoop(api, requests) as load:
+        return load.wait()
+
+
+def play_closed(api: EngineApi, requests: Sequence[EngineRequest], n_clients: int) -> list[RequestTiming]:
+    """Send requests from so many clients, each of which sends its next one when its last has ended.
+
+    Arrival times that are given do not count: a request is due when its client sends it.
+    """
+    return asyncio.run(_play_closed(api, requests, n_clients))
+
+
+async def _play_closed(api: EngineApi, requests: Sequence[EngineRequest], n_clients: int) -> list[RequestTiming]:
+    timings: list[RequestTiming] = []
+    waiting = iter(requests)
+    started = time.monotonic()
+
+    async def send_one_after_another(client: httpx.AsyncClient) -> None:
+        for request in waiting:
+            due = EngineRequest(
+                time.monotonic() - started, request.prompt_tokens, request.output_tokens, request.class_index
+            )
+            timing = RequestTiming(due)
+            timings.append(timing)
+            await api.complete(client, timing, started)
+
+    async with api.client() as client, asyncio.TaskGroup() as group:
+        for _ in range(n_clients):
+            group.create_task(send_one_after_another(client))
+    return timings

@@ -1,0 +1,25 @@
+"""A real vLLM for the tests marked `engine`: a small model with random weights, served on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from live.engines.random_model import ModelShape, write_model
+from live.engines.vllm_server import VllmServer
+from tests.servers import ROOT, free_port
+
+VENV: Final = Path(os.environ.get("ENGINE_VENV") or ROOT / ".venv-engine")
+SHAPE: Final = ModelShape()
+
+
+def vllm_server(folder: Path, **arguments: Any) -> VllmServer:
+    """Server of a random model with its files in a folder; skips the test where no vLLM is installed."""
+    if not (VENV / "bin" / "vllm").exists():
+        pytest.skip(f"no vLLM in {VENV}: `make engine` installs it")
+    model = write_model(folder / "model", SHAPE)
+    control = folder / "control.json"
+    return VllmServer(VENV, model, control, port=free_port(), log_file=folder / "vllm.log", **arguments)
