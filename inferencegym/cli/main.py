@@ -26,6 +26,7 @@ COMMANDS: Final[dict[str, str]] = {
     "verify": "replay episode logs and check every number",
     "leaderboard": "add scores to a leaderboard, or check it by replay",
     "import-bench": "turn benchmark results of your engine into a lookup table",
+    "measure": "turn a short load on your engine into a lookup table",
     "import-trace": "turn a request log into a task",
     "plan": "find the GPUs and settings that serve a request log within objectives",
     "shadow": "compare policies on a request log",

@@ -14,7 +14,7 @@ def add_table_arguments(parser: Any) -> None:
     """Add ``--hardware`` and ``--table``, of which one may be given, to a parser or a group of its options."""
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--hardware", help="table of the catalogue, see `inferencegym hardware` (default a100-40gb)")
-    chosen.add_argument("--table", type=Path, help="file of a table of one's own, for example from import-bench")
+    chosen.add_argument("--table", type=Path, help="file of a table of your own, as measure or import-bench write")
 
 
 def chosen_tables(args: argparse.Namespace) -> ServingTables:

@@ -58,7 +58,8 @@ class Fleet:
     probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
     ``acceptance_scale`` multiplies the first position's for each class; without it, all classes are as measured.
     ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is the time that
-    a replica is down when it restarts, and ``slowdown`` multiplies every iteration.
+    a replica is down when it restarts, and ``slowdown`` multiplies every iteration. A block of the
+    cache holds ``block_tokens``.
     """
 
     model: OperatorModel
@@ -74,19 +75,31 @@ class Fleet:
     restart_ms: float = 0.0
     slowdown: float = 1.0
     rolling_restart: RollingRestart = "recompute"
+    block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
             raise InvalidConfigError(f"batch_size={self.batch_size}, replicas={self.replicas}: both must be at least 1")
-        if self.kv_pool_tokens < BLOCK_TOKENS:
+        if self.block_tokens < 1:
+            raise InvalidConfigError(f"block_tokens={self.block_tokens}: must be at least 1", "block_tokens")
+        if self.kv_pool_tokens < self.block_tokens:
             raise InvalidConfigError(
-                f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {BLOCK_TOKENS}", "kv_pool_tokens"
+                f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {self.block_tokens}",
+                "kv_pool_tokens",
             )
         if len(self.acceptance) < self.draft_tokens:
             raise InvalidConfigError(
                 f"draft_tokens={self.draft_tokens} needs as many acceptance probabilities, got {len(self.acceptance)}",
                 "draft_tokens",
             )
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens of one sequence."""
+        return -(-tokens // self.block_tokens)
+
+    def pool_blocks(self, kv_pool_tokens: int) -> int:
+        """Whole blocks of a pool."""
+        return kv_pool_tokens // self.block_tokens
 
     def handover_ms(self, tokens: int) -> float:
         """Time to hand the cache of ``tokens`` over the link, ms."""
@@ -185,10 +198,6 @@ def serve_closed(
     return Simulation(fleet, unscheduled, seed, clients).run()
 
 
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
-
-
 class _Prefill:
     """A request whose prompt (or whose recomputation) is under way on a replica."""
 
@@ -208,7 +217,8 @@ class _Replica:
         self.index = index
         self.model = fleet.model
         self.disaggregated = fleet.disaggregated
-        self.pool_blocks = fleet.kv_pool_tokens // BLOCK_TOKENS
+        self.block_tokens = fleet.block_tokens
+        self.pool_blocks = fleet.pool_blocks(fleet.kv_pool_tokens)
         self.down = False
         self.draining = False
         self.starts = 0  # restarts so far: events of an earlier life are void
@@ -267,7 +277,11 @@ class _Replica:
 
     def decode_blocks(self, growth: int) -> int:
         """Blocks that the decoding sequences need to each take ``growth`` more tokens."""
-        return int(((self.tokens[: self.n] + (growth + BLOCK_TOKENS - 1)) // BLOCK_TOKENS).sum())
+        return int(((self.tokens[: self.n] + (growth + self.block_tokens - 1)) // self.block_tokens).sum())
+
+    def most_decode_blocks(self, growth: int) -> int:
+        """Bound of :meth:`decode_blocks`, which spares the exact count while the cache is far from full."""
+        return (self.token_sum + self.n * (growth + self.block_tokens)) // self.block_tokens + 1
 
     def append(self, request: int, tokens: int, goal: int) -> None:
         """Let a sequence join the decode batch."""
@@ -396,7 +410,7 @@ class Simulation:
         self.kv_pool_tokens = dict(kv_pool_tokens)
         self._use(fleet)
         for replica in self.replicas:
-            replica.pool_blocks = kv_pool_tokens[replica.model.tier] // BLOCK_TOKENS
+            replica.pool_blocks = fleet.pool_blocks(kv_pool_tokens[replica.model.tier])
         self._roll_out()
         self._dispatch()
         for replica in self.replicas:
@@ -430,7 +444,7 @@ class Simulation:
         """Put what a replica has been assigned and not started back into the shared queue."""
         self._requeue(replica.assigned)
         for request in replica.assigned:
-            replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+            replica.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         replica.assigned.clear()
         replica.assigned_blocks = 0
 
@@ -448,7 +462,7 @@ class Simulation:
         replica.clear()
         replica.starts += 1
         replica.model, replica.disaggregated = self.fleet.model, self.fleet.disaggregated
-        replica.pool_blocks = self.fleet.kv_pool_tokens // BLOCK_TOKENS
+        replica.pool_blocks = self.fleet.pool_blocks(self.fleet.kv_pool_tokens)
         replica.down = True
         others = [other for other in self.replicas if not other.down]
         if others:
@@ -463,7 +477,7 @@ class Simulation:
     def _put_back(self, replica: _Replica, request: int) -> None:
         """Let a replica recompute a request that another one had in flight."""
         replica.preempted = self._by_class([*replica.preempted, request])
-        replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
+        replica.reserved_blocks += self.fleet.blocks(self.goal[request] + self.growth)
 
     def _by_class(self, requests: Sequence[int]) -> deque[int]:
         """A line of these requests, highest class first; within a class their order stays."""
@@ -491,7 +505,7 @@ class Simulation:
 
     def _arrive(self, request: int) -> None:
         self.arrival_ms[request] = self.now
-        if _blocks(self.goal[request] + self.growth) > max(replica.pool_blocks for replica in self.replicas):
+        if self.fleet.blocks(self.goal[request] + self.growth) > max(replica.pool_blocks for replica in self.replicas):
             self._refuse(request)
             return
         self.queue[self.priority[request]].append(request)
@@ -514,8 +528,8 @@ class Simulation:
             line.popleft()
             self.waiting -= 1
             self._assign(replica, request)
-            replica.assigned_blocks += _blocks(self.length[request] + 1)
-            replica.reserved_blocks += _blocks(self.goal[request] + self.growth)
+            replica.assigned_blocks += self.fleet.blocks(self.length[request] + 1)
+            replica.reserved_blocks += self.fleet.blocks(self.goal[request] + self.growth)
             self._rouse(replica)
 
     def _has_room(self, replica: _Replica, request: int) -> bool:
@@ -528,7 +542,7 @@ class Simulation:
         if promised >= replica.model.profile.max_batched_tokens:
             return False
         if self.reserve:
-            return replica.reserved_blocks + _blocks(self.goal[request] + self.growth) <= replica.pool_blocks
+            return replica.reserved_blocks + self.fleet.blocks(self.goal[request] + self.growth) <= replica.pool_blocks
         return self._fits(replica, request, replica.assigned_blocks)
 
     def _precedes(self, request: int, preempted: int) -> bool:
@@ -555,8 +569,8 @@ class Simulation:
         if holder is None:
             self.waiting -= 1
         else:
-            holder.assigned_blocks -= _blocks(self.length[request] + 1)
-            holder.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+            holder.assigned_blocks -= self.fleet.blocks(self.length[request] + 1)
+            holder.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         self._refuse(request)
 
     def _refuse(self, request: int) -> None:
@@ -586,16 +600,14 @@ class Simulation:
 
     def _fits(self, replica: _Replica, request: int, promised_blocks: int = 0) -> bool:
         """Whether the cache has blocks for this prompt beside what is resident and promised."""
-        need = _blocks(self.length[request] + 1) + replica.prefill_blocks() + promised_blocks
-        # Blocks are rounded up per sequence: this bound spares the exact count while the cache is far from full.
-        bound = (replica.token_sum + replica.n * (self.growth + BLOCK_TOKENS)) // BLOCK_TOKENS + 1
-        pool_blocks = replica.pool_blocks
+        need = self.fleet.blocks(self.length[request] + 1) + replica.prefill_blocks() + promised_blocks
+        pool_blocks, bound = replica.pool_blocks, replica.most_decode_blocks(self.growth)
         return need + bound <= pool_blocks or need + replica.decode_blocks(self.growth) <= pool_blocks
 
     def _start_prefill(self, replica: _Replica) -> _Prefill:
         line = self._line(replica)
         request = line.popleft()
-        blocks = _blocks(self.length[request] + 1)
+        blocks = self.fleet.blocks(self.length[request] + 1)
         if line is replica.assigned:
             replica.assigned_blocks -= blocks
         prefill = _Prefill(request, self.length[request], blocks)
@@ -643,8 +655,7 @@ class Simulation:
         """Preempt sequences until the rest can take their next tokens; they will be recomputed."""
         if self.reserve:
             return
-        bound = (replica.token_sum + replica.n * (self.growth + BLOCK_TOKENS)) // BLOCK_TOKENS + 1
-        if bound + replica.prefill_blocks() <= replica.pool_blocks:
+        if replica.most_decode_blocks(self.growth) + replica.prefill_blocks() <= replica.pool_blocks:
             return
         while replica.n + len(replica.prefilling) > 1 and (
             replica.decode_blocks(self.growth) + replica.prefill_blocks() > replica.pool_blocks
@@ -767,7 +778,7 @@ class Simulation:
 
     def _finish(self, replica: _Replica, request: int) -> None:
         self.finish_ms[request] = self.now
-        replica.reserved_blocks -= _blocks(self.goal[request] + self.growth)
+        replica.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         self._send_next()
 
     def _note_peak(self, replica: _Replica) -> None:
@@ -794,7 +805,7 @@ class Simulation:
     def _hand_over(self, replica: _Replica, request: int) -> None:
         tokens = self.length[request]
         replica.in_transit.remove(request)
-        replica.transit_blocks -= _blocks(tokens + 1)
+        replica.transit_blocks -= self.fleet.blocks(tokens + 1)
         replica.transit_tokens -= tokens
         self._first_token(replica, request, tokens)
         self._note_peak(replica)

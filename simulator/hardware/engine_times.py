@@ -1,0 +1,175 @@
+"""Iteration times of one engine with its model, as they were measured from outside by the time of its answers.
+
+An iteration with B decoding sequences and some prompt chunks takes::
+
+    T = step_ms + ramps(rows) + sequence_ms * sampled + context_ms * context tokens + attention_ms * attended pairs
+
+``rows`` are the tokens that go through the model (B, their drafts, the chunks), ``sampled`` those whose next token is
+drawn, ``context tokens`` the sum over the decoding sequences, ``attended pairs`` the causal pairs of the chunks.
+``ramps`` rises linearly from knot to knot. No coefficient is negative, so more work never takes less time.
+:mod:`simulator.offline.engine_fit` finds the coefficients; nothing is assumed about card, model or kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MODELLED, Chunk, OperatorModel, Source
+from simulator.hardware.profiles import EngineProfile, Hardware
+
+TIER: Final = "served"
+"""The one precision of a measured engine: the one that it served in."""
+LAST_CONTEXT: Final = 20
+"""Contexts of the attention rows are 2, 4, ... 2 ** LAST_CONTEXT tokens."""
+_DECIMAL_GB: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Coefficients of an engine's iteration time, in ms, and the range of work that they were fitted to.
+
+    ``ramp_ms[j]`` is the time per row between ``knots[j]`` and the next knot; the last goes on for ever.
+    """
+
+    step_ms: float
+    knots: tuple[float, ...]
+    ramp_ms: tuple[float, ...]
+    sequence_ms: float
+    context_ms: float
+    attention_ms: float
+    most_sequences: int
+    most_context: int
+    most_prompt: int
+
+    def rows_ms(self, rows: float) -> float:
+        """Time of the rows, ms."""
+        ends = (*self.knots[1:], math.inf)
+        pieces = zip(self.ramp_ms, self.knots, ends, strict=True)
+        return sum(ms * min(max(rows - low, 0.0), high - low) for ms, low, high in pieces)
+
+    @classmethod
+    def of_dict(cls, stated: Mapping[str, Any]) -> EngineTimes:
+        """From the JSON form."""
+        return cls(**{**stated, "knots": tuple(stated["knots"]), "ramp_ms": tuple(stated["ramp_ms"])})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts of an engine beside its times, as it stated them or as they were told: model, KV pool, limits.
+
+    ``max_num_seqs`` is None where no load has shown it. ``memory_share`` is the share of the card's memory that weights
+    and pool fill; ``weights_gb`` is 0 where unknown.
+    """
+
+    model: str
+    block_tokens: int
+    pool_blocks: int
+    kv_bytes_per_token: float
+    max_num_seqs: int | None
+    max_batched_tokens: int
+    max_model_len: int
+    weights_gb: float = 0.0
+    memory_share: float = 1.0
+
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.block_tokens * self.pool_blocks
+
+
+class EngineSource(Source):
+    """A measured engine as a source of operator times: one precision, one replica however many cards it has."""
+
+    def __init__(self, name: str, times: EngineTimes, facts: EngineFacts) -> None:
+        # Half a token more than the pool, so that rounding to GB loses none.
+        pool_gb = (facts.pool_tokens() + 0.5) * facts.kv_bytes_per_token / _DECIMAL_GB
+        budget_gb = facts.weights_gb + pool_gb
+        card = Hardware(
+            name=name,
+            bandwidth_gb_s=0.0,
+            memory_budget_gb=budget_gb,
+            memory_limit_gb=budget_gb / facts.memory_share,
+            memory_reported_gb=budget_gb / facts.memory_share,
+            engine=name,
+            source="measured from outside; memory as the engine states it",
+        )
+        none_gb = {f"{what}_gb": 0.0 for what in ("activations", "workspace", "per_sequence", "speculation")}
+        super().__init__(facts.model, card, (TIER,), {TIER: facts.weights_gb}, facts.kv_bytes_per_token, none_gb)
+        self.times, self.facts = times, facts
+
+    def operators(self, tier: str, profile: EngineProfile) -> OperatorModel:
+        """The operator model of the engine."""
+        return _model(self.times, self.kv_bytes_per_token, self.check_tier(tier), profile)
+
+    def support(self, tier: str, n_decode: int, prompt_tokens: int, draft_tokens: int) -> int:
+        """Interpolated within the loads that were measured, extrapolated beyond; drafting was not measured."""
+        times = self.times
+        if n_decode > times.most_sequences or prompt_tokens > min(times.most_context, times.most_prompt):
+            return EXTRAPOLATED
+        return MODELLED if draft_tokens else INTERPOLATED
+
+    def provenance(self, profile: EngineProfile) -> dict[str, Any]:
+        """The coefficients and facts from which a table's metadata make this source again."""
+        stated = {"name": self.card.name, "times": asdict(self.times), "facts": asdict(self.facts)}
+        return {"measured_engine": stated, "profile": asdict(profile)}
+
+
+def engine_source(stated: Mapping[str, Any]) -> EngineSource:
+    """The source of a table's ``measured_engine``."""
+    return EngineSource(str(stated["name"]), EngineTimes.of_dict(stated["times"]), EngineFacts(**stated["facts"]))
+
+
+def engine_profile(name: str, facts: EngineFacts, ttft_offset_ms: float, source: str) -> EngineProfile:
+    """The profile beside measured times: they contain the host's overhead already."""
+    return EngineProfile(
+        name=name,
+        step_overhead_ms=0.0,
+        sequence_overhead_ms=0.0,
+        gemm_scale=1.0,
+        ttft_offset_ms=ttft_offset_ms,
+        scheduler="chunked",
+        max_batched_tokens=facts.max_batched_tokens,
+        reserve_output=False,
+        source=source,
+    )
+
+
+class EngineModel(OperatorModel):
+    """Iteration times of a measured engine."""
+
+    def __init__(self, times: EngineTimes, kv_bytes_per_token: float, tier: str, profile: EngineProfile) -> None:
+        super().__init__(tier, profile, 1, kv_bytes_per_token)
+        self.times = times
+
+    def linear_ms(self, rows: int) -> float:
+        """The fixed time of an iteration and that of its rows."""
+        return self.times.step_ms + self.times.rows_ms(rows)
+
+    def attention_row(self, n_decode: int) -> list[float]:
+        """In proportion to the context tokens."""
+        return [self.times.context_ms * n_decode * 2.0**j for j in range(1, LAST_CONTEXT + 1)]
+
+    def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
+        """In proportion to the pairs that causal attention looks at."""
+        return self.times.attention_ms * sum(attended_pairs(chunk.tokens, chunk.prefix) for chunk in chunks)
+
+    def head_ms(self, rows: int) -> float:
+        """In proportion to the tokens that are sampled."""
+        return self.times.sequence_ms * rows
+
+    def draft_ms(self, n_decode: int, context_tokens: float, draft_tokens: int) -> float:
+        """Nothing but the host's time: drafts are taken to come from a lookup in the prompt, not from a model."""
+        return draft_tokens * self._draft_overhead_ms
+
+
+def attended_pairs(tokens: float, prefix: float = 0.0) -> float:
+    """Pairs of a token and one that it attends to, for a chunk behind a prefix."""
+    return tokens * (prefix + tokens / 2.0)
+
+
+@lru_cache(maxsize=64)
+def _model(times: EngineTimes, kv_bytes_per_token: float, tier: str, profile: EngineProfile) -> OperatorModel:
+    return EngineModel(times, kv_bytes_per_token, tier, profile)
