@@ -27,7 +27,7 @@ from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import get_task
 from simulator.objectives import parse_objective
 from simulator.offline.importers import Imported, import_log
-from simulator.tables import load_tables
+from simulator.tables import tables_of
 
 Request = Mapping[str, Any]
 ERROR_PARTS: Final = ("code", "http_status", "field", "line", "allowed")
@@ -37,7 +37,7 @@ _OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 def shadow_job(request: Request) -> dict[str, Any]:
     """Report of policies on the log's text, with configuration files of engines per policy."""
     imported = log_of(request)
-    tables = load_tables()
+    tables = tables_of(request.get("hardware"))
     fixed = request.get("fixed")
     report = shadow(
         imported.log,
@@ -57,7 +57,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
 def plan_job(request: Request) -> dict[str, Any]:
     """Plans for the log's text, what a reader must know of them, and the first plan's settings for engines."""
     imported = log_of(request)
-    tables = registered_tables(request.get("hardware") or ["all"])
+    tables = registered_tables(request.get("hardware"), request.get("model"))
     report = make_plan(
         imported.log,
         [parse_objective(text) for text in request["objectives"]],
@@ -65,6 +65,7 @@ def plan_job(request: Request) -> dict[str, Any]:
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         share_met=request.get("share_met"),
         precisions=request.get("precisions"),
+        drafts=request.get("drafts", True),
     )
     first = report.plans[0] if report.plans else None
     return {

@@ -7,6 +7,8 @@ table need be read before it is played. ``data/hardware.json`` lists what aiconf
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -49,5 +51,61 @@ def table_path(name: str) -> Path:
     return DATA_DIR / str(table_index()[name]["file"])
 
 
-SHIPPED_CARDS: Final = tuple(name for name, entry in table_index().items() if entry["saturated"])
-"""Tables of one card per replica from the measured files, with the columns of a saturated engine."""
+def models() -> tuple[str, ...]:
+    """Models that tables ship for, each once by its most usual spelling."""
+    return tuple({_letters(str(entry["model"])): str(entry["model"]) for entry in table_index().values()}.values())
+
+
+def usual_name(model: str) -> str:
+    """The spelling of a model in :func:`models`; one that is not among them is as it is."""
+    return next((name for name in models() if _same_model(name, model)), model)
+
+
+def cards() -> tuple[str, ...]:
+    """Cards that tables ship for; prices are by card."""
+    return tuple(dict.fromkeys(str(entry["card"]) for entry in table_index().values()))
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names that :func:`tables_named` knows: those of the tables, then cards, which mean all of their tables."""
+    return tuple(dict.fromkeys((*table_index(), *cards())))
+
+
+def tables_named(hardware: Sequence[str] | None = None, model: str | None = None) -> tuple[str, ...]:
+    """Names of the tables of these names or cards (None: all) that are of one model.
+
+    ``model`` may be spelled as checkpoints are (``meta-llama/Llama-3.1-8B-Instruct``); without it the hardware must
+    have one model alone. Raises :class:`InvalidConfigError` with what there is.
+    """
+    index = table_index()
+    for name in hardware or ():
+        if name not in hardware_names():
+            raise InvalidConfigError(
+                f"hardware={short_repr(name)} is not in the catalogue: all, a card ({', '.join(cards())}) or a table "
+                "of `inferencegym hardware`",
+                "hardware",
+            )
+    wanted = [n for n in index if hardware is None or n in hardware or index[n]["card"] in hardware]
+    there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
+    if model is None:
+        if len(there) > 1:
+            raise InvalidConfigError(f"model is missing: this hardware has tables of {', '.join(there)}", "model")
+        return tuple(wanted)
+    found = tuple(name for name in wanted if _same_model(model, index[name]["model"]))
+    if not found:
+        raise InvalidConfigError(
+            f"model={short_repr(model)} has no table on this hardware: there are {', '.join(there)}; others are built "
+            "with `inferencegym build-table`",
+            "model",
+        )
+    return found
+
+
+def _same_model(asked: str, known: str) -> bool:
+    return _letters(asked) == _letters(known)
+
+
+def _letters(model: str) -> str:
+    """What all spellings of a model share; Llama 3, 3.1 and 3.3 have the same shape."""
+    name = model.lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
+    return "".join(c for c in re.sub(r"^llama-?3\.[13]", "llama3", name) if c.isalnum())

@@ -12,13 +12,14 @@ import pandas as pd
 import pytest
 
 from agents.plan.report import engine_files, notes
-from agents.plan.search import STATED_ERRORS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
+from agents.plan.search import MAX_GPUS, STATED_ERRORS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
 from agents.shadow.compare import shadow
 from agents.shadow.prices import Prices
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from server.api.web import PAGE_DIR
+from simulator.catalogue import models, table_index, table_path, tables_named
 from simulator.objectives import parse_objective
 from simulator.offline.importers import import_log
 from simulator.requests import RequestLog
@@ -27,7 +28,9 @@ from tests.servers import RunningServer
 from tests.test_shadow import flood
 
 EXAMPLE = PAGE_DIR / "data" / "azure-conversation.csv"
+A100 = ["a100-40gb", "a100-80gb"]
 OBJECTIVES = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=50")]
+LENIENT = [parse_objective("ttft_p99=2000"), parse_objective("tpot_p50=60")]
 PRICES = Prices("USD", {"a100-40gb": 1.2, "a100-80gb": 1.8})
 
 
@@ -37,7 +40,7 @@ def log() -> RequestLog:
 
 @pytest.fixture(scope="module")
 def report() -> PlanReport:
-    return make_plan(log(), OBJECTIVES, registered_tables(), prices=PRICES, precisions=["FP16"])
+    return make_plan(log(), OBJECTIVES, registered_tables(A100), prices=PRICES, precisions=["FP16"])
 
 
 def shares_of(n_gpus: int, action: dict[str, Any]) -> float:
@@ -169,10 +172,12 @@ def test_a_long_log_is_searched_at_its_busiest_and_played_whole() -> None:
 def test_wrong_input_is_refused() -> None:
     for asked, wrong in (
         (lambda: registered_tables(["h9000"]), "hardware"),
-        (lambda: registered_tables(["all"], "gpt-9"), "model"),
-        (lambda: make_plan(flood(20), [], registered_tables()), "objective"),
-        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(), precisions=["FP3"]), "quant"),
-        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(), prices=Prices("USD", {})), "prices"),
+        (lambda: registered_tables(None, "gpt-9"), "model"),
+        (lambda: registered_tables(["h100_sxm"]), "model"),
+        (lambda: registered_tables(["l40s"], "qwen3-32b"), "model"),
+        (lambda: make_plan(flood(20), [], registered_tables(A100)), "objective"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(A100), precisions=["FP3"]), "quant"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(A100), prices=Prices("USD", {})), "prices"),
     ):
         with pytest.raises(InvalidConfigError) as refused:
             asked()
@@ -180,7 +185,95 @@ def test_wrong_input_is_refused() -> None:
 
 
 def test_a_models_usual_spellings_are_one_model() -> None:
-    assert list(registered_tables(["all"], "llama-3.1-8b")) == list(registered_tables(["all"], "Llama-3-8B-Instruct"))
+    llama = tables_named(None, "llama-3.1-8b")
+    assert len({table_index()[name]["card"] for name in llama}) == len(llama) == 7
+    for spelling in ("Llama-3-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B"):
+        assert tables_named(None, spelling) == llama
+    assert tables_named(None, "openai/gpt-oss-120b") == tables_named(None, "gpt-oss-120b") != ()
+    assert tables_named(None, "llama-3.3-70b") == tables_named(None, "llama-3.1-70b")
+
+
+def test_hardware_is_named_by_table_or_by_card() -> None:
+    cards = tables_named(["h200_sxm"], "llama-3.1-70b")
+    assert cards == ("h200-llama-3.1-70b", "h200-llama-3.1-70b-tp2", "h200-llama-3.1-70b-tp4")
+    assert tables_named(["h200-llama-3.1-70b-tp2", "a100-40gb"], "llama-3.1-70b") == ("h200-llama-3.1-70b-tp2",)
+    assert tables_named(["a100-40gb"]) == ("a100-40gb",)
+    every = {name for model in models() for name in tables_named(None, model)}
+    assert every == set(table_index())
+
+
+@pytest.fixture(scope="module")
+def large() -> PlanReport:
+    """A model that needs several cards a replica, with precisions of its own."""
+    prices = Prices("USD", {"h200_sxm": 3.0, "h100_sxm": 2.0})
+    return make_plan(flood(40), LENIENT, registered_tables(None, "llama-3.1-70b"), prices=prices)
+
+
+def test_gpus_are_replicas_times_their_cards_and_as_many_again_for_prefill_apart(large: PlanReport) -> None:
+    names = {plan.hardware for plan in large.tried}
+    assert names == set(tables_named(["h100_sxm", "h200_sxm"], "llama-3.1-70b"))
+    for plan in large.tried:
+        entry = table_index()[plan.hardware]
+        assert plan.action is not None
+        assert (plan.card, plan.tensor_parallel) == (entry["card"], entry["cards_per_replica"])
+        assert plan.n_gpus == plan.n_replicas * plan.tensor_parallel * (2 if plan.action["prefill_disagg"] else 1)
+        assert plan.precision == entry["tiers"][plan.action["quant_tier"]]
+        price = {"h200_sxm": 3.0, "h100_sxm": 2.0}[plan.card]
+        assert plan.cost_per_hour == pytest.approx(plan.n_gpus * price)
+    assert {plan.tensor_parallel for plan in large.tried} == {1, 2, 4}
+
+
+def test_cards_without_a_price_are_left_out_and_named(large: PlanReport) -> None:
+    assert large.left_out == {
+        "b200-llama-3.1-70b": "no price of b200_sxm",
+        "a100-llama-3.1-70b-tp4": "no price of a100_sxm",
+    }
+    assert any("b200-llama-3.1-70b (no price of b200_sxm)" in note for note in notes(large))
+
+
+def test_a_plan_for_several_cards_is_exported_with_them(large: PlanReport) -> None:
+    for plan in large.plans:
+        files = engine_files(plan, load_tables(table_path(plan.hardware)), large)
+        sized = plan.tensor_parallel > 1
+        assert (f"tensor-parallel-size: {plan.tensor_parallel}" in files["vllm"]) == sized
+        assert (f"tp-size: {plan.tensor_parallel}" in files["sglang"]) == sized
+
+
+def test_tables_without_the_precision_are_left_out_and_what_the_catalogue_warns_of_is_told() -> None:
+    tables = registered_tables(["b200_sxm", "h100_sxm"], "llama-3.1-8b")
+    found = make_plan(flood(20), LENIENT, tables, precisions=["NVFP4"], policies=[])
+    assert {plan.precision for plan in found.tried} == {"NVFP4"}
+    assert found.left_out == {"h100-llama-3.1-8b": "it has BF16, FP8"}
+    (warning,) = table_index()["b200-llama-3.1-8b"]["warnings"]
+    assert f"b200-llama-3.1-8b: {warning}." in notes(found)
+
+
+def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
+    tables = registered_tables(["a100-40gb", "b200_sxm"], "llama-3.1-8b")
+    found = make_plan(flood(20), [parse_objective("tpot_p50=3")], tables, policies=[])
+    assert [(plan.hardware, plan.n_gpus, plan.meets) for plan in found.unmet] == [("a100-40gb", MAX_GPUS, False)]
+    assert MAX_GPUS not in {plan.n_gpus for plan in found.tried}
+    assert [plan.hardware for plan in found.plans] == ["b200-llama-3.1-8b"]
+    assert any("a100-40gb" in note and "meets the objectives" in note for note in notes(found))
+
+
+def test_settings_may_go_without_drafts() -> None:
+    tables = registered_tables(["h100_sxm"], "llama-3.1-8b")
+    found = make_plan(flood(20), LENIENT, tables, policies=[])
+    without = make_plan(flood(20), LENIENT, tables, drafts=False, policies=[])
+    drafting = [plan for plan in found.tried if plan.action and plan.action["spec_length"]]
+    assert {plan.action and plan.action["spec_length"] for plan in without.tried} == {0}
+    assert any("EAGLE" in note for note in notes(replace(found, plans=drafting[:1])))
+    assert not any("EAGLE" in note for note in notes(without))
+
+
+def test_without_prices_gpus_of_different_hardware_are_not_compared(report: PlanReport) -> None:
+    plan = report.plans[0]
+    here = [replace(plan, n_gpus=n, share_in_time=share, cost_per_hour=None) for n, share in ((1, 0.5), (2, 0.9))]
+    there = [replace(p, hardware="b200-llama-3.1-8b", share_in_time=p.share_in_time + 0.05) for p in here]
+    assert sorted(pareto([*here, *there]), key=id) == sorted([*here, *there], key=id)
+    priced = [replace(p, cost_per_hour=cost) for p, cost in zip([*here, *there], (1.0, 2.0, 1.0, 4.0), strict=True)]
+    assert pareto(priced) == [priced[2], priced[1], priced[3]]
 
 
 def test_the_plans_settings_are_exported(report: PlanReport) -> None:
@@ -195,7 +288,16 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     (tmp_path / "prices.json").write_text(json.dumps({"currency": "EUR", "per_gpu_hour": dict(PRICES.per_gpu_hour)}))
     outputs = [tmp_path / name for name in ("plan.html", "front.png", "tried.csv")]
     options = ["plan", "--trace", str(EXAMPLE), "--to-s", "60", "--objective", "ttft_p99=500", "--export", "vllm"]
-    options += ["--prices", str(tmp_path / "prices.json"), "--html", str(outputs[0]), "--png", str(outputs[1])]
+    options += [
+        "--hardware",
+        ",".join(A100),
+        "--prices",
+        str(tmp_path / "prices.json"),
+        "--html",
+        str(outputs[0]),
+        "--png",
+        str(outputs[1]),
+    ]
     assert main([*options, "--out", str(outputs[2])]) == 0
     said = capsys.readouterr().out
     assert "cost/h EUR" in said
@@ -206,15 +308,17 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     page = outputs[0].read_text()
     assert page.count("<svg") == 1
     assert "<script" not in page
-    assert main([*options[:5], "--objective", "tpot_p50=1", "--json"]) == 1
+    command = [*options[:5], "--hardware", "a100-40gb", "--objective", "tpot_p50=1", "--json"]
+    assert main(command) == 1
     assert json.loads(capsys.readouterr().out)["plans"] == []
 
 
 def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
     prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
     body = {"log": EXAMPLE.read_text(), "objectives": ["ttft_p99=500", "tpot_p50=50"], "prices": prices, "to_s": 60}
+    body["hardware"] = A100
     answer = server.post("/plan", body)
-    report = make_plan(import_log(EXAMPLE, end_s=60).log, OBJECTIVES, registered_tables(), prices=PRICES).to_dict()
+    report = make_plan(import_log(EXAMPLE, end_s=60).log, OBJECTIVES, registered_tables(A100), prices=PRICES).to_dict()
     assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
         name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
     }
@@ -228,13 +332,17 @@ def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
         ({"objectives": ["fast"]}, "invalid_request", "objectives[0]"),
         ({"hardware": ["h9000"]}, "invalid_request", "hardware[0]"),
         ({"share_met": 2}, "invalid_request", "share_met"),
+        ({"hardware": ["h100_sxm"]}, "invalid_config", "model"),
+        ({"model": "gpt-9"}, "invalid_config", "model"),
+        ({"precisions": ["FP3"]}, "invalid_request", "precisions[0]"),
         ({"prices": {"currency": "USD", "per_gpu_hour": {}}}, "invalid_config", "prices"),
         ({"log": "a,b\n1,2\n"}, "data_format", None),
     ],
 )
 def test_a_mistake_over_http_is_named(server: RunningServer, change: dict[str, Any], code: str, field: str) -> None:
     log = "arrival_s,prompt_tokens,output_tokens\n0,100,10\n1,100,10\n"
-    answer = server.client.post("/plan", json={"log": log, "objectives": ["ttft_p99=500"], **change})
+    body = {"log": log, "objectives": ["ttft_p99=500"], "hardware": ["a100-40gb"], **change}
+    answer = server.client.post("/plan", json=body)
     detail = answer.json()["detail"]
     assert (answer.status_code, detail["code"], detail.get("field")) == (422, code, field)
 

@@ -22,6 +22,7 @@ from inferencegym.cli.shadow import agent_names
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
 from inferencegym.tasks import get_task
+from simulator.catalogue import table_path
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
 from simulator.whatif import serve_requests
@@ -312,3 +313,23 @@ def test_commas_within_braces_do_not_part_agent_names() -> None:
 
 def test_the_default_baseline_has_the_default_knobs() -> None:
     assert shadow(flood(20), [], n_gpus=1).fixed_action == NAIVE_ACTION.to_dict()
+
+
+def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:
+    tables = load_tables(table_path("h200-llama-3.1-70b-tp2"))
+    outcomes = shadow(flood(20), ["heuristic"], n_gpus=4, slo_ms=2000, tables=tables).outcomes
+    seconds = int(np.ceil(flood(20).arrival_s[-1] + 1e-9)) + DRAIN_S
+    assert [o.n_gpus for o in outcomes] == [4, 4, 4]
+    assert (outcomes[0].n_replicas, outcomes[0].gpu_seconds) == (2, 4.0 * seconds)
+    for wrong in (0, 3):
+        with pytest.raises(InvalidConfigError, match="a multiple of 2"):
+            shadow(flood(20), [], n_gpus=wrong, tables=tables)
+
+
+def test_a_table_of_fewer_precisions_is_never_asked_for_another() -> None:
+    tables = load_tables(table_path("h100-llama-3.1-8b"))
+    report = shadow(flood(20), ['constant:{"quant_tier": 2}'], n_gpus=1, tables=tables)
+    assert set(report.outcomes[2].timeline["quant_tier"]) == {1.0}
+    assert report.outcomes[1].action is not None
+    assert report.outcomes[1].action["quant_tier"] < tables.n_tiers
+    assert settings_of(report, tables, report.outcomes[2].policy).tier == "FP8"

@@ -26,7 +26,19 @@ if TYPE_CHECKING:
 TEMPLATE: Final = Path(__file__).resolve().parents[1] / "data" / "plan_report.html"
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b6472")
 COLUMNS: Final = (
-    *("hardware", "GPUs", "replicas", "setting", "in time", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99 ms"),
+    *(
+        "hardware",
+        "GPUs",
+        "TP",
+        "replicas",
+        "setting",
+        "meets",
+        "in time",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "TPOT p99 ms",
+    ),
     *("margin", "GPU-h/Mtok", "cost/h", "cost/Mtok", "support"),
 )
 
@@ -38,19 +50,25 @@ def row_of(plan: Plan) -> dict[str, Any]:
     return {
         "hardware": plan.hardware,
         "GPUs": plan.n_gpus,
+        "TP": plan.tensor_parallel,
         "replicas": plan.n_replicas,
         "setting": plan.policy if plan.action is None else setting_text(plan.action, plan.precision),
+        "meets": "yes" if plan.meets else "no",
         "in time": f"{plan.share_in_time:.2%}",
         "TTFT p50": figures["ttft_p50_ms"],
         "TTFT p99": figures["ttft_p99_ms"],
         "TPOT p50": figures["tpot_p50_ms"],
         "TPOT p99 ms": figures["tpot_p99_ms"],
-        "margin": f"{plan.margin:.0%}",
+        "margin": _margin(plan),
         "GPU-h/Mtok": plan.gpu_hours_per_million_tokens,
         "cost/h": plan.cost_per_hour,
         "cost/Mtok": plan.cost_per_million_tokens,
         "support": f"{plan.support[best]:.0%} {best}",
     }
+
+
+def _margin(plan: Plan) -> str:
+    return f"{plan.margin:.0%}" if plan.margin >= -1.0 else "< -100%"
 
 
 def setting_text(action: Mapping[str, Any], precision: str) -> str:
@@ -64,16 +82,30 @@ def notes(report: PlanReport) -> list[str]:
     """What a reader of a plan must know, one sentence each."""
     errors = ", ".join(f"{name.upper()} {error:.1%}" for name, error in report.stated_errors.items())
     found = [
-        f"Margin: distance from the nearest limit after the simulator's stated error ({errors}; measured on A100).",
-        "Precisions below FP16 change a model's answers; how much is not judged here.",
+        f"Margin: distance from the nearest limit after the simulator's stated error ({errors}; measured on A100 "
+        "and added on every card).",
+        "Precisions below 16 bit change a model's answers; how much is not judged here.",
     ]
+    if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
+        found.append(
+            "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
+            "measured with Llama-3.1-8B. --no-drafts leaves them out."
+        )
+    found += [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
+    found += [
+        f"Nothing that was tried on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "
+        f"{plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."
+        for plan in report.unmet
+    ]
+    if report.left_out:
+        found.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in report.left_out.items()) + ".")
     if report.searched_s < report.log["span_s"] - 1.0:
         whole = report.played_s >= report.log["span_s"] - 1.0
         played = "all of it" if whole else f"its busiest {report.played_s:,.0f} s"
         part = f"the busiest {report.searched_s:,.0f} s of the log"
         found.append(f"Searched on {part}, played on {played}; more traffic is judged on the busiest part.")
     if not report.currency:
-        found.append("Without prices plans are ordered by the number of GPUs, whatever the card.")
+        found.append("Without prices plans are ordered by GPUs and then by margin: a large card counts as a small one.")
     elif report.prices_from:
         found.append(f"Prices: {report.prices_from}.")
     if report.plans and not report.adaptive:
@@ -88,6 +120,9 @@ def notes(report: PlanReport) -> list[str]:
 def _adapting(report: PlanReport) -> str:
     saved, gain = report.adapting_saves_gpus, report.adapting_gain
     policies = " and ".join(dict.fromkeys(plan.policy for plan in report.adaptive))
+    first = report.plans[0]
+    if first.n_gpus == first.tensor_parallel:
+        return "The first plan is a single replica: adapting the settings has no GPU to save."
     if not saved:
         return f"Adapting the settings ({policies}) saves no GPU against the first plan."
     told = f"Adapting the settings ({policies}) saves {saved} GPU{'s' if saved > 1 else ''} against the first plan"
@@ -104,7 +139,7 @@ def growth_lines(report: PlanReport) -> list[str]:
         state = "objectives met" if row["meets"] else f"not met, {row['share_in_time']:.1%} in time"
         needed = "more than were tried" if row["gpus_needed"] is None else row["gpus_needed"]
         gpus = f"{row['n_gpus']} GPU{'s' if row['n_gpus'] > 1 else ''}"
-        lines.append(f"{row['traffic']:g}x the traffic: {gpus}: {state}; needed: {needed}")
+        lines.append(f"{row['traffic']:g}x the traffic: {gpus}: {state}; needed with these settings: {needed}")
     return lines
 
 
@@ -128,7 +163,7 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
         prefill_apart=action.prefill_disagg,
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         prefix_caching=report.log["reused_share"] > 0,
-        tensor_parallel=plan.n_gpus // (plan.n_replicas * (2 if action.prefill_disagg else 1)),
+        tensor_parallel=plan.tensor_parallel,
     )
     return {name: write(settings) for name, write in EXPORTS.items()}
 
@@ -149,8 +184,12 @@ def pareto_figure(report: PlanReport) -> Figure:
         mine = [plan for plan in report.tried if plan.hardware == name]
         x, y = [cost(p) for p in mine], [p.share_in_time for p in mine]
         axes.scatter(x, y, s=14, color=_COLOURS[i % len(_COLOURS)], label=name)
-    front = report.front
-    axes.step([cost(p) for p in front], [p.share_in_time for p in front], where="post", color="#1c2330", linewidth=0.9)
+    lines = [""] if priced else list(dict.fromkeys(plan.hardware for plan in report.front))
+    for name in lines:  # without prices each hardware has a front of its own
+        front = [plan for plan in report.front if name in ("", plan.hardware)]
+        axes.step(
+            [cost(p) for p in front], [p.share_in_time for p in front], where="post", color="#1c2330", linewidth=0.9
+        )
     axes.axhline(report.share_met, color="#5b6472", linewidth=0.8, linestyle="--")
     axes.set(xlabel=f"{report.currency} per hour" if priced else "GPUs", ylabel="share of requests in time")
     axes.grid(True, color="#e4e8ef", linewidth=0.6)

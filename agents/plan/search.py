@@ -26,7 +26,7 @@ from agents.shadow.prices import Prices
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
-from simulator.catalogue import SHIPPED_CARDS, table_path
+from simulator.catalogue import table_path, tables_named, usual_name
 from simulator.objectives import Objective, margin
 from simulator.requests import RequestLog
 from simulator.tables import ServingTables, load_tables
@@ -54,31 +54,9 @@ def silent(what: str, share: float) -> None:
     """Say nothing."""
 
 
-def registered_tables(names: Sequence[str] = ("all",), model: str | None = None) -> dict[str, ServingTables]:
-    """The tables that ship, by name; ``model`` keeps those of one model. Raises :class:`InvalidConfigError`."""
-    wanted = SHIPPED_CARDS if "all" in names else tuple(dict.fromkeys(names))
-    unknown = [name for name in wanted if name not in SHIPPED_CARDS]
-    if unknown:
-        raise InvalidConfigError(
-            f"hardware {unknown[0]!r} is not known: all, or of {', '.join(SHIPPED_CARDS)}", "hardware"
-        )
-    tables = {name: load_tables(table_path(name)) for name in wanted}
-    kept = {name: t for name, t in tables.items() if model is None or _same_model(model, str(t.meta["model"]))}
-    if not kept:
-        there = sorted({str(t.meta["model"]) for t in tables.values()})
-        raise InvalidConfigError(
-            f"model {model!r} has no table on this hardware; there are {', '.join(there)}", "model"
-        )
-    return kept
-
-
-def _same_model(asked: str, known: str) -> bool:
-    """Whether two spellings name one model; Llama 3 and 3.1 have the same shape."""
-
-    def letters(name: str) -> str:
-        return "".join(c for c in name.lower().replace("3.1", "3").replace("instruct", "") if c.isalnum())
-
-    return letters(asked) == letters(known)
+def registered_tables(hardware: Sequence[str] | None = None, model: str | None = None) -> dict[str, ServingTables]:
+    """The tables that :func:`simulator.catalogue.tables_named` finds, read, by name."""
+    return {name: load_tables(table_path(name)) for name in tables_named(hardware, model)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +64,16 @@ class Plan:
     """A fleet on a log: what it is, what it does, what it costs.
 
     ``margin`` is the smallest distance of a figure, with the stated error added, from its limit, as a share of the
-    limit; ``meets`` says whether that and the share of requests in time are enough. ``gpu_hours_per_million_tokens``
-    counts output tokens. Costs are None without prices.
+    limit; ``meets`` says whether that and the share of requests in time are enough. ``hardware`` is the table's name,
+    ``card`` that of its GPUs, of which each replica has ``tensor_parallel``, and as many again where prefill is apart.
+    ``gpu_hours_per_million_tokens`` counts output tokens. Costs are None without prices.
     """
 
     hardware: str
+    card: str
     n_gpus: int
     n_replicas: int
+    tensor_parallel: int
     policy: str
     precision: str
     action: dict[str, Any] | None
@@ -110,12 +91,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Answer to "which GPUs, how many, which settings": the cheapest plan of each card first.
+    """Answer to "which GPUs, how many, which settings": one plan for each hardware, the cheapest first.
 
-    ``tried`` are all fleets that were played with latencies recorded; ``front`` those of them that no other beats in
-    both cost and share of requests in time. ``growth`` says what the first plan does under more traffic, and how many
-    GPUs that needs with its settings; ``adaptive`` what policies do on as many GPUs and on fewer. On the fewest of
-    them that a policy needs it serves ``adapting_gain`` more of the requests in time than the best constant there.
+    ``tried`` are all fleets that were played with latencies recorded; ``front`` is their :func:`pareto` front.
+    ``growth`` says what the first plan does under more traffic, and how many GPUs that needs with its settings;
+    ``adaptive`` what policies do on as many GPUs and on fewer. On the fewest of them that a policy needs it serves
+    ``adapting_gain`` more of the requests in time than the best constant there. ``left_out`` are tables that were not
+    searched, with the reason, ``unmet`` the largest fleets of those on which nothing met the objectives, and
+    ``warnings`` what the catalogue says of the tables of plans.
     """
 
     log: dict[str, Any]
@@ -133,6 +116,10 @@ class PlanReport:
     played_s: float
     searched_s: float
     wall_s: float
+    model: str
+    left_out: dict[str, str]
+    unmet: list[Plan]
+    warnings: dict[str, list[str]]
     tried: list[Plan] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,18 +135,21 @@ def make_plan(
     prices: Prices | None = None,
     share_met: float | None = None,
     precisions: Sequence[str] | None = None,
+    drafts: bool = True,
     policies: Sequence[str] = ADAPTIVE,
     progress: Progress = silent,
 ) -> PlanReport:
-    """Search fleets of all these tables.
+    """Search fleets of all these tables, which are of one model.
 
     ``share_met`` is the share of requests whose first token must come within the objective (default: what the strictest
-    percentile says), ``precisions`` the names of those that may be used (default: all that a table has). Raises
-    :class:`InvalidConfigError` where no objective is given, or a table has none of the precisions.
+    percentile says), ``precisions`` the names of those that may be used (default: all that a table has), ``drafts``
+    whether settings may draft tokens. Tables with none of the precisions are left out, and so are cards that prices
+    lack. Raises :class:`InvalidConfigError` where no objective is given, or that leaves no table.
     """
     started = time.perf_counter()
     if not objectives:
         raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
+    tables, left_out = _usable(tables, prices, precisions)
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
@@ -169,7 +159,7 @@ def make_plan(
     with ExitStack() as stack:
         for at, (name, table) in enumerate(tables.items()):
             tasks = [stack.enter_context(log_task(part, limit_ms, None, table)) for part in (searched, played)]
-            card = _Card(name, table, tasks[0], tasks[1], objectives, required, prices, precisions)
+            card = _Card(name, table, tasks[0], tasks[1], objectives, required, prices, precisions, drafts)
             progress(f"searching {name}", at / (len(tables) + 1))
             card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
             searches.append(card)
@@ -200,8 +190,35 @@ def make_plan(
         played_s=float(played.arrival_s[-1]),
         searched_s=float(searched.arrival_s[-1]),
         wall_s=time.perf_counter() - started,
+        model=usual_name(str(next(iter(tables.values())).meta["model"])),
+        left_out=left_out,
+        unmet=[card.largest for card in searches if card.best is None],
+        warnings={
+            card.name: list(tables[card.name].meta["warnings"])
+            for card in found
+            if tables[card.name].meta.get("warnings")
+        },
         tried=tried,
     )
+
+
+def _usable(
+    tables: Mapping[str, ServingTables], prices: Prices | None, precisions: Sequence[str] | None
+) -> tuple[dict[str, ServingTables], dict[str, str]]:
+    """The tables that have a price and one of the precisions, and why the others are left out."""
+    left_out: dict[str, str] = {}
+    for name, table in tables.items():
+        card = str(table.meta["hardware"])
+        if prices is not None and card not in prices.per_gpu_hour:
+            left_out[name] = f"no price of {card}"
+        elif precisions is not None and not set(precisions) & set(table.tiers):
+            left_out[name] = f"it has {', '.join(table.tiers)}"
+    kept = {name: table for name, table in tables.items() if name not in left_out}
+    if not kept:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        unpriced = all(reason.startswith("no price") for reason in left_out.values())
+        raise InvalidConfigError(f"no hardware is left to plan with ({reasons})", "prices" if unpriced else "quant")
+    return kept, left_out
 
 
 def _within(progress: Progress, what: str, at: int, parts: int, share: float) -> None:
@@ -233,12 +250,16 @@ def _faster(log: RequestLog, factor: float) -> RequestLog:
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that no other beats in both cost (GPUs without prices) and share of requests in time, cheapest first."""
-    front: list[Plan] = []
+    """Plans that no other beats in both cost and share of requests in time, cheapest first.
+
+    Without prices the cost is the number of GPUs, and GPUs of different hardware are not compared.
+    """
+    front: dict[str, list[Plan]] = {}
     for plan in sorted(plans, key=lambda p: (_cost(p), -p.share_in_time)):
-        if not front or plan.share_in_time > front[-1].share_in_time + 1e-9:
-            front.append(plan)
-    return front
+        line = front.setdefault(plan.hardware if plan.cost_per_hour is None else "", [])
+        if not line or plan.share_in_time > line[-1].share_in_time + 1e-9:
+            line.append(plan)
+    return [plan for line in front.values() for plan in line]
 
 
 def _cost(plan: Plan) -> float:
@@ -258,15 +279,15 @@ class _Card:
         required: float,
         prices: Prices | None,
         precisions: Sequence[str] | None,
+        drafts: bool,
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
-        self._objectives, self._required = objectives, required
-        self._gpu_hour = None if prices is None else prices.gpu_hour(str(tables.meta["hardware"]))
-        self._cards_each = int(tables.meta.get("cards_per_replica", 1))
-        there = list(tables.meta["weights_gb"])
-        self._tiers = [i for i, tier in enumerate(there) if precisions is None or tier in precisions]
-        if not self._tiers:
-            raise InvalidConfigError(f"{name} has none of the precisions asked for; it has {', '.join(there)}", "quant")
+        self._objectives, self._required, self._drafts = objectives, required, drafts
+        self._card = str(tables.meta["hardware"])
+        self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
+        self._cards_each = tables.cards_per_replica
+        self._most = MAX_GPUS // self._cards_each
+        self._tiers = [i for i, tier in enumerate(tables.tiers) if precisions is None or tier in precisions]
         self._known: dict[int, list[Plan]] = {}
         self._on_all: dict[int, Plan] = {}
         self.best: Plan | None = None
@@ -287,7 +308,7 @@ class _Card:
             progress(min(0.95, steps / 10))
             return self._best(units)
 
-        least = _smallest(lambda units: best_on(units).meets, guess, MAX_GPUS // self._cards_each)
+        least = _smallest(lambda units: best_on(units).meets, guess, self._most)
         if least is None:
             return
         for units in {1, least // 2, least + 1} - {0}:  # what less and more money buys
@@ -322,8 +343,18 @@ class _Card:
     def tried(self) -> list[Plan]:
         """Fleets played on all of the log: the finalists, or of a long log the best on each number of GPUs."""
         if self._all_searched:
-            return [plan for known in self._known.values() for plan in known]
-        return [self._whole(units) for units in self._known]
+            return [plan for units in self._shown for plan in self._known[units]]
+        return [self._whole(units) for units in self._shown]
+
+    @property
+    def _shown(self) -> list[int]:
+        """Sizes that were played, without the largest, which only tells whether any can do."""
+        return [units for units in self._known if units != self._most]
+
+    @property
+    def largest(self) -> Plan:
+        """The best setting on the largest fleet."""
+        return self._best(self._most) if self._all_searched else self._whole(self._most)
 
     def _best(self, units: int) -> Plan:
         """The best setting on the GPUs of ``units`` replicas, on the busiest part of the log.
@@ -340,7 +371,7 @@ class _Card:
         for apart in (False, True):
             if apart and units % 2:
                 continue
-            settings = grid(apart, self._tiers)
+            settings = grid(apart, self._tiers, self._drafts)
             task = on_replicas(self._searched, units // 2 if apart else units)
             screened = screen(task, self._tables, settings)
             slow = np.zeros(len(settings))
@@ -362,15 +393,17 @@ class _Card:
         in_time = 1.0 - outcome.slo_miss_share
         stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
         left = margin(self._objectives, stated)
-        n_gpus = outcome.n_gpus * self._cards_each
+        n_gpus = outcome.n_gpus
         gpu_hours = n_gpus / 3600.0 / max(outcome.tokens_per_s, 1e-9) * 1e6
         price = self._gpu_hour
         return Plan(
             hardware=self.name,
+            card=self._card,
             n_gpus=n_gpus,
             n_replicas=outcome.n_replicas,
+            tensor_parallel=self._cards_each,
             policy=policy,
-            precision="" if action is None else list(self._tables.meta["weights_gb"])[action.quant_tier.value],
+            precision="" if action is None else self._tables.tiers[action.quant_tier.value],
             action=None if action is None else action.to_dict(),
             meets=left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0,
             margin=left,
@@ -391,8 +424,8 @@ class _Card:
         With the first precision alone they keep to it; with other choices of precisions they have nothing to keep to.
         """
         assert self.best is not None
-        everything = len(self._tables.meta["weights_gb"])
-        held = {"prefill_disagg"} if len(self._tiers) == everything else {"prefill_disagg", "quant_tier"}
+        held = {"prefill_disagg"} if len(self._tiers) == self._tables.n_tiers else {"prefill_disagg", "quant_tier"}
+        held |= set() if self._drafts else {"spec_length"}
         if "quant_tier" in held and self._tiers != [0]:
             return [], 0, 0.0
         knobs = tuple(k for k in self._played.active_actions if k not in held)
@@ -455,7 +488,8 @@ def _smallest(meets: Callable[[int], bool], guess: int, most: int) -> int | None
     """The smallest number from 1 to ``most`` that meets, searched by doubling and halving from a guess."""
     low, high = 0, min(guess, most)
     while not meets(high):
-        if high >= most:
+        # What the largest fleet does not meet, none does: many such steps are spared.
+        if high >= most or (low == 0 and not meets(most)):
             return None
         low, high = high, min(2 * high, most)
     while high - low > 1:

@@ -3,7 +3,7 @@
 The log is replayed once from its first second, the same for every policy; nothing is drawn. Requests enter as recorded,
 the fleet is simulated: docs/fidelity.md says how far that is from hardware. Two constants are the baselines, the user's
 own and the best of a sweep. A policy may use the GPUs as so many replicas, or, where it puts prefill on GPUs of its
-own, as half as many replicas with one more GPU each; it gets what serves it better.
+own, as half as many replicas with twice the GPUs each; it gets what serves it better.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agents.search.trace_task import DEFAULT_SLO_MS, fleet_for, log_summary
 from agents.shadow.constants import NEUTRAL, grid, screen
 from agents.shadow.prices import Prices
 from env.batch import ServingBatch
-from inferencegym.errors import DataFormatError, InvalidConfigError, refusal
+from inferencegym.errors import DataFormatError, refusal
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
 from inferencegym.spaces.actions import snap
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
@@ -65,10 +65,10 @@ class PolicyOutcome:
 
     Latencies in ms per request (TTFT) and per token (TPOT, weighted by tokens). ``slo_miss_share`` counts requests that
     missed their objective, were refused or were not served by the end; ``goodput_rps`` is the rest per second of the
-    log. ``n_gpus`` is the most GPUs in use, ``n_replicas`` how many replicas they were, ``gpu_seconds`` what was used
-    of them. ``figures`` has all statistics that objectives bound (``simulator.objectives``), ``action`` the setting of
-    a constant. ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` the share
-    of seconds by how well measurements cover them.
+    log. ``n_gpus`` is the most GPUs in use, those of all cards of a replica; ``n_replicas`` how many replicas they
+    were, ``gpu_seconds`` what was used of them. ``figures`` has all statistics that objectives bound
+    (``simulator.objectives``), ``action`` the setting of a constant. ``timeline`` holds signals and knobs at ``t_s``,
+    thinned to a few hundred points; ``support`` the share of seconds by how well measurements cover them.
     """
 
     policy: str
@@ -170,16 +170,10 @@ def shadow(
     fixed.validate()
     tables = tables or tables_of(None if task is None else task.hardware)
     tables.refuse_tier(fixed.quant_tier.value)
-    if tables.cards_per_replica > 1:
-        raise InvalidConfigError(
-            f"a replica of this table takes {tables.cards_per_replica} cards: policies are compared on tables of one "
-            "card per replica; `inferencegym simulate` and tasks play on any",
-            "hardware",
-        )
     with log_task(log, slo_ms, task, tables) as as_task:
         if n_gpus is None:
-            n_gpus = as_task.fleet.n_replicas * (2 if fixed.prefill_disagg else 1)
-        _check_gpus(n_gpus, fixed)
+            n_gpus = as_task.fleet.n_replicas * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
+        _check_gpus(n_gpus, fixed, tables.cards_per_replica)
         gpus = Field(as_task, tables, n_gpus)
         constant, action = gpus.best_constant()
         runs = [gpus.constant(FIXED, fixed), constant]
@@ -225,11 +219,11 @@ def on_replicas(task: TaskSpec, n_replicas: int) -> TaskSpec:
     return replace(task, fleet=replace(task.fleet, n_replicas=n_replicas))
 
 
-def _check_gpus(n_gpus: int, fixed: ServeAction) -> None:
-    if n_gpus < 1:
-        raise refusal("n_gpus", n_gpus, "at least 1")
-    if fixed.prefill_disagg and n_gpus % 2:
-        raise refusal("n_gpus", n_gpus, "even with prefill_disagg, which takes one more GPU for each replica")
+def _check_gpus(n_gpus: int, fixed: ServeAction, cards_per_replica: int) -> None:
+    each = cards_per_replica * (2 if fixed.prefill_disagg else 1)
+    if n_gpus < 1 or n_gpus % each:
+        why = " with prefill_disagg, which takes as many GPUs again" if fixed.prefill_disagg else ""
+        raise refusal("n_gpus", n_gpus, f"a multiple of {each}, the GPUs of a replica{why}")
 
 
 class Field:
@@ -238,8 +232,9 @@ class Field:
     def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int) -> None:
         self._tables = tables
         knobs = tuple(name for name in task.active_actions if name != "prefill_disagg")
-        self._together = replace(on_replicas(task, n_gpus), active_actions=knobs)
-        self._apart = on_replicas(task, n_gpus // 2) if n_gpus % 2 == 0 else None
+        units = n_gpus // tables.cards_per_replica
+        self._together = replace(on_replicas(task, units), active_actions=knobs)
+        self._apart = on_replicas(task, units // 2) if units % 2 == 0 else None
 
     def constant(self, name: str, action: ServeAction) -> Run:
         """A constant setting."""
@@ -252,7 +247,7 @@ class Field:
         found: list[tuple[float, ServeAction]] = []
         for task, apart in ((self._together, False), (self._apart, True)):
             if task is not None:
-                settings = grid(apart)
+                settings = grid(apart, range(self._tables.n_tiers))
                 shares = screen(task, self._tables, settings).missed
                 found += zip(shares.tolist(), settings, strict=True)
         finalists = [action for _, action in sorted(found, key=lambda f: f[0])[:FINALISTS]]
@@ -335,6 +330,7 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
         wanted = agent.act(batch.full_observation())
         asked_apart |= bool(wanted[0, 3] > 0.5)
         applied = snap(wanted, batch.mask)
+        applied[:, 4] = np.minimum(applied[:, 4], tables.n_tiers - 1)  # a table may have fewer than the knob
         actions[t] = applied[0]
         batch.step(applied)
         for m, column in metrics.items():
@@ -355,14 +351,15 @@ def _outcome(
     slo_ms = fleet.params.stats.slo_ms
     histogram, in_time = _latencies(record, slo_ms)
     tokens = float(metrics["tokens_per_sec"].sum())
-    gpu_seconds = task.fleet.n_replicas * float((1.0 + actions[:, 3]).sum())
+    cards = task.fleet.n_replicas * batch.tables.cards_per_replica
+    gpu_seconds = cards * float((1.0 + actions[:, 3]).sum())
     span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
     missed = 1.0 - in_time / np.maximum(arrived, 1e-9)
     running = np.maximum(metrics["running_requests"], 1e-9)
     restarts = np.any(np.diff(actions[:, 3:5], axis=0) != 0, axis=1)
     return PolicyOutcome(
         policy=name,
-        n_gpus=task.fleet.n_replicas * (2 if (actions[:, 3] > 0.5).any() else 1),
+        n_gpus=cards * (2 if (actions[:, 3] > 0.5).any() else 1),
         n_replicas=task.fleet.n_replicas,
         slo_miss_share=float(min(1.0, max(0.0, 1.0 - in_time.sum() / arrived.sum()))),
         goodput_rps=float(in_time.sum() / span_s),

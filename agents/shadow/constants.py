@@ -22,19 +22,18 @@ GRID: Final[dict[str, tuple[float, ...]]] = {
     "kv_budget": (0.9, 1.0),
     "spec_length": (0, 2, 4),
     "batch_size": (16, 32, 64, 128, 256, 512),
-    "quant_tier": (0, 1, 2),
 }
-"""Settings that are tried, each with each; prefill is together or apart on all replicas."""
+"""Settings that are tried, each with each and in each precision; prefill is together or apart on all replicas."""
 NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 """Prices and throughputs that change nothing: constants look at no observation."""
 
 
-def grid(prefill_apart: bool, tiers: Sequence[int] = (0, 1, 2)) -> list[ServeAction]:
-    """All settings of :data:`GRID` in these precisions."""
+def grid(prefill_apart: bool, tiers: Sequence[int], drafts: bool = True) -> list[ServeAction]:
+    """All settings of :data:`GRID` in these precisions, of a table's; those that draft tokens may be left out."""
     return [
-        ServeAction(kv, int(spec), int(batch), prefill_apart, QuantTier(int(tier)))
-        for kv, spec, batch, tier in product(*GRID.values())
-        if tier in tiers
+        ServeAction(kv, int(spec), int(batch), prefill_apart, QuantTier(tier))
+        for kv, spec, batch, tier in product(*GRID.values(), tiers)
+        if drafts or not spec
     ]
 
 

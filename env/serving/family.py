@@ -25,7 +25,7 @@ from inferencegym.messages import plain_schema
 from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
 from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, task_of
-from simulator.catalogue import table_index, table_path
+from simulator.catalogue import models, table_index, table_path
 from simulator.coverage import coverage
 from simulator.tables import ServingTables, default_table_path, load_tables
 
@@ -131,6 +131,7 @@ def _info() -> Mapping[str, Any]:
         "tiers": {str(i): name for i, name in enumerate(table.tiers)},
         "coverage": coverage(table),
         "hardware": {name: _hardware(entry) for name, entry in table_index().items()},
+        "models": list(models()),
     }
 
 

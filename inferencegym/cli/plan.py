@@ -31,12 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of requests whose first token must come within the objective (default: what its percentile says)",
     )
     parser.add_argument(
-        "--hardware", action="append", metavar="NAME", help="table to plan with; several times, or all (default all)"
+        "--hardware",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="tables or cards to plan with, see `inferencegym hardware` (default all)",
     )
-    parser.add_argument("--model", help="only tables of this model (default: every table's)")
     parser.add_argument(
-        "--quant", action="append", metavar="NAME", help="only this precision, as FP16; several times (default: all)"
+        "--model", help="model to serve, as llama-3.1-8b; needed where the hardware has tables of several"
     )
+    parser.add_argument(
+        "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
+    )
+    parser.add_argument("--no-drafts", action="store_true", help="only settings without draft tokens")
     parser.add_argument(
         "--prices",
         type=Path,
@@ -73,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.png, args.out)):
         require_writable(path)
     prices = load_prices(args.prices) if args.prices else None
-    tables = registered_tables(args.hardware or ["all"], args.model)
+    hardware = names(args.hardware)
+    tables = registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
     imported = read_log(args.trace, args)
     if not args.json:
         print_log(args.trace, imported)
@@ -86,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
             tables,
             prices=prices,
             share_met=args.share_met,
-            precisions=args.quant,
+            precisions=names(args.quant),
+            drafts=not args.no_drafts,
             progress=lambda what, share: bar.update(line, completed=share, description=what),
         )
     if args.json:
@@ -104,6 +112,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.plans else 1
 
 
+def names(given: list[str] | None) -> list[str] | None:
+    """Names of an option that may be given several times and has several at commas; None where it is not given."""
+    return None if given is None else [name.strip() for text in given for name in text.split(",")]
+
+
 def _frame(report: PlanReport) -> Any:
     """All fleets tried as a table, one a row."""
     import pandas as pd
@@ -117,8 +130,10 @@ def _print(report: PlanReport) -> None:
 
     shown = [c for c in COLUMNS if report.currency or not c.startswith("cost")]
     names = [f"{c} {report.currency}" if c.startswith("cost") else c for c in shown]
-    print(f"objectives: {', '.join(report.objectives)}; {report.share_met:.1%} of the first tokens in time")
-    for title, plans in (("cheapest plans", report.plans), ("cost against requests in time", report.front)):
+    asked = f"{', '.join(report.objectives)}; {report.share_met:.1%} of the first tokens in time"
+    print(f"model: {report.model}; objectives: {asked}")
+    first = "cheapest plans" if report.currency else "fewest GPUs of each hardware"
+    for title, plans in ((first, report.plans), ("cost against requests in time", report.front)):
         if plans:
             print(f"\n{title}")
             print_table(names, [[row_of(plan)[c] for c in shown] for plan in plans])

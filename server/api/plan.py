@@ -13,15 +13,15 @@ from starlette.responses import Response
 
 from agents.shadow.prices import PriceList
 from inferencegym.messages import plain_schema
-from inferencegym.models import QuantTier
 from server.api.policies import gzipped
 from server.api.request_log import BOUNDS, LogRequest
 from server.context import Context, Mount
 from server.net.json_io import JsonRoute, read_object
 from server.net.problems import documented
 from server.schemas import read_request
-from simulator.catalogue import SHIPPED_CARDS
+from simulator.catalogue import hardware_names, table_index
 
+_PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
 _OBJECTIVE: Final = "^(ttft|tpot)_(p50|p90|p95|p99|mean)=[1-9][0-9]{0,5}([.][0-9]{1,3})?$"
 
 
@@ -36,13 +36,20 @@ class PlanRequest(LogRequest):
         Annotated[float, Field(ge=0.5, le=0.9999)] | None,
         Field(description="share of first tokens within the objective; else what its percentile says"),
     ] = None
+    model: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None,
+        Field(description="model to serve, as llama-3.1-8b; needed where the hardware has tables of several"),
+    ] = None
     hardware: Annotated[
-        Annotated[list[Literal[*SHIPPED_CARDS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
-        Field(description="tables to plan with; else all"),
+        Annotated[list[Literal[*hardware_names()]], Field(min_length=1)] | None,  # type: ignore[valid-type]
+        Field(description="tables or cards to plan with; else all"),
     ] = None
     precisions: Annotated[
-        Annotated[list[Literal[*(tier.name for tier in QuantTier)]], Field(min_length=1)] | None,  # type: ignore[valid-type]
-        Field(description="precisions that may be used; else all"),
+        Annotated[list[Literal[*_PRECISIONS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
+        Field(description="precisions that may be used; else all that a table has"),
+    ] = None
+    drafts: Annotated[
+        bool | None, Field(description="whether settings may draft tokens; they do unless told not to")
     ] = None
     prices: Annotated[
         PriceList | None, Field(description="prices of a GPU's hour by card; without, GPUs are counted")
@@ -82,6 +89,7 @@ class PlanAnswer(BaseModel):
 
     log: dict[str, Any]
     read: dict[str, Any]
+    model: str
     objectives: list[str]
     share_met: float
     plans: list[dict[str, Any]]

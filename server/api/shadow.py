@@ -22,6 +22,7 @@ from server.net.errors import InvalidRequestError
 from server.net.json_io import JsonRoute, read_object
 from server.net.problems import documented
 from server.schemas import Schema, TaskName, nullable, read_request, task_id_schema
+from simulator.catalogue import table_index
 
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
 STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive", "random_search"})
@@ -51,6 +52,10 @@ class ShadowRequest(LogRequest):
         Field(description="your own setting, to compare with; missing knobs: the plan's baseline"),
     ] = None
     task_id: Annotated[TaskName | None, Field(description="lends its fleet, objectives and stored policies")] = None
+    hardware: Annotated[
+        Literal[*table_index()] | None,  # type: ignore[valid-type]
+        Field(description="table of the catalogue to play on; else the default"),
+    ] = None
     gpus: Annotated[
         Annotated[int, Field(ge=1, le=MAX_GPUS), WHOLE] | None, Field(description="GPUs that every policy has")
     ] = None

@@ -1,6 +1,6 @@
 /** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
 
-import { post } from "./api.js";
+import { once, post } from "./api.js";
 import { announce, copy, download, el, field, fill, problem, select, table } from "./dom.js";
 import { DropBox } from "./drop.js";
 import { compact, percent } from "./format.js";
@@ -8,16 +8,17 @@ import { compact, percent } from "./format.js";
 const EXAMPLE = "data/azure-conversation.csv";
 const LOG_BYTES = 4_000_000;
 const SVG = "http://www.w3.org/2000/svg";
-const HEAD = ["Hardware", "GPUs", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
+const HEAD = ["Hardware", "GPUs", "TP", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
-  const tab = new PlanTab();
+  const { models } = await once("info");
+  const tab = new PlanTab(models);
   fill(panel, tab.node);
   return tab;
 }
 
 class PlanTab {
-  constructor() {
+  constructor(models) {
     this.name = "log.csv";
     this.box = new DropBox({
       label: "Request log to plan for (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
@@ -27,8 +28,10 @@ class PlanTab {
     });
     this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
-    this.precision = select([["", "any"], ["FP16", "FP16 only"]], "");
-    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, a100-80gb=1.80" });
+    this.model = select(models.map((name) => [name, name]), models[0]);
+    this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
+    this.drafts = select([["", "allowed"], ["no", "none"]], "");
+    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
     this.example = el("button", { type: "button", text: "Load an example log", on: { click: () => this.takeExample() } });
@@ -39,8 +42,8 @@ class PlanTab {
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.example),
-          el("div", { class: "controls small" }, field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision),
-            field("Price of a GPU's hour", this.prices, "Yours; left empty, plans count GPUs."), field("Currency", this.currency))),
+          el("div", { class: "controls small" }, field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Model", this.model), field("Precisions", this.precision), field("Draft tokens", this.drafts),
+            field("Price of a GPU's hour", this.prices, "Yours, by card; cards without one are left out. Left empty, plans count GPUs."), field("Currency", this.currency))),
         this.out));
   }
 
@@ -75,7 +78,7 @@ class PlanTab {
     this.button.disabled = true;
     this.tell(el("p", { text: "Searching…" }));
     const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", objectives, prices,
-      hardware: prices ? Object.keys(prices.per_gpu_hour) : undefined, precisions: this.precision.value ? [this.precision.value] : undefined };
+      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
     try {
       this.report(await post("plan", body));
     } catch (error) {
@@ -87,12 +90,12 @@ class PlanTab {
   report(report) {
     const priced = Boolean(report.currency);
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
-    const row = (plan) => [plan.hardware, plan.n_gpus, setting(plan), percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
-      percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
+    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, setting(plan), percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+      plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const first = report.plans[0];
-    const verdict = first ? `Cheapest: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet that was tried meets the objectives.";
+    const verdict = first ? `${priced ? "Cheapest" : "Fewest GPUs"}: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet that was tried meets the objectives.";
     const nodes = [el("p", { class: "verdict", text: verdict })];
-    if (first) nodes.push(table("Cheapest plans", head, report.plans.map(row)));
+    if (first) nodes.push(table(priced ? "Cheapest plans" : "Fewest GPUs of each hardware", head, report.plans.map(row)));
     nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
     if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
       report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.meets ? "yes" : "no", percent(plan.share_in_time, 2)])));
@@ -108,7 +111,7 @@ function setting({ policy, action, precision }) {
   return `${precision}, batch ${action.batch_size}, KV ${action.kv_budget}${action.spec_length ? `, ${action.spec_length} drafts` : ""}${action.prefill_disagg ? ", prefill apart" : ""}`;
 }
 
-/** All fleets tried, cost against the share of requests in time, with the front as a line. */
+/** All fleets tried, cost against the share of requests in time, with the front as a line; without prices each hardware has its own. */
 function picture(report, priced) {
   const [width, height, left, bottom] = [560, 240, 48, 34];
   const cost = (plan) => (priced ? plan.cost_per_hour : plan.n_gpus);
@@ -126,7 +129,8 @@ function picture(report, priced) {
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "pareto" });
   for (const share of [0, 0.5, 1]) svg.append(shape("text", { x: 4, y: y(share) + 4 }, percent(share)), shape("path", { d: `M${left} ${y(share)}H${width - 12}`, class: "rule" }));
   svg.append(shape("text", { x: left, y: height - 8 }, "0"), shape("text", { x: width - 12, y: height - 8, "text-anchor": "end" }, `${compact(most)} ${unit}`));
-  const steps = report.front.map((plan, i) => (i ? `H${x(plan)}V${y(plan.share_in_time)}` : `M${x(plan)} ${y(plan.share_in_time)}`)).join("");
+  const begins = (plan, before) => !before || (!priced && before.hardware !== plan.hardware);
+  const steps = report.front.map((plan, i) => (begins(plan, report.front[i - 1]) ? `M${x(plan)} ${y(plan.share_in_time)}` : `H${x(plan)}V${y(plan.share_in_time)}`)).join("");
   svg.append(shape("path", { d: steps, class: "front" }));
   for (const plan of report.tried) {
     const dot = shape("circle", { cx: x(plan), cy: y(plan.share_in_time), r: 3.5, class: plan.meets ? "met" : "missed" });
