@@ -2,7 +2,7 @@
 # Install the programs that tests start for real: a Redis server (sessions shared by several machines) and Chromium (the
 # web page). Does nothing where they are there. On Debian and Ubuntu they are installed with apt, as root or with a sudo
 # that asks for no password; elsewhere it names what is missing, and the tests that need it are skipped. With --check it
-# installs nothing and only names what is missing; with INFERENCEGYM_REFUSE_SKIPS=1 (CI) what stays missing is an error.
+# installs nothing and only names what is missing; with TESTS_REFUSE_SKIPS=1 (CI) what stays missing is an error.
 set -euo pipefail
 
 missing() {
@@ -32,5 +32,5 @@ fi
 if [ ${#packages[@]} -gt 0 ]; then
     echo "This machine lacks programs that tests start, and those tests are skipped: ${packages[*]}" >&2
     echo "Debian, Ubuntu: sudo scripts/install_test_servers.sh. Elsewhere: install them by hand." >&2
-    [ "${INFERENCEGYM_REFUSE_SKIPS:-0}" != 1 ]
+    [ "${TESTS_REFUSE_SKIPS:-0}" != 1 ]
 fi

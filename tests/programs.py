@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-REFUSE_SKIPS: Final = "INFERENCEGYM_REFUSE_SKIPS"
+REFUSE_SKIPS: Final = "TESTS_REFUSE_SKIPS"
 """Environment variable: with 1, as in CI, no test may be skipped but those of engines that are not installed."""
 
 
