@@ -103,7 +103,7 @@ class InferenceEnv:
         new_config = task.config(config) if config is not None or task is not self.task else self.config
         new_seed = self.seed if seed is None else check_seed(seed)
         if self._batch is None or task is not self.task or new_config != self.config:
-            self._batch = ServingBatch(task, 1, new_config, self._tables_of(task), self._calibration)
+            self._batch = self.make_batch(task, new_config)
         self.task, self.config, self.seed = task, new_config, new_seed
         self._batch.reset([new_seed])
         self.session_id = session_id or str(uuid.uuid4())
@@ -113,6 +113,10 @@ class InferenceEnv:
         self._started = True
         self._seen = None
         return self.observation()
+
+    def make_batch(self, task: TaskSpec, config: EpisodeConfig) -> ServingBatch:
+        """The batch with one row that plays the episodes."""
+        return ServingBatch(task, 1, config, self._tables_of(task), self._calibration)
 
     @property
     def n_tiers(self) -> int:

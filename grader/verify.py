@@ -89,6 +89,14 @@ def _as_entry(step: int, entry: object) -> Entry:
     if not isinstance(entry, Mapping):
         raise MalformedLogError(f"step {step}: must be an object with {', '.join(ENTRY_KEYS)}", step)
     info = entry.get("info")
+    measured = entry.get("measured", info.get("measured") if isinstance(info, Mapping) else None)
+    if measured is not None:
+        raise MalformedLogError(
+            f"step {step}: it was measured on a real engine ({short_repr(measured)}), where no second comes twice: "
+            "such a log is graded like any other, and cannot be replayed",
+            step,
+            "measured",
+        )
     if "metrics" not in entry and isinstance(info, Mapping):
         refuse_held(step, info)
         entry = {

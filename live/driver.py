@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -53,6 +52,14 @@ class RequestTiming:
     error: str = ""
     tokens_at: list[tuple[float, int]] = field(default_factory=list, repr=False)
     """Tokens received so far, by time: an engine may send several at once."""
+
+    def receive(self, now_s: float, tokens: int) -> None:
+        """Write down that so many tokens have come by now, if they are more than before."""
+        if tokens > self.tokens:
+            if self.first_token_s is None:
+                self.first_token_s = now_s
+            self.last_token_s, self.tokens = now_s, tokens
+            self.tokens_at.append((now_s, tokens))
 
     @property
     def completed(self) -> bool:
@@ -178,14 +185,7 @@ async def _receive(answer: httpx.Response, timing: RequestTiming, started: float
         if "error" in event:
             timing.error = short_text(json.dumps(event["error"]), 300)
             return
-        tokens = (event.get("usage") or {}).get("completion_tokens", 0)
-        if tokens > timing.tokens:
-            now = time.monotonic() - started
-            if timing.first_token_s is None:
-                timing.first_token_s = now
-            timing.last_token_s = now
-            timing.tokens = tokens
-            timing.tokens_at.append((now, tokens))
+        timing.receive(time.monotonic() - started, (event.get("usage") or {}).get("completion_tokens", 0))
     if timing.tokens != timing.request.output_tokens:
         timing.error = f"{timing.tokens} of {timing.request.output_tokens} tokens came"
 
@@ -231,9 +231,7 @@ class OpenLoop:
         self._ready.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
@@ -241,6 +239,10 @@ class OpenLoop:
     def now_s(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started
+
+    def advance(self, to_s: float) -> None:
+        """Wait until so many seconds have passed since the start."""
+        time.sleep(max(0.0, to_s - self.now_s()))
 
     def wait(self) -> list[RequestTiming]:
         """Wait until every request has ended."""

@@ -2,37 +2,169 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from live.driver import EngineApi, EngineRequest, play_open
+from inferencegym.errors import InvalidActionError
+from inferencegym.tasks import get_task
+from live.driver import EngineApi, EngineRequest, RequestTiming, play_open
+from live.engines.engine import Orders
+from live.engines.vllm import VllmEngine
 from live.engines.vllm_server import VllmServer
-from live.metrics import read_page
+from live.env import EngineEnv
+from live.scaling import Capacity, engine_calibration, live_task, scaled_lengths, scaled_rates
 from tests.live_engine import vllm_server
 
 pytestmark = pytest.mark.engine
 
+KV_BLOCKS = 256
+"""Small enough to run out: 4,096 tokens."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    with vllm_server(tmp_path_factory.mktemp("vllm"), max_num_seqs=32) as running:
+    with vllm_server(tmp_path_factory.mktemp("vllm"), max_num_seqs=32, kv_blocks=KV_BLOCKS) as running:
         yield running
 
 
 @pytest.fixture
-def api(server: VllmServer) -> EngineApi:
-    return EngineApi(server.url).check()
+def engine(server: VllmServer) -> VllmEngine:
+    """The engine, idle and wide open."""
+    found = VllmEngine(EngineApi(server.url), server.control_file)
+    found.set(Orders({name: high for name, (_, high) in found.limits().items()}))
+    return found
 
 
-def iterations(api: EngineApi) -> float:
-    return read_page(api.get_text("/metrics")).total("vllm:iteration_tokens_total_count")
+class Peaks:
+    """Largest numbers that the engine reports while a load is played."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.running = 0.0
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            reading = self._engine.read()
+            self.running = max(self.running, reading.running_requests)
+
+    def play(self, requests: list[EngineRequest]) -> list[RequestTiming]:
+        self._thread.start()
+        try:
+            timings = play_open(self._engine.api, requests)
+        finally:
+            self._stop.set()
+            self._thread.join()
+        assert [timing.error for timing in timings] == [""] * len(requests)
+        assert all(timing.tokens == timing.request.output_tokens for timing in timings)
+        return timings
 
 
-def test_a_burst_takes_as_many_iterations_as_its_batches_have_tokens(api: EngineApi) -> None:
-    """Three batches of 32 requests that write 40 tokens each: 120 iterations, and the first prompts by themselves."""
-    before = iterations(api)
-    timings = play_open(api, [EngineRequest(0.0, 32, 40)] * 96)
-    assert [timing.error for timing in timings] == [""] * 96
-    assert {timing.tokens for timing in timings} == {40}
-    assert iterations(api) - before == pytest.approx(120, rel=0.05)
+def iterations(engine: VllmEngine) -> float:
+    found = engine.read().iterations
+    assert found is not None
+    return found
+
+
+def test_every_number_that_is_read_is_there(engine: VllmEngine) -> None:
+    Peaks(engine).play([EngineRequest(0.0, 16, 4)])
+    reading = engine.read()
+    assert reading.finished_requests is not None
+    assert reading.finished_requests >= 1
+    assert None not in (reading.prompt_tokens, reading.output_tokens, reading.preemptions, reading.iterations)
+    assert reading.ttft_buckets is not None
+    assert reading.tpot_buckets is not None
+    assert max(reading.ttft_buckets.values()) >= 1
+    assert engine.kv_blocks() == (KV_BLOCKS - 1, 16)
+
+
+def test_a_burst_takes_as_many_iterations_as_its_batches_have_tokens(engine: VllmEngine) -> None:
+    """Three batches of 32 requests that write 64 tokens each: 192 iterations, and those in which prompts join."""
+    before = iterations(engine)
+    Peaks(engine).play([EngineRequest(0.0, 16, 64)] * 96)
+    assert iterations(engine) - before == pytest.approx(3 * 64, rel=0.02, abs=5)
+
+
+def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer, engine: VllmEngine) -> None:
+    engine.set(Orders({"batch_size": 4}))
+    pid, start, peaks = server.pid, iterations(engine), Peaks(engine)
+    peaks.play([EngineRequest(0.0, 16, 32)] * 16)
+    assert peaks.running == 4
+    assert iterations(engine) - start == pytest.approx(4 * 32, rel=0.02, abs=5)
+    engine.set(Orders({"batch_size": 16}))
+    start, peaks = iterations(engine), Peaks(engine)
+    peaks.play([EngineRequest(0.0, 16, 32)] * 16)
+    assert 4 < peaks.running <= 16
+    assert iterations(engine) - start == pytest.approx(32, abs=4)
+    assert server.pid == pid
+    assert engine.in_force()["batch_size"] == 16
+
+
+def test_a_smaller_share_of_the_cache_bounds_what_runs(engine: VllmEngine) -> None:
+    """A request grows to 128 tokens, 8 blocks; a quarter of the 255 blocks holds the full length of eight requests."""
+    engine.set(Orders({"kv_budget": 0.25}))
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 96, 32)] * 24)
+    # A prompt alone takes six blocks, so at most ten begin together.
+    assert 1 <= peaks.running <= 0.25 * (KV_BLOCKS - 1) / 6
+    engine.set(Orders({"kv_budget": 1.0}))
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 96, 32)] * 24)
+    assert peaks.running > 0.25 * (KV_BLOCKS - 1) / 6
+
+
+def test_fewer_prompt_tokens_per_iteration_make_more_iterations(engine: VllmEngine) -> None:
+    """Four prompts of 512 tokens: one iteration of 2,048 tokens, or sixteen of 128."""
+    counts = []
+    for budget in (engine.limits()["prefill_tokens"][1], 128):
+        engine.set(Orders({"prefill_tokens": budget}))
+        before = iterations(engine)
+        Peaks(engine).play([EngineRequest(0.0, 512, 1)] * 4)
+        counts.append(iterations(engine) - before)
+    assert counts[0] <= 4
+    assert counts[1] >= 16
+
+
+def test_the_engine_goes_back_by_itself_when_its_controller_falls_silent(engine: VllmEngine) -> None:
+    engine.set(Orders({"batch_size": 2}, until=time.time() + 1.0, then={"batch_size": 8}))
+    Peaks(engine).play([EngineRequest(0.0, 8, 2)])
+    assert engine.wait_until_applied()["in_force"]["batch_size"] == 2
+    time.sleep(1.1)
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 8, 32)] * 16)
+    assert engine.in_force()["batch_size"] == 8
+    assert peaks.running == 8
+
+
+def test_orders_outside_the_limits_change_nothing(server: VllmServer, engine: VllmEngine) -> None:
+    with pytest.raises(InvalidActionError, match="from 1 to 32"):
+        engine.set(Orders({"batch_size": 33}))
+    with pytest.raises(InvalidActionError, match="left out"):
+        engine.set(Orders({"spec_length": 2}))  # started without drafting
+    server.control_file.write_text(json.dumps({"set": {"batch_sice": 4}}))
+    timings = play_open(engine.api, [EngineRequest(0.0, 8, 2)])
+    assert timings[0].completed
+    state = json.loads((server.control_file.parent / f"{server.control_file.name}.state").read_text())
+    assert "batch_sice" in state["problem"]
+    assert state["in_force"]["batch_size"] == 32
+
+
+def test_an_episode_is_played_and_graded(engine: VllmEngine) -> None:
+    capacity = Capacity(20.0, 300.0)
+    task = scaled_rates(live_task(scaled_lengths(get_task(3), 256), engine), capacity.peak_tps)
+    config = {"episode_length": 8}
+    with EngineEnv(engine, task, engine_calibration(task, capacity), seed=1, config=config) as env:
+        env.reset()
+        batches = iter([4, 32] * 4)
+        while not env.done:
+            *_, info = env.step({"batch_size": next(batches), "kv_budget": 0.9})
+        assert 0.0 <= info["score"] <= 1.0
+        assert {entry["measured"] for entry in env.episode_log} == {"vllm"}
+        assert sum(entry["metrics"]["tokens_per_sec"] for entry in env.episode_log) > 0
+        assert env.timings
+    assert engine.read().running_requests == 0

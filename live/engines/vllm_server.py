@@ -18,7 +18,7 @@ from inferencegym.errors import InvalidConfigError, ServerUnavailableError
 
 PLUGIN: Final = Path(__file__).parent / "vllm_plugin"
 """Folder that an engine needs on its PYTHONPATH for ``--scheduler-cls inferencegym_scheduler.LiveAsyncScheduler``."""
-START_S: Final = 300.0
+START_S: Final = 900.0
 
 
 class VllmServer:

@@ -1,0 +1,105 @@
+"""Interface of an engine that can be observed, loaded and set while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+from inferencegym.errors import InvalidActionError
+from live.driver import EngineRequest, RequestTiming
+
+KNOBS: Final = ("batch_size", "kv_budget", "spec_length", "prefill_tokens")
+"""What engines can change while they run: the first three are those of the environment's action, the fourth bounds the
+tokens of an iteration."""
+
+Knobs = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """State that an engine reports of itself.
+
+    Queue, running requests and KV occupancy (share) are of now, the rest are counts since its start; None where the
+    engine has no such number.
+    """
+
+    queue_requests: float
+    running_requests: float
+    kv_occupancy: float
+    finished_requests: float | None = None
+    prompt_tokens: float | None = None
+    output_tokens: float | None = None
+    preemptions: float | None = None
+    drafted_tokens: float | None = None
+    accepted_tokens: float | None = None
+    iterations: float | None = None
+    ttft_buckets: Mapping[float, float] | None = None
+    """Requests by time to first token: cumulative counts by upper edge (s)."""
+    tpot_buckets: Mapping[float, float] | None = None
+    """The same of the time per output token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What an engine is to be set to, and what it goes back to when ``until`` (Unix seconds) passes without new orders.
+
+    ``until`` of None keeps the setting.
+    """
+
+    knobs: Knobs
+    until: float | None = None
+    then: Knobs | None = None
+
+
+class Load(Protocol):
+    """Requests that an engine is being sent."""
+
+    timings: Sequence[RequestTiming]
+
+    def advance(self, to_s: float) -> None:
+        """Return when so many seconds have passed since the start."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Engine(Protocol):
+    """A running engine."""
+
+    name: str
+    seconds_pass: bool
+    """Whether its time is everybody's: False for a simulated one."""
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        """Smallest and largest value of every knob that can be changed while the engine runs; the others cannot."""
+        ...
+
+    def in_force(self) -> Knobs:
+        """What those knobs are set to now."""
+        ...
+
+    def read(self) -> Reading:
+        """Present state. Raises :class:`RemoteError` if the engine gives none."""
+        ...
+
+    def set(self, orders: Orders) -> None:
+        """Change knobs; those that are not named stay. Raises :class:`InvalidActionError` for one outside limits."""
+        ...
+
+    def load(self, requests: Sequence[EngineRequest]) -> Load:
+        """Send requests when each is due, counted from the moment at which the load is entered."""
+        ...
+
+
+def within(knobs: Knobs, limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The knobs, if each can be changed and lies within its limits; raises :class:`InvalidActionError` otherwise."""
+    for name, value in knobs.items():
+        if name not in limits:
+            raise InvalidActionError(name, value, f"left out: this engine changes {', '.join(limits)} while it runs")
+        low, high = limits[name]
+        if not low <= value <= high:
+            raise InvalidActionError(name, value, f"from {low:g} to {high:g} on this engine, as it was started")
+    return dict(knobs)

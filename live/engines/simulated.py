@@ -1,0 +1,112 @@
+"""The discrete-event reference as an engine: what is made for a running engine can be tried without one, in no time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+
+from live.driver import EngineRequest, RequestTiming
+from live.engines.engine import Knobs, Orders, Reading, within
+from simulator.hardware.sources import engine_of, source_of
+from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, Simulation
+from simulator.offline.table import kv_capacity_tokens
+from simulator.tables import ServingTables
+
+
+class SimulatedEngine:
+    """One replica of a table's engine and model, in virtual time: a load's :meth:`~SimulatedLoad.advance` passes it."""
+
+    name = "simulator"
+    seconds_pass = False
+
+    def __init__(self, tables: ServingTables, max_batch_size: int = 256) -> None:
+        source = source_of(tables.meta)
+        model = source.operators(source.tiers[0], engine_of(tables.meta))
+        self._pool_tokens = kv_capacity_tokens(source, source.tiers[0], 1.0, 0)
+        self._fleet = Fleet(model, max_batch_size, self._pool_tokens)
+        self._limits = {"batch_size": (1.0, float(max_batch_size)), "kv_budget": (0.1, 1.0)}
+        self._in_force = {name: high for name, (_, high) in self._limits.items()}
+        self._load: SimulatedLoad | None = None
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return self._limits
+
+    def in_force(self) -> Knobs:
+        return dict(self._in_force)
+
+    def read(self) -> Reading:
+        return Reading(0.0, 0.0, 0.0) if self._load is None else self._load.reading()
+
+    def set(self, orders: Orders) -> None:
+        self._in_force |= within(orders.knobs, self._limits)
+        pool = max(BLOCK_TOKENS, int(self._in_force["kv_budget"] * self._pool_tokens))
+        self._fleet = replace(self._fleet, batch_size=int(self._in_force["batch_size"]), kv_pool_tokens=pool)
+        if self._load is not None:
+            self._load.simulation.reconfigure(self._fleet, {self._fleet.model.tier: pool})
+
+    def load(self, requests: Sequence[EngineRequest]) -> SimulatedLoad:
+        self._load = SimulatedLoad(self._fleet, requests)
+        return self._load
+
+
+class SimulatedLoad:
+    """Requests served by a :class:`Simulation`."""
+
+    def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest]) -> None:
+        self.timings = [RequestTiming(request) for request in requests]
+        columns = np.array(
+            [[r.prompt_tokens, r.output_tokens, r.class_index] for r in requests], dtype=np.int64
+        ).reshape(len(requests), 3)
+        arrival_s = np.array([r.arrival_s for r in requests], dtype=np.float64)
+        self.simulation = Simulation(fleet, Requests(arrival_s, columns[:, 0], columns[:, 1], columns[:, 2]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for timing in self.timings:
+            if timing.ended_s is None:
+                timing.ended_s, timing.error = self.simulation.now / 1e3, "cancelled"
+
+    def advance(self, to_s: float) -> None:
+        simulation = self.simulation
+        simulation.run_until(1e3 * to_s)
+        replica = simulation.replicas[0]
+        written = dict(zip(replica.request[: replica.n].tolist(), replica.tokens[: replica.n].tolist(), strict=True))
+        for i, timing in enumerate(self.timings):
+            if timing.ended_s is None and timing.request.arrival_s < to_s:
+                timing.sent_s = timing.request.arrival_s
+                self._update(i, timing, written.get(i, 0) - timing.request.prompt_tokens, to_s)
+
+    def _update(self, i: int, timing: RequestTiming, written: int, now_s: float) -> None:
+        first, finish = self.simulation.first_ms[i] / 1e3, self.simulation.finish_ms[i] / 1e3
+        if self.simulation.rejected[i]:
+            timing.ended_s, timing.error = now_s, "refused"
+        if np.isfinite(first) and timing.first_token_s is None:
+            timing.receive(float(first), 1)
+        if np.isfinite(finish):
+            timing.receive(float(finish), timing.request.output_tokens)
+            timing.ended_s = float(finish)
+        elif written > timing.tokens:
+            timing.receive(now_s, written)
+
+    def reading(self) -> Reading:
+        """State at the present virtual time."""
+        simulation = self.simulation
+        replica = simulation.replicas[0]
+        started = np.isfinite(simulation.start_ms)
+        waiting = np.isfinite(simulation.arrival_ms) & ~started & ~simulation.rejected
+        done = np.isfinite(simulation.finish_ms)
+        return Reading(
+            queue_requests=float(waiting.sum() + len(replica.preempted)),
+            running_requests=float(replica.in_flight()),
+            kv_occupancy=min(1.0, replica.cached_tokens() / max(1, replica.pool_blocks * BLOCK_TOKENS)),
+            finished_requests=float(done.sum()),
+            prompt_tokens=float(sum(t.request.prompt_tokens for t, d in zip(self.timings, done, strict=True) if d)),
+            output_tokens=float(simulation.written_tokens),
+            preemptions=float(simulation.preemptions.sum()),
+            iterations=float(simulation.iterations),
+        )

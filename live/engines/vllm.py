@@ -1,0 +1,122 @@
+"""vLLM as an engine that can be set while it runs: its metrics, and the scheduler class that follows a control file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from inferencegym.errors import InvalidConfigError, RemoteError
+from inferencegym.files import write_text
+from live.driver import EngineApi, EngineRequest, OpenLoop
+from live.engines.engine import Knobs, Orders, Reading, within
+from live.engines.vllm_server import PLUGIN
+from live.metrics import MetricsPage, read_page
+
+PROTOCOL: Final = 1
+"""Version of the control file's form, which the scheduler class states."""
+
+
+class VllmEngine:
+    """A vLLM server. Without ``control_file`` it is observed only.
+
+    The control file is that of the scheduler class in ``live/engines/vllm_plugin``, so the engine runs on this machine
+    or shares the file's folder. Raises :class:`RemoteError` where the address is no vLLM, and
+    :class:`InvalidConfigError` where the scheduler class does not follow the file.
+    """
+
+    name = "vllm"
+    seconds_pass = True
+
+    def __init__(self, api: EngineApi, control_file: Path | None = None) -> None:
+        self.api = api.check()
+        self._file = control_file
+        self.read()
+        if control_file is not None:
+            self._state()
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        if self._file is None:
+            return {}
+        found = {name: (float(low), float(high)) for name, (low, high) in self._state()["limits"].items()}
+        if found["spec_length"][1] == 0:
+            del found["spec_length"]  # started without drafting
+        return found
+
+    def in_force(self) -> Knobs:
+        return {} if self._file is None else {name: float(v) for name, v in self._state()["in_force"].items()}
+
+    def kv_blocks(self) -> tuple[int, int]:
+        """Blocks of the KV pool, and tokens of a block."""
+        state = self._state()
+        return int(state["kv_blocks"]), int(state["block_tokens"])
+
+    def read(self) -> Reading:
+        page = read_page(self.api.get_text("/metrics"))
+        drafts = "vllm:spec_decode_num_draft_tokens_total" in page.samples
+        return Reading(
+            queue_requests=page.total("vllm:num_requests_waiting"),
+            running_requests=page.total("vllm:num_requests_running"),
+            kv_occupancy=page.highest("vllm:kv_cache_usage_perc"),
+            finished_requests=page.total("vllm:request_success_total"),
+            prompt_tokens=page.total("vllm:request_prompt_tokens_sum"),
+            output_tokens=page.total("vllm:generation_tokens_total"),
+            preemptions=page.total("vllm:num_preemptions_total"),
+            drafted_tokens=page.total("vllm:spec_decode_num_draft_tokens_total") if drafts else None,
+            accepted_tokens=page.total("vllm:spec_decode_num_accepted_tokens_total") if drafts else None,
+            iterations=page.total("vllm:iteration_tokens_total_count"),
+            ttft_buckets=buckets(page, "vllm:time_to_first_token_seconds"),
+            tpot_buckets=buckets(page, "vllm:request_time_per_output_token_seconds"),
+        )
+
+    def set(self, orders: Orders) -> None:
+        if self._file is None:
+            raise InvalidConfigError(
+                "this vLLM is observed only: name its control file, which the scheduler class of "
+                f"PYTHONPATH={PLUGIN} follows (docs/live.md)"
+            )
+        limits = self.limits()
+        order = {"set": within(orders.knobs, limits), "then": within(orders.then or {}, limits), "until": orders.until}
+        write_text(self._file, json.dumps(order))
+
+    def load(self, requests: Sequence[EngineRequest]) -> OpenLoop:
+        return OpenLoop(self.api, requests)
+
+    def wait_until_applied(self, limit_s: float = 10.0) -> Mapping[str, Any]:
+        """Wait until the engine has read the file; an idle engine reads it with the next request. Returns its state."""
+        assert self._file is not None
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            state = self._state()
+            if state["file_version"] == self._file.stat().st_mtime_ns:
+                return state
+            time.sleep(0.05)
+        raise RemoteError(f"the engine has not read {self._file} for {limit_s:g} s: is it idle, or gone?")
+
+    def _state(self) -> dict[str, Any]:
+        path = Path(f"{self._file}.state")
+        try:
+            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidConfigError(
+                f"no engine writes {path}: start vLLM with PYTHONPATH={PLUGIN}, INFERENCEGYM_CONTROL_FILE={self._file} "
+                "and --scheduler-cls inferencegym_scheduler.LiveAsyncScheduler"
+            ) from error
+        if state.get("protocol") != PROTOCOL:
+            raise InvalidConfigError(
+                f"{path} is of another version of the scheduler class: restart with that of {PLUGIN}"
+            )
+        if state["problem"]:
+            raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
+        return state
+
+
+def buckets(page: MetricsPage, histogram: str) -> dict[float, float] | None:
+    """Cumulative counts of a histogram by upper edge, summed over processes; None where there is no such histogram."""
+    found: dict[float, float] = {}
+    for labels, count in page.samples.get(f"{histogram}_bucket", ()):
+        edge = float(labels["le"])
+        found[edge] = found.get(edge, 0.0) + count
+    return found or None

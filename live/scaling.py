@@ -1,0 +1,122 @@
+"""A task's traffic scaled to an engine: its capacity is measured, then rates and lengths are made to fit.
+
+Floods, classes, objectives and grades stay those of the task; one engine stands for the whole fleet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from inferencegym.errors import InvalidConfigError, RemoteError
+from inferencegym.tasks import Calibration, LengthDist, TaskSpec
+from live.driver import EngineRequest
+from live.engines.engine import Engine, Orders
+from simulator.load import EpisodeRequests
+from simulator.tables import tables_of
+from simulator.workload import load_source
+
+DEFAULT_LOAD: Final = 0.7
+"""Offered output tokens over those that the engine can write, mean of an episode: full in floods, idle between."""
+POLL_S: Final = 0.25
+RATE_SEEDS: Final = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Output tokens per second of an engine on requests of one kind: one at a time, and as many as it takes."""
+
+    floor_tps: float
+    peak_tps: float
+
+
+def measure_throughput(engine: Engine, prompt_tokens: int, output_tokens: int, n_requests: int) -> float:
+    """Output tokens per second of so many equal requests sent at once."""
+    with engine.load([EngineRequest(0.0, prompt_tokens, output_tokens)] * n_requests) as load:
+        to_s = 0.0
+        while any(timing.ended_s is None for timing in load.timings):
+            to_s += POLL_S
+            load.advance(to_s)
+        failed = [timing.error for timing in load.timings if timing.error]
+        if failed:
+            raise RemoteError(f"{len(failed)} of {n_requests} requests failed, for example: {failed[0]}")
+        return n_requests * output_tokens / max(t.ended_s for t in load.timings if t.ended_s is not None)
+
+
+def measure_capacity(engine: Engine, prompt_tokens: int, output_tokens: int, batches: int = 3) -> Capacity:
+    """Measure an engine that is otherwise idle, in bursts of ``batches`` full batches; it is left wide open."""
+    limits = engine.limits()
+    if "batch_size" not in limits:
+        raise InvalidConfigError(f"{engine.name} is observed only: its capacity is measured by setting its batch size")
+    low, high = limits["batch_size"]
+    wide = {name: largest for name, (_, largest) in limits.items() if name in ("batch_size", "kv_budget")}
+    engine.set(Orders({**wide, "batch_size": low}))
+    floor = measure_throughput(engine, prompt_tokens, output_tokens, 3)
+    engine.set(Orders(wide))
+    peak = measure_throughput(engine, prompt_tokens, output_tokens, batches * int(high))
+    return Capacity(floor, peak)
+
+
+def scaled_lengths(task: TaskSpec, longest_tokens: int) -> TaskSpec:
+    """The task with lengths multiplied so that prompt and output together fit an engine's context, if they do not."""
+    longest = max(each.prompt.high + each.output.high for each in task.classes if each.share or each.burst_share)
+    factor = min(1.0, longest_tokens / longest)
+    classes = [
+        replace(each, prompt=_shorter(each.prompt, factor), output=_shorter(each.output, factor))
+        for each in task.classes
+    ]
+    return replace(task, classes=tuple(classes))
+
+
+def scaled_rates(task: TaskSpec, peak_tps: float, load: float = DEFAULT_LOAD) -> TaskSpec:
+    """The task with arrival rates multiplied so that it offers the share ``load`` of what the engine can write."""
+    if task.trace is not None:
+        raise InvalidConfigError(
+            f"task {task.task_id!r} plays a recorded trace, which cannot be scaled: choose another"
+        )
+    factor = load * peak_tps / offered_tps(task)
+    burst = None if task.burst is None else replace(task.burst, rate_rps=factor * task.burst.rate_rps)
+    return replace(
+        task,
+        arrival_rate_rps=factor * task.arrival_rate_rps,
+        burst=burst,
+        fleet=replace(task.fleet, n_replicas=1),
+    )
+
+
+def live_task(task: TaskSpec, engine: Engine) -> TaskSpec:
+    """The task with those of its knobs alone that the engine changes while it runs."""
+    limits = engine.limits()
+    return replace(task, active_actions=tuple(name for name in task.active_actions if name in limits))
+
+
+def engine_calibration(task: TaskSpec, capacity: Capacity, load: float = DEFAULT_LOAD) -> Calibration:
+    """Constants of the task's scores on a measured engine: an engine that writes what is offered spends the budget."""
+    offered_ktps = load * capacity.peak_tps / 1e3
+    price = task.cost_budget / task.episode_length * offered_ktps
+    return Calibration(capacity.floor_tps, load * capacity.peak_tps, capacity.peak_tps, price)
+
+
+def mean_lengths(task: TaskSpec) -> tuple[int, int]:
+    """Mean prompt and output (tokens) of the task's requests."""
+    prompts, outputs = zip(*((r.prompt_tokens, r.output_tokens) for r in _episodes(task)), strict=True)
+    return round(float(np.concatenate(prompts).mean())), round(float(np.concatenate(outputs).mean()))
+
+
+def offered_tps(task: TaskSpec) -> float:
+    """Output tokens that the task's requests ask for, per second of an episode."""
+    asked = sum(float(each.output_tokens.sum()) for each in _episodes(task))
+    return asked / (len(RATE_SEEDS) * task.episode_length)
+
+
+def _episodes(task: TaskSpec) -> list[EpisodeRequests]:
+    source = load_source(task, tables_of(task.hardware))
+    return [source.requests(seed, task.episode_length) for seed in RATE_SEEDS]
+
+
+def _shorter(lengths: LengthDist, factor: float) -> LengthDist:
+    return replace(
+        lengths, low=max(1.0, factor * lengths.low), high=factor * lengths.high, mu=lengths.mu + float(np.log(factor))
+    )
