@@ -228,13 +228,23 @@ class Family:
         """Names of an action's fields, in the order of a record's values."""
         return tuple(self.action_model.model_fields)
 
-    def parse_action(self, action: object) -> tuple[Any, Action]:
-        """Check an action; returns it as the environment takes it and as records keep it. Raises InvalidActionError."""
+    def parse_action(self, action: object, before: Action | None = None) -> tuple[Any, Action]:
+        """Check an action; returns it as the environment takes it and as records keep it. Raises InvalidActionError.
+
+        Optional fields that it leaves out stay as they are: as in ``before``, the record's action of the step before.
+        In the first step they have their defaults.
+        """
         if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
+        elif before is not None and isinstance(action, Mapping) and len(action) < len(self.action_fields):
+            action = {**self._optional(before), **action}
         message = read(self.action_model, action, InvalidActionError, whole="action")
         # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
         return self.action_of(message), bytes(memoryview(orjson.dumps([*message.__dict__.values()])))
+
+    def _optional(self, action: Action) -> dict[str, Any]:
+        fields = self.action_model.model_fields
+        return {name: value for name, value in self.action_json(action).items() if not fields[name].is_required()}
 
     def action_json(self, action: Action) -> dict[str, Any]:
         """JSON form of a record's action. Raises DataFormatError if it is not an action of this family."""
@@ -260,7 +270,9 @@ class Family:
 
         Raises InvalidActionError.
         """
-        played = [self.parse_action(action)[1] for action in actions]
+        played: list[Action] = []
+        for action in actions:
+            played.append(self.parse_action(action, played[-1] if played else None)[1])
         return EpisodeRecord(self.name, task_id, seed, config or {}, played)
 
     def replay(self, record: EpisodeRecord, session_id: str | None = None) -> EpisodeEnv:

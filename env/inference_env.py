@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -134,9 +135,10 @@ class InferenceEnv:
     def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
         """Take one step; return observation, reward and done, without the cost of :meth:`info`.
 
-        The action (dataclass or JSON form) is checked (:class:`InvalidActionError`), then the knobs that the task does
-        not offer are forced; ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the
-        first reset and :class:`EpisodeDoneError` after the end; nothing changes when a step is refused.
+        In its JSON form an action may leave out knobs, which stay as they are; the first step starts from the defaults.
+        The action is checked (:class:`InvalidActionError`), then the knobs that the task does not offer are forced;
+        ``info["action_applied"]`` shows the result. Raises :class:`NotResetError` before the first reset and
+        :class:`EpisodeDoneError` after the end; nothing changes when a step is refused.
         """
         batch = self._batch
         if batch is None or not self._started:
@@ -148,7 +150,7 @@ class InferenceEnv:
         if isinstance(action, ServeAction):
             action.validate()
         else:
-            action = ServeAction.from_dict(dict(action))
+            action = ServeAction.from_dict({**(self.actions[-1] if self.actions else {}), **action})
         applied = mask_action(action, self.task.active_actions)
         batch.tables.refuse_tier(applied.quant_tier.value)
         batch.knobs.write_action(0, applied)
@@ -189,9 +191,16 @@ class InferenceEnv:
             "action_applied": last["action"],
             "support": fleet_support(self._batch.fleet),
             "reward_terms": self._batch.terms(),
-            "fleet": fleet_dict(self._batch.fleet_numbers[0]),
+            "fleet": self._fleet(self._batch.fleet_numbers[0]),
         }
         return {**info, **outcome(self.grade())} if self.done else info
+
+    def _fleet(self, numbers: NDArray[np.float64]) -> dict[str, Any]:
+        """What the fleet is set to, with its restarts as a number of replicas too."""
+        fleet = fleet_dict(numbers)
+        # One that is half back still has to restart; the share is a sum that may lack its last bit.
+        left = round(fleet["restarting_share"] * self.task.fleet.n_replicas, 9)
+        return {**fleet, "restarting_replicas": math.ceil(left)}
 
     def grade(self) -> Grade:
         """Grade of the steps played so far, as ``GraderModule`` gives it for :attr:`episode_log`."""

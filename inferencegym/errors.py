@@ -44,9 +44,23 @@ MAX_MESSAGE_CHARS: Final = 2_000
 """Longest message of an error: several times the longest that only says what is allowed."""
 
 
+MISSING: Final = object()
+"""Stands for the value of a missing field in the functions that word an error."""
+
+
+class UnknownField(str):
+    """What an error about an unknown field says is allowed: the known fields, and the one that was probably meant."""
+
+    __slots__ = ()
+
+
 def not_allowed(field: str, value: object, allowed: str) -> str:
     """Message of an error about one field: its name, what was found, what is allowed."""
     path = short_text(field, MAX_PATH_CHARS)
+    if isinstance(allowed, UnknownField):
+        return f"unknown field {path}: {allowed}"
+    if value is MISSING:
+        return f"{path} is missing: it must be {allowed}"
     return f"{path}={short_repr(value)} is not allowed: {path} must be {allowed}"
 
 
@@ -78,7 +92,7 @@ class InvalidActionError(InferenceGymError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = short_text(field, MAX_PATH_CHARS)
-        self.value = value
+        self.value = None if value is MISSING else value
         self.allowed = allowed
         super().__init__(not_allowed(field, value, allowed))
 
@@ -97,14 +111,10 @@ class InvalidConfigError(InferenceGymError, ValueError):
         super().__init__(message)
 
 
-MISSING: Final = object()
-"""Stands for the value of a missing key in calls of :func:`refusal`."""
-
-
 def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
     """The error for a value that is not ``allowed``; ``field`` is its path, empty for a whole entry."""
-    if value is MISSING:
-        return InvalidConfigError(f"{field} is missing: it must be {allowed}", field)
+    if value is MISSING or isinstance(allowed, UnknownField):
+        return InvalidConfigError(not_allowed(field, value, allowed), field)
     found = short_repr(value)
     named = f"{field}={found}" if field else found
     return InvalidConfigError(f"{named} is not allowed: it must be {allowed}", field or None)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from inferencegym.errors import short_repr, short_text
+from inferencegym.errors import MISSING, UnknownField, not_allowed, short_repr, short_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -55,7 +55,7 @@ class FieldError(ValueError):
         self.field = short_text(field)
         self.value = _whole(value)
         self.allowed = allowed
-        super().__init__(f"{self.field} must be {allowed}")
+        super().__init__(not_allowed(self.field, self.value, allowed))
 
 
 def _whole(value: object) -> object:
@@ -77,7 +77,7 @@ CHOICE: Final = BeforeValidator(_no_flag)
 
 
 def read(
-    model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = None, whole: str = "body"
+    model: type[M], value: object, refusal: Refusal, at: str = "", missing: object = MISSING, whole: str = "body"
 ) -> M:
     """Validate ``value`` as a message of class ``model``.
 
@@ -91,7 +91,7 @@ def read(
         unknown = next((name for name in value if name not in fields), None)
         if unknown is not None:
             name = short_text(str(unknown))
-            raise refusal(_path(at, (name,)), value[unknown], left_out(name, list(fields)))
+            raise refusal(_path(at, (name,)), value[unknown], unknown_field(name, list(fields)))
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -109,7 +109,7 @@ def _explain(
     if problem["type"] in _UNKNOWN:
         known = list(_model_at(model, loc[:-1]).model_fields)
         name = str(loc[-1])
-        return refusal(_path(at, (*_known_part(model, loc[:-1]), name)), found, left_out(name, known))
+        return refusal(_path(at, (*_known_part(model, loc[:-1]), name)), found, unknown_field(name, known))
     path = _known_part(model, loc)
     cause = context.get("error")
     if isinstance(cause, FieldError):
@@ -142,11 +142,11 @@ def _allowed_tags(tags: str) -> str:
     return "one of " + tags.replace("'", "")
 
 
-def left_out(name: str, known: Sequence[str]) -> str:
-    """Words for an unknown field, which must be left out: the known fields, and the one that was probably meant."""
+def unknown_field(name: str, known: Sequence[str]) -> UnknownField:
+    """Words for an unknown field: the known fields, and the one that was probably meant."""
     near = get_close_matches(short_text(name), known, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    return f"left out{meant}: the fields are {', '.join(known)}"
+    fields = ", ".join(known)
+    return UnknownField(f"did you mean {near[0]}? The fields are {fields}" if near else f"the fields are {fields}")
 
 
 def allowed_object(model: type[BaseModel]) -> str:

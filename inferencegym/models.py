@@ -193,7 +193,7 @@ NAIVE_ACTION: Final = ServeAction(
 
 
 class ServeActionMessage(Message):
-    """JSON form of an action: five knobs; those left out take the naive baseline's values."""
+    """JSON form of an action: five knobs; those left out of a step stay as they are, the first starts from defaults."""
 
     kv_budget: Annotated[float, bounds(ACTION_FIELDS["kv_budget"])] = NAIVE_ACTION.kv_budget
     spec_length: Annotated[Literal[0, 1, 2, 4, 8], CHOICE, _described(ACTION_FIELDS["spec_length"])] = 0

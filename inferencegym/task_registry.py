@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from inferencegym.errors import MISSING, InvalidConfigError, refusal
+from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.messages import M, Message, parse_json, read
 
 MAX_EPISODE_LENGTH: Final = 5_000
@@ -21,7 +21,7 @@ Entry = TypeVar("Entry")
 
 def read_entry(model: type[M], entry: object) -> M:
     """Validate an entry of a file as a message; raises :class:`InvalidConfigError` naming the invalid key."""
-    return read(model, entry, refusal, missing=MISSING, whole="")
+    return read(model, entry, refusal, whole="")
 
 
 # ---------------------------------------------------------------- files

@@ -70,6 +70,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version="1.0.0",
         description=DESCRIPTION,
         redirect_slashes=False,
+        # Ours needs no network: server.api.docs_page.
+        docs_url=None,
+        redoc_url=None,
         # Requests are counted and logged by RequestLog; FastAPI would ask at each whether somebody listens to it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         lifespan=partial(_lifespan, context, lines),

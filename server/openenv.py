@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Literal
+from urllib.parse import parse_qs
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import BaseRoute, WebSocketRoute
@@ -32,13 +34,14 @@ from inferencegym.errors import (
 )
 from inferencegym.messages import Message
 from inferencegym.tasks import TaskId
-from server.api.openenv_http import METHOD_NOT_FOUND, NO_TOOLS, TRAIN, Index, InfoRoutes, mcp_answer, rpc_error, splits
+from server.api.mcp import PARSE_ERROR, SERVER_ERROR, McpTools, rpc_error
+from server.api.openenv_http import TRAIN, Index, InfoRoutes, splits
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import MAX_VALUES, SMALL, count_values, parse_object, to_json
 from server.net.slots import NoSlotError, Slot, Slots
 from server.schemas import Seed, StepNumber, TaskName, read_request
-from server.sessions.manager import LiveSession, StepResult
+from server.sessions.manager import LiveSession, StepResult, new_session_id
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +80,14 @@ def openenv_routes(context: Context) -> list[BaseRoute]:
 
 
 def _mounted(context: Context, mount: Mount) -> list[BaseRoute]:
-    play = PlayEndpoint(context, mount.family)
-    sockets = [WebSocketRoute(f"{mount.prefix}/ws", play), WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint())]
-    return [*sockets, *InfoRoutes(context, mount).routes()]
+    tools = McpTools(context, mount.family)
+    slots = Slots(context.settings.max_concurrent_envs, context.settings.envs_per_client())
+    play = PlayEndpoint(context, slots, mount.family, tools)
+    sockets = [
+        WebSocketRoute(f"{mount.prefix}/ws", play),
+        WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint(context, slots, tools)),
+    ]
+    return [*sockets, *InfoRoutes(context, mount, tools).routes()]
 
 
 # ---------------------------------------------------------------- frames
@@ -176,15 +184,20 @@ class UnknownFrameError(InvalidRequestError):
     """A frame has an unknown ``type``."""
 
 
-def read_frame(message: AsgiMessage) -> Frame:
-    """Decode a frame. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
+def read_object_frame(message: AsgiMessage) -> dict[str, Any]:
+    """The JSON object of a message. Raises InvalidJsonError or BodyTooLargeError."""
     text = message.get("text")
     if text is None:
         raise InvalidJsonError("the frame must be text, not bytes")
     sent = text.encode()
     if len(sent) > MAX_VALUES:
         count_values(sent).must_not_exceed(SMALL, "frame")
-    frame = parse_object(sent, "frame")
+    return parse_object(sent, "frame")
+
+
+def read_frame(message: AsgiMessage) -> Frame:
+    """Decode a frame. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
+    frame = read_object_frame(message)
     kind = frame.get("type")
     model = FRAMES.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -228,34 +241,30 @@ def _internal_error_frame() -> str:
 # ---------------------------------------------------------------- playing
 
 
-class PlayEndpoint:
-    """ASGI application of ``/ws``: any number of episodes per connection, one after the other.
+class SlottedEndpoint(ABC):
+    """ASGI application of a WebSocket that takes one of the family's slots for as long as it is open.
 
     How many connections there may be, in all and of one client, and which idle ones give way, say
     :class:`~server.net.slots.Slots`.
     """
 
-    def __init__(self, context: Context, family: Family) -> None:
+    def __init__(self, context: Context, slots: Slots) -> None:
         self._context = context
-        self._family = family
-        settings = context.settings
-        self._slots = Slots(settings.max_concurrent_envs, settings.envs_per_client())
+        self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # What is sent to a client that went away is an OSError.
         with suppress(OSError):
             await receive()
             await send({"type": "websocket.accept"})
-            if b"session_id=" in scope["query_string"]:
-                await _refuse(send, _no_session())
-                return
             try:
                 slot = self._slots.take(self._context.callers.client(scope))
             except NoSlotError as error:
-                await _refuse(send, _no_slot(error))
+                await send({"type": "websocket.send", "text": self._no_slot(error)})
+                await send({"type": "websocket.close", "code": 1000})
                 return
             try:
-                await self._serve(Connection(self._context, self._family, scope, slot), receive, send)
+                await self._serve(scope, receive, send, slot)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or not slot.gave_way:
@@ -265,7 +274,30 @@ class PlayEndpoint:
             finally:
                 self._slots.give_back(slot)
 
-    async def _serve(self, connection: Connection, receive: Receive, send: Send) -> None:
+    @abstractmethod
+    def _no_slot(self, error: NoSlotError) -> str:
+        """What a client is told for which there is no slot."""
+
+    @abstractmethod
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
+        """Answer messages until the connection ends."""
+
+
+class PlayEndpoint(SlottedEndpoint):
+    """ASGI application of ``/ws``: any number of episodes per connection, one after the other."""
+
+    def __init__(self, context: Context, slots: Slots, family: Family, tools: McpTools) -> None:
+        super().__init__(context, slots)
+        self._family = family
+        self._tools = tools
+
+    def _no_slot(self, error: NoSlotError) -> str:
+        said = write_error(str(error), error.code, error.next_step)
+        counts = {"active_sessions": error.taken, "max_sessions": error.most}
+        return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
+        connection = Connection(self._context, self._family, self._tools, scope, slot)
         while (message := await receive())["type"] == "websocket.receive":
             answer = await connection.answer(message)
             if answer is None:
@@ -274,29 +306,15 @@ class PlayEndpoint:
             await send({"type": "websocket.send", "text": answer})
 
 
-async def _refuse(send: Send, text: str) -> None:
-    await send({"type": "websocket.send", "text": text})
-    await send({"type": "websocket.close", "code": 1000})
-
-
-def _no_session() -> str:
-    # OpenEnv's way to take up a session of POST /mcp, which starts none here.
-    next_step = "connect to /ws as it is, and reset(episode_id=..., resume=True) goes on with an episode"
-    said = write_error("/ws has no session_id", "unknown_session", next_step)
-    return _encode("error", {"message": said, "code": "SESSION_ERROR"})
-
-
-def _no_slot(error: NoSlotError) -> str:
-    said = write_error(str(error), error.code, error.next_step)
-    counts = {"active_sessions": error.taken, "max_sessions": error.most}
-    return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
-
-
 class Connection:
     """A WebSocket connection and its episode."""
 
-    def __init__(self, context: Context, family: Family, scope: Scope, slot: Slot) -> None:
+    def __init__(self, context: Context, family: Family, tools: McpTools, scope: Scope, slot: Slot) -> None:
         self._slot = slot
+        self._tools = tools
+        named = parse_qs(scope["query_string"].decode("latin-1")).get("session_id")
+        # OpenEnv's MCP client plays one session over this connection and over POST /mcp.
+        self._shared = named[-1] if named else None
         self._context = context
         self._sessions = context.sessions
         self._family = family
@@ -317,7 +335,7 @@ class Connection:
                 return await self._reset(frame.data)
             if isinstance(frame, StateFrame):
                 return await self._state()
-            return _encode("mcp", mcp_answer(frame.data)) if isinstance(frame, McpFrame) else None
+            return await self._tool(frame.data) if isinstance(frame, McpFrame) else None
         except InferenceGymError as error:
             return _error_frame(error)
         except Exception:
@@ -328,7 +346,10 @@ class Connection:
     async def _step(self, data: dict[str, Any]) -> str:
         self._slot.played = time.monotonic()
         metadata = data.pop("metadata", None)
-        number = self._taken + 1
+        if self._live is None and self._shared is not None:
+            self._plays(await self._sessions.get(self._shared, self._family.name))
+        # A tool may have played on meanwhile: then the next step is whichever comes.
+        number = None if self._shared is not None else self._taken + 1
         if metadata:
             number = read_request(StepMetadata, metadata, "metadata").step or number
         session_id = self._session().session_id
@@ -353,16 +374,28 @@ class Connection:
                 seed=wanted.seed,
                 config=wanted.config or {},
                 caller=self._context.caller(self._family, self._scope),
-                session_id=wanted.episode_id,
+                session_id=wanted.episode_id or self._shared,
                 create=True,
             )
             last = None
-        self._live, self._reset_id, self._taken = live, live.record.reset_id, len(live.actions)
+        self._plays(live)
         self._with_info = bool(wanted.info)
-        self._slot.has_episode = True
         if last is not None:
             return self._stepped(last)
         return _encode("observation", {"observation": first, "reward": None, "done": False})
+
+    def _plays(self, live: LiveSession) -> None:
+        """From now on the connection plays this session's episode."""
+        self._live, self._reset_id, self._taken = live, live.record.reset_id, len(live.actions)
+        self._slot.has_episode = True
+
+    async def _tool(self, request: dict[str, Any]) -> str:
+        """The answer to a request of JSON-RPC, for the episode that the connection plays."""
+        self._slot.played = time.monotonic()
+        if self._live is None and self._shared is None:
+            self._shared = new_session_id()
+        session_id = self._shared if self._live is None else self._live.session_id
+        return _encode("mcp", await self._tools.answer(request, session_id, self._scope) or {})
 
     async def _state(self) -> str:
         if self._live is None:
@@ -390,11 +423,33 @@ class Connection:
         return _encode("observation", answer)
 
 
-class McpEndpoint:
-    """ASGI application of ``/mcp`` for WebSockets: says that there are no tools; needs no slot."""
+class McpEndpoint(SlottedEndpoint):
+    """ASGI application of ``/mcp`` for WebSockets: each message is a request of JSON-RPC, for one episode's session."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(OSError):
-            await receive()
-            await send({"type": "websocket.accept"})
-            await _refuse(send, to_json(rpc_error(METHOD_NOT_FOUND, NO_TOOLS)).decode())
+    def __init__(self, context: Context, slots: Slots, tools: McpTools) -> None:
+        super().__init__(context, slots)
+        self._tools = tools
+
+    def _no_slot(self, error: NoSlotError) -> str:
+        return to_json(rpc_error(SERVER_ERROR, f"{error}; {error.next_step}")).decode()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
+        session_id = new_session_id()
+        slot.has_episode = True
+        while (message := await receive())["type"] == "websocket.receive":
+            slot.played = time.monotonic()
+            answer = await self._answer(message, session_id, scope)
+            if answer is not None:
+                await send({"type": "websocket.send", "text": to_json(answer).decode()})
+
+    async def _answer(self, message: AsgiMessage, session_id: str, scope: Scope) -> dict[str, Any] | None:
+        try:
+            request = read_object_frame(message)
+        except InferenceGymError as error:
+            return rpc_error(PARSE_ERROR, str(error))
+        try:
+            return await self._tools.answer(request, session_id, scope)
+        except Exception:
+            # One request must not end the connection; its client still waits for an answer.
+            log.exception("a request for an MCP tool could not be answered")
+            return rpc_error(SERVER_ERROR, "the server failed on this request; the cause is in its log")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, Field
 
 from env.family import Family
+from inferencegym.errors import MISSING
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema, read
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from server.net.errors import InvalidRequestError
@@ -19,6 +20,8 @@ DEFAULT_SEED: Final = 42
 MAX_SEED: Final = 2**63 - 1
 MAX_STEP: Final = 2**31 - 1
 SESSION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+
+LEFT_OUT: Final = "fields left out stay as they are; the first step of an episode starts from the defaults"
 
 Schema = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -76,11 +79,11 @@ class GradeRequest(Message):
                 raise InvalidRequestError("episode_log", "an array", "left out when session_id is given")
             return
         if self.episode_log is None:
-            raise InvalidRequestError("episode_log", None, "an array of log entries, or session_id must be given")
+            raise InvalidRequestError("episode_log", MISSING, "an array of log entries, or session_id must be given")
         if self.task_id is None:
-            raise InvalidRequestError("task_id", None, "the id of the task that the log was played on")
+            raise InvalidRequestError("task_id", MISSING, "the id of the task that the log was played on")
         if self.verify and self.seed is None:
-            raise InvalidRequestError("seed", None, "the seed of the episode when verify is true")
+            raise InvalidRequestError("seed", MISSING, "the seed of the episode when verify is true")
 
 
 class PlayRequest(Message):
@@ -134,7 +137,7 @@ def reset_schema(family: Family) -> Schema:
 def step_schema(family: Family) -> Schema:
     """Body of POST /step."""
     schema = plain_schema(StepRequest)
-    action = {**plain_schema(family.action_model), "description": "fields left out take their defaults"}
+    action = {**plain_schema(family.action_model), "description": LEFT_OUT}
     if family.short_action is not None:
         action = action["properties"][family.short_action]
     schema["properties"]["action"] = action

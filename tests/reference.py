@@ -33,8 +33,9 @@ class Kind:
     prefix: str
     observation_key: str
     make: Callable[[], Any]
-    complete: Callable[[Any], Any]
-    """An action with its defaults filled in: two spellings of one action are equal then."""
+    complete: Callable[[Any, Any], Any]
+    """An action, and that of the step before it (None: there is none) -> the action with what it leaves out filled in:
+    two spellings of one action are equal then."""
     grade: Callable[[Any, Any], dict[str, Any]]
 
     def __repr__(self) -> str:
@@ -57,11 +58,11 @@ SERVING: Final = Kind(
     "",
     "observation",
     InferenceEnv,
-    lambda action: ServeAction.from_dict(action).to_dict(),
+    lambda action, before: ServeAction.from_dict({**(before or {}), **action}).to_dict(),
     lambda task_id, log: GraderModule().score(task_id, log),
 )
 TRAFFIC: Final = Kind(
-    "traffic", "/traffic", "state", TrafficEnv, lambda action: parse_action(action).value, grade_traffic
+    "traffic", "/traffic", "state", TrafficEnv, lambda action, _before: parse_action(action).value, grade_traffic
 )
 
 
@@ -112,6 +113,10 @@ class Episode:
     def taken(self) -> int:
         return len(self.asked)
 
+    def completed(self, action: Any, number: int) -> Any:
+        """This action as the step of this number."""
+        return self.kind.complete(action, self.asked[number - 2] if number > 1 else None)
+
     def first(self) -> dict[str, Any]:
         """Answer of POST /reset."""
         return self.kind.reset_answer(self.env, self.session_id)
@@ -119,14 +124,14 @@ class Episode:
     def step(self, action: Any, number: int | None = None) -> dict[str, Any] | Refused:
         """Answer of POST /step."""
         if number is not None and number != self.taken + 1:
-            if number <= self.taken and self.asked[number - 1] == self.kind.complete(action):
+            if number <= self.taken and self.asked[number - 1] == self.completed(action, number):
                 return self.answers[number - 1]
             return STEP_CONFLICT
         if self.env.done:
             return EPISODE_DONE
         _, reward, done, info = self.env.step(action)
         answer = {self.kind.observation_key: self.env.observation_dict(), "reward": reward, "done": done, "info": info}
-        self.asked.append(self.kind.complete(action))
+        self.asked.append(self.completed(action, self.taken + 1))
         # Kept as text is: the environment goes on writing into its own.
         self.answers.append(json.loads(json.dumps(answer)))
         self.states.append(self.kind.state(self.env, self.session_id))

@@ -142,7 +142,7 @@ def test_a_step_before_reset_is_refused() -> None:
         ({"spec_length": 3}, "0, 1, 2, 4, 8"),
         ({"quant_tier": "FP8"}, "FP16"),
         ({"prefill_disagg": "yes"}, "true or false"),
-        ({"batch": 4}, "left out"),
+        ({"batch": 4}, "did you mean batch_size?"),
         ({"batch_size": True}, "integer"),
     ],
 )

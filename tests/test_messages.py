@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import pytest
 from pydantic import Field, model_validator
 
+from inferencegym.errors import MISSING
 from inferencegym.messages import CHOICE, WHOLE, Allowed, FieldError, Message, parse_json, read, words
 
 
@@ -47,7 +48,7 @@ class Refused(Exception):
 
 
 def refusal(field: str, value: object, allowed: str) -> Refused:
-    return Refused(f"{field}={value!r}: {allowed}")
+    return Refused(f"{field}={'missing' if value is MISSING else repr(value)}: {allowed}")
 
 
 def refused(value: object, **options: Any) -> str:
@@ -60,8 +61,8 @@ def refused(value: object, **options: Any) -> str:
     ("value", "said"),
     [
         ([], "body=[]: an object with the fields name, copies, tier, sizes, weights, shape, ranges"),
-        ({"nam": 1}, "nam=1: left out (did you mean name?): the fields are name, copies"),
-        ({3: 1}, "3=3: left out: the fields are name, copies"),
+        ({"nam": 1}, "nam=1: did you mean name? The fields are name, copies"),
+        ({3: 1}, "3=3: the fields are name, copies"),
         ({"copies": 0}, "copies=0: an integer from 1 to 9"),
         ({"copies": 2.5}, "copies=2.5: an integer from 1 to 9"),
         ({"tier": True}, "tier=True: one of 0, 1, 2"),
@@ -74,8 +75,8 @@ def refused(value: object, **options: Any) -> str:
         ({"shape": 3}, "shape=3: an object whose kind is one of box, circle"),
         ({"shape": {"radius": 1}}, "shape={'radius': 1}: an object whose kind is one of box, circle"),
         ({"shape": {"kind": "blob"}}, "shape.kind='blob': one of circle, box"),
-        ({"shape": {"kind": "circle"}}, "shape.radius=None: a number above 0, at most 10"),
-        ({"shape": {"kind": "box", "side": 1}}, "shape.side=1: left out (did you mean sides?): the fields are kind"),
+        ({"shape": {"kind": "circle"}}, "shape.radius=missing: a number above 0, at most 10"),
+        ({"shape": {"kind": "box", "side": 1}}, "shape.side=1: did you mean sides? The fields are kind"),
         ({"shape": {"kind": "box", "sides": [1]}}, "shape.sides=[1]: an array of 2, each a number of at least 1"),
         ({"shape": {"kind": "box", "sides": [1, 0]}}, "shape.sides[1]=0: a number of at least 1"),
         # Fields that do not fit together

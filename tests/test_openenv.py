@@ -831,17 +831,6 @@ def test_a_frame_that_the_server_fails_on_is_answered_and_reported(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_connection_for_a_session_of_the_mcp_path_is_told_how_episodes_are_resumed(server: RunningServer) -> None:
-    async def conversation(ask: Ask, socket: ClientConnection) -> None:
-        answer = json.loads(await socket.recv())
-        assert (answer["type"], answer["data"]["code"]) == ("error", "SESSION_ERROR")
-        assert "resume=True" in answer["data"]["message"]
-        await socket.wait_closed()
-        assert socket.close_code == 1000
-
-    talk(server, conversation, "/ws?session_id=abc")
-
-
 def test_a_close_frame_ends_the_connection_and_keeps_the_episode(server: RunningServer) -> None:
     async def conversation(ask: Ask, socket: ClientConnection) -> None:
         await ask(reset(episode_id="kept-after-close"))
@@ -852,19 +841,6 @@ def test_a_close_frame_ends_the_connection_and_keeps_the_episode(server: Running
         assert server.get("/state", session_id="kept-after-close")["step_count"] == 1
 
     talk(server, conversation)
-
-
-def test_mcp_takes_no_slots_of_players() -> None:
-    app = create_app(load_settings(store_url="memory://", max_concurrent_envs=1))
-    create = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
-    with TestClient(app) as client:
-        for prefix in ("", "/traffic"):
-            assert "play over /ws" in client.post(f"{prefix}/mcp", json=create).json()["error"]["message"]
-            with client.websocket_connect(f"{prefix}/mcp") as tools:
-                assert "play over /ws" in tools.receive_json()["error"]["message"]
-                with client.websocket_connect(f"{prefix}/ws") as player:
-                    player.send_json(reset())
-                    assert player.receive_json()["type"] == "observation"
 
 
 def test_a_bucket_of_resets_runs_out_for_one_client(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import pickle
 import re
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,11 @@ KNOBS = {"kv_budget": 0.9, "spec_length": 2, "batch_size": 128, "prefill_disagg"
 
 
 def tools_of(environment: FleetTools) -> dict[str, Any]:
-    """As TRL collects them: every public method but reset."""
+    """As TRL collects them: every public method but reset and get_reward."""
     members = inspect.getmembers(environment, predicate=inspect.ismethod)
-    return {name: method for name, method in members if not name.startswith("_") and name != "reset"}
+    return {
+        name: method for name, method in members if not name.startswith("_") and name not in ("reset", "get_reward")
+    }
 
 
 def test_every_tool_is_described_and_typed_as_a_trainer_wants_it() -> None:
@@ -46,9 +49,12 @@ def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> N
     tools = fleet_tools_at(server.url)()
     told = tools.reset(task_id=3, seed=5, episode_length=12, prompt="a column of the data set")
     assert all(name in told for name in ACTION_FIELDS)
-    local = InferenceEnv(task_id=3, seed=5, config={"episode_length": 12})
+    for said in ("out of memory above 40 GB", "lasts 12 seconds", "interactive (20% of the requests): 200 ms", "0.4 *"):
+        assert said in told
+    local = InferenceEnv(task_id=3, seed=5, config={"episode_length": 12, "reward": "grade"})
     local.reset()
-    tools.set_knobs(**KNOBS)
+    tools.set_knobs(**{**KNOBS, "batch_size": 7})
+    tools.set_knobs(batch_size=KNOBS["batch_size"])
     rewards = []
     for seconds in (5, 5, 5):
         text = tools.run(seconds)
@@ -61,7 +67,27 @@ def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> N
     with pytest.raises(EpisodeDoneError):
         tools.run(1)
     tools.reset(task_id=1, seed=5)
-    assert (tools.done, tools.mean_reward) == (False, 0.0)
+    assert (tools.done, tools.get_reward()) == (False, 0.0)
+
+
+def test_the_reward_of_a_whole_rollout_with_held_knobs_is_its_score(server: RunningServer) -> None:
+    tools = fleet_tools_at(server.url)()
+    tools.reset(task_id=1, seed=5, episode_length=30, hold=5)
+    tools.set_knobs(batch_size=256, kv_budget=0.8)
+    tools.run(7)
+    assert '"timestep": 10' in tools.observe()
+    tools.run(20)
+    assert tools.done
+    local = InferenceEnv(task_id=1, seed=5, config={"episode_length": 30})
+    local.reset()
+    while not local.done:
+        local.step({"batch_size": 256, "kv_budget": 0.8})
+    assert tools.get_reward() == pytest.approx(local.grade()["score"])
+
+
+def test_a_factory_survives_pickling(server: RunningServer) -> None:
+    tools = pickle.loads(pickle.dumps(fleet_tools_at(server.url)))()
+    assert "Task 2" in tools.reset(task_id=2)
 
 
 def test_a_tool_that_is_used_wrongly_tells_the_model_what_is_allowed(server: RunningServer) -> None:
@@ -86,12 +112,12 @@ def test_sixty_four_rollouts_on_thirty_two_threads_do_not_meet(server: RunningSe
         tools.reset(task_id=2, seed=seed, episode_length=5)
         tools.set_knobs(**KNOBS)
         tools.run(5)
-        return tools.mean_reward
+        return tools.get_reward()
 
     with ThreadPoolExecutor(32) as pool:
         returns = list(pool.map(rollout, range(64)))
     for seed, mean_reward in enumerate(returns):
-        local = InferenceEnv(task_id=2, seed=seed, config={"episode_length": 5})
+        local = InferenceEnv(task_id=2, seed=seed, config={"episode_length": 5, "reward": "grade"})
         local.reset()
         assert mean_reward == pytest.approx(sum(local.step(KNOBS)[1] for _ in range(5)) / 5)
 

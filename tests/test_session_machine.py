@@ -55,17 +55,17 @@ class Expected:
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
         observation, reward, done, info = self.env.step(action)
         answer = {"observation": observation_dict(observation), "reward": reward, "done": done, "info": info}
-        self.asked.append(complete(action))
+        self.asked.append(self.completed(action, len(self.asked) + 1))
         self.answered.append(answer)
         return answer
 
     def same_action(self, number: int, action: dict[str, Any]) -> bool:
-        return complete(action) == self.asked[number - 1]
+        return self.completed(action, number) == self.asked[number - 1]
 
-
-def complete(action: dict[str, Any]) -> dict[str, Any]:
-    """An action with the defaults filled in, as two spellings of one action agree."""
-    return ServeAction.from_dict(action).to_dict()
+    def completed(self, action: dict[str, Any], number: int) -> dict[str, Any]:
+        """This action as the step of this number: knobs that it leaves out stay as they are."""
+        before = self.asked[number - 2] if number > 1 else {}
+        return ServeAction.from_dict({**before, **action}).to_dict()
 
 
 class Sessions(RuleBasedStateMachine):

@@ -186,15 +186,12 @@ def test_a_client_at_its_limit_loses_its_own_idle_connection_and_nobody_elses(tm
         asyncio.run(run(server))
 
 
-def test_batch_sessions_and_mcp_sockets_take_no_slots(tmp_path: Path) -> None:
+def test_batch_sessions_take_no_slots(tmp_path: Path) -> None:
     async def run(server: RunningServer) -> None:
         for _ in range(3):
             server.post("/reset/batch", {"n": 2})
-        async with contextlib.AsyncExitStack() as held:
-            for _ in range(3):
-                await held.enter_async_context(connected(server, path="/mcp"))
-            async with connected(server) as player:
-                assert (await ask(player, "reset"))["type"] == "observation"
+        async with connected(server) as player:
+            assert (await ask(player, "reset"))["type"] == "observation"
 
     with running_server(tmp_path, before=NOBODY_GIVES_WAY, max_concurrent_envs="1") as server:
         asyncio.run(run(server))

@@ -1,22 +1,25 @@
 """TRL adapter: the serving fleet as tools that a language model learns to use.
 
-    factory = fleet_tools_at("http://localhost:7860")
-    trainer = GRPOTrainer(..., environment_factory=factory, reward_funcs=[episode_return])
+    trainer = GRPOTrainer(..., environment_factory=fleet_tools_at("http://localhost:7860"))
 
-A trainer makes one object per rollout, calls ``reset`` with the columns of its data set, offers every public method as
-a tool, described by its annotations and docstring, and reads the reward afterwards. A tool that raises tells the model
-what it did wrong. Each object is a session of its own on the server, so rollouts of a batch do not meet.
+A trainer makes one object per rollout, calls ``reset`` with the columns of its data set, offers every public method
+but ``get_reward`` as a tool, described by its annotations and docstring, and asks ``get_reward`` afterwards. A tool
+that raises tells the model what it did wrong. Each object is a session of its own on the server, so rollouts of a batch
+do not meet. What ``fleet_tools_at`` returns can be pickled, as AsyncGRPOTrainer demands.
+:mod:`agents.integrations.trl_grpo` is a whole script.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Literal
 
+from agents.briefing import serving_briefing
 from inferencegym.client.http import DEFAULT_URL, InferenceGymHTTP
 from inferencegym.errors import InvalidActionError
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction, ServeObservation
+from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
 
 MAX_SECONDS = 60
 
@@ -24,18 +27,23 @@ MAX_SECONDS = 60
 class FleetTools:
     """A fleet that serves a language model; tools set its knobs and let time pass."""
 
-    _base_url: ClassVar[str] = DEFAULT_URL
-
-    def __init__(self) -> None:
+    def __init__(self, base_url: str = DEFAULT_URL) -> None:
+        self._base_url = base_url
         self._client: InferenceGymHTTP | None = None
         self._knobs = NAIVE_ACTION.to_dict()
         self._seen: ServeObservation | None = None
-        self._seconds = 0
+        self._length = 1
         self.total_reward = 0.0
         self.done = False
 
     def reset(
-        self, task_id: int | str = 1, seed: int | None = None, episode_length: int | None = None, **columns: Any
+        self,
+        task_id: int | str = 1,
+        seed: int | None = None,
+        episode_length: int | None = None,
+        reward: Literal["grade", "plan"] = "grade",
+        hold: int = 1,
+        **columns: Any,
     ) -> str:
         """Start an episode and describe it.
 
@@ -43,6 +51,8 @@ class FleetTools:
             task_id: which task to play.
             seed: which traffic to meet; the default of the server if it is left out.
             episode_length: seconds to play; the task's own number if it is left out.
+            reward: what a second pays: "grade", its share of the score, or "plan", the plan's formula.
+            hold: seconds for which a step holds its knobs.
             columns: the data set's other columns, which are not for the environment.
 
         Returns:
@@ -51,17 +61,28 @@ class FleetTools:
         if self._client is not None:
             self._client.close()
         self._client = InferenceGymHTTP(self._base_url)
-        config = None if episode_length is None else {"episode_length": episode_length}
+        config: dict[str, Any] = {"reward": reward, "hold": hold}
+        if episode_length is not None:
+            config["episode_length"] = episode_length
         self._seen = self._client.reset(seed=seed, task_id=task_id, config=config)
+        played = self._client.state()["config"]
         self._knobs = NAIVE_ACTION.to_dict()
-        self._seconds, self.total_reward, self.done = 0, 0.0, False
-        knobs = "; ".join(f"{f.name}: {f.description}, {f.allowed()}" for f in ACTION_FIELDS.values())
-        return f"You run a fleet that serves a language model. Its knobs: {knobs}. It shows: {self._describe()}"
+        self._length, self.total_reward, self.done = played["episode_length"], 0.0, False
+        tasks, rules = _told(self._base_url)
+        task = next(one for one in tasks if str(one["id"]) == str(task_id))
+        briefing = serving_briefing(task, rules, played)
+        how = f"Set knobs with set_knobs, then let up to {MAX_SECONDS} seconds pass with run; observe looks."
+        return f"{briefing}\n{how} Seconds that are not played pay nothing.\nIt shows now: {self._describe()}"
 
     def set_knobs(
-        self, kv_budget: float, spec_length: int, batch_size: int, prefill_disagg: bool, quant_tier: int
+        self,
+        kv_budget: float | None = None,
+        spec_length: int | None = None,
+        batch_size: int | None = None,
+        prefill_disagg: bool | None = None,
+        quant_tier: int | None = None,
     ) -> str:
-        """Set all five knobs of the fleet; they take effect when time passes.
+        """Set knobs of the fleet; they take effect when time passes, and those left out stay as they are.
 
         Args:
             kv_budget: share of the free GPU memory given to the KV cache, from 0.1 to 1.
@@ -80,7 +101,8 @@ class FleetTools:
             "prefill_disagg": prefill_disagg,
             "quant_tier": quant_tier,
         }
-        self._knobs = ServeAction.from_dict(wanted).to_dict()
+        given = {name: value for name, value in wanted.items() if value is not None}
+        self._knobs = ServeAction.from_dict({**self._knobs, **given}).to_dict()
         return f"The knobs are now {json.dumps(self._knobs)}."
 
     def run(self, seconds: int) -> str:
@@ -95,11 +117,11 @@ class FleetTools:
         if seconds not in range(1, MAX_SECONDS + 1):
             raise InvalidActionError("seconds", seconds, f"an integer from 1 to {MAX_SECONDS}")
         client = self._playing()
-        gained = 0.0
-        for _ in range(int(seconds)):
-            self._seen, reward, self.done, _info = client.step(self._knobs)
+        gained, played = 0.0, 0
+        while played < seconds:
+            self._seen, reward, self.done, info = client.step(self._knobs)
             gained += reward
-            self._seconds += 1
+            played += info["seconds"]
             if self.done:
                 break
         self.total_reward += gained
@@ -115,10 +137,12 @@ class FleetTools:
         self._playing()
         return self._describe()
 
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward per second played, in [-1, 1]; 0 before the first second."""
-        return self.total_reward / self._seconds if self._seconds else 0.0
+    def get_reward(self) -> float:
+        """Rewards so far over the seconds of the whole episode; of a whole one with reward "grade", its score.
+
+        Seconds that were not played pay nothing, so that it does not pay to stop before a flood.
+        """
+        return self.total_reward / self._length
 
     def __del__(self) -> None:
         # Trainers drop environments without a word.
@@ -136,14 +160,21 @@ class FleetTools:
         return self._client
 
 
-def fleet_tools_at(base_url: str) -> type[FleetTools]:
-    """:class:`FleetTools` of another server. Not a method of the class, because every public method is a tool."""
-    return type(FleetTools.__name__, (FleetTools,), {"_base_url": base_url})
+@lru_cache(maxsize=8)
+def _told(base_url: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+    """Tasks and rules of a server, read once per process."""
+    with InferenceGymHTTP(base_url) as client:
+        return client.get("/tasks?all=true")["tasks"], client.get("/info")["rules"]
+
+
+def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
+    """Factory of :class:`FleetTools` of a server. Not a method of the class, because every public method is a tool."""
+    return partial(FleetTools, base_url)
 
 
 def episode_return(environments: Sequence[FleetTools], **_: Any) -> list[float]:
-    """A reward function for TRL: the mean reward per second of every rollout."""
-    return [environment.mean_reward for environment in environments]
+    """A reward function for trainers that ask none of ``get_reward``: what it says of every rollout."""
+    return [environment.get_reward() for environment in environments]
 
 
 def _short(value: Any) -> Any:

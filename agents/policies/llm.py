@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
+from agents.briefing import serving_briefing
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.client.retries import Server
 from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError, refusal
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, QuantTier, ServeAction
+from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, QuantTier, ServeAction
 from inferencegym.tasks import TaskId
 from inferencegym.traffic import ACCEPT_SHARES, ACTION_NAMES, STATE_FIELDS, parse_action
 
@@ -150,21 +151,7 @@ class ServingGame:
         active = {name: ACTION_FIELDS[name] for name in found["active_actions"]}
         self.default: Action = NAIVE_ACTION.to_dict()
         self.schema = {"type": "object", "properties": {n: _json_schema(n) for n in active}, "required": list(active)}
-        self.rules = "\n".join(
-            (
-                f"You control a fleet that serves a language model: {found['description']}",
-                f"Each step is one second of an episode of {found['episode_length']}. Time to first token should stay "
-                f"under {found['slo_target_ms']:g} ms.",
-                "Rewarded each second: throughput, less latency, missed objectives and cost "
-                f"(weights {found['reward_weights']}).",
-                f"Graded at the end: {found['grade']}. Memory limit: {found['memory_hard_limit_gb']} GB.",
-                "Knobs you set:",
-                *(f"- {f.name}: {f.description}; {f.allowed()} ({f.unit})" for f in active.values()),
-                "Changing quant_tier or prefill_disagg restarts replicas one at a time: do it rarely.",
-                "What you see:",
-                *(f"- {f.name}: {f.description} ({f.unit})" for f in OBSERVATION_FIELDS.values()),
-            )
-        )
+        self.rules = serving_briefing(found, self._client.get("/info")["rules"])
 
     def reset(self, seed: int) -> dict[str, Any]:
         return _rounded(vars(self._client.reset(seed, self._task["id"])))

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from agents.protocol import FloatArray
 from inferencegym.errors import MISSING
-from inferencegym.messages import FieldError, Message, left_out
+from inferencegym.messages import FieldError, Message, unknown_field
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
 from inferencegym.spaces.observations import OBSERVATION_SIZE, normalise
@@ -62,10 +62,10 @@ class StoredMode(Message):
     def _has_known_names(self) -> Self:
         for name in self.knobs:
             if name not in ACTION_FIELDS:
-                raise FieldError(f"knobs.{name}", self.knobs[name], left_out(name, list(ACTION_FIELDS)))
+                raise FieldError(f"knobs.{name}", self.knobs[name], unknown_field(name, list(ACTION_FIELDS)))
         for name in self.gate:
             if name not in FEATURES:
-                raise FieldError(f"gate.{name}", self.gate[name], left_out(name, FEATURES))
+                raise FieldError(f"gate.{name}", self.gate[name], unknown_field(name, FEATURES))
         for name, knob in ACTION_FIELDS.items():
             value = self.knobs.get(name)
             if value is None or not knob.low <= value <= knob.high:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -56,6 +57,65 @@ def _tasks() -> Sequence[TaskEntry]:
     return [TaskEntry(task.task_id, task.gym_id, describe_task(task), not task.listed) for task in found]
 
 
+RULES: Final = (
+    "A step lasts one second, or config.hold of them (1 to 60, set at reset). Knobs that an action leaves out stay as "
+    "they are; the first step of an episode starts from the defaults. Knobs that a task does not offer are forced to "
+    "them. info.action_applied and info.fleet say what is in force.",
+    "Changing quant_tier or prefill_disagg restarts the replicas one after the other. Each is away for restart_s + "
+    "weights / load_gb_per_s seconds, and the requests that it ran are computed again. info.fleet.restarting_replicas "
+    "says how many are still to restart.",
+    "kv_budget is the share of the free memory that the KV pool takes. What the pool cannot hold is preempted, lowest "
+    "class and youngest first, waits, and is computed again.",
+    "A replica that needs more memory than its limit is out of memory (info.metrics.oom) for that second: it writes "
+    "half as much, and violations count five times and as batch_size at least. Fewer slots or a smaller pool end it.",
+    "A request violates its class's objective when its first token comes later than the objective's ttft_ms. Requests "
+    "beyond the queue's limit are refused, which violates it too.",
+    "The score is in [0, 1]: POST /grader gives it at any time, and the info of the last step. GET /baseline says what "
+    "simple agents reach: a good score is above those of heuristic and random_search.",
+)
+"""What a player has to know beside the descriptions of tasks, knobs and observations."""
+
+
+def _objectives(task: TaskSpec) -> list[dict[str, Any]]:
+    """The classes of a task's requests, with their share of arrivals and their objective."""
+    return [
+        {"class": one.name, "share": one.share, "ttft_ms": one.slo_ms if math.isfinite(one.slo_ms) else None}
+        for one in task.classes
+    ]
+
+
+def _floods(task: TaskSpec) -> dict[str, float] | None:
+    """When a task's floods come, in seconds; None where there are none."""
+    flood = task.burst
+    if flood is None:
+        return None
+    return {
+        "first_at_s": flood.offset_steps,
+        "every_s": flood.interval_steps,
+        "lasts_s": flood.duration_steps,
+        "arrival_rate_rps": flood.rate_rps,
+    }
+
+
+def _score_in_words(task: TaskSpec) -> str:
+    """How an episode of a task is scored, part by part; every part is cut to [0, 1]."""
+    grade = task.grade
+    if grade["kind"] == "throughput":
+        return "(mean tokens/s - floor_tps) / (optimal_tps - floor_tps), two constants of GET /info's calibration"
+    if grade["kind"] == "latency_memory":
+        least, slope = grade["memory_limit_gb"], grade["memory_slope_gb"]
+        return (
+            f"0.5 * (1 - mean of ttft_p50_ms / {grade['ttft_target_ms']:g}) + 0.5 * memory, where memory is 1 up to a "
+            f"peak of gpu_memory_gb of {least:g} and 0 from {least + slope:g} on"
+        )
+    throughput, objectives, cost, stability = grade["weights"]
+    return (
+        f"{throughput:g} * mean tokens/s / optimal_tps of GET /info's calibration + {objectives:g} * (1 - mean "
+        f"slo_violations per second / 100) + {cost:g} * (1 - sum of cost_per_1k / {task.cost_budget:g}) + "
+        f"{stability:g} * stability, which is 1 where batch_size and kv_budget never move"
+    )
+
+
 def describe_task(task: TaskSpec) -> dict[str, Any]:
     """JSON description of a task for GET /tasks."""
     return {
@@ -67,13 +127,19 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "active_actions": list(task.active_actions),
         "episode_length": task.episode_length,
         "slo_target_ms": task.slo_target_ms,
+        "objectives": _objectives(task),
+        "floods": _floods(task),
         "arrival_rate_rps": task.arrival_rate_rps,
         "memory_hard_limit_gb": task.memory_hard_limit_gb,
+        "oom_above_gb": table_index()[task.hardware or next(iter(table_index()))]["memory_limit_gb"],
         "hardware": task.hardware or next(iter(table_index())),
         "n_replicas": task.fleet.n_replicas,
+        "restart_s": task.fleet.restart_s,
+        "load_gb_per_s": task.fleet.load_gb_per_s,
         "cost_budget": task.cost_budget,
         "reward_weights": asdict(task.reward),
         "grade": dict(task.grade),
+        "score": _score_in_words(task),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "recorded": task.recorded,
     }
@@ -117,6 +183,7 @@ def _info() -> Mapping[str, Any]:
     table = tables()
     tasks = list_tasks(include_recorded=True)
     return {
+        "rules": list(RULES),
         "metrics": plain_schema(MetricsMessage),
         "workload": plain_schema(WorkloadMessage),
         "reward": {
@@ -129,6 +196,7 @@ def _info() -> Mapping[str, Any]:
         # The times themselves stay in the file: here is where they come from and how well they are supported.
         "data": {name: value for name, value in table.meta.items() if not name.startswith("iteration_")},
         "tiers": {str(i): name for i, name in enumerate(table.tiers)},
+        "weights_gb": dict(table.meta["weights_gb"]),
         "coverage": coverage(table),
         "hardware": {name: _hardware(entry) for name, entry in table_index().items()},
         "models": list(models()),

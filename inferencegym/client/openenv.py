@@ -18,7 +18,9 @@ from inferencegym.client.openenv_types import (
     TrafficControllerState,
     without_gradio,
 )
-from inferencegym.models import ServeAction
+from inferencegym.errors import InvalidActionError
+from inferencegym.messages import read
+from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.traffic import TrafficAction, parse_action
 
 # Imported after the types, whose module says what to install if OpenEnv, and with it websockets, is missing.
@@ -30,7 +32,9 @@ with without_gradio():
 
 
 def _dumped(action: InferenceGymAction | TrafficControllerAction) -> dict[str, Any]:
-    return dict(action.model_dump() if action.metadata else action.model_dump(exclude={"metadata"}))
+    # What was left out is the server's to fill in: it knows the knobs in force.
+    excluded = set() if action.metadata else {"metadata"}
+    return dict(action.model_dump(exclude=excluded, exclude_unset=True))
 
 
 class EpisodeClient(EnvClient):  # type: ignore[misc]
@@ -172,7 +176,7 @@ class InferenceGymEnv(EpisodeClient):
             return ServeAction.from_dict(action.to_dict()).to_dict()
         if isinstance(action, InferenceGymAction):
             return _dumped(action)
-        return ServeAction.from_dict(dict(action)).to_dict()
+        return read(ServeActionMessage, action, InvalidActionError, whole="action").model_dump(exclude_unset=True)
 
 
 class TrafficControllerEnv(EpisodeClient):

@@ -244,7 +244,10 @@ class EpisodeRoutes:
         if value not in ("true", "false", "1", "0"):
             raise InvalidRequestError("all", value, "true or false")
         recorded = value in ("true", "1")
-        return reply({"tasks": [task.description for task in self._tasks if recorded or not task.recorded]})
+        shown = [task.description for task in self._tasks if recorded or not task.recorded]
+        hidden = len(self._tasks) - len(shown)
+        more = f"GET {self._prefix}/tasks?all=true lists {hidden} more: recorded traffic, and other cards and models"
+        return reply({"tasks": shown, **({"more": more} if hidden else {})})
 
     async def baseline(self, _request: Request) -> Response:
         """Scores of the baseline, computed once: callers that come meanwhile wait for the same result."""

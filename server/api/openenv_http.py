@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
@@ -15,11 +15,13 @@ from env.family import Family, TaskEntry
 from inferencegym import __version__
 from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
+from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
 from server.context import Context, Mount
-from server.net.errors import InvalidJsonError, InvalidRequestError
+from server.net.errors import InvalidJsonError
 from server.net.json_io import SMALL, JsonRoute, parse_object, read_body, read_object, reply
 from server.net.problems import documented
 from server.schemas import read_request
+from server.sessions.manager import new_session_id
 
 M = TypeVar("M", bound=Message)
 # Any index of a list may be asked for, so that it can be said which are there.
@@ -73,7 +75,8 @@ class StateMessage(BaseModel):
 class InfoRoutes:
     """OpenEnv's HTTP endpoints with information on one family."""
 
-    def __init__(self, context: Context, mount: Mount) -> None:
+    def __init__(self, context: Context, mount: Mount, tools: McpTools) -> None:
+        self._tools = tools
         self._settings = context.settings
         self._family = mount.family
         self._prefix = mount.prefix
@@ -86,7 +89,7 @@ class InfoRoutes:
         return [
             self._route("GET", "/metadata", self.metadata, "Name, description and version", any_object),
             self._route("GET", "/schema", self.schema, "Schemas of action, observation and state", any_object),
-            self._route("POST", "/mcp", self.mcp, "Says that there are no MCP tools", any_object),
+            self._route("POST", "/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", any_object),
             self._route("GET", "/list_environments", self.environments, "Names for the Task API", names),
             self._task_route("GET", "splits", self.splits, "Splits that have tasks", listed),
             self._task_route("POST", "tasks", self.tasks, "Tasks of a split", any_object, SplitRequest),
@@ -161,9 +164,15 @@ class InfoRoutes:
     async def mcp(self, request: Request) -> Response:
         body = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s, SMALL)
         try:
-            return reply(mcp_answer(parse_object(body)))
+            sent = parse_object(body)
         except InvalidJsonError as error:
-            return reply(rpc_error(_PARSE_ERROR, str(error)))
+            return reply(rpc_error(PARSE_ERROR, str(error)))
+        session_id = request.headers.get(SESSION_HEADER.decode())
+        answer = await self._tools.answer(sent, session_id, request.scope)
+        if answer is None:
+            return Response(status_code=202)
+        begun = [(SESSION_HEADER, new_session_id().encode())] if sent.get("method") == "initialize" else []
+        return reply(answer, headers=begun)
 
     async def environments(self, _request: Request) -> Response:
         return reply([self._family.env_name])
@@ -205,38 +214,3 @@ class InfoRoutes:
         name = request.path_params["env_name"]
         if name.lower() != self._family.env_name.lower():
             raise HTTPException(404, f"no environment {short_repr(name)} is served here, but {self._family.env_name!r}")
-
-
-# ---------------------------------------------------------------- MCP
-
-NO_TOOLS: Final = "this environment has no MCP tools: play over /ws, or with POST /reset and POST /step"
-_PARSE_ERROR: Final = -32700
-_INVALID_REQUEST: Final = -32600
-METHOD_NOT_FOUND: Final = -32601
-MAX_RPC_ID_CHARS: Final = 200
-
-
-class JsonRpcRequest(BaseModel):
-    """A request of JSON-RPC 2.0."""
-
-    model_config = ConfigDict(strict=True)
-
-    jsonrpc: Literal["2.0"]
-    method: str
-    params: dict[str, Any] | list[Any] = Field(default_factory=dict)
-    # It is sent back.
-    id: Annotated[str, Field(max_length=MAX_RPC_ID_CHARS)] | int | None = None
-
-
-def mcp_answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a JSON-RPC request: no environment here has MCP tools."""
-    try:
-        wanted = read_request(JsonRpcRequest, request)
-    except InvalidRequestError as error:
-        return rpc_error(_INVALID_REQUEST, str(error))
-    return rpc_error(METHOD_NOT_FOUND, NO_TOOLS, wanted.id)
-
-
-def rpc_error(code: int, message: str, request_id: str | int | None = None) -> dict[str, Any]:
-    """An error of JSON-RPC 2.0."""
-    return {"jsonrpc": "2.0", "error": {"code": code, "message": message}, "id": request_id}

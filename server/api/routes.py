@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 
 from inferencegym.families import SERVING
 from server.api.batch import BatchRoutes
+from server.api.docs_page import docs_route
 from server.api.episodes import EpisodeRoutes
 from server.api.openapi import openapi_route
 from server.api.plan import PlanRoutes
@@ -44,7 +45,7 @@ def http_routes(context: Context) -> list[BaseRoute]:
             routes += make(context, mount).routes()
         if mount.prefix:
             routes.append(openapi_route(mount.prefix))
-    return [*routes, _metrics_route(context), *web_routes(context.settings)]
+    return [*routes, _metrics_route(context), docs_route(context.settings), *web_routes(context.settings)]
 
 
 def _metrics_route(context: Context) -> JsonRoute:

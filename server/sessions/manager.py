@@ -109,6 +109,13 @@ class LiveSession:
         """Entries of the episode's log, a measure of its memory: one per step, or several where actions are held."""
         return len(self.env.episode_log)
 
+    def parse_action(self, action: Any, at: int) -> tuple[Any, Action]:
+        """An action for the step after ``at`` steps, as the environment takes it and as the record keeps it, complete.
+
+        Raises InvalidActionError.
+        """
+        return self.family.parse_action(action, self.actions[at - 1] if at else None)
+
     @property
     def in_use(self) -> bool:
         """Whether a request uses it or waits for it, so that it must not be dropped."""
@@ -242,7 +249,7 @@ class SessionManager:
             return None
         if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
             return None
-        parsed, wanted = live.family.parse_action(action)
+        parsed, wanted = live.parse_action(action, len(live.actions))
         if not self.store.append_at_once(session_id, live.token, len(live.actions), wanted):
             return None
         return self._take(live, parsed, wanted)
@@ -354,7 +361,7 @@ class SessionManager:
     # ------------------------------------------------------------ one step
 
     async def _step(self, live: LiveSession, action: Any, number: int | None, reset_id: str | None) -> StepResult:
-        parsed, wanted = live.family.parse_action(action)
+        live.family.parse_action(action)  # refused before anything else is looked at
         for _ in range(MAX_ATTEMPTS):
             self._must_be_of(live, reset_id)
             if live.env.done or (number is not None and number != len(live.actions) + 1):
@@ -362,9 +369,10 @@ class SessionManager:
                 await self._refresh(live)
                 self._must_be_of(live, reset_id)
                 if number is not None and number != len(live.actions) + 1:
-                    return await self._answer_again(live, wanted, number)
+                    return await self._answer_again(live, action, number)
                 if live.env.done:
                     raise EpisodeDoneError(f"the episode ended after {len(live.actions)} steps")
+            parsed, wanted = live.parse_action(action, len(live.actions))
             if await self.store.append(live.session_id, live.token, len(live.actions), wanted):
                 result = self._take(live, parsed, wanted)
                 if self._touch_is_due(live):
@@ -389,14 +397,14 @@ class SessionManager:
         live.last = StepResult(len(live.actions), observation, reward, done, live.env)
         return live.last
 
-    async def _answer_again(self, live: LiveSession, wanted: Action, number: int) -> StepResult:
+    async def _answer_again(self, live: LiveSession, action: Any, number: int) -> StepResult:
         taken = len(live.actions)
         if number > taken + 1:
             self.counters.conflicts += 1
             raise StepConflictError(
                 f"step {number} cannot be taken: {taken} steps were taken, so the next is {taken + 1}"
             )
-        if live.actions[number - 1] != wanted:
+        if live.actions[number - 1] != live.parse_action(action, number - 1)[1]:
             self.counters.conflicts += 1
             before = orjson.dumps(live.family.action_json(live.actions[number - 1])).decode()
             raise StepConflictError(f"step {number} was taken with another action: {before}")
