@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import gymnasium
@@ -41,7 +42,8 @@ def test_seconds_are_counted_from_the_last_change_of_any_knob() -> None:
     fleets = steps_of(env, {}, {}, {"batch_size": 64}, {"batch_size": 64}, {"kv_budget": 0.5}, {})
     assert [fleet["seconds_since_change"] for fleet in fleets] == [1, 2, 1, 2, 1, 1]
     assert [fleet["batch_size"] for fleet in fleets] == [32, 32, 64, 64, 32, 32]
-    assert fleets[4] == {**NAIVE, "kv_budget": 0.5, "restarting_share": 0.0, "seconds_since_change": 1}
+    still = {"restarting_share": 0.0, "restarting_replicas": 0}
+    assert fleets[4] == {**NAIVE, "kv_budget": 0.5, **still, "seconds_since_change": 1}
 
 
 def test_a_change_of_precision_restarts_one_replica_after_the_other() -> None:
@@ -54,6 +56,7 @@ def test_a_change_of_precision_restarts_one_replica_after_the_other() -> None:
     expected = [0.0] + [max(0.0, 1.0 - k / rollout_s) for k in range(1, 9)]
     assert [fleet["restarting_share"] for fleet in fleets] == pytest.approx(expected, abs=1e-9)
     assert expected[2] > 0.0 == expected[8]
+    assert [fleet["restarting_replicas"] for fleet in fleets] == [math.ceil(6 * share) for share in expected]
 
 
 def test_knobs_that_a_task_does_not_offer_are_in_force_with_their_defaults() -> None:
@@ -208,7 +211,7 @@ def test_the_openapi_document_describes_the_fleet(server: RunningServer) -> None
     document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     answer = document["paths"]["/step"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
     fleet = answer["properties"]["info"]["properties"]["fleet"]
-    assert fleet["required"] == list(FLEET_FIELDS)
+    assert fleet["required"] == [*FLEET_FIELDS, "restarting_replicas"]
     assert (fleet["properties"]["restarting_share"]["maximum"], fleet["properties"]["batch_size"]["maximum"]) == (
         1,
         512,

@@ -77,8 +77,8 @@ class FleetMessage(BaseModel):
     prefill_disagg: bool
     quant_tier: Annotated[int, bounds(FLEET_FIELDS["quant_tier"])]
     restarting_share: Annotated[float, bounds(FLEET_FIELDS["restarting_share"])]
-    restarting_replicas: Annotated[int, Field(ge=0, description="replicas that have still to restart (replicas)")]
     seconds_since_change: Annotated[int, bounds(FLEET_FIELDS["seconds_since_change"])]
+    restarting_replicas: Annotated[int, Field(ge=0, description="replicas that have still to restart (replicas)")]
 
 
 StepInfoMessage: Final = create_model(
