@@ -10,18 +10,17 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, RemoteError, refusal
 from live.driver import EngineApi, EngineRequest, RequestTiming, play_closed, play_open
 from live.metrics import MetricsPage, read_page
-from simulator.hardware.engine_times import EngineFacts, EngineSource, engine_profile
-from simulator.hardware.profiles import EngineProfile
-from simulator.offline.engine_fit import EngineFit, ReplayError, TimedRequests, fit_engine_times, replay_error
+from simulator.hardware.engine_times import EngineFacts
+from simulator.offline.engine_fit import MeasuredEngine, TimedRequests, measured_engine
 from simulator.tables import FloatArray
 
 SHAPES: Final = {"short": (32, 64), "long": (256, 32)}
@@ -71,36 +70,11 @@ class MeasureSettings:
             raise refusal("weights_gb", self.weights_gb, "0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A measured engine: what it stated, the fitted times, and how well the simulator plays each phase again."""
-
-    facts: EngineFacts
-    fit: EngineFit
-    phases: list[TimedRequests]
-    """The loops, then the Poisson phase, which the fit has not seen."""
-    replays: list[ReplayError]
-    notes: list[str]
-
-    def source(self, name: str) -> EngineSource:
-        """The engine as a source of operator times for the table builder."""
-        return EngineSource(name, self.fit.times, self.facts)
-
-    def profile(self, name: str) -> EngineProfile:
-        """The engine's profile for the table builder."""
-        return engine_profile(name, self.facts, self.fit.ttft_offset_ms, f"measured, {self.fit.spans} equations")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form without the requests; kept in the table."""
-        replays = [asdict(error) for error in self.replays]
-        return {"facts": asdict(self.facts), "fit": self.fit.to_dict(), "replays": replays, "notes": self.notes}
-
-
 Progress = Callable[[str, float], None]
 """Told the name of the phase that begins and the share of the load that is done."""
 
 
-def measure_engine(api: EngineApi, settings: MeasureSettings, progress: Progress | None = None) -> Measured:
+def measure_engine(api: EngineApi, settings: MeasureSettings, progress: Progress | None = None) -> MeasuredEngine:
     """Play the load plan and fit the engine's iteration times.
 
     Raises :class:`InvalidConfigError` where the engine does not state what is needed and nobody else did,
@@ -116,12 +90,7 @@ def measure_engine(api: EngineApi, settings: MeasureSettings, progress: Progress
         report(name, share)
     notes += plan.notes
     facts = replace(facts, max_num_seqs=plan.max_num_seqs)
-    fit = fit_engine_times(plan.loops, facts.max_batched_tokens)
-    phases = [*plan.loops, plan.poisson]
-    source = EngineSource("measured", fit.times, facts)
-    model = source.operators(source.tiers[0], engine_profile("measured", facts, fit.ttft_offset_ms, ""))
-    replays = [replay_error(phase, model, facts) for phase in phases]
-    return Measured(facts, fit, phases, replays, notes)
+    return measured_engine(facts, plan.loops, [plan.poisson], notes)
 
 
 def engine_facts(api: EngineApi, page: MetricsPage | None, settings: MeasureSettings, notes: list[str]) -> EngineFacts:

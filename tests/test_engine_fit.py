@@ -206,5 +206,11 @@ def test_the_cache_is_handed_out_in_blocks_of_the_engines_size() -> None:
     # Two prompts of 100 fit 384 tokens either way; at 128 tokens each takes its second block, and there is one.
     small, large = (serve(Fleet(known(), 8, 384, block_tokens=size), requests).preemptions.sum() for size in (16, 128))
     assert (small, large) == (0, 1)
+    # A prompt that fills its block starts beside another where no token is kept free, and then one has to go.
+    full = Requests(np.zeros(2), np.array([128, 128]), np.array([8, 8]))
+    kept, none = (
+        serve(Fleet(known(), 8, 384, block_tokens=128, spare_tokens=n), full).preemptions.sum() for n in (1, 0)
+    )
+    assert (kept, none) == (0, 1)
     with pytest.raises(InvalidConfigError, match="at least 128"):
         Fleet(known(), 8, 100, block_tokens=128)

@@ -12,15 +12,18 @@ import pytest
 
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError
+from simulator.hardware.engine_times import EngineSource
 from simulator.hardware.measured_model import MeasuredModel, MeasuredSource
 from simulator.hardware.operators import OperatorModel
 from simulator.hardware.profiles import engine, hardware
+from simulator.hardware.sources import source_of
 from simulator.offline import table
 from simulator.offline.bench_files import BenchRun, read_runs
 from simulator.offline.bench_import import BenchError, Setup, fit_engine, nearest_table
 from simulator.offline.discrete_event import Fleet, Outcome, Requests, serve, serve_closed
 from simulator.offline.table import build_table, kv_capacity_tokens
 from simulator.tables import load_tables
+from tests.engine_standin import serve_virtually
 
 
 def made_up_engine() -> OperatorModel:
@@ -376,3 +379,51 @@ def test_a_table_that_fails_half_way_leaves_no_file(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         build_table(tmp_path / "t.parquet", MeasuredSource("a100-40gb"), engine("a100_40"), jobs=1, progress=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def detailed(clients: int, prompt: int, seed: int) -> dict[str, Any]:
+    """A result of ``vllm bench serve --save-detailed``: a closed loop on an engine that is like no table's."""
+    rng = np.random.default_rng(seed)
+    n = max(6, 3 * clients)
+    lengths = [(int(rng.integers(prompt // 2, 2 * prompt)), int(rng.integers(16, 64))) for _ in range(n)]
+    served = serve_virtually(lambda b, _, prompts: (20 + 2 * b + 0.5 * sum(prompts)) / 1e3, lengths, clients, 0.004)
+    first = [r.token_s[0] + 0.002 for r in served]
+    return {
+        **benchmark(None, clients, len(served), seed),
+        "completed": len(served),
+        "input_lens": [r.prompt for r in served],
+        "output_lens": [r.goal for r in served],
+        "start_times": [500.0 + r.sent_s for r in served],
+        "ttfts": [at - r.sent_s for at, r in zip(first, served, strict=True)],
+        "itls": [np.diff(r.token_s).tolist() for r in served],
+    }
+
+
+def test_an_engine_like_no_table_gets_iteration_times_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for i, (clients, prompt) in enumerate((n, p) for n in (1, 3, 8) for p in (40, 300)):
+        files.append(tmp_path / f"run{i}.json")
+        files[-1].write_text(json.dumps(detailed(clients, prompt, i)))
+    out = tmp_path / "own.parquet"
+    own = ["--kv-pool-tokens", "40000", "--kv-bytes-per-token", "1000", "--out", str(out)]
+    assert main(["import-bench", *map(str, files), *own]) == 0
+    assert "phases held out: error 0." in capsys.readouterr().out
+    source = source_of(load_tables(out).meta)
+    assert isinstance(source, EngineSource)
+    assert source.facts.pool_tokens() == 40000
+    assert source.times.step_ms == pytest.approx(20.0, rel=0.03)
+    assert source.times.rows_ms(8) + 8 * source.times.sequence_ms == pytest.approx(16.0, rel=0.05)
+    assert source.times.rows_ms(300) == pytest.approx(150.0, rel=0.05)
+    # Without single tokens' times, or beside what starts from a table, it is refused with what to do.
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps(benchmark(None, 4, 24, seed=1)))
+    for wrong, hint in (
+        ([str(plain), *own, "--force"], "--save-detailed"),
+        ([str(files[0]), *own, "--force", "--hardware", "a100-40gb"], "leave --hardware"),
+        ([str(files[0]), "--kv-pool-tokens", "9", "--fit-only"], "--kv-bytes-per-token"),
+        ([str(files[0]), *own, "--force", "--block-tokens", "0"], "block_tokens"),
+    ):
+        assert main(["import-bench", *wrong]) == 2
+        assert hint in capsys.readouterr().err

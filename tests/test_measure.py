@@ -10,10 +10,11 @@ import pytest
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError, InvalidConfigError, RemoteError
 from live.driver import EngineApi
-from live.measure import Measured, MeasureSettings, engine_facts, measure_engine
+from live.measure import MeasureSettings, engine_facts, measure_engine
 from live.metrics import read_page
 from simulator.hardware.engine_times import EngineSource
 from simulator.hardware.sources import source_of
+from simulator.offline.engine_fit import MeasuredEngine
 from simulator.tables import load_tables
 from tests.engine_standin import Law, StandIn, running_engine
 
@@ -111,6 +112,6 @@ def test_settings_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> N
         MeasureSettings(**wrong)  # type: ignore[arg-type]
 
 
-def measured(engine: StandIn) -> Measured:
+def measured(engine: StandIn) -> MeasuredEngine:
     with running_engine(engine) as url:
         return measure_engine(EngineApi(url), BRIEF)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from simulator.offline.bench_files import BenchRun
     from simulator.offline.bench_import import BenchFit
+    from simulator.offline.engine_fit import MeasuredEngine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.25,
         help="share of the runs kept out of the fit to measure its error (default 0.25)",
     )
+    own = parser.add_argument_group(
+        "fit iteration times of the engine's own, from every request's times (vllm bench serve --save-detailed)"
+    )
+    own.add_argument("--kv-pool-tokens", type=int, help="tokens that its KV pool holds; asks for such a fit")
+    own.add_argument("--kv-bytes-per-token", type=float, help="bytes that the KV cache of one token takes on a card")
+    own.add_argument("--block-tokens", type=int, default=16, help="tokens of a KV block (default 16)")
+    own.add_argument(
+        "--max-batched-tokens", type=int, default=2048, help="prompt tokens of an iteration (default 2048)"
+    )
+    own.add_argument("--weights-gb", type=float, default=0.0, help="weights on a card, for memory figures (default 0)")
     parser.add_argument("--fit-only", action="store_true", help="print the fit and write no table")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes that build the table (default: all cores)"
@@ -47,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read all files, fit the engine profile, print its errors and build the table."""
+    from inferencegym.cli.measure import print_table_use, report_engine
     from inferencegym.errors import InvalidConfigError
     from inferencegym.files import prepare_output
     from simulator.hardware.measured_model import MeasuredSource
@@ -61,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
             )
         prepare_output(args.out)
     runs = [run for path in args.files for run in read_runs(path)]  # every file is read before anything is fitted
+    if args.kv_pool_tokens is not None:
+        report_engine(_own_times(args, runs), args.name, None if args.fit_only else args.out, args.json)
+        return 0
     setup = Setup(args.max_num_seqs, args.quant, args.replicas)
     fit = fit_engine(runs, args.hardware, args.profile, setup, args.hold_out, args.name)
     if args.json:
@@ -75,9 +91,41 @@ def run(args: argparse.Namespace) -> int:
             args.out, fit.source, fit.engine, args.jobs, progress=not args.json, notes=notes, saturated=full
         )
         if not args.json:
-            print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
-            print("tasks must be calibrated again on a new table: inferencegym calibrate --out FILE")
+            print_table_use(path)
     return 0
+
+
+def _own_times(args: argparse.Namespace, runs: list[BenchRun]) -> MeasuredEngine:
+    """The engine by its own iteration times; each run is held out of a fit in turn."""
+    from inferencegym.errors import DataFormatError, InvalidConfigError
+    from simulator.hardware.engine_times import EngineFacts
+    from simulator.offline.engine_fit import measured_engine
+
+    if args.hardware or args.profile or args.quant or args.replicas != 1:
+        raise InvalidConfigError(
+            "--kv-pool-tokens fits iteration times without a table to start from, of one engine: leave --hardware, "
+            "--profile, --quant and --replicas out"
+        )
+    if args.kv_bytes_per_token is None:
+        raise InvalidConfigError("--kv-pool-tokens needs --kv-bytes-per-token beside it", "kv_bytes_per_token")
+    untimed = [run.name for run in runs if run.timed is None]
+    if untimed:
+        raise DataFormatError(
+            f"{untimed[0]} has no times of single tokens: run `vllm bench serve` with --save-result --save-detailed"
+        )
+    timed = [run.timed for run in runs if run.timed is not None]
+    longest = max(float((each.prompt_tokens + each.output_tokens).max()) for each in timed)
+    facts = EngineFacts(
+        model=args.name,
+        block_tokens=args.block_tokens,
+        pool_blocks=args.kv_pool_tokens // max(1, args.block_tokens),
+        kv_bytes_per_token=args.kv_bytes_per_token,
+        max_num_seqs=args.max_num_seqs,
+        max_batched_tokens=args.max_batched_tokens,
+        max_model_len=int(longest),
+        weights_gb=args.weights_gb,
+    )
+    return measured_engine(facts, timed, [])
 
 
 def _print(fit: BenchFit) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from live.driver import EngineApi
-    from live.measure import Measured, MeasureSettings
+    from live.measure import MeasureSettings
+    from simulator.offline.engine_fit import MeasuredEngine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.files import prepare_output
     from live.driver import EngineApi
     from live.measure import MeasureSettings
-    from simulator.offline.table import build_table
 
     if args.out.exists() and not args.force:
         raise InvalidConfigError(f"{args.out} exists already: name another with --out, or overwrite it with --force")
@@ -57,26 +57,34 @@ def run(args: argparse.Namespace) -> int:
         weights_gb=args.weights_gb,
     )
     measured = _measure(EngineApi(args.engine, model=args.model), settings, show=not args.json)
-    if args.json:
-        print(json.dumps(measured.to_dict()))
-    else:
-        _print(measured)
-    path = build_table(
-        args.out,
-        measured.source(args.name),
-        measured.profile(args.name),
-        jobs=1,
-        progress=False,
-        notes={"measured": measured.to_dict()},
-        saturated=False,
-    )
-    if not args.json:
-        print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
-        print("tasks must be calibrated again on a new table: inferencegym calibrate --out FILE")
+    report_engine(measured, args.name, args.out, args.json)
     return 0
 
 
-def _measure(api: EngineApi, settings: MeasureSettings, show: bool) -> Measured:
+def report_engine(measured: MeasuredEngine, name: str, out: Path | None, as_json: bool) -> None:
+    """Print a measured engine, and write its table unless there is no ``out``."""
+    from simulator.offline.table import build_table
+
+    if as_json:
+        print(json.dumps(measured.to_dict()))
+    else:
+        _print(measured)
+    if out is None:
+        return
+    source, profile = measured.source(name), measured.profile(name)
+    notes = {"measured": measured.to_dict()}
+    path = build_table(out, source, profile, jobs=1, progress=False, notes=notes, saturated=False)
+    if not as_json:
+        print_table_use(path)
+
+
+def print_table_use(path: Path) -> None:
+    """Say what to do with a table that was written."""
+    print(f"wrote {path}; use it with --table {path} or INFERENCEGYM_TABLE={path}")
+    print("tasks must be calibrated again on a new table: inferencegym calibrate --out FILE")
+
+
+def _measure(api: EngineApi, settings: MeasureSettings, show: bool) -> MeasuredEngine:
     from live.measure import measure_engine
 
     if not show:
@@ -88,7 +96,7 @@ def _measure(api: EngineApi, settings: MeasureSettings, show: bool) -> Measured:
         return measure_engine(api, settings, lambda name, share: bar.update(task, description=name, completed=share))
 
 
-def _print(measured: Measured) -> None:
+def _print(measured: MeasuredEngine) -> None:
     from inferencegym.cli.figures import print_table
 
     facts, fit = measured.facts, measured.fit
@@ -102,7 +110,7 @@ def _print(measured: Measured) -> None:
     print(f"  way to the client and back {fit.ttft_offset_ms:.3g} ms")
     print(f"phases held out: error {fit.median_error:.1%} at the median, {fit.p90_error:.1%} at the 90th percentile")
     names = tuple(measured.replays[0].errors)
-    print("errors of the simulator playing each phase (the last was not fitted):")
+    print("errors of the simulator playing each phase (Poisson arrivals are not fitted):")
     rows = []
     for replayed in measured.replays:
         errors = (f"{replayed.errors[name]:+.1%}" if name in replayed.errors else "-" for name in names)

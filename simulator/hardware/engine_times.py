@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from inferencegym.errors import refusal
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MODELLED, Chunk, OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, Hardware
 
@@ -74,6 +75,16 @@ class EngineFacts:
     max_model_len: int
     weights_gb: float = 0.0
     memory_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "pool_blocks", "kv_bytes_per_token", "max_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise refusal(name, value, "above 0")
+        if self.max_num_seqs is not None and self.max_num_seqs < 1:
+            raise refusal("max_num_seqs", self.max_num_seqs, "1 or more")
+        if not 0.0 <= self.weights_gb < math.inf or not 0.0 < self.memory_share <= 1.0:
+            raise refusal("weights_gb", self.weights_gb, "0 or more, and memory_share above 0, at most 1")
 
     def pool_tokens(self) -> int:
         """Tokens that the KV pool holds."""

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from simulator.offline.engine_fit import TimedRequests
 from simulator.offline.importers import aiperf_metrics, guidellm_start
 from simulator.offline.source import MAX_TOKENS, Source, Value
 from simulator.requests import RequestLog
@@ -33,13 +34,14 @@ class BenchRun:
     """One run of a load generator.
 
     ``clients`` > 0: that many requests always in flight (closed loop), arrivals of ``requests`` are then ignored.
-    ``measured`` holds some of :data:`METRICS`.
+    ``measured`` holds some of :data:`METRICS`; ``timed`` every request's times where the file has them.
     """
 
     name: str
     requests: RequestLog = field(repr=False)
     clients: int
     measured: Mapping[str, float]
+    timed: TimedRequests | None = field(default=None, repr=False)
 
     def load(self) -> float:
         """Orders runs from light to heavy: clients, or requests per second."""
@@ -100,8 +102,9 @@ def _vllm(result: Value, index: int) -> BenchRun:
     def first(*names: str) -> Value | None:
         return next((found for name in names if (found := result.find(name)) is not None), None)
 
+    name = f"{path.name}{f'[{index}]' if index else ''} {load}"
     return BenchRun(
-        name=f"{path.name}{f'[{index}]' if index else ''} {load}",
+        name=name,
         requests=_log(result.source, arrival, prompt, output),
         clients=clients,
         measured=_known(
@@ -113,7 +116,29 @@ def _vllm(result: Value, index: int) -> BenchRun:
                 "output_tokens_per_s": first("output_throughput"),
             },
         ),
+        timed=_timed(result, name, clients),
     )
+
+
+def _timed(result: Value, name: str, clients: int) -> TimedRequests | None:
+    """Times of every request's tokens (``--save-detailed``); None where the file has them not, or a request failed."""
+    found = [result.find(key) for key in ("start_times", "input_lens", "output_lens", "ttfts", "itls")]
+    columns = [each for each in found if each is not None]
+    if len(columns) < len(found):
+        return None
+    start, prompt, output, ttft = (each.numbers() for each in columns[:4])
+    gaps = [each.numbers() for each in columns[4].items()]
+    if not len(start) == len(prompt) == len(output) == len(ttft) == len(gaps):
+        raise result.source.wrong("start_times, input_lens, output_lens, ttfts and itls must have one length")
+    if len(start) == 0 or prompt.min() < 1 or output.min() < 1 or ttft.min() <= 0:
+        return None
+    token_s = []
+    for begin, first, n, gap in zip(start, ttft, output, gaps, strict=True):
+        at = begin + first + np.concatenate([[0.0], np.cumsum(gap)])
+        # An engine may send several tokens at once: they are spread over the messages.
+        token_s.append(np.interp(np.linspace(0.0, len(at) - 1.0, int(n)), np.arange(len(at)), at))
+    ends = np.array([each[-1] for each in token_s])
+    return TimedRequests(name, start, start + ttft, ends, prompt, output, clients, token_s)
 
 
 def _lengths_of(result: Value, completed: int) -> tuple[FloatArray, FloatArray]:

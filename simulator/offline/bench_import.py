@@ -233,7 +233,8 @@ def _refuse_misfit(name: str, model: _Predictor, x: FloatArray, runs: Sequence[B
     if reasons:
         raise DataFormatError(
             f"the table {name} does not describe this engine: it would take {' and '.join(reasons)}; name the card and "
-            "model that were measured with --hardware, or build their table with `inferencegym build-table --system`"
+            "model that were measured with --hardware, build their table with `inferencegym build-table --system`, or "
+            "fit the engine's own iteration times: --kv-pool-tokens, or `inferencegym measure`"
         )
 
 

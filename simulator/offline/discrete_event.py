@@ -59,7 +59,8 @@ class Fleet:
     ``acceptance_scale`` multiplies the first position's for each class; without it, all classes are as measured.
     ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is the time that
     a replica is down when it restarts, and ``slowdown`` multiplies every iteration. A block of the
-    cache holds ``block_tokens``.
+    cache holds ``block_tokens``. ``spare_tokens`` of cache beyond what its next iteration writes are kept for each
+    sequence: vLLM keeps none, which shows where blocks are large or the pool is small.
     """
 
     model: OperatorModel
@@ -76,12 +77,15 @@ class Fleet:
     slowdown: float = 1.0
     rolling_restart: RollingRestart = "recompute"
     block_tokens: int = BLOCK_TOKENS
+    spare_tokens: int = 1
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
             raise InvalidConfigError(f"batch_size={self.batch_size}, replicas={self.replicas}: both must be at least 1")
-        if self.block_tokens < 1:
-            raise InvalidConfigError(f"block_tokens={self.block_tokens}: must be at least 1", "block_tokens")
+        if self.block_tokens < 1 or self.spare_tokens < 0:
+            raise InvalidConfigError(
+                f"block_tokens={self.block_tokens}, spare_tokens={self.spare_tokens}: at least 1 and 0", "block_tokens"
+            )
         if self.kv_pool_tokens < self.block_tokens:
             raise InvalidConfigError(
                 f"kv_pool_tokens={self.kv_pool_tokens} holds no block: give at least {self.block_tokens}",
@@ -419,6 +423,7 @@ class Simulation:
     def _use(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.growth = fleet.draft_tokens + 1
+        self.ahead = fleet.draft_tokens + fleet.spare_tokens  # slots that a sequence needs beyond the tokens it has
         conditional = _conditional(fleet.acceptance[: fleet.draft_tokens])
         self.conditional = np.tile(conditional, (len(self.queue), 1))
         if fleet.draft_tokens and len(fleet.acceptance_scale):
@@ -528,7 +533,7 @@ class Simulation:
             line.popleft()
             self.waiting -= 1
             self._assign(replica, request)
-            replica.assigned_blocks += self.fleet.blocks(self.length[request] + 1)
+            replica.assigned_blocks += self._prompt_blocks(request)
             replica.reserved_blocks += self.fleet.blocks(self.goal[request] + self.growth)
             self._rouse(replica)
 
@@ -569,7 +574,7 @@ class Simulation:
         if holder is None:
             self.waiting -= 1
         else:
-            holder.assigned_blocks -= self.fleet.blocks(self.length[request] + 1)
+            holder.assigned_blocks -= self._prompt_blocks(request)
             holder.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         self._refuse(request)
 
@@ -598,16 +603,20 @@ class Simulation:
             return replica.assigned
         return replica.preempted or replica.assigned
 
+    def _prompt_blocks(self, request: int) -> int:
+        """Blocks that a request needs to start, or to be recomputed."""
+        return self.fleet.blocks(self.length[request] + self.fleet.spare_tokens)
+
     def _fits(self, replica: _Replica, request: int, promised_blocks: int = 0) -> bool:
         """Whether the cache has blocks for this prompt beside what is resident and promised."""
-        need = self.fleet.blocks(self.length[request] + 1) + replica.prefill_blocks() + promised_blocks
-        pool_blocks, bound = replica.pool_blocks, replica.most_decode_blocks(self.growth)
-        return need + bound <= pool_blocks or need + replica.decode_blocks(self.growth) <= pool_blocks
+        need = self._prompt_blocks(request) + replica.prefill_blocks() + promised_blocks
+        pool_blocks, bound = replica.pool_blocks, replica.most_decode_blocks(self.ahead)
+        return need + bound <= pool_blocks or need + replica.decode_blocks(self.ahead) <= pool_blocks
 
     def _start_prefill(self, replica: _Replica) -> _Prefill:
         line = self._line(replica)
         request = line.popleft()
-        blocks = self.fleet.blocks(self.length[request] + 1)
+        blocks = self._prompt_blocks(request)
         if line is replica.assigned:
             replica.assigned_blocks -= blocks
         prefill = _Prefill(request, self.length[request], blocks)
@@ -655,10 +664,10 @@ class Simulation:
         """Preempt sequences until the rest can take their next tokens; they will be recomputed."""
         if self.reserve:
             return
-        if replica.most_decode_blocks(self.growth) + replica.prefill_blocks() <= replica.pool_blocks:
+        if replica.most_decode_blocks(self.ahead) + replica.prefill_blocks() <= replica.pool_blocks:
             return
         while replica.n + len(replica.prefilling) > 1 and (
-            replica.decode_blocks(self.growth) + replica.prefill_blocks() > replica.pool_blocks
+            replica.decode_blocks(self.ahead) + replica.prefill_blocks() > replica.pool_blocks
         ):
             victim = self._preempt(replica)
             if victim is None:
@@ -805,7 +814,7 @@ class Simulation:
     def _hand_over(self, replica: _Replica, request: int) -> None:
         tokens = self.length[request]
         replica.in_transit.remove(request)
-        replica.transit_blocks -= self.fleet.blocks(tokens + 1)
+        replica.transit_blocks -= self._prompt_blocks(request)
         replica.transit_tokens -= tokens
         self._first_token(replica, request, tokens)
         self._note_peak(replica)

@@ -23,8 +23,16 @@ import numpy as np
 from scipy.optimize import nnls
 
 from inferencegym.errors import DataFormatError
-from simulator.hardware.engine_times import EngineFacts, EngineTimes, attended_pairs
+from simulator.hardware.engine_times import (
+    TIER,
+    EngineFacts,
+    EngineSource,
+    EngineTimes,
+    attended_pairs,
+    engine_profile,
+)
 from simulator.hardware.operators import OperatorModel
+from simulator.hardware.profiles import EngineProfile
 from simulator.offline.discrete_event import Fleet, Requests, serve, serve_closed
 from simulator.tables import FloatArray
 
@@ -425,6 +433,7 @@ def replay(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> Ti
         batch_size=facts.max_num_seqs or len(order),
         kv_pool_tokens=facts.pool_tokens(),
         block_tokens=facts.block_tokens,
+        spare_tokens=0,
     )
     prompt, output = (np.rint(x[order]).astype(np.int64) for x in (phase.prompt_tokens, phase.output_tokens))
     if phase.clients:
@@ -450,3 +459,38 @@ def replay_error(phase: TimedRequests, model: OperatorModel, facts: EngineFacts)
     simulated, seen = replay(phase, model, facts).figures(), phase.figures()
     errors = {name: round(simulated[name] / seen[name] - 1.0, 4) for name in seen if math.isfinite(seen[name])}
     return ReplayError(phase.name, len(phase.sent_s), errors)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredEngine:
+    """A measured engine: its facts, the fitted times, and how well the simulator plays each phase again."""
+
+    facts: EngineFacts
+    fit: EngineFit
+    phases: list[TimedRequests]
+    """Those that were fitted, then those that the fit has not seen."""
+    replays: list[ReplayError]
+    notes: list[str]
+
+    def source(self, name: str) -> EngineSource:
+        """The engine as a source of operator times for the table builder."""
+        return EngineSource(name, self.fit.times, self.facts)
+
+    def profile(self, name: str) -> EngineProfile:
+        """The engine's profile for the table builder."""
+        return engine_profile(name, self.facts, self.fit.ttft_offset_ms, f"measured, {self.fit.spans} equations")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form without the requests; kept in the table."""
+        replays = [asdict(error) for error in self.replays]
+        return {"facts": asdict(self.facts), "fit": self.fit.to_dict(), "replays": replays, "notes": self.notes}
+
+
+def measured_engine(
+    facts: EngineFacts, fitted: Sequence[TimedRequests], unseen: Sequence[TimedRequests], notes: Sequence[str] = ()
+) -> MeasuredEngine:
+    """Fit to some phases, and play them and those that the fit has not seen; errors as :func:`fit_engine_times`."""
+    fit = fit_engine_times(fitted, facts.max_batched_tokens)
+    phases = [*fitted, *unseen]
+    model = EngineSource("", fit.times, facts).operators(TIER, engine_profile("", facts, fit.ttft_offset_ms, ""))
+    return MeasuredEngine(facts, fit, phases, [replay_error(phase, model, facts) for phase in phases], list(notes))
