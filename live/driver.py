@@ -124,6 +124,10 @@ class EngineApi:
         """JSON object that a GET request answers; raises :class:`RemoteError` if there is none."""
         return _json_object(self._ask("GET", path, None, timeout_s))
 
+    def post_json(self, path: str, body: dict[str, Any], timeout_s: float = 10.0) -> Any:
+        """JSON that a POST request answers; raises :class:`RemoteError` if there is none."""
+        return _json(self._ask("POST", path, body, timeout_s))
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
         try:
             answer = httpx.request(method, self.url + path, json=body, headers=self._headers, timeout=timeout_s)
@@ -197,11 +201,15 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _json_object(answer: httpx.Response) -> dict[str, Any]:
+def _json(answer: httpx.Response) -> Any:
     try:
-        found = answer.json()
+        return answer.json()
     except ValueError as error:
         raise RemoteError(f"{answer.url} answers no JSON: {short_text(answer.text)!r}") from error
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    found = _json(answer)
     if not isinstance(found, dict):
         raise RemoteError(f"{answer.url} answers {short_text(answer.text)!r}, where a JSON object belongs")
     return found

@@ -55,7 +55,10 @@ class Orders:
 class Load(Protocol):
     """Requests that an engine is being sent."""
 
-    timings: Sequence[RequestTiming]
+    @property
+    def timings(self) -> Sequence[RequestTiming]:
+        """What happened to each request so far, in the order given."""
+        ...
 
     def advance(self, to_s: float) -> None:
         """Return when so many seconds have passed since the start."""

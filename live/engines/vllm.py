@@ -12,8 +12,9 @@ from inferencegym.errors import InvalidConfigError, RemoteError
 from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
+from live.engines.histogram import buckets
 from live.engines.vllm_server import PLUGIN
-from live.metrics import MetricsPage, read_page
+from live.metrics import read_page
 
 PROTOCOL: Final = 1
 """Version of the control file's form, which the scheduler class states."""
@@ -111,12 +112,3 @@ class VllmEngine:
         if state["problem"]:
             raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
         return state
-
-
-def buckets(page: MetricsPage, histogram: str) -> dict[float, float] | None:
-    """Cumulative counts of a histogram by upper edge, summed over processes; None where there is no such histogram."""
-    found: dict[float, float] = {}
-    for labels, count in page.samples.get(f"{histogram}_bucket", ()):
-        edge = float(labels["le"])
-        found[edge] = found.get(edge, 0.0) + count
-    return found or None
