@@ -23,6 +23,7 @@ where a policy changes precision or placement, the most used one is exported and
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -149,19 +150,45 @@ def fastest_draft(tables: ServingTables, tier: int, running: float, context_toke
     return int(SPEC_LENGTHS[int(np.argmin(per_token))])
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of an engine, its value (True: a flag), and a line for its reader."""
+
+    name: str
+    value: str | int | float | bool
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value as a command line has it; JSON where it is an object."""
+        if isinstance(self.value, bool):
+            return "true"
+        return f"{self.value:.2f}" if isinstance(self.value, float) else str(self.value)
+
+
 def vllm_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
     """A file for ``vllm serve MODEL --config FILE`` (YAML)."""
-    lines = [*_header(settings, "vllm serve MODEL --config THIS-FILE")]
-    lines += [
-        f"max-num-seqs: {settings.max_num_seqs}",
-        f"gpu-memory-utilization: {settings.memory_share:.2f}",
-        f"max-num-batched-tokens: {settings.max_batched_tokens}",
+    return _written(settings, "vllm serve MODEL --config THIS-FILE", vllm_options(settings, draft_model))
+
+
+def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """A file for ``python -m sglang.launch_server --model-path MODEL --config FILE`` (YAML)."""
+    command = "python -m sglang.launch_server --model-path MODEL --config THIS-FILE"
+    return _written(settings, command, sglang_options(settings, draft_model))
+
+
+def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> list[Option]:
+    """Options of ``vllm serve``."""
+    options = [
+        Option("max-num-seqs", settings.max_num_seqs),
+        Option("gpu-memory-utilization", settings.memory_share),
+        Option("max-num-batched-tokens", settings.max_batched_tokens),
     ]
     if settings.tensor_parallel > 1:
-        lines.append(f"tensor-parallel-size: {settings.tensor_parallel}")
+        options.append(Option("tensor-parallel-size", settings.tensor_parallel))
     if settings.prefix_caching:
-        lines.append("enable-prefix-caching: true")
-    lines += _precision(settings, "vllm")
+        options.append(Option("enable-prefix-caching", True))
+    options.append(_precision(settings, "vllm"))
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
         config = {
@@ -170,61 +197,61 @@ def vllm_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
             "num_speculative_tokens": settings.draft_tokens,
             "num_speculative_tokens_per_batch_size": [[low, high, k] for low, high, k, _ in settings.drafts],
         }
-        lines += [f"# Draft tokens by running requests: {told}.", f"speculative-config: '{json.dumps(config)}'"]
+        options.append(Option("speculative-config", json.dumps(config), f"Draft tokens by running requests: {told}."))
     if settings.prefill_apart:
-        lines += [
-            "# Prefill on instances of its own: one more per replica, behind a router that sends prompts there first.",
-            "kv-transfer-config: '" + json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}) + "'",
-        ]
-    return "\n".join(lines) + "\n"
+        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        why = "Prefill on instances of its own: one more per replica, behind a router that sends prompts there first."
+        options.append(Option("kv-transfer-config", json.dumps(config), why))
+    return options
 
 
-def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
-    """A file for ``python -m sglang.launch_server --model-path MODEL --config FILE`` (YAML)."""
-    lines = [*_header(settings, "python -m sglang.launch_server --model-path MODEL --config THIS-FILE")]
-    lines += [
-        f"max-running-requests: {settings.max_num_seqs}",
-        f"mem-fraction-static: {settings.static_share:.2f}",
-        f"chunked-prefill-size: {settings.max_batched_tokens}",
+def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> list[Option]:
+    """Options of SGLang's ``launch_server``."""
+    options = [
+        Option("max-running-requests", settings.max_num_seqs),
+        Option("mem-fraction-static", settings.static_share),
+        Option("chunked-prefill-size", settings.max_batched_tokens),
     ]
     if settings.tensor_parallel > 1:
-        lines.append(f"tp-size: {settings.tensor_parallel}")
+        options.append(Option("tp-size", settings.tensor_parallel))
     if not settings.prefix_caching:
-        lines.append("disable-radix-cache: true")
-    lines += _precision(settings, "sglang")
+        options.append(Option("disable-radix-cache", True))
+    options.append(_precision(settings, "sglang"))
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
-        lines += [
-            f"# Draft tokens by running requests would be {told}; SGLang drafts one number at every load.",
-            "speculative-algorithm: EAGLE",
-            f"speculative-draft-model-path: {draft_model}",
-            f"speculative-num-steps: {settings.draft_tokens}",
-            "speculative-eagle-topk: 1",
-            f"speculative-num-draft-tokens: {settings.draft_tokens + 1}",
+        why = f"Draft tokens by running requests would be {told}; SGLang drafts one number at every load."
+        options += [
+            Option("speculative-algorithm", "EAGLE", why),
+            Option("speculative-draft-model-path", draft_model),
+            Option("speculative-num-steps", settings.draft_tokens),
+            Option("speculative-eagle-topk", 1),
+            Option("speculative-num-draft-tokens", settings.draft_tokens + 1),
         ]
     if settings.prefill_apart:
-        lines += [
-            "# This is the decoding instance; its twin of the same settings has disaggregation-mode: prefill.",
-            "disaggregation-mode: decode",
-        ]
-    return "\n".join(lines) + "\n"
+        why = "This is the decoding instance; its twin of the same settings has disaggregation-mode: prefill."
+        options.append(Option("disaggregation-mode", "decode", why))
+    return options
 
 
 EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config}
 """Writers of configuration files, by engine."""
 
 
-def _precision(settings: EngineSettings, engine: str) -> list[str]:
+def _written(settings: EngineSettings, command: str, options: Sequence[Option]) -> str:
+    lines = [*settings.comments, f"Simulated; measure before you rely on it. {command}"]
+    lines = [f"# {text}" for text in lines]
+    for option in options:
+        lines += [f"# {option.why}"] * bool(option.why)
+        quoted = f"'{option.text}'" if option.text.startswith("{") else option.text
+        lines.append(f"{option.name}: {quoted}")
+    return "\n".join(lines) + "\n"
+
+
+def _precision(settings: EngineSettings, engine: str) -> Option:
     if settings.tier not in _CHECKPOINT:
-        return ["dtype: bfloat16"]
-    return [
-        f"# {settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model.",
-        f"quantization: {_QUANTIZATION[engine][settings.tier]}",
-    ]
-
-
-def _header(settings: EngineSettings, command: str) -> list[str]:
-    return [*(f"# {text}" for text in settings.comments), f"# Simulated; measure before you rely on it. {command}"]
+        return Option("dtype", "bfloat16")
+    why = f"{settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model."
+    return Option("quantization", _QUANTIZATION[engine][settings.tier], why)
 
 
 def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:
