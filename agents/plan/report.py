@@ -14,8 +14,8 @@ import numpy as np
 from agents.plan.search import Plan, PlanReport
 from agents.shadow.compare import STATED_ERROR
 from agents.shadow.export import EXPORTS, EngineSettings, draft_schedule
-from agents.shadow.report import check_figures
 from inferencegym.files import atomic_write, write_text
+from inferencegym.installation import require_matplotlib
 from inferencegym.models import ServeAction
 from simulator.hardware.sources import reported_gb
 from simulator.tables import ServingTables
@@ -170,7 +170,7 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
 
 def pareto_figure(report: PlanReport) -> Figure:
     """Cost against the share of requests in time: all fleets tried, and the front."""
-    check_figures()
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agents.shadow.compare import FIXED, STATED_ERROR, PolicyOutcome, ShadowReport
 from agents.shadow.export import settings_of, vllm_config
-from inferencegym.errors import InvalidConfigError
 from inferencegym.files import write_text
+from inferencegym.installation import require_matplotlib
 from simulator.tables import ServingTables
 
 if TYPE_CHECKING:
@@ -44,12 +43,6 @@ _KNOBS: Final = (
     ("quant_tier", "precision", ()),
     ("prefill_disagg", "separate prefill", ("off", "on")),
 )
-
-
-def check_figures() -> None:
-    """Raise :class:`InvalidConfigError` where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidConfigError("the HTML report needs matplotlib: pip install 'openenv-inferencegym[report]'")
 
 
 def write_html(report: ShadowReport, tables: ServingTables, path: Path, title: str) -> Path:
@@ -124,7 +117,7 @@ def _footer(report: ShadowReport) -> str:
 
 
 def _figure(n_panels: int, height: float) -> tuple[Figure, Sequence[Any]]:
-    check_figures()
+    require_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.files import atomic_write
+from inferencegym.installation import require_matplotlib
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,12 +54,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     widths = [max(len(c[i]) for c in (list(columns), *cells)) for i in range(len(columns))]
     for row in (list(columns), *cells):
         print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
-
-
-def require_matplotlib() -> None:
-    """Raise :class:`InvalidConfigError` where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidConfigError("figures need matplotlib: pip install 'openenv-inferencegym[report]'")
 
 
 def write_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:

@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     from agents.plan.report import engine_files, write_html, write_png
     from agents.plan.search import make_plan, registered_tables
     from agents.shadow.prices import load_prices
-    from inferencegym.cli.figures import check_table, require_matplotlib, write_table
+    from inferencegym.cli.figures import check_table, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_writable
+    from inferencegym.installation import require_matplotlib
     from simulator.objectives import parse_objective
 
     objectives = [parse_objective(text) for text in args.objective]

@@ -60,14 +60,15 @@ def run(args: argparse.Namespace) -> int:
     from agents.shadow.compare import shadow
     from agents.shadow.export import EXPORTS, settings_of
     from agents.shadow.prices import load_prices
-    from agents.shadow.report import check_figures, write_html
+    from agents.shadow.report import write_html
     from inferencegym.files import require_writable, write_text
+    from inferencegym.installation import require_matplotlib
     from inferencegym.models import ServeAction
     from inferencegym.tasks import get_task
 
     export_file = None if str(args.export_file) == "-" else args.export_file or Path(f"shadow-{args.export}.yaml")
     if args.html:
-        check_figures()
+        require_matplotlib()
         require_writable(args.html)
     if args.export and export_file:
         require_writable(export_file)
