@@ -13,12 +13,8 @@ from starlette.responses import Response
 
 from agents.shadow.prices import PriceList
 from inferencegym.messages import plain_schema
-from server.api.policies import gzipped
-from server.api.request_log import BOUNDS, LogRequest
-from server.context import Context, Mount
-from server.net.json_io import JsonRoute, read_object
-from server.net.problems import documented
-from server.schemas import read_request
+from server.api.request_log import LogRequest, LogRoutes
+from server.net.json_io import JsonRoute
 from simulator.catalogue import hardware_names, table_index
 
 _PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
@@ -56,32 +52,15 @@ class PlanRequest(LogRequest):
     ] = None
 
 
-class PlanRoutes:
+class PlanRoutes(LogRoutes):
     """/plan of the serving fleet at one prefix."""
 
-    def __init__(self, context: Context, mount: Mount) -> None:
-        self._settings = context.settings
-        self._family = mount.family
-        self._prefix = mount.prefix
-        self._jobs = context.jobs
-
     def routes(self) -> list[JsonRoute]:
-        return [
-            JsonRoute(
-                self._prefix + "/plan",
-                self.plan,
-                method="POST",
-                summary="GPUs and settings for your request log",
-                tags=[self._family.name],
-                request_schema=plain_schema(PlanRequest),
-                responses=documented(plain_schema(PlanAnswer), 429, 503),
-            )
-        ]
+        schema = plain_schema(PlanRequest)
+        return [self._route("/plan", self.plan, "GPUs and settings for your request log", schema, PlanAnswer)]
 
     async def plan(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s, BOUNDS)
-        wanted = read_request(PlanRequest, body)
-        return gzipped(request, await self._jobs.run("plan", wanted.model_dump(exclude_none=True)))
+        return await self._answer(request, "plan", await self._read(request, PlanRequest))
 
 
 class PlanAnswer(BaseModel):

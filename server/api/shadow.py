@@ -15,13 +15,11 @@ from starlette.responses import Response
 from agents.shadow.prices import PriceList
 from env.family import Family
 from inferencegym.messages import WHOLE, plain_schema
-from server.api.policies import available, gzipped
-from server.api.request_log import BOUNDS, LogRequest
-from server.context import Context, Mount
+from server.api.policies import available
+from server.api.request_log import LogRequest, LogRoutes
 from server.net.errors import InvalidRequestError
-from server.net.json_io import JsonRoute, read_object
-from server.net.problems import documented
-from server.schemas import Schema, TaskName, nullable, read_request, task_id_schema
+from server.net.json_io import JsonRoute
+from server.schemas import Schema, TaskName, nullable, task_id_schema
 from simulator.catalogue import table_index
 
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
@@ -73,34 +71,17 @@ class ShadowRequest(LogRequest):
         return names
 
 
-class ShadowRoutes:
+class ShadowRoutes(LogRoutes):
     """/shadow of the serving fleet at one prefix."""
 
-    def __init__(self, context: Context, mount: Mount) -> None:
-        self._settings = context.settings
-        self._family = mount.family
-        self._prefix = mount.prefix
-        self._jobs = context.jobs
-
     def routes(self) -> list[JsonRoute]:
-        return [
-            JsonRoute(
-                self._prefix + "/shadow",
-                self.shadow,
-                method="POST",
-                summary="Compare policies on your request log",
-                tags=[self._family.name],
-                request_schema=self._request_schema(),
-                responses=documented(plain_schema(ShadowAnswer), 429, 503),
-            )
-        ]
+        schema = self._request_schema()
+        return [self._route("/shadow", self.shadow, "Compare policies on your request log", schema, ShadowAnswer)]
 
     async def shadow(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_trace_bytes, self._settings.body_timeout_s, BOUNDS)
-        wanted = read_request(ShadowRequest, body)
+        wanted = await self._read(request, ShadowRequest)
         policies = await asyncio.to_thread(_playable_policies, self._family, wanted)
-        answer = await self._jobs.run("shadow", {**wanted.model_dump(exclude_none=True), "policies": policies})
-        return gzipped(request, answer)
+        return await self._answer(request, "shadow", wanted, policies=policies)
 
     def _request_schema(self) -> Schema:
         schema = plain_schema(ShadowRequest)
