@@ -1,12 +1,10 @@
 /** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
 
 import { once, post } from "./api.js";
-import { announce, copy, download, el, field, fill, problem, select, table } from "./dom.js";
-import { DropBox } from "./drop.js";
+import { announce, el, field, fill, problem, select, table } from "./dom.js";
 import { compact, percent } from "./format.js";
+import { EngineSettings, LogBox } from "./request_log.js";
 
-const EXAMPLE = "data/azure-conversation.csv";
-const LOG_BYTES = 4_000_000;
 const SVG = "http://www.w3.org/2000/svg";
 const HEAD = ["Hardware", "GPUs", "TP", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
@@ -19,12 +17,9 @@ export async function start(panel) {
 
 class PlanTab {
   constructor(models) {
-    this.name = "log.csv";
-    this.box = new DropBox({
-      label: "Request log to plan for (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
-      placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
+    this.box = new LogBox({
+      label: "Request log to plan for (CSV or JSON)", example: "Load an example log", tell: (node) => this.tell(node),
       hint: "A table with a time, prompt and output tokens under any usual names, or a published trace. The server does not keep it.",
-      onText: (text, name) => { if (name) this.name = name; }, onProblem: (error) => this.tell(problem(error)),
     });
     this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
@@ -34,26 +29,16 @@ class PlanTab {
     this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
-    this.example = el("button", { type: "button", text: "Load an example log", on: { click: () => this.takeExample() } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
       el("h2", { text: "Which GPUs, how many, which settings" }),
       el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what the cheapest ones do, what more traffic needs, and whether adapting the settings pays. All of it is simulated." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
-          el("div", { class: "buttons" }, this.button, this.example),
+          el("div", { class: "buttons" }, this.button, this.box.example),
           el("div", { class: "controls small" }, field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Model", this.model), field("Precisions", this.precision), field("Draft tokens", this.drafts),
             field("Price of a GPU's hour", this.prices, "Yours, by card; cards without one are left out. Left empty, plans count GPUs."), field("Currency", this.currency))),
         this.out));
-  }
-
-  async takeExample() {
-    try {
-      const answer = await fetch(EXAMPLE);
-      this.box.put(await answer.text(), "azure-conversation.csv");
-    } catch (error) {
-      this.tell(problem(error));
-    }
   }
 
   tell(...nodes) {
@@ -68,16 +53,15 @@ class PlanTab {
   }
 
   async run() {
-    const log = this.box.area.value;
     const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
-    if (!log.trim()) {
+    if (!this.box.body.log.trim()) {
       this.tell(problem({ message: "There is no log yet", next: "drop a file, paste text, or load the example" }));
       return;
     }
     const prices = this.priceList();
     this.button.disabled = true;
     this.tell(el("p", { text: "Searching…" }));
-    const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", objectives, prices,
+    const body = { ...this.box.body, objectives, prices,
       model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
     try {
       this.report(await post("plan", body));
@@ -141,14 +125,6 @@ function picture(report, priced) {
 }
 
 function settings(report) {
-  const text = el("code"), pre = el("pre", { tabindex: "0", role: "region", "aria-label": "Engine settings of the plan" }, text);
-  const show = () => { text.textContent = report.export[engine.value]; };
-  const engine = select([["vllm", "vLLM"], ["sglang", "SGLang"]], "vllm", show);
-  const copyButton = el("button", { type: "button", text: "Copy" });
-  copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
-  show();
-  return el("section", {}, el("h2", { text: "Settings for the first plan" }),
-    el("div", { class: "controls" }, field("For the engine", engine), copyButton,
-      el("button", { type: "button", text: "Download the settings", on: { click: () => download(`${engine.value}.yaml`, text.textContent, "text/yaml") } }),
-      el("button", { type: "button", text: "Download the plan", on: { click: () => download("plan.json", JSON.stringify(report)) } })), pre);
+  return new EngineSettings({ title: "Settings for the first plan", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
+    textOf: (engine) => report.export[engine], report: { text: "Download the plan", name: "plan.json", data: report } }).node;
 }

@@ -2,12 +2,11 @@
 
 import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, copy, download, el, field, fill, problem, select, table } from "./dom.js";
-import { DropBox } from "./drop.js";
+import { announce, el, field, fill, problem, select, table } from "./dom.js";
 import { compact, percent } from "./format.js";
+import { EngineSettings, LogBox } from "./request_log.js";
 import { Strip } from "./strip.js";
 
-const EXAMPLE = "data/azure-conversation.csv";
 const PLAYERS = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
   best_constant: { label: "Best constant", colour: "static", dash: [3, 3] },
@@ -23,7 +22,6 @@ const PLAYERS = {
 const ALONE = ["heuristic", "hill_climb", "vllm_defaults"];
 const STORED = ["ppo", "best_static", "best_adaptive", "random_search"];
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
-const LOG_BYTES = 4_000_000;
 
 export async function start(panel) {
   const { tasks } = await once("tasks?all=true");
@@ -35,12 +33,9 @@ export async function start(panel) {
 class Trace {
   constructor(tasks) {
     this.charts = [];
-    this.name = "log.csv";
-    this.box = new DropBox({
-      label: "Request log (CSV or JSON)", accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
-      placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
+    this.box = new LogBox({
+      label: "Request log (CSV or JSON)", example: "Load an example", tell: (node) => this.tell(node),
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
-      onText: (text, name) => { if (name) this.name = name; }, onProblem: (error) => this.tell(problem(error)),
     });
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
     this.slo = el("input", { type: "number", min: "1", step: "1", placeholder: "500" });
@@ -50,14 +45,13 @@ class Trace {
     this.batch = el("input", { type: "number", min: "1", max: "512", step: "1", value: "32" });
     this.policies = el("fieldset", { class: "legend" });
     this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
-    this.example = el("button", { type: "button", text: "Load an example", on: { click: () => this.takeExample() } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
       el("h2", { text: "Compare policies on your own traffic" }),
       el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get the share of requests that miss the objective on the same GPUs, and engine settings to try." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
-          el("div", { class: "buttons" }, this.button, this.example),
+          el("div", { class: "buttons" }, this.button, this.box.example),
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
           el("div", { class: "controls small" }, field("Fleet and objectives", this.task), field("GPUs", this.gpus), field("Objective (ms)", this.slo),
             field("From second", this.from), field("To second", this.to), field("Fixed batch size", this.batch)),
@@ -77,15 +71,6 @@ class Trace {
       el("input", { type: "checkbox", checked: true, value: name }), PLAYERS[name].label)));
   }
 
-  async takeExample() {
-    try {
-      const answer = await fetch(EXAMPLE);
-      this.box.put(await answer.text(), "azure-conversation.csv");
-    } catch (error) {
-      this.tell(problem(error));
-    }
-  }
-
   tell(...nodes) {
     for (const chart of this.charts) chart.destroy();
     this.charts = [];
@@ -93,7 +78,7 @@ class Trace {
   }
 
   async run() {
-    const log = this.box.area.value;
+    const { log } = this.box.body;
     const number = (input) => (input.value === "" ? undefined : Number(input.value));
     const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
     if (!log.trim() || !policies.length) {
@@ -103,7 +88,7 @@ class Trace {
     this.button.disabled = true;
     this.tell(el("p", { text: "Simulating…" }));
     const task = this.task.value;
-    const body = { log, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", policies, fixed: { batch_size: number(this.batch) ?? 32 },
+    const body = { ...this.box.body, policies, fixed: { batch_size: number(this.batch) ?? 32 },
       task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
     try {
       this.report(await post("shadow", body));
@@ -158,16 +143,9 @@ class Trace {
   }
 
   settings(report, players) {
-    const text = el("code"), pre = el("pre", { tabindex: "0", role: "region", "aria-label": "Engine settings" }, text);
-    const show = () => { text.textContent = report.export[choice.value][engine.value]; };
-    const choice = select(players.map(({ key, label }) => [key, label]), report.best, show);
-    const engine = select([["vllm", "vLLM"], ["sglang", "SGLang"]], "vllm", show);
-    const copyButton = el("button", { type: "button", text: "Copy" });
-    copyButton.addEventListener("click", () => copy(text.textContent, copyButton));
-    show();
-    return el("section", {}, el("h2", { text: "Engine settings to try" }),
-      el("div", { class: "controls" }, field("Policy", choice), field("Engine", engine), copyButton,
-        el("button", { type: "button", text: "Download", on: { click: () => download(`${engine.value}.yaml`, text.textContent, "text/yaml") } }),
-        el("button", { type: "button", text: "Download the report", on: { click: () => download("shadow.json", JSON.stringify(report)) } })), pre);
+    const choice = select(players.map(({ key, label }) => [key, label]), report.best, () => shown.show());
+    const shown = new EngineSettings({ title: "Engine settings to try", label: "Engine settings", engineLabel: "Engine", downloadLabel: "Download", choices: [field("Policy", choice)],
+      textOf: (engine) => report.export[choice.value][engine], report: { text: "Download the report", name: "shadow.json", data: report } });
+    return shown.node;
   }
 }

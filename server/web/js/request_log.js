@@ -1,0 +1,57 @@
+/** What the tabs on a visitor's request log share: the box with the log, its example, and the settings for engines. */
+
+import { copy, download, el, field, problem, select } from "./dom.js";
+import { DropBox } from "./drop.js";
+
+const EXAMPLE = "data/azure-conversation.csv";
+const LOG_BYTES = 4_000_000;
+const ENGINES = [["vllm", "vLLM"], ["sglang", "SGLang"]];
+
+/** A box for a request log, with a button that fills in the example; `tell` shows what went wrong. */
+export class LogBox extends DropBox {
+  constructor({ label, hint, example, tell }) {
+    const onProblem = (error) => tell(problem(error));
+    super({
+      label, hint, accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
+      placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
+      onText: (text, name) => { if (name) this.name = name; }, onProblem,
+    });
+    this.name = "log.csv";
+    this.example = el("button", { type: "button", text: example, on: { click: () => this.takeExample() } });
+  }
+
+  async takeExample() {
+    try {
+      const answer = await fetch(EXAMPLE);
+      this.put(await answer.text(), "azure-conversation.csv");
+    } catch (error) {
+      this.onProblem(error);
+    }
+  }
+
+  /** The log as requests have it: its text, and a name whose ending tells CSV from JSON. */
+  get body() {
+    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv" };
+  }
+}
+
+/** A section with settings for an engine to copy or download. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
+export class EngineSettings {
+  constructor({ title, label, engineLabel, downloadLabel, textOf, choices = [], report: { text, name, data } }) {
+    this.textOf = textOf;
+    this.code = el("code");
+    this.engine = select(ENGINES, "vllm", () => this.show());
+    const copyButton = el("button", { type: "button", text: "Copy" });
+    copyButton.addEventListener("click", () => copy(this.code.textContent, copyButton));
+    this.node = el("section", {}, el("h2", { text: title }),
+      el("div", { class: "controls" }, ...choices, field(engineLabel, this.engine), copyButton,
+        el("button", { type: "button", text: downloadLabel, on: { click: () => download(`${this.engine.value}.yaml`, this.code.textContent, "text/yaml") } }),
+        el("button", { type: "button", text, on: { click: () => download(name, JSON.stringify(data)) } })),
+      el("pre", { tabindex: "0", role: "region", "aria-label": label }, this.code));
+    this.show();
+  }
+
+  show() {
+    this.code.textContent = this.textOf(this.engine.value);
+  }
+}
