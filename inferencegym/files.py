@@ -6,9 +6,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-from inferencegym.errors import DataFormatError
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from inferencegym.installation import DISTRIBUTION
 
 
 @contextmanager
@@ -74,3 +76,9 @@ def write_text(path: str | Path, text: str) -> Path:
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def require_matplotlib() -> None:
+    """Raise :class:`InvalidConfigError` where matplotlib is missing, before work is done for a figure."""
+    if find_spec("matplotlib") is None:
+        raise InvalidConfigError(f"figures need matplotlib: pip install '{DISTRIBUTION}[report]'")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
-
-from inferencegym.errors import InvalidConfigError
 
 DISTRIBUTION: Final = "openenv-inferencegym"
 ROOMS: Final = ("simulator", "env", "grader", "agents", "live", "server")
@@ -38,12 +35,6 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
         if found and re.sub(r"[-.]", "_", found[1]).lower() == missing.lower():
             return f"{missing} is not installed; get it with: pip install '{DISTRIBUTION}[{found[2]}]'"
     return None
-
-
-def require_matplotlib() -> None:
-    """Raise :class:`InvalidConfigError` where matplotlib is missing, before work is done for a figure."""
-    if find_spec("matplotlib") is None:
-        raise InvalidConfigError(f"figures need matplotlib: pip install '{DISTRIBUTION}[report]'")
 
 
 def interpreted_modules() -> list[str]:

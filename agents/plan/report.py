@@ -14,8 +14,7 @@ import numpy as np
 from agents.plan.search import Plan, PlanReport
 from agents.shadow.compare import STATED_ERROR
 from agents.shadow.export import EXPORTS, EngineSettings, draft_schedule
-from inferencegym.files import atomic_write, write_text
-from inferencegym.installation import require_matplotlib
+from inferencegym.files import atomic_write, require_matplotlib, write_text
 from inferencegym.models import ServeAction
 from simulator.hardware.sources import reported_gb
 from simulator.tables import ServingTables

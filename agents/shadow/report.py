@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agents.shadow.compare import FIXED, STATED_ERROR, PolicyOutcome, ShadowReport
 from agents.shadow.export import settings_of, vllm_config
-from inferencegym.files import write_text
-from inferencegym.installation import require_matplotlib
+from inferencegym.files import require_matplotlib, write_text
 from simulator.tables import ServingTables
 
 if TYPE_CHECKING:

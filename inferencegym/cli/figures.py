@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inferencegym.errors import InvalidConfigError
-from inferencegym.files import atomic_write
-from inferencegym.installation import require_matplotlib
+from inferencegym.files import atomic_write, require_matplotlib
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from agents.shadow.prices import load_prices
     from inferencegym.cli.figures import check_table, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
-    from inferencegym.files import require_writable
-    from inferencegym.installation import require_matplotlib
+    from inferencegym.files import require_matplotlib, require_writable
     from simulator.objectives import parse_objective
 
     objectives = [parse_objective(text) for text in args.objective]

@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from agents.shadow.export import EXPORTS, settings_of
     from agents.shadow.prices import load_prices
     from agents.shadow.report import write_html
-    from inferencegym.files import require_writable, write_text
-    from inferencegym.installation import require_matplotlib
+    from inferencegym.files import require_matplotlib, require_writable, write_text
     from inferencegym.models import ServeAction
     from inferencegym.tasks import get_task
 

@@ -127,8 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     from inferencegym.cli.figures import check_table
     from inferencegym.errors import InvalidConfigError, short_repr
-    from inferencegym.files import require_writable
-    from inferencegym.installation import require_matplotlib
+    from inferencegym.files import require_matplotlib, require_writable
     from simulator.requests import MAX_REQUESTS
 
     for name, low, high in (("gpus", 1, 4096), ("closed", 0, MAX_REQUESTS)):
