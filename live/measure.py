@@ -32,7 +32,7 @@ POISSON_SHARE: Final = 0.6
 WATCH_S: Final = 0.25
 """Time between two looks at the engine's metrics."""
 BOUNDED_LOOKS, ROOMY = 3, 0.8
-"""Looks at which requests must have waited, and the most of the KV pool in use then, for a batch to be bounded."""
+"""Least looks at which requests waited, and the most of the KV pool in use then, by which a batch is bounded."""
 ASSUMED_BATCHED_TOKENS: Final = 2048
 """Prompt tokens of an iteration where nobody says: vLLM's default for servers on most devices."""
 
@@ -114,7 +114,9 @@ def engine_facts(api: EngineApi, page: MetricsPage | None, settings: MeasureSett
         blocks = int(fact("the KV pool", None, ("num_gpu_blocks",), "kv-pool-tokens")) - 1
     pool_bytes = stated.get("kv_cache_memory_bytes", "None")
     per_token = settings.kv_bytes_per_token
-    if per_token is None and pool_bytes not in ("None", ""):
+    # With a number of blocks that was told, vLLM states the bytes that it would have used, not those that it uses.
+    own_pool = stated.get("num_gpu_blocks_override", "None") in ("None", "")
+    if per_token is None and own_pool and pool_bytes not in ("None", ""):
         per_token = float(pool_bytes) / (block * (blocks + 1))
     if per_token is None:
         raise InvalidConfigError(
@@ -182,15 +184,15 @@ class _Plan:
         steps = [(n, shape) for n in sizes for shape in SHAPES]
         phase_s = self._settings.seconds / (len(steps) + 3)
         yield "warm-up", 0.0
-        # The first requests compile and allocate; what they take is no property of the engine's iterations.
-        self._watched("warm-up", lambda: play_closed(self._api, self._requests("short", 4), 2), 2)
+        # The first requests compile and allocate; that is no property of the iterations.
+        self._watched("warm-up", lambda: play_closed(self._api, self._requests("short", 4), 2))
         done, full = 0, False
         for n, shape in steps:
             yield _loop_name(n, shape), (done + 1) / (len(steps) + 3)
             done += 1
             if not full:
                 self.loops.append(self._loop(n, shape, phase_s))
-                full = self.max_num_seqs is not None
+                full = self.max_num_seqs is not None and self.max_num_seqs < n
         if full:
             self.notes.append(f"{self.max_num_seqs} sequences run at once at most, as a loop of more clients showed")
         yield "again", (done + 1) / (len(steps) + 3)
@@ -254,8 +256,8 @@ class _Plan:
             with _Watch(self._api) as watch:
                 timings = load()
             watch.refuse(name)
-            if self.max_num_seqs is None:
-                self.max_num_seqs = watch.batch_bound()
+            if self.max_num_seqs is None and clients:
+                self.max_num_seqs = watch.batch_bound(clients)
         return timed_requests(name, timings, clients)
 
 
@@ -322,11 +324,12 @@ class _Watch:
             if after.get(counter, 0.0) > self._before.get(counter, 0.0):
                 raise DataFormatError(f"{name}: the engine's iterations cannot be told apart, because {reason}")
 
-    def batch_bound(self) -> int | None:
-        """The most sequences that ran, where others waited several times although the KV pool had room; else None."""
+    def batch_bound(self, clients: int) -> int | None:
+        """The most sequences that ran, if fewer than clients while others waited at half of the looks or more."""
         most = max((running for running, _, _ in self._seen), default=0)
         bounded = sum(running == most and waiting > 0 and usage < ROOMY for running, waiting, usage in self._seen)
-        return most if most > 0 and bounded >= BOUNDED_LOOKS else None
+        often = bounded >= max(BOUNDED_LOOKS, len(self._seen) / 2)
+        return most if 0 < most < clients and often else None
 
     def _counters(self) -> dict[str, float]:
         page = read_page(self._api.get_text("/metrics"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ def test_the_command_measures_an_engine_and_writes_a_table_that_plays_it(
     assert played["tpot_p50_ms"] > STEP_MS
 
 
+@pytest.mark.slow
+def test_all_loops_up_to_a_bound_that_was_told_are_played() -> None:
+    with running_engine(StandIn(linear(), max_num_seqs=4)) as url:
+        found = measure_engine(EngineApi(url), replace(BRIEF, max_num_seqs=4))
+    loops = [f"{n} client{'s' * (n > 1)}, {shape}" for n in (1, 2, 4) for shape in ("short", "long")]
+    assert [phase.name for phase in found.phases] == [*loops, "1 client, short", "Poisson"]
+    assert found.facts.max_num_seqs == 4
+
+
 @pytest.mark.parametrize(
     ("rising", "reason"),
     [
@@ -95,6 +105,13 @@ def test_what_the_engine_does_not_state_must_be_told() -> None:
         engine_facts(api, page, MeasureSettings(), [])
     with pytest.raises(InvalidConfigError, match="--block-tokens"):
         engine_facts(api, None, BRIEF, [])
+    stated = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="101",kv_cache_memory_bytes="1616000"OTHER} 1\n'
+    own = engine_facts(api, read_page(stated.replace("OTHER", "")), MeasureSettings(), [])
+    assert (own.kv_bytes_per_token, own.pool_blocks) == (1000.0, 100)
+    # The bytes that vLLM would have used say nothing of a pool whose blocks were told.
+    overridden = stated.replace("OTHER", ',num_gpu_blocks_override="101"')
+    with pytest.raises(InvalidConfigError, match="--kv-bytes-per-token"):
+        engine_facts(api, read_page(overridden), MeasureSettings(), [])
     told = MeasureSettings(kv_bytes_per_token=100.0, block_tokens=32, kv_pool_tokens=6500, max_num_seqs=7)
     notes: list[str] = []
     facts = engine_facts(api, None, told, notes)
