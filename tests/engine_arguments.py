@@ -2,6 +2,8 @@
 
 ``python -m tests.engine_arguments vllm`` (or ``sglang``), run where that engine is installed, writes what its parser
 says of the options that exports use to ``tests/engines/ENGINE.json``.
+``python -m tests.engine_arguments vllm --read FILE SLOTS DRAFTS`` prints what vLLM makes of a configuration file, so
+that tests can ask a vLLM in an environment of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +51,29 @@ def recorded(engine: str) -> dict[str, Any]:
     return found
 
 
+def read_by_vllm(path: str, slots: int, drafts: int) -> dict[str, Any]:
+    """What vLLM's own parser and schedule of drafts make of a configuration file."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    read = parser_of("vllm").parse_args(["--model", "m", "--config", path])
+    schedule = (read.speculative_config or {}).get("num_speculative_tokens_per_batch_size")
+    return {
+        "max_num_seqs": read.max_num_seqs,
+        "max_num_batched_tokens": read.max_num_batched_tokens,
+        "tensor_parallel_size": read.tensor_parallel_size,
+        "gpu_memory_utilization": read.gpu_memory_utilization,
+        "quantization_is_known": read.quantization is None or read.quantization in QUANTIZATION_METHODS,
+        "drafts": None if schedule is None else build_dynamic_sd_schedule_lookup(schedule, slots, drafts),
+    }
+
+
 def main() -> None:
     engine = sys.argv[1]
+    if "--read" in sys.argv:
+        path, slots, drafts = sys.argv[3:]
+        sys.stdout.write(json.dumps(read_by_vllm(path, int(slots), int(drafts))) + "\n")
+        return
     options = {}
     for action in parser_of(engine)._actions:  # noqa: SLF001 argparse has no public list of its options
         for name in USED[engine]:

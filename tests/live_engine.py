@@ -16,10 +16,16 @@ VENV: Final = Path(os.environ.get("ENGINE_VENV") or ROOT / ".venv-engine")
 SHAPE: Final = ModelShape()
 
 
-def vllm_server(folder: Path, **arguments: Any) -> VllmServer:
-    """Server of a random model with its files in a folder; skips the test where no vLLM is installed."""
+def engine_python() -> str:
+    """Python of the environment that has a vLLM; skips the test where there is none."""
     if not (VENV / "bin" / "vllm").exists():
         pytest.skip(f"no vLLM in {VENV}: `make engine` installs it")
+    return str(VENV / "bin" / "python")
+
+
+def vllm_server(folder: Path, **arguments: Any) -> VllmServer:
+    """Server of a random model with its files in a folder; skips the test where no vLLM is installed."""
+    engine_python()
     model = write_model(folder / "model", SHAPE)
     control = folder / "control.json"
     return VllmServer(VENV, model, control, port=free_port(), log_file=folder / "vllm.log", **arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import yaml
 from agents.shadow.export import EXPORTS, EngineSettings
 from inferencegym.models import QuantTier
 from tests.engine_arguments import parser_of, recorded
+from tests.live_engine import engine_python
+from tests.servers import ROOT
 
 PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, QuantTier.FP16, [], False, 2048, False)
 FULL = EngineSettings(
@@ -78,22 +82,28 @@ def test_sglang_verifies_one_token_more_than_it_drafts() -> None:
 @ALL
 @pytest.mark.engine
 def test_vllms_own_parser_and_schedule_accept_the_export(tmp_path: Path, settings: EngineSettings) -> None:
-    pytest.importorskip("vllm")
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
-    (tmp_path / "vllm.yaml").write_text(EXPORTS["vllm"](settings, "my/eagle"))
-    read = parser_of("vllm").parse_args(["--model", "m", "--config", str(tmp_path / "vllm.yaml")])
-    assert (read.max_num_seqs, read.max_num_batched_tokens) == (settings.max_num_seqs, settings.max_batched_tokens)
-    assert read.tensor_parallel_size == settings.tensor_parallel
-    assert read.gpu_memory_utilization == settings.memory_share
-    if settings.tier is not QuantTier.FP16:
-        assert read.quantization in QUANTIZATION_METHODS
+    file = tmp_path / "vllm.yaml"
+    file.write_text(EXPORTS["vllm"](settings, "my/eagle"))
+    arguments = ["vllm", "--read", str(file), str(settings.max_num_seqs), str(settings.draft_tokens)]
+    answer = subprocess.run(
+        [engine_python(), "-m", "tests.engine_arguments", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    read = json.loads(answer.stdout.splitlines()[-1])
+    assert (read["max_num_seqs"], read["max_num_batched_tokens"]) == (
+        settings.max_num_seqs,
+        settings.max_batched_tokens,
+    )
+    assert read["tensor_parallel_size"] == settings.tensor_parallel
+    assert read["gpu_memory_utilization"] == settings.memory_share
+    assert read["quantization_is_known"]
     if settings.drafts:
-        schedule = read.speculative_config["num_speculative_tokens_per_batch_size"]
-        lookup = build_dynamic_sd_schedule_lookup(schedule, settings.max_num_seqs, settings.draft_tokens)
         wanted = itertools.chain.from_iterable([k] * (high - low + 1) for low, high, k, _ in settings.drafts)
-        assert lookup[1:] == list(wanted)
+        assert read["drafts"][1:] == list(wanted)
 
 
 @ALL

@@ -11,18 +11,19 @@ import pytest
 
 from inferencegym.errors import InvalidActionError
 from inferencegym.tasks import get_task
-from live.driver import EngineApi, EngineRequest, RequestTiming, play_open
+from live.driver import EngineApi, EngineRequest, OpenLoop, RequestTiming, play_open
 from live.engines.engine import Orders
 from live.engines.vllm import VllmEngine
 from live.engines.vllm_server import VllmServer
 from live.env import EngineEnv
 from live.scaling import Capacity, engine_calibration, live_task, scaled_lengths, scaled_rates
 from tests.live_engine import vllm_server
+from tests.servers import until
 
 pytestmark = pytest.mark.engine
 
-KV_BLOCKS = 256
-"""Small enough to run out: 4,096 tokens."""
+KV_BLOCKS = 64
+"""Few enough to run out; vLLM for CPU has 128 tokens in each, and one of them it keeps for itself."""
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +81,21 @@ def test_every_number_that_is_read_is_there(engine: VllmEngine) -> None:
     assert reading.ttft_buckets is not None
     assert reading.tpot_buckets is not None
     assert max(reading.ttft_buckets.values()) >= 1
-    assert engine.kv_blocks() == (KV_BLOCKS - 1, 16)
+    assert engine.kv_blocks() == (KV_BLOCKS - 1, 128)
 
 
 def test_a_burst_takes_as_many_iterations_as_its_batches_have_tokens(engine: VllmEngine) -> None:
-    """Three batches of 32 requests that write 64 tokens each: 192 iterations, and those in which prompts join."""
-    before = iterations(engine)
-    Peaks(engine).play([EngineRequest(0.0, 16, 64)] * 96)
-    assert iterations(engine) - before == pytest.approx(3 * 64, rel=0.02, abs=5)
+    """124 requests of 64 tokens wait while one runs alone; then four fill each of 31 slots: 256 iterations."""
+    engine.set(Orders({"batch_size": 1}))
+    requests = [EngineRequest(0.0, 16, 900), *[EngineRequest(0.1, 16, 64)] * 124]
+    with OpenLoop(engine.api, requests) as load:
+        until(lambda: engine.read().queue_requests == 124)
+        engine.set(Orders({"batch_size": 32}))
+        engine.wait_until_applied()
+        before = iterations(engine)
+        until(lambda: all(timing.completed for timing in load.timings[1:]))
+        assert iterations(engine) - before == pytest.approx(4 * 64, rel=0.02)
+    until(lambda: engine.read().running_requests == 0)
 
 
 def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer, engine: VllmEngine) -> None:
@@ -100,22 +108,21 @@ def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer,
     start, peaks = iterations(engine), Peaks(engine)
     peaks.play([EngineRequest(0.0, 16, 32)] * 16)
     assert 4 < peaks.running <= 16
-    assert iterations(engine) - start == pytest.approx(32, abs=4)
+    assert iterations(engine) - start < 2 * 32
     assert server.pid == pid
     assert engine.in_force()["batch_size"] == 16
 
 
 def test_a_smaller_share_of_the_cache_bounds_what_runs(engine: VllmEngine) -> None:
-    """A request grows to 128 tokens, 8 blocks; a quarter of the 255 blocks holds the full length of eight requests."""
+    """A request takes two blocks of 128 tokens; a quarter of the 63 blocks holds eight requests, all of them 24."""
     engine.set(Orders({"kv_budget": 0.25}))
     peaks = Peaks(engine)
-    peaks.play([EngineRequest(0.0, 96, 32)] * 24)
-    # A prompt alone takes six blocks, so at most ten begin together.
-    assert 1 <= peaks.running <= 0.25 * (KV_BLOCKS - 1) / 6
+    peaks.play([EngineRequest(0.0, 192, 32)] * 24)
+    assert peaks.running == 8
     engine.set(Orders({"kv_budget": 1.0}))
     peaks = Peaks(engine)
-    peaks.play([EngineRequest(0.0, 96, 32)] * 24)
-    assert peaks.running > 0.25 * (KV_BLOCKS - 1) / 6
+    peaks.play([EngineRequest(0.0, 192, 32)] * 24)
+    assert 8 < peaks.running <= 24
 
 
 def test_fewer_prompt_tokens_per_iteration_make_more_iterations(engine: VllmEngine) -> None:
