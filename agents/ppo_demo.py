@@ -154,6 +154,7 @@ def train(
     progress: bool = True,
     label: str = "",
     score_every: int = 20_000,
+    score_on: Sequence[TaskSpec] = (),
 ) -> Trained:
     """Train PPO for ``steps`` steps in all and leave ``out`` with everything about the run.
 
@@ -161,7 +162,8 @@ def train(
     (Stable-Baselines3, the last), ``checkpoints/``, ``episodes.csv`` (step, return), ``scores.csv`` (step, mean score
     on validation and on held-out seeds), ``curve.png``, ``settings.json`` and TensorBoard events. ``resume`` continues
     from the newest checkpoint up to ``steps``. Environments must offer ``OBSERVATION`` and ``ACTION`` formats in
-    SAME_STEP mode. Scores are taken, and checkpoints left, every ``score_every`` steps and after every stage.
+    SAME_STEP mode. Scores are taken, and checkpoints left, every ``score_every`` steps and after every stage; they are
+    means over the tasks of ``score_on``, unless told the environments' own.
     """
     settings = settings or PpoSettings()
     out = Path(out)
@@ -187,7 +189,7 @@ def train(
                 done = pretrain(following, venv, settings, steps, seed)
             model, model.num_timesteps = following, done
             recorder = EpisodeRecorder(files, steps, progress, label or "PPO")
-            scorer = Scorer(venv.get_attr("task")[0], stage, files, score_every, provenance, best)
+            scorer = Scorer(score_on or venv.get_attr("task")[:1], stage, files, score_every, provenance, best)
             if end > done:
                 callbacks = CallbackList([recorder, scorer])
                 model.learn(end - done, callback=callbacks, reset_num_timesteps=False, tb_log_name="PPO")
@@ -487,7 +489,7 @@ class Scorer(BaseCallback):
 
     def __init__(
         self,
-        task: TaskSpec,
+        tasks: Sequence[TaskSpec],
         stage: Stage,
         files: RunFiles,
         every: int,
@@ -496,7 +498,7 @@ class Scorer(BaseCallback):
     ) -> None:
         super().__init__()
         self.best = best
-        self._task, self._stage, self._files, self._every, self._provenance = task, stage, files, every, provenance
+        self._tasks, self._stage, self._files, self._every, self._provenance = tasks, stage, files, every, provenance
         self._next = 0
 
     def _on_step(self) -> bool:
@@ -513,9 +515,8 @@ class Scorer(BaseCallback):
         self.model.save(self._files.out / "checkpoints" / f"ppo_{steps}_steps.zip")
         assert isinstance(self.model, PPO)
         policy = export(self.model, {"steps": steps, **self._provenance}, self._stage.hold)
-        agent = PpoAgent(policy, self._task)
         validation, held_out = (
-            float(run_episodes(self._task, agent, seeds).scores().mean())
+            float(np.mean([run_episodes(task, PpoAgent(policy, task), seeds).scores() for task in self._tasks]))
             for seeds in (VALIDATION_SEEDS, HELD_OUT_SEEDS)
         )
         self._files.add_score(Scored(steps, validation, held_out))

@@ -6,12 +6,13 @@ A task is one entry of ``simulator/data/workload_configs.json`` or of a user's f
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ HARDWARE_CALIBRATION_FILE: Final = DATA_DIR / "hardware_calibration.json"
 """Constants of tasks on tables other than the default one."""
 HARDWARE_TASKS: Final = "hardware_tasks.json"
 """File of the tasks that have hardware of their own."""
+TABLE_INDEX_FILE: Final = DATA_DIR / "tables" / "index.json"
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
 AT: Final = "@"
 """``ID@HARDWARE`` is the task ``ID`` on a table of the catalogue."""
@@ -235,6 +237,20 @@ def get_task(task_id: TaskId) -> TaskSpec:
             f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
         )
     return _task_on(user_files, own, hardware) if at else registry[own]
+
+
+@cache
+def table_index() -> dict[str, dict[str, Any]]:
+    """Description of each table that ships, by name; the first is the default."""
+    loaded: dict[str, dict[str, Any]] = json.loads(TABLE_INDEX_FILE.read_text(encoding="utf-8"))
+    return loaded
+
+
+def card_memory_gb(task: TaskSpec) -> float:
+    """Memory limit in decimal GB of the card that a task is played on: of the default table's if it names none."""
+    index = table_index()
+    entry = index[task.hardware] if task.hardware is not None else next(iter(index.values()))
+    return float(entry["memory_limit_gb"])
 
 
 def task_of(task: TaskSpec, config: Mapping[str, Any] | ConfigOverrides | None) -> TaskSpec:

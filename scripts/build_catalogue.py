@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from inferencegym.files import atomic_write
-from inferencegym.tasks import AT, DATA_DIR, HARDWARE_CALIBRATION_FILE, get_task, list_tasks
-from simulator.catalogue import INDEX_FILE, hardware_data, table_index
+from inferencegym.tasks import (
+    AT,
+    DATA_DIR,
+    HARDWARE_CALIBRATION_FILE,
+    TABLE_INDEX_FILE,
+    get_task,
+    list_tasks,
+    table_index,
+)
+from simulator.catalogue import hardware_data
 from simulator.coverage import coverage
 from simulator.tables import load_tables
 
@@ -61,7 +69,7 @@ def described(file: str) -> dict[str, Any]:
     }
 
 
-def write_index(path: Path = INDEX_FILE) -> None:
+def write_index(path: Path = TABLE_INDEX_FILE) -> None:
     """Describe all tables that there are."""
     entries = {name: described(file) for name, file in files().items() if (DATA_DIR / file).exists()}
     with atomic_write(path) as temporary:

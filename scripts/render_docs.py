@@ -109,7 +109,7 @@ def cards() -> str:
 
 def catalogue() -> str:
     """The tables that ship, with the support of their decode and prefill time."""
-    from simulator.catalogue import table_index
+    from inferencegym.tasks import table_index
 
     parts = ("measured", "interpolated", "modelled", "extrapolated")
     lines = [f"| table | cards | precision | {' | '.join(parts)} |", "|---|---|---|---|---|---|---|"]
@@ -145,12 +145,13 @@ def engines() -> str:
         "sequence_overhead_ms": "o1, ms",
         "gemm_scale": "GEMM scale",
         "ttft_offset_ms": "TTFT offset, ms",
+        "output_delay": "output delay, iterations",
         "scheduler": "scheduler",
         "max_batched_tokens": "prompt tokens per iteration",
     }
     lines = ["| engine | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, engine in profiles()["engines"].items():
-        lines.append(f"| `{name}` | " + " | ".join(str(engine[key]) for key in columns) + " |")
+        lines.append(f"| `{name}` | " + " | ".join(str(engine.get(key, 0.0)) for key in columns) + " |")
     return "\n".join(lines)
 
 
@@ -297,6 +298,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
+    "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "results": written("tasks"),
     "learning": written("learning"),

@@ -128,6 +128,8 @@ SCRATCH: Final[Mapping[str, ArraySpec]] = {
     "full_ms": ArraySpec("", "ms", "prefill in an iteration full of prompts"),
     "prefill_cap": ArraySpec("", "share", "largest part of the time for prefill beside decodes"),
     "prefill_limit": ArraySpec("", "share", "that part, on the replica itself or on a GPU of its own"),
+    "prompts_ms": ArraySpec("", "ms", "mean iteration of prompts alone, where they have iterations of their own"),
+    "prompts_work_share": ArraySpec("", "share", "part of it that grows with each prompt"),
     "prefill_ratio": ArraySpec("C", "ratio", "prefill time of a prompt, relative to its listed work"),
     # fixed point: survivors of what ran before the step
     "edge_at": ArraySpec("E", "index", "cell of each edge between cohorts in length_integrals", np.intc),

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.tasks import DATA_DIR
+from inferencegym.tasks import DATA_DIR, table_index
 
-INDEX_FILE: Final = DATA_DIR / "tables" / "index.json"
 HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
 
 
@@ -24,13 +23,6 @@ HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
 def hardware_data() -> dict[str, Any]:
     """Systems, models, precisions and shipped deployments as the data file states them."""
     loaded: dict[str, Any] = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))
-    return loaded
-
-
-@cache
-def table_index() -> dict[str, dict[str, Any]]:
-    """Description of each table that ships, by name; the first is the default."""
-    loaded: dict[str, dict[str, Any]] = json.loads(INDEX_FILE.read_text(encoding="utf-8"))
     return loaded
 
 

@@ -18,6 +18,8 @@ cdef class Params(Views):
     # sizes
     cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, reuse_points
     cdef public int max_pieces, record_rows, class_window_steps, prompt_window_steps
+    # scheduler
+    cdef public bint prefill_first
     # fleet
     cdef public double n_replicas, dt_s, dt_ms, queue_limit, closed_clients, price, ema_weight
     cdef public double[::1] slo_ms, reload_s
@@ -27,7 +29,7 @@ cdef class Params(Views):
     cdef public double[::1] weights_gb
     # engine
     cdef public double disagg_limit, churn_factor, load_weight, block_slack_tokens
-    cdef public double handoff_ms_per_token, jitter, ttft_offset_ms, token_budget
+    cdef public double handoff_ms_per_token, jitter, ttft_offset_ms, token_budget, output_delay
     # conventions of the metrics
     cdef public double oom_slowdown, oom_penalty, max_tpot_steps, min_billed_ktokens_per_s
     # decode iterations and speculation
@@ -76,7 +78,7 @@ cdef class Scratch(Views):
     # heads of the queues
     cdef public double[::1] head_prompt_tokens, head_work_ms, churn_prompts
     # prefill beside the batch with which the step begins
-    cdef public double full_ms, prefill_cap, prefill_limit
+    cdef public double full_ms, prefill_cap, prefill_limit, prompts_ms, prompts_work_share
     cdef public double[::1] prefill_ratio
     # fixed point: survivors of what ran before the step
     cdef public int[::1] edge_at
@@ -142,9 +144,13 @@ cdef void take_out(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_
 @cython.locals(k=Py_ssize_t, density=double, n=double, position=double, progress=double, share=double)
 cdef void put_back(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, Py_ssize_t t) noexcept nogil
 @cython.locals(c=Py_ssize_t, w=Py_ssize_t, arrived_ms=double, backlog=double, batch=double, context=double,
-    decoding=double, fused=double, in_flight=double, iteration_ms=double, kv_tokens=double, share=double)
+    crowding=double, decoding=double, fused=double, in_flight=double, iteration_ms=double, kv_tokens=double, share=double)
 cdef void limit_prefill(Params p, Load load, Knobs knobs, State s, Scratch x, Py_ssize_t b,
     Py_ssize_t t) noexcept nogil
+@cython.locals(c=Py_ssize_t, came=double, fixed_ms=double, full=double, n=double, requests=double, tokens=double,
+    weight=double, work_ms=double)
+cdef double share_of_iteration(Params p, State s, Scratch x, Py_ssize_t b, double share,
+    double decode_ms) noexcept nogil
 @cython.locals(c=Py_ssize_t, j=Py_ssize_t, w=Py_ssize_t, left=double, mean_output=double, n=double, part=double,
     slots=double, taken=double, tokens=double, work_ms=double)
 cdef void measure_queue_heads(Params p, Load load, Knobs knobs, State s, Scratch x, Py_ssize_t b,
@@ -222,11 +228,17 @@ cdef void find_slot_wait(Params p, Knobs knobs, State s, Scratch x, Metrics m, P
     double backlog) noexcept nogil
 @cython.locals(beyond=double, residual=double, short=double)
 cdef double queueing_ms(Scratch x, double chunks, double ahead, double up_to) noexcept nogil
-@cython.locals(disagg=double, fixed=double, iterations=double, mean=double, residual=double, service=double,
-    short=double, sigma2=double, slot_wait=double, variance=double)
+@cython.locals(disagg=double, fixed=double, iterations=double, mean=double, load=double, next_ms=double,
+    residual=double, residual_variance=double, service=double, service_cv2=double, short=double, sigma2=double, slot_wait=double, variance=double)
 cdef void estimate_class_ttft(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, double chunks,
-    double queueing) noexcept nogil
-@cython.locals(alone=double, busy=double, disagg=double, fused=double)
+    double queueing, double backlog) noexcept nogil
+@cython.locals(tier=Py_ssize_t)
+cdef double fixed_prefill_ms(Params p, State s, Py_ssize_t b, Py_ssize_t c) noexcept nogil
+@cython.locals(colocated=double, decode_share=double, half=double, load=double, mean=double, others=double,
+    square=double, variance=double)
+cdef (double, double) wait_for_own_iteration(Params p, Scratch x, Py_ssize_t c, double service,
+    double backlog) noexcept nogil
+@cython.locals(alone=double, busy=double, disagg=double, full=double, fused=double)
 cdef double service_ms(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, double iterations) noexcept nogil
 @cython.locals(j=Py_ssize_t, w=Py_ssize_t, admitted=double, arrived=double, first=double, first_came=double,
     have=double, last=double, last_came=double, left=double, missed=double, n=double, room=double, taken=double)

@@ -478,13 +478,43 @@ def limit_prefill(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, b: 
     iteration_ms = decode_iteration_ms(p, knobs, s, x, b, decoding, context)
     # In an iteration full of prompts, prefill takes this share of the time; the decodes keep theirs.
     x.full_ms = prompt_tokens_per_iteration(p, knobs, b, batch) * prefill_ms_per_token(p, s, x, b)
-    x.prefill_cap = x.full_ms / (x.full_ms + iteration_ms)
+    x.prefill_cap = p.disagg_limit if p.prefill_first else x.full_ms / (x.full_ms + iteration_ms)
     x.prefill_limit = x.prefill_cap + (p.disagg_limit - x.prefill_cap) * x.disagg_share
     # Where requests wait, whatever lets them in lets in as many as before; else all that come are let in.
     share = s.prefill_share[b] if backlog > MIN_BACKLOG else min(arrived_ms / (x.up * p.dt_ms), x.prefill_limit)
+    crowding = share
+    if p.prefill_first:
+        crowding = share_of_iteration(p, s, x, b, share, (1.0 - exp(-batch)) * iteration_ms)
     for c in range(p.n_classes):
-        fused = prefill_ratio(p, s, b, c, s.tier_new[b], decoding, share)
+        fused = prefill_ratio(p, s, b, c, s.tier_new[b], decoding, crowding)
         x.prefill_ratio[c] = (1.0 - x.disagg_share) * fused + x.disagg_share * p.dedicated_ratio[c, s.tier_new[b]]
+
+
+def share_of_iteration(p: Params, s: State, x: Scratch, b: int, share: float, decode_ms: float) -> float:
+    """1 - 1/n, with n the prompts in one iteration of their own; notes how long it takes.
+
+    An engine that computes prompts first takes into one iteration what came during the last: one of the decodes, or one
+    of prompts, of F + n * work. With ``share`` the arrivals per ms times the work of a prompt, n = share / work *
+    (decode + F) / (1 - share).
+    """
+    work_ms = 0.0
+    fixed_ms = 0.0
+    tokens = 0.0
+    requests = 0.0
+    for c in range(p.n_classes):
+        weight = s.queue[b, c] + EPS_WEIGHT
+        full = p.saturated_ratio[c, s.tier_new[b], 0]
+        work_ms += weight * x.head_work_ms[c] * full
+        fixed_ms += weight * fixed_prefill_ms(p, s, b, c)
+        tokens += weight * x.head_prompt_tokens[c]
+        requests += weight
+    work_ms /= requests
+    fixed_ms /= requests
+    came = share / work_ms * (decode_ms + fixed_ms) / (1.0 - min(share, p.disagg_limit))
+    n = max(1.0, min(came, p.token_budget * requests / tokens))
+    x.prompts_ms = fixed_ms + n * work_ms
+    x.prompts_work_share = n * work_ms / x.prompts_ms
+    return 1.0 - 1.0 / n
 
 
 # ---------------------------------------------------------------- fixed point of one step
@@ -705,7 +735,12 @@ def tokens_gained(
 
 
 def prompt_tokens_per_iteration(p: Params, knobs: Knobs, b: int, resident: float) -> float:
-    """Prompt tokens that fit beside the decodes (a token and its drafts each) into an iteration's token budget."""
+    """Prompt tokens that fit beside the decodes (a token and its drafts each) into an iteration's token budget.
+
+    All of the budget where prompts have iterations of their own.
+    """
+    if p.prefill_first:
+        return p.token_budget
     decode_tokens = resident * (1.0 + p.spec_length[knobs.spec[b]])
     return max(p.token_budget - decode_tokens, MIN_PREFILL_SHARE * p.token_budget)
 
@@ -925,7 +960,7 @@ def estimate_ttft(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: 
         seen *= 1.0 - 1.0 / p.closed_clients  # a client does not wait behind its own request
     # The number in flight is nearly Poisson (M/G/infinity), so a replica is idle with probability exp(-mean).
     x.p_busy = 1.0 - exp(-seen)
-    x.decode_share_ms = (1.0 - x.disagg_share) * x.p_busy * x.iteration_ms
+    x.decode_share_ms = 0.0 if p.prefill_first else (1.0 - x.disagg_share) * x.p_busy * x.iteration_ms
     backlog = queued_requests(p, s, b)
     find_prefill_queue(p, s, x, b, backlog)
     find_slot_wait(p, knobs, s, x, m, b, backlog)
@@ -936,7 +971,7 @@ def estimate_ttft(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: 
         up_to = min(ahead + s.prefill_load[b, c] * service, MAX_UTILISATION)
         # Where some are admitted, the others have no TTFT: only a step without admissions tells what they would get.
         if x.admitted[c] > 0.0 or m.admitted[b] <= 0.0:
-            estimate_class_ttft(p, s, x, b, c, chunks, queueing_ms(x, chunks, ahead, up_to))
+            estimate_class_ttft(p, s, x, b, c, chunks, queueing_ms(x, chunks, ahead, up_to), backlog)
         ahead = up_to
 
 
@@ -1019,7 +1054,9 @@ def queueing_ms(x: Scratch, chunks: float, ahead: float, up_to: float) -> float:
     return residual + beyond * x.growth_ms / (x.growth_ms + beyond)
 
 
-def estimate_class_ttft(p: Params, s: State, x: Scratch, b: int, c: int, chunks: float, queueing: float) -> None:
+def estimate_class_ttft(
+    p: Params, s: State, x: Scratch, b: int, c: int, chunks: float, queueing: float, backlog: float
+) -> None:
     """A class's time from admission to first token: a fixed part, and a log-normal one by its mean and variance."""
     disagg = x.disagg_share
     short = max(0.0, 1.0 - chunks)
@@ -1027,15 +1064,25 @@ def estimate_class_ttft(p: Params, s: State, x: Scratch, b: int, c: int, chunks:
     fixed = (
         p.ttft_offset_ms + x.decode_share_ms * iterations + disagg * x.head_prompt_tokens[c] * p.handoff_ms_per_token
     )
+    if p.output_delay > 0.0:
+        load = min(x.load, p.disagg_limit)
+        next_ms = load * x.prompts_ms + (1.0 - load) * x.iteration_ms if p.prefill_first else x.cycle_ms
+        fixed += p.output_delay * next_ms
     service = service_ms(p, s, x, b, c, iterations)
     # Half the iteration under way, what others bring into the next one, and iterations full of prompts.
     residual = (1.0 - disagg) * x.p_busy * x.cycle_ms * (0.5 + x.load * short) + x.packed_ms * short
+    residual_variance = residual * residual / 3.0  # uniform between 0 and twice its mean
+    service_cv2 = p.work_cv2[c]
+    if p.prefill_first:
+        # The mean work of n heads already has 1/n of their variance: alone in a short step it is a prompt's own work.
+        service_cv2 *= 1.0 - 1.0 / max(x.admitted[c] + s.queue[b, c], 1.0)
+        residual, residual_variance = wait_for_own_iteration(p, x, c, service, backlog)
+        queueing *= disagg
     slot_wait = x.slot_wait_ms
     mean = service + residual + queueing + slot_wait
     variance = (
-        service * service * p.work_cv2[c]
-        # Uniform between 0 and twice its mean.
-        + residual * residual / 3.0
+        service * service * service_cv2
+        + residual_variance
         # A wait with P(wait > 0) = q, exponential where there is one, has the variance (2 / q - 1) * mean^2. Prompts of
         # one class are nearly equal, and M/D/1 has half the wait's variance: long prompts (short = 0) count half.
         + queueing * queueing * (2.0 / max(x.utilisation, MIN_WAIT_PROBABILITY) - 1.0) * (0.5 + 0.5 * short)
@@ -1051,11 +1098,40 @@ def estimate_class_ttft(p: Params, s: State, x: Scratch, b: int, c: int, chunks:
     x.first_token_p99_ms[c] = fixed + x.median_ms[c] * exp(NORMAL_P99 * x.sigma[c])
 
 
+def fixed_prefill_ms(p: Params, s: State, b: int, c: int) -> float:
+    """Part of an iteration of prompts alone that does not grow with them (ms): streamed weights, the engine's work."""
+    tier = s.tier_new[b]
+    return p.mean_work_ms[c, tier] * max(0.0, p.alone_ratio[c, tier] - p.saturated_ratio[c, tier, 0])
+
+
+def wait_for_own_iteration(p: Params, x: Scratch, c: int, service: float, backlog: float) -> tuple[float, float]:
+    """Mean (ms) and variance of what a prompt waits where prompts have iterations of their own.
+
+    The iteration under way ends first, half of it on average: one of decodes, or one of prompts. All prompts that come
+    meanwhile are computed together with this one. With a backlog the fluid queue holds what is ahead of a prompt, and
+    what follows it in its iteration is half of that.
+    """
+    colocated = 1.0 - x.disagg_share
+    load = min(x.load, p.disagg_limit)
+    if backlog > MIN_BACKLOG:
+        # Where slots or cache bound admission prompts hardly follow: then little of the time is prefill.
+        return colocated * load * 0.5 * x.prompts_ms, colocated * load * x.prompts_ms * x.prompts_ms / 12.0
+    decode_share = (1.0 - load) * x.p_busy
+    half = 0.5 * (decode_share * x.iteration_ms + load * x.prompts_ms)
+    square = (decode_share * x.iteration_ms * x.iteration_ms + load * x.prompts_ms * x.prompts_ms) / 3.0
+    others = 2.0 * half * load * x.prompts_work_share
+    variance = square - half * half + others * service * (1.0 + p.work_cv2[c])
+    return colocated * (half + others), colocated * variance
+
+
 def service_ms(p: Params, s: State, x: Scratch, b: int, c: int, iterations: float) -> float:
     """Prefill time of a class's prompt (ms) without the decodes of its iterations: on an idle replica, fused, apart."""
     disagg = x.disagg_share
     busy = x.p_busy
     alone = x.head_work_ms[c] * p.alone_ratio[c, s.tier_new[b]]
+    if p.prefill_first:
+        full = x.head_work_ms[c] * p.saturated_ratio[c, s.tier_new[b], 0]
+        return (1.0 - disagg) * (full + fixed_prefill_ms(p, s, b, c)) + disagg * alone
     fused = max(x.prompt_ms[c], alone - x.iteration_ms * iterations)
     return (1.0 - disagg) * ((1.0 - busy) * alone + busy * fused) + disagg * alone
 

@@ -149,10 +149,13 @@ class ServingParams:
             "reload_s": self.restart_s + weights_gb / self.load_gb_per_s,
         }
 
-    def _engine(self) -> dict[str, float]:
+    def _engine(self) -> dict[str, float | bool]:
         meta, engine = self.tables.meta, self.engine
         return {
             "ttft_offset_ms": float(meta["tau_ms"]),
+            "prefill_first": meta["scheduler"] == "prefill_first",
+            # Tables of engines that send outputs at once do not mention it.
+            "output_delay": float(meta.get("output_delay", 0.0)),
             "token_budget": float(meta["max_batched_tokens"]),
             "disagg_limit": engine.disagg_limit,
             "churn_factor": engine.churn_factor,

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError, short_repr
 from inferencegym.installation import install_hint
 from inferencegym.models import QuantTier
-from simulator.catalogue import table_index, table_path
+from inferencegym.tasks import table_index
+from simulator.catalogue import table_path
 
 FloatArray = NDArray[np.float64]
 

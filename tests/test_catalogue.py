@@ -13,9 +13,16 @@ from env.inference_env import InferenceEnv
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError, UnknownTaskError
-from inferencegym.tasks import HARDWARE_CALIBRATION_FILE, Calibration, get_calibration, get_task, list_tasks
+from inferencegym.tasks import (
+    HARDWARE_CALIBRATION_FILE,
+    Calibration,
+    get_calibration,
+    get_task,
+    list_tasks,
+    table_index,
+)
 from scripts.build_catalogue import described, files
-from simulator.catalogue import table_index, table_path
+from simulator.catalogue import table_path
 from simulator.tables import load_tables, tables_of
 from simulator.trace_sim import TraceSimulator
 

@@ -60,6 +60,14 @@ def test_chunked_scheduling_decodes_while_it_prefills_and_prefill_first_does_not
     assert gap["prefill first"].ttft_ms()[1] < gap["chunked"].ttft_ms()[1]
 
 
+def test_an_output_delay_is_a_part_of_the_next_iteration() -> None:
+    late = MeasuredModel(hardware("a100-40gb"), "FP16", dataclasses.replace(PREFILL_FIRST.profile, output_delay=0.5))
+    at_once, delayed = (serve(Fleet(m, 8, ROOMY), requests((1.0, 100, 3))) for m in (PREFILL_FIRST, late))
+    next_ms = PREFILL_FIRST.decode_ms(1, 101)
+    assert delayed.ttft_ms()[0] - at_once.ttft_ms()[0] == pytest.approx(0.5 * next_ms)
+    assert delayed.finish_s[0] == at_once.finish_s[0]
+
+
 def test_the_second_request_waits_when_there_is_one_slot() -> None:
     out = serve(Fleet(CHUNKED, 1, ROOMY), requests((0.0, 100, 10), (0.0, 100, 10)))
     assert out.first_token_s[1] > out.finish_s[0]

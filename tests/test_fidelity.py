@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,11 +12,24 @@ from types import ModuleType
 import numpy as np
 import pytest
 from validation.compare import Case, act, dynamics, poisson_cases, reference
-from validation.hardware_runs import HardwareComparison, burst_arrivals, hardware_comparisons, operator_tables
+from validation.hardware_runs import (
+    SYSTEM_40GB,
+    SYSTEMS_80GB,
+    HardwareComparison,
+    burst_arrivals,
+    hardware_comparisons,
+    operator_tables,
+)
+from validation.silicon import closed_loops, played
 
+from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
+from inferencegym.tasks import get_task
 from simulator.coverage import LEVELS, coverage, support_map
 from simulator.hardware import measured
+from simulator.hardware.measured_model import operator_model
+from simulator.hardware.profiles import engine
+from simulator.offline.discrete_event import Fleet, Requests, serve
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
 from simulator.whatif import STEP_S, serve_requests, steady_requests
@@ -44,7 +58,7 @@ def published() -> dict[str, dict[str, list[dict[str, float]]]]:
 
 @pytest.fixture(scope="module")
 def held_out() -> list[HardwareComparison]:
-    return [c for c in hardware_comparisons(("0.20.1",)) if c.group == "0.20.1 BF16, held out"]
+    return [c for c in hardware_comparisons(SYSTEMS_80GB[:1]) if c.group == "0.20.1 BF16, held out"]
 
 
 # ---------------------------------------------------------------- against the reference
@@ -59,6 +73,39 @@ def test_the_dynamics_follow_the_reference_iteration_by_iteration(name: str) -> 
     assert found.tpot_ms == pytest.approx(seen.tpot_ms, rel=0.05)
     assert found.throughput_tok_s == pytest.approx(seen.throughput_tok_s, rel=0.03)
     assert found.makespan_s == pytest.approx(seen.makespan_s, rel=0.03)
+
+
+PREFILL_FIRST = dataclasses.replace(engine("vllm_v0"), sequence_overhead_ms=0.0, output_delay=0.5)
+
+
+@pytest.mark.parametrize("qps", [3, 8, 20])
+def test_prompts_in_iterations_of_their_own_take_as_long_as_in_the_reference(qps: float) -> None:
+    log = steady_requests(qps, 400, 247, 350, 0.55, 0.9)
+    fleet = Fleet(operator_model("a100-80gb", "FP16", PREFILL_FIRST), 256, 400_000)
+    prompts, outputs = log.prompt_tokens.astype(np.int64), log.output_tokens.astype(np.int64)
+    seen = serve(fleet, Requests(log.arrival_s, prompts, outputs, log.class_index))
+    found = serve_requests(act(256), log, operator_tables("a100-80gb", PREFILL_FIRST)).report()
+    assert found.ttft_p50_ms == pytest.approx(float(np.median(seen.ttft_ms())), rel=0.15)
+    assert found.ttft_p99_ms == pytest.approx(float(np.quantile(seen.ttft_ms(), 0.99)), rel=0.30)
+    assert found.tpot_p50_ms == pytest.approx(float(np.median(seen.tpot_ms())), rel=0.06)
+    assert found.makespan_s == pytest.approx(seen.makespan_s(), rel=0.03)
+
+
+def test_a_row_of_prompts_first_equals_the_same_episode_alone() -> None:
+    tables = operator_tables("a100-40gb", PREFILL_FIRST)
+    task, seeds = get_task(3), [5, 6, 7]
+    knobs = np.array([[1.0, 2, 64, 0, 0], [0.5, 0, 256, 1, 1], [0.9, 0, 128, 0, 2]])
+    together = ServingBatch(task, 3, tables=tables)
+    together.reset(seeds)
+    alone = [ServingBatch(task, 1, tables=tables) for _ in seeds]
+    for row, seed in zip(alone, seeds, strict=True):
+        row.reset([seed])
+    for _ in range(80):
+        together.step(knobs)
+        for i, row in enumerate(alone):
+            row.step(knobs[i : i + 1])
+            assert np.array_equal(row.fleet.metrics[:, 0], together.fleet.metrics[:, i])
+    assert np.isfinite(together.fleet.metrics).all()
 
 
 def three_classes() -> RequestLog:
@@ -193,6 +240,39 @@ def test_any_engine_profile_has_tables_without_a_rebuild() -> None:
     assert np.allclose(built.iteration_ms, shipped.iteration_ms)
 
 
+@pytest.fixture(scope="module")
+def held_out_40gb() -> list[HardwareComparison]:
+    return [c for c in hardware_comparisons((SYSTEM_40GB,)) if c.group.endswith("held out")]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "precisions", "goal"),
+    [
+        (("out_tok_s",), ("BF16", "W8A8", "W4A16"), 0.08),
+        (("elapsed_s",), ("BF16", "W8A8", "W4A16"), 0.06),
+        (("tpot_ms_p50",), ("BF16", "W8A8", "W4A16"), 0.10),
+        (("ttft_ms_p50", "steady_ttft_ms_p50", "burst_ttft_ms_p50"), ("BF16", "W8A8", "W4A16"), 0.25),
+        # The quantised knee misses it: see docs/fidelity.md.
+        (("ttft_ms_p99", "steady_ttft_ms_p99", "burst_ttft_ms_p99"), ("BF16",), 0.25),
+    ],
+)
+def test_an_engine_that_prefills_first_is_followed_on_a_real_a100_40gb(
+    held_out_40gb: list[HardwareComparison], metrics: tuple[str, ...], precisions: tuple[str, ...], goal: float
+) -> None:
+    sizes = [abs(c.relative_error()) for c in held_out_40gb if c.metric in metrics and c.precision in precisions]
+    assert len(sizes) >= 4
+    assert np.median(sizes) <= goal
+
+
+def test_closed_loops_on_an_h100_take_as_long_as_they_were_measured_to() -> None:
+    loops, left_out = closed_loops()
+    mine = [x for x in loops if x.card == "h100" and x.engine == "vllm" and x.model.startswith("llama-3.1-70b")]
+    assert len(mine) >= 20
+    assert len(loops) + sum(left_out.values()) == 5221
+    errors = [abs(figures["TPOT"][1] / figures["TPOT"][0] - 1.0) for _, figures in played(mine)]
+    assert np.median(errors) <= 0.10
+
+
 # ---------------------------------------------------------------- the published table
 
 
@@ -204,7 +284,7 @@ def test_the_published_numbers_are_what_the_command_measures(
     benchmark: ModuleType, published: dict[str, dict[str, dict[str, list[dict[str, float]]]]]
 ) -> None:
     listed = {(p["name"], p["quantity"]): p for p in published["dynamics"][benchmark.ENVIRONMENT]["hardware_points"]}
-    found = benchmark.hardware_points(hardware_comparisons(("0.20.1",), step_s=1.0))
+    found = benchmark.hardware_points(hardware_comparisons(SYSTEMS_80GB[:1], step_s=1.0))
     assert len(found) > 60
     for point in found:
         if "burst" not in point.name:  # its quiet and its burst windows share a name

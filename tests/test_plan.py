@@ -18,8 +18,9 @@ from agents.shadow.prices import Prices
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
+from inferencegym.tasks import table_index
 from server.api.web import PAGE_DIR
-from simulator.catalogue import models, table_index, table_path, tables_named
+from simulator.catalogue import models, table_path, tables_named
 from simulator.objectives import parse_objective
 from simulator.offline.importers import import_log
 from simulator.requests import RequestLog

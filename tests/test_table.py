@@ -12,7 +12,8 @@ import pytest
 from validation.validate import argonne_errors, fit_overheads, table_vs_argonne
 
 from inferencegym.cli.main import main
-from simulator.catalogue import table_index, table_path
+from inferencegym.tasks import table_index
+from simulator.catalogue import table_path
 from simulator.hardware import measured
 from simulator.hardware.measured_model import MeasuredSource, support
 from simulator.hardware.profiles import PROFILES_PATH, engine, profiles

@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from inferencegym.models import QuantTier, ServeAction
 from simulator.catalogue import table_path
 from simulator.hardware import measured
 from simulator.hardware.measured_model import MeasuredSource
+from simulator.hardware.profiles import EngineProfile
 from simulator.hardware.profiles import engine as engine_profile
 from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC_LENGTHS, table_metadata
 from simulator.requests import RequestLog
@@ -34,21 +35,41 @@ from simulator.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, loa
 from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
 from validation.accelmark import TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
 
-CARD = "a100-80gb"
+ACCELMARK = {"a100-80gb": "accelmark_a100_80gb.csv", "a100-40gb": "accelmark_a100_40gb.csv"}
 SEED = 42
 RUNS = 3
 SERVED_SLOTS = {"0.20.1": 128, "0.7.3": 256}
 OFFLINE_SLOTS = 512
+KV_BUDGETS_OF_CARDS = {"a100-80gb": 1.0, "a100-40gb": 0.93}
+"""Share of the free memory in the KV pool; vLLM takes 0.9 of the 40 GB card, about 153,000 tokens."""
 SCENARIOS = ("interactive", "sustained", "offline", "online", "burst")
 INTERACTIVE_REQUESTS, SUSTAINED_REQUESTS, OFFLINE_REQUESTS, ONLINE_REQUESTS = 150, 400, 100, 300
 # Requests that the source's load generator draws per window, in multiples of the expected number.
 DRAWN_PER_EXPECTED = 1.5
 
 
+class System(NamedTuple):
+    """A card and the version of vLLM on it."""
+
+    card: str
+    version: str
+
+
+ENGINES = {
+    System("a100-80gb", "0.20.1"): ("vllm_v1", "vllm_v1"),
+    System("a100-80gb", "0.7.3"): ("vllm_v0_served", "vllm_v0"),
+    System("a100-40gb", "0.7.3"): ("vllm_v0_served_40", "vllm_v0"),
+}
+"""Engine profiles of the systems, behind an HTTP server and offline."""
+SYSTEMS_80GB = (System("a100-80gb", "0.20.1"), System("a100-80gb", "0.7.3"))
+SYSTEM_40GB = System("a100-40gb", "0.7.3")
+
+
 @dataclass(frozen=True, slots=True)
 class HardwareComparison:
     """One measured metric of one run and its simulated value, in the metric's unit."""
 
+    card: str
     version: str
     suite: str
     precision: str
@@ -71,14 +92,12 @@ class HardwareComparison:
         return self.predicted / self.measured - 1.0
 
 
-def hardware_comparisons(
-    versions: Sequence[str] = ("0.20.1", "0.7.3"), step_s: float = STEP_S
-) -> list[HardwareComparison]:
+def hardware_comparisons(systems: Sequence[System] = SYSTEMS_80GB, step_s: float = STEP_S) -> list[HardwareComparison]:
     """Every run with standard prompts in a precision that the tables know, failures included."""
-    return [found for version in versions for row in _rows(version) for found in _compare(row, version, step_s)]
+    return [found for system in systems for row in _rows(system) for found in _compare(row, system, step_s)]
 
 
-def operator_tables(card: str, engine: str) -> ServingTables:
+def operator_tables(card: str, engine: str | EngineProfile) -> ServingTables:
     """A table of the operator columns alone, in memory: enough for the dynamics under any engine profile."""
     source, profile = MeasuredSource(card), engine_profile(engine)
     shape = (len(source.tiers), len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
@@ -100,46 +119,46 @@ def operator_tables(card: str, engine: str) -> ServingTables:
         "prompt_len_bucket": PROMPT_TOKENS,
     }
     axes = {name: np.array(points[name], dtype=np.float64) for name in AXES}
-    return ServingTables(f"{card}, {engine}", "", axes, columns, table_metadata(source, profile))
+    return ServingTables(f"{card}, {profile.name}", "", axes, columns, table_metadata(source, profile))
 
 
 @cache
-def _tables(version: str, offline: bool) -> ServingTables:
-    if version == "0.20.1":
-        return load_tables(table_path(CARD))
-    return operator_tables(CARD, "vllm_v0" if offline else "vllm_v0_served")
+def _tables(system: System, offline: bool) -> ServingTables:
+    if system == SYSTEMS_80GB[0]:
+        return load_tables(table_path(system.card))
+    return operator_tables(system.card, ENGINES[system][offline])
 
 
-def _rows(version: str) -> list[dict[str, str]]:
+def _rows(system: System) -> list[dict[str, str]]:
     """The first row of each suite, precision, scenario and rate; repetitions are left out."""
     chosen: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in measured.rows("accelmark_a100_80gb.csv"):
+    for row in measured.rows(ACCELMARK[system.card]):
         key = (row["suite"], row["precision"], row["scenario"], row["target_qps"])
         standard = row["scenario"] in SCENARIOS and row["suite"] != "suite_D" and row["precision"] in TIER_OF_PRECISION
-        if standard and row["version"].startswith(version):
+        if standard and row["version"].startswith(system.version):
             chosen.setdefault(key, row)
     return list(chosen.values())
 
 
-def _compare(row: dict[str, str], version: str, step_s: float) -> Iterator[HardwareComparison]:
+def _compare(row: dict[str, str], system: System, step_s: float) -> Iterator[HardwareComparison]:
     name = f"{row['scenario']} {float(row['target_qps']):g}/s" if row["target_qps"] else row["scenario"]
-    for metric, predicted in _figures(row, version, step_s).items():
+    for metric, predicted in _figures(row, system, step_s).items():
         yield HardwareComparison(
-            version, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
+            *system, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
         )
 
 
-def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, float]:
+def _figures(row: dict[str, str], system: System, step_s: float) -> dict[str, float]:
     """The metrics that the row states, computed with the dynamics."""
-    scenario, mean = row["scenario"], _mean_output(row, version)
+    scenario, mean = row["scenario"], _mean_output(row, system)
     if scenario == "offline":
-        served = _serve(row, version, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
+        served = _serve(row, system, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
         return {"out_tok_s": served.report().output_tokens_per_s, "elapsed_s": served.makespan_s()}
     if scenario == "burst":
-        return _burst_figures(row, version, step_s, mean)
+        return _burst_figures(row, system, step_s, mean)
     if scenario == "online":
-        logs = [_log(at, mean, run) for run, at in enumerate(online_arrivals(row, version))]
-        runs = [_serve(row, version, step_s, log) for log in logs]
+        logs = [_log(at, mean, run) for run, at in enumerate(online_arrivals(row, system))]
+        runs = [_serve(row, system, step_s, log) for log in logs]
         return {
             **_ttft(runs, "ttft_ms_", (50, 90, 99)),
             "tpot_ms_p50": float(np.median(np.concatenate([run.tpot_ms for run in runs]))),
@@ -147,7 +166,7 @@ def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, floa
         }
     clients = int(float(row["concurrency"]))
     n = INTERACTIVE_REQUESTS if scenario == "interactive" else SUSTAINED_REQUESTS
-    served = _serve(row, version, step_s, _log(np.zeros(n), mean, 0), clients=clients)
+    served = _serve(row, system, step_s, _log(np.zeros(n), mean, 0), clients=clients)
     if scenario == "interactive":
         return {
             **_ttft([served], "ttft_ms_", (50, 90, 99)),
@@ -161,12 +180,12 @@ def _figures(row: dict[str, str], version: str, step_s: float) -> dict[str, floa
     return {"out_tok_s": float(steady.mean()), "ttft_ms_p50": weighted_quantile(ttft, weight, 0.5)}
 
 
-def online_arrivals(row: dict[str, str], version: str) -> list[FloatArray]:
+def online_arrivals(row: dict[str, str], system: System) -> list[FloatArray]:
     """Arrival times (s) of the three runs at one rate; the generator goes through the suite's rates in order."""
     suite, precision = row["suite"], row["precision"]
     rates = sorted(
         float(other["target_qps"])
-        for other in _rows(version)
+        for other in _rows(system)
         if (other["suite"], other["precision"], other["scenario"]) == (suite, precision, "online")
     )
     generator = random.Random(SEED)
@@ -197,10 +216,10 @@ def _poisson(generator: random.Random, rate: float, n: int) -> FloatArray:
     return np.array(list(itertools.accumulate(generator.expovariate(rate) for _ in range(n))))
 
 
-def _burst_figures(row: dict[str, str], version: str, step_s: float, mean: float) -> dict[str, float]:
+def _burst_figures(row: dict[str, str], system: System, step_s: float, mean: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, windows in zip(("steady", "burst"), burst_arrivals(row), strict=True):
-        runs = [_serve(row, version, step_s, _log(at, mean, i)) for i, at in enumerate(windows)]
+        runs = [_serve(row, system, step_s, _log(at, mean, i)) for i, at in enumerate(windows)]
         figures |= _ttft(runs, f"{name}_ttft_ms_", (50, 99))
     return figures
 
@@ -212,11 +231,11 @@ def _ttft(runs: Sequence[Served], prefix: str, percentiles: Sequence[int]) -> di
 
 
 def _serve(
-    row: dict[str, str], version: str, step_s: float, log: RequestLog, clients: int = 0, slots: int = 0
+    row: dict[str, str], system: System, step_s: float, log: RequestLog, clients: int = 0, slots: int = 0
 ) -> Served:
     tier = QuantTier[TIER_OF_PRECISION[row["precision"]]]
-    action = ServeAction(1.0, 0, slots or SERVED_SLOTS[version], False, tier)
-    tables = _tables(version, row["scenario"] == "offline")
+    action = ServeAction(KV_BUDGETS_OF_CARDS[system.card], 0, slots or SERVED_SLOTS[system.version], False, tier)
+    tables = _tables(system, row["scenario"] == "offline")
     return serve_requests(action, log, tables, closed_clients=clients, step_s=step_s)
 
 
@@ -232,11 +251,11 @@ def _log(arrival_s: FloatArray, mean_output: float, seed: int) -> RequestLog:
     )
 
 
-def _mean_output(row: dict[str, str], version: str) -> float:
+def _mean_output(row: dict[str, str], system: System) -> float:
     """Output tokens per answered request of the same suite's sustained run."""
     run: dict[str, Any] = next(
         other
-        for other in _rows(version)
+        for other in _rows(system)
         if other["scenario"] == "sustained" and (other["suite"], other["precision"]) == (row["suite"], row["precision"])
     )
     mean = float(run["out_tok_s"]) * 60.0 / float(run["req_per_min"])

@@ -25,8 +25,8 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
 from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
-from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, task_of
-from simulator.catalogue import models, table_index, table_path
+from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, table_index, task_of
+from simulator.catalogue import models, table_path
 from simulator.coverage import coverage
 from simulator.tables import ServingTables, default_table_path, load_tables
 

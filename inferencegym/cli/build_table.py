@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _card(args: argparse.Namespace) -> tuple[Source, Path]:
-    from simulator.catalogue import table_index, table_path
+    from inferencegym.tasks import table_index
+    from simulator.catalogue import table_path
     from simulator.hardware.measured_model import MeasuredSource
     from simulator.hardware.profiles import hardware
 

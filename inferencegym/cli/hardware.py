@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the catalogue."""
-    from simulator.catalogue import hardware_data, table_index
+    from inferencegym.tasks import table_index
+    from simulator.catalogue import hardware_data
 
     if args.systems:
         data = hardware_data()

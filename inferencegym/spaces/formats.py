@@ -36,7 +36,7 @@ from inferencegym.spaces.observations import (
     normalise,
     normalise_fleet,
 )
-from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
+from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, card_memory_gb
 
 if TYPE_CHECKING:
     from gymnasium import spaces
@@ -203,6 +203,7 @@ class ObservationCodec:
         self._schedule = schedule_features(task, config.episode_length) if scheduled else None
         self._length = config.episode_length
         self._budget = task.cost_budget
+        self._card_gb = card_memory_gb(task)
         high = OBSERVATION_HIGH.copy()
         names = list(OBSERVATION_FIELDS)
         high[names.index("timestep")] = config.episode_length
@@ -239,7 +240,9 @@ class ObservationCodec:
         return np.minimum(scaled, self.high, out=scaled)
 
     def _scale(self, observation: FloatArray) -> NDArray[Any]:
-        return normalise(observation, self._length, self._budget) if self._normalised else observation
+        if not self._normalised:
+            return observation
+        return normalise(observation, self._length, self._budget, self._card_gb)
 
 
 def _rows(actions: NDArray[Any]) -> NDArray[Any]:

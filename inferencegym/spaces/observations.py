@@ -29,7 +29,8 @@ _LOG_SCALE: Final = {
     "ttft_p50": 5000.0,
     "tpot_p50": 500.0,
 }
-_LINEAR_SCALE: Final = {"gpu_memory_used_gb": 40.0}
+DEFAULT_CARD_GB: Final = 40.0
+"""Memory limit of the default table's card in decimal GB."""
 _MOST_BUDGETS: Final = 4.0
 """Costs beyond so many budgets look alike."""
 
@@ -66,11 +67,16 @@ def to_array(observation: ServeObservation) -> NDArray[np.float64]:
     )
 
 
-def normalise(observation: NDArray[np.float64], episode_length: int, cost_budget: float) -> NDArray[np.float32]:
-    """Scale observations (..., 14) to about 0 to 1: logarithms of fields that span decades, shares as they are."""
+def normalise(
+    observation: NDArray[np.float64], episode_length: int, cost_budget: float, card_gb: float = DEFAULT_CARD_GB
+) -> NDArray[np.float32]:
+    """Scale observations (..., 14) to about 0 to 1: logarithms of fields that span decades, shares as they are.
+
+    Memory in use becomes a share of ``card_gb``, what a card holds.
+    """
     scaled = np.array(observation, dtype=np.float64)
     np.log1p(scaled, out=scaled, where=_LOGARITHMIC)
-    scaled /= _units(episode_length, cost_budget)
+    scaled /= _units(episode_length, cost_budget, card_gb)
     cost = scaled[..., _COST]
     np.minimum(cost, _MOST_BUDGETS, out=cost)
     result: NDArray[np.float32] = scaled.astype(np.float32)
@@ -78,11 +84,11 @@ def normalise(observation: NDArray[np.float64], episode_length: int, cost_budget
 
 
 @lru_cache(maxsize=32)
-def _units(episode_length: int, cost_budget: float) -> NDArray[np.float64]:
+def _units(episode_length: int, cost_budget: float, card_gb: float) -> NDArray[np.float64]:
     """What each of the 14 numbers is divided by, after the logarithm of those that have one."""
-    of_episode = {"timestep": float(episode_length), "cost_so_far": cost_budget}
+    linear = {"timestep": float(episode_length), "cost_so_far": cost_budget, "gpu_memory_used_gb": card_gb}
     logarithms = {name: float(np.log1p(large)) for name, large in _LOG_SCALE.items()}
-    units = {**_LINEAR_SCALE, **of_episode, **logarithms}
+    units = {**linear, **logarithms}
     return np.array([units.get(name, 1.0) for name in _NAMES])
 
 

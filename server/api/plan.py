@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from agents.shadow.prices import PriceList
 from inferencegym.messages import plain_schema
+from inferencegym.tasks import table_index
 from server.api.request_log import LogRequest, LogRoutes
 from server.net.json_io import JsonRoute
-from simulator.catalogue import hardware_names, table_index
+from simulator.catalogue import hardware_names
 
 _PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
 _OBJECTIVE: Final = "^(ttft|tpot)_(p50|p90|p95|p99|mean)=[1-9][0-9]{0,5}([.][0-9]{1,3})?$"

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from agents.shadow.prices import PriceList
 from env.family import Family
 from inferencegym.messages import WHOLE, plain_schema
+from inferencegym.tasks import table_index
 from server.api.policies import available
 from server.api.request_log import LogRequest, LogRoutes
 from server.net.errors import InvalidRequestError
 from server.net.json_io import JsonRoute
 from server.schemas import Schema, TaskName, nullable, task_id_schema
-from simulator.catalogue import table_index
 
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
 STORED_POLICIES: Final = frozenset({"ppo", "best_static", "best_adaptive", "random_search"})

@@ -40,7 +40,8 @@ class EngineProfile:
     corrects the GEMM library; ``ttft_offset_ms`` is what a client sees beyond the iterations (tokenising, transport).
     ``scheduler`` is ``chunked`` (decodes and up to ``max_batched_tokens`` in one iteration) or ``prefill_first``
     (whole prompts in iterations of their own, before any decode). ``reserve_output`` admits a request only when the
-    cache has room for its whole output, so nothing is ever preempted.
+    cache has room for its whole output, so nothing is ever preempted. ``output_delay`` is the part of the next
+    iteration that passes before a first token is sent, where outputs are processed while that iteration runs.
     """
 
     name: str
@@ -52,6 +53,7 @@ class EngineProfile:
     max_batched_tokens: int
     reserve_output: bool
     source: str
+    output_delay: float = 0.0
 
 
 @cache

@@ -23,7 +23,8 @@ from scipy.optimize import least_squares
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, refusal, short_repr
 from inferencegym.models import QuantTier, ServeAction
-from simulator.catalogue import table_index, table_path
+from inferencegym.tasks import table_index
+from simulator.catalogue import table_path
 from simulator.hardware.measured_model import MeasuredSource
 from simulator.hardware.operators import OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, engine

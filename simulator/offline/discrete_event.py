@@ -157,10 +157,11 @@ class Outcome:
     busy_ms: float
     peak_kv_tokens: int
     ttft_offset_ms: float
+    output_delay_ms: FloatArray | float = 0.0
 
     def ttft_ms(self) -> FloatArray:
-        """Time to first token as a client sees it, the engine profile's offset included, ms."""
-        return (self.first_token_s - self.arrival_s) * 1e3 + self.ttft_offset_ms
+        """Time to first token as a client sees it, the engine profile's offset and delay included, ms."""
+        return (self.first_token_s - self.arrival_s) * 1e3 + self.ttft_offset_ms + self.output_delay_ms
 
     def tpot_ms(self) -> FloatArray:
         """Mean time per output token after the first, ms; NaN for a single token."""
@@ -251,6 +252,7 @@ class _Replica:
         self.draft_tokens = 0  # of the iteration under way, like the next two
         self.conditional: FloatArray = np.zeros((0, 0))
         self.iteration_ms = 0.0
+        self.unsent: list[int] = []  # requests whose first token is sent during the next iteration
         self.idle = True
         self.prefill_idle = True
 
@@ -330,6 +332,7 @@ class Simulation:
         self.arrival_ms = np.full(n, np.nan)
         self.start_ms = np.full(n, np.nan)
         self.first_ms = np.full(n, np.nan)
+        self.output_delay_ms = np.zeros(n)
         self.finish_ms = np.full(n, np.nan)
         self.rejected = np.zeros(n, bool)
         self.preemptions = np.zeros(n, np.int64)
@@ -368,6 +371,7 @@ class Simulation:
             busy_ms=self.busy_ms,
             peak_kv_tokens=self.peak_tokens,
             ttft_offset_ms=self.fleet.model.profile.ttft_offset_ms,
+            output_delay_ms=self.output_delay_ms,
         )
 
     def run_until(self, end_ms: float) -> None:
@@ -649,6 +653,8 @@ class Simulation:
         n = replica.n if replica.decoding else 0
         replica.draft_tokens, replica.conditional = self.fleet.draft_tokens, self.conditional
         replica.iteration_ms = self._step_ms(replica, n, replica.token_sum / n if n else 0.0, chunks)
+        self.output_delay_ms[replica.unsent] = replica.model.profile.output_delay * replica.iteration_ms
+        replica.unsent.clear()
         self._schedule(replica.iteration_ms, _ITERATION_END, 0, replica)
 
     def _step_ms(self, replica: _Replica, n_decode: int, context: float, taken: list[tuple[_Prefill, int]]) -> float:
@@ -780,6 +786,7 @@ class Simulation:
         self.written_tokens += 1
         if np.isnan(self.first_ms[request]):
             self.first_ms[request] = self.now
+            replica.unsent.append(request)
         if tokens + 1 >= self.goal[request]:
             self._finish(replica, request)
         else:

@@ -141,7 +141,7 @@ class ReferenceEpisode:
         now, first = simulation.now, simulation.first_ms
         answered = np.flatnonzero((first >= start_ms) & (first < now))
         offset_ms = self._params.constants["ttft_offset_ms"]
-        ttft_ms = first[answered] - simulation.arrival_ms[answered] + offset_ms
+        ttft_ms = first[answered] - simulation.arrival_ms[answered] + offset_ms + simulation.output_delay_ms[answered]
         self._start_to_first_ms.extend((first[answered] - simulation.start_ms[answered]).tolist())
         waiting = np.flatnonzero((simulation.arrival_ms < now) & np.isnan(simulation.start_ms) & ~simulation.rejected)
         age_ms = now - simulation.arrival_ms[waiting]

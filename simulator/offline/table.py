@@ -190,6 +190,7 @@ def table_metadata(source: Source, profile: EngineProfile) -> dict[str, Any]:
         "scheduler": profile.scheduler,
         "max_batched_tokens": profile.max_batched_tokens,
         "tau_ms": profile.ttft_offset_ms,
+        **({"output_delay": profile.output_delay} if profile.output_delay else {}),
         "weights_gb": {tier: source.weights_gb[tier] for tier in source.tiers},
         "memory_gb": dict(source.memory_gb),
         "kv_bytes_per_token": source.kv_bytes_per_token,
