@@ -437,7 +437,7 @@ def test_what_to_do_next_names_paths_of_the_environment_that_was_asked(
 def test_the_task_api_says_what_is_wrong_in_a_sentence(client: TestClient) -> None:
     for body, wanted in (
         ({"split": "train", "index": -1}, "unknown field index: the fields are split"),
-        ({}, "split must be a text"),
+        ({}, "split is missing: it must be a text"),
         ({"split": 5}, "split must be a text"),
     ):
         assert wanted in detail_of(client.post("/inference_gym/tasks", json=body), 422)["message"]
