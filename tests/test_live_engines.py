@@ -82,8 +82,13 @@ def test_a_bad_control_file_changes_nothing_and_is_reported(scheduler: Any, cont
     control.write_text(content)
     scheduler.schedule()
     assert scheduler.max_num_active_reqs == 64
-    with StandIn(dict(VLLM_SERIES)) as server, pytest.raises(RemoteError, match="refused"):
-        VllmEngine(EngineApi(server.url), control)
+    with StandIn(dict(VLLM_SERIES)) as server:
+        engine = VllmEngine(EngineApi(server.url), control)
+        with pytest.raises(RemoteError, match="refused"):
+            engine.wait_until_applied()
+        engine.set(Orders({"batch_size": 8}))  # good orders mend it
+        scheduler.schedule()
+        assert engine.wait_until_applied()["in_force"]["batch_size"] == 8
 
 
 def test_the_scheduler_class_refuses_a_version_that_it_was_not_tested_with(control: Path) -> None:

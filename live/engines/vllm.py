@@ -92,6 +92,8 @@ class VllmEngine:
         while time.monotonic() < deadline:
             state = self._state()
             if state["file_version"] == self._file.stat().st_mtime_ns:
+                if state["problem"]:
+                    raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
                 return state
             time.sleep(0.05)
         raise RemoteError(f"the engine has not read {self._file} for {limit_s:g} s: is it idle, or gone?")
@@ -109,6 +111,4 @@ class VllmEngine:
             raise InvalidConfigError(
                 f"{path} is of another version of the scheduler class: restart with that of {PLUGIN}"
             )
-        if state["problem"]:
-            raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
         return state
