@@ -302,6 +302,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "policy-fidelity": written("policy_fidelity"),
     "results": written("tasks"),
     "learning": written("learning"),
+    "transfer": written("transfer"),
     "scores": scores,
     "ray": written("ray"),
     "performance": written("performance"),
