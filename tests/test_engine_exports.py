@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,28 @@ import pytest
 import yaml
 
 from agents.shadow.export import EXPORTS, EngineSettings
-from inferencegym.models import QuantTier
-from tests.engine_arguments import parser_of, recorded
+from inferencegym.tasks import table_index
+from tests.engine_arguments import RECORDS, parser_of, recorded
 from tests.live_engine import engine_python
 from tests.servers import ROOT
 
-PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, QuantTier.FP16, [], False, 2048, False)
+PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, "BF16", [], False, 2048, False)
 FULL = EngineSettings(
     ("What a policy set.", "Replicas: 2."),
     max_num_seqs=200,
     memory_share=0.93,
     static_share=0.88,
-    tier=QuantTier.INT8,
+    tier="INT8",
     drafts=[(1, 4, 4, "policy"), (5, 64, 2, "table"), (65, 200, 0, "policy")],
     prefill_apart=True,
     max_batched_tokens=4096,
     prefix_caching=True,
     tensor_parallel=2,
 )
-INT4 = EngineSettings((), 64, 0.9, 0.85, QuantTier.INT4, [(1, 64, 8, "policy")], False, 2048, True)
-ALL = pytest.mark.parametrize("settings", [PLAIN, FULL, INT4], ids=["plain", "full", "int4"])
+INT4 = EngineSettings((), 64, 0.9, 0.85, "INT4", [(1, 64, 8, "policy")], False, 2048, True)
+TIERS = sorted({tier for entry in table_index().values() for tier in entry["tiers"]})
+CASES = {"full": FULL, "int4": INT4} | {tier: replace(PLAIN, tier=tier) for tier in TIERS}
+ALL = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 
 
 def config_of(engine: str, settings: EngineSettings) -> dict[str, Any]:
@@ -59,6 +62,45 @@ def test_every_option_is_one_that_the_engine_had_when_it_was_recorded(engine: st
         assert choices is None or value in choices
         wanted = {"int": int, "human_readable_int": int, "float": float, "flag": bool}.get(kind, str)
         assert type(value) is wanted, name
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_precision_is_a_dtype_or_a_quantization_of_its_own(engine: str) -> None:
+    said = {tier: config_of(engine, replace(PLAIN, tier=tier)) for tier in TIERS}
+    assert {said[tier].get("dtype") for tier in ("FP16", "BF16")} == {"float16", "bfloat16"}
+    others = [said[tier]["quantization"] for tier in TIERS if tier not in ("FP16", "BF16")]
+    assert len(set(others)) == len(others) == len(TIERS) - 2
+
+
+@ALL
+def test_helm_values_are_of_the_types_that_the_charts_schema_stated(settings: EngineSettings) -> None:
+    (model,) = config_of("helm", settings)["servingEngineSpec"]["modelSpec"]
+    known = json.loads((RECORDS / "production-stack.json").read_text())
+    found = {**model, **{f"vllmConfig.{name}": value for name, value in model["vllmConfig"].items()}}
+    kinds = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
+    assert {name: kinds[type(value)] in known["types"].get(name, ()) for name, value in found.items()} == dict.fromkeys(
+        found, True
+    )
+    assert set(known["required"]) <= set(model)
+    assert all(isinstance(part, str) for part in model["vllmConfig"]["extraArgs"])
+
+
+@ALL
+def test_helm_values_start_vllm_as_its_own_file_does(settings: EngineSettings) -> None:
+    (model,) = config_of("helm", settings)["servingEngineSpec"]["modelSpec"]
+    wanted = config_of("vllm", settings)
+    engine = model["vllmConfig"]
+    options = dict(zip(engine["extraArgs"][::2], engine["extraArgs"][1::2], strict=True))
+    told = {
+        "max-num-seqs": engine["maxNumSeqs"],
+        "gpu-memory-utilization": engine["gpuMemoryUtilization"],
+        **({"dtype": engine["dtype"]} if "dtype" in engine else {}),
+        **({"tensor-parallel-size": engine["tensorParallelSize"]} if "tensorParallelSize" in engine else {}),
+        **({"enable-prefix-caching": True} if engine["enablePrefixCaching"] else {}),
+        **{name.removeprefix("--"): int(value) if value.isdecimal() else value for name, value in options.items()},
+    }
+    assert told == {name: value for name, value in wanted.items() if name != "kv-transfer-config"}
+    assert (model["replicaCount"], model["requestGPU"]) == (settings.n_replicas, settings.tensor_parallel)
 
 
 def test_drafts_are_ranges_of_running_requests_that_leave_no_gap() -> None:

@@ -14,6 +14,7 @@ import pytest
 from agents.plan.report import engine_files, notes
 from agents.plan.search import MAX_GPUS, STATED_ERRORS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
 from agents.shadow.compare import shadow
+from agents.shadow.export import EXPORTS, constant_drafts
 from agents.shadow.prices import Prices
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidConfigError
@@ -285,6 +286,15 @@ def test_the_plans_settings_are_exported(report: PlanReport) -> None:
     assert f"max-running-requests: {plan.action['batch_size']}" in files["sglang"]
 
 
+def test_the_plans_drafts_are_exported_as_they_were_played(large: PlanReport) -> None:
+    (plan,) = [p for p in large.tried if p.action and p.action["spec_length"] and p.tensor_parallel == 2][:1]
+    assert plan.action is not None
+    drafts, slots = plan.action["spec_length"], plan.action["batch_size"]
+    assert constant_drafts(drafts, slots) == [(1, slots, drafts, "policy")]
+    said = engine_files(plan, load_tables(table_path(plan.hardware)), large)["vllm"]
+    assert f'"num_speculative_tokens_per_batch_size": [[1, {slots}, {drafts}]]' in said
+
+
 def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prices.json").write_text(json.dumps({"currency": "EUR", "per_gpu_hour": dict(PRICES.per_gpu_hour)}))
     outputs = [tmp_path / name for name in ("plan.html", "front.png", "tried.csv")]
@@ -323,7 +333,7 @@ def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
     assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
         name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
     }
-    assert set(answer["export"]) == {"vllm", "sglang"}
+    assert set(answer["export"]) == set(EXPORTS)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from agents.plan.search import Plan, PlanReport
 from agents.shadow.compare import STATED_ERROR
-from agents.shadow.export import EXPORTS, EngineSettings, draft_schedule
+from agents.shadow.export import EXPORTS, MOST_MEMORY, EngineSettings, constant_drafts
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from inferencegym.models import ServeAction
 from simulator.hardware.sources import reported_gb
@@ -147,22 +145,21 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
     assert plan.action is not None
     action = ServeAction.from_dict(plan.action)
     card_gb, tier = reported_gb(tables.meta), action.quant_tier.value
-    drafted, running = np.full(1, float(action.spec_length)), np.zeros(1)
-    prompt = float(report.log["prompt_tokens_p50"])
     static_gb = plan.memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
     settings = EngineSettings(
         comments=(
-            f"Plan: {plan.n_gpus} x {plan.hardware}, {plan.n_replicas} replicas, {', '.join(report.objectives)}.",
+            f"Plan: {plan.n_gpus} x {plan.hardware}, replicas: {plan.n_replicas}; {', '.join(report.objectives)}.",
         ),
         max_num_seqs=action.batch_size,
-        memory_share=min(0.98, plan.memory_gb / card_gb),
-        static_share=min(0.98, static_gb / card_gb),
+        memory_share=min(MOST_MEMORY, plan.memory_gb / card_gb),
+        static_share=min(MOST_MEMORY, static_gb / card_gb),
         tier=tables.tiers[tier],
-        drafts=draft_schedule(drafted, running, tables, tier, prompt, action.batch_size),
+        drafts=constant_drafts(action.spec_length, action.batch_size),
         prefill_apart=action.prefill_disagg,
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         prefix_caching=report.log["reused_share"] > 0,
         tensor_parallel=plan.tensor_parallel,
+        n_replicas=plan.n_replicas,
     )
     return {name: write(settings) for name, write in EXPORTS.items()}
 

@@ -1,4 +1,4 @@
-"""Settings of a policy or a plan as configuration files of serving engines: vLLM and SGLang.
+"""Settings of a policy or a plan as configuration files of serving engines: vLLM, SGLang and vLLM by its Helm chart.
 
 =================== ============================================= ==================================================
 knob                vLLM                                          SGLang
@@ -14,7 +14,8 @@ The bound of the batch is the largest value in use for at least 1 % of the time:
 of memory is all that the replica takes (weights, activations, sequences, KV pool) over what the card reports, SGLang's
 weights and KV pool alone. vLLM drafts by the number of running requests (``[[from, to, tokens], ...]``): what the
 policy drafted there, and where it never ran, what the lookup table finds fastest; SGLang drafts one number of tokens.
-Precision and placement are those in use for most of the time (FP16 none, INT8 a W8A8 checkpoint, INT4 a W4A16 one).
+Precision and placement are those in use for most of the time, the precision by its name in the table (FP16 and BF16 are
+dtypes, the others checkpoints of their own).
 
 ``max-num-batched-tokens`` and prefix caching are those of the modelled engine. An engine reads its flags at the start:
 where a policy changes precision or placement, the most used one is exported and the rest is told in a comment.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,6 +40,16 @@ from simulator.tables import ServingTables
 BATCH_RANGES: Final = ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))
 MINIMUM_SHARE: Final = 0.01
 """Share of the time below which a setting is passing through, not in use."""
+VLLM_TAG: Final = "v0.32.0"
+"""Image of the vLLM whose parser checked the options."""
+_CHART_FIELDS: Final = {
+    "max-num-seqs": "maxNumSeqs",
+    "gpu-memory-utilization": "gpuMemoryUtilization",
+    "tensor-parallel-size": "tensorParallelSize",
+    "enable-prefix-caching": "enablePrefixCaching",
+    "dtype": "dtype",
+}
+"""Options that vLLM's production-stack chart has values for; it takes others as arguments."""
 DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
 _QUANTIZATION: Final = {
     "vllm": {
@@ -50,6 +61,7 @@ _QUANTIZATION: Final = {
     },
     "sglang": {"INT8": "w8a8_int8", "INT4": "awq_marlin", "FP8": "fp8", "NVFP4": "modelopt_fp4", "MXFP4": "mxfp4"},
 }
+_DTYPE: Final = {"FP16": "float16", "BF16": "bfloat16"}
 _CHECKPOINT: Final = {"INT8": "W8A8", "INT4": "W4A16", "FP8": "FP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
 MOST_MEMORY: Final = 0.98
 """Largest share of a card's memory that is exported."""
@@ -60,7 +72,7 @@ Drafts = list[tuple[int, int, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of one replica, in no engine's words; ``comments`` are lines for its reader.
+    """Settings of each replica, in no engine's words; ``comments`` are lines for its reader.
 
     ``memory_share`` is what the replica takes of the memory that its card reports, ``static_share`` weights and KV pool
     alone.
@@ -76,6 +88,7 @@ class EngineSettings:
     max_batched_tokens: int
     prefix_caching: bool
     tensor_parallel: int = 1
+    n_replicas: int = 1
 
     @property
     def draft_tokens(self) -> int:
@@ -103,12 +116,20 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
         memory_share=min(MOST_MEMORY, outcome.peak_memory_gb / card_gb),
         static_share=min(MOST_MEMORY, static_gb / card_gb),
         tier=tables.tiers[tier],
-        drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most),
+        drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
+        if outcome.action is None
+        else constant_drafts(int(outcome.action["spec_length"]), most),
         prefill_apart=bool(_most_used(line["prefill_disagg"])),
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         prefix_caching=report.log["reused_share"] > 0,
         tensor_parallel=tables.cards_per_replica,
+        n_replicas=outcome.n_replicas,
     )
+
+
+def constant_drafts(spec_length: int, max_num_seqs: int) -> Drafts:
+    """Draft tokens of a constant setting: as many at every load."""
+    return [(1, max_num_seqs, spec_length, "policy")] if spec_length else []
 
 
 def draft_schedule(
@@ -220,6 +241,8 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
         why = f"Draft tokens by running requests would be {told}; SGLang drafts one number at every load."
+        if len(settings.drafts) == 1:
+            why = ""
         options += [
             Option("speculative-algorithm", "EAGLE", why),
             Option("speculative-draft-model-path", draft_model),
@@ -233,8 +256,53 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
     return options
 
 
-EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config}
-"""Writers of configuration files, by engine."""
+def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """Values of vLLM's production-stack chart (YAML); model, CPU and memory of a pod are the user's to set."""
+    options = [o for o in vllm_options(settings, draft_model) if o.name != "kv-transfer-config"]
+    engine: dict[str, Any] = {_CHART_FIELDS[o.name]: o.value for o in options if o.name in _CHART_FIELDS}
+    rest = [o for o in options if o.name not in _CHART_FIELDS]
+    # The chart turns prefix caching off where this is missing.
+    engine["enablePrefixCaching"] = settings.prefix_caching
+    engine["extraArgs"] = [part for option in rest for part in (f"--{option.name}", option.text)]
+    model = {
+        "name": "planned",
+        "repository": "vllm/vllm-openai",
+        "tag": VLLM_TAG,
+        "modelURL": "MODEL",
+        "replicaCount": settings.n_replicas,
+        "requestCPU": 6,
+        "requestMemory": "16Gi",
+        "requestGPU": settings.tensor_parallel,
+        "vllmConfig": engine,
+    }
+    comments = [
+        *settings.comments,
+        "Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f THIS-FILE",
+        "Set modelURL, and CPU and memory of a pod, which are not planned.",
+        *(option.why for option in rest if option.why),
+    ]
+    if settings.prefill_apart:
+        comments.append(
+            "Prefill on GPUs of its own is set up with the chart's router and cache; it is not written here."
+        )
+    lines = [f"# {text}" for text in comments]
+    lines += ["servingEngineSpec:", "  modelSpec:"]
+    for i, (name, value) in enumerate(model.items()):
+        indent = "    - " if i == 0 else "      "
+        if isinstance(value, dict):
+            lines.append(f"{indent}{name}:")
+            lines += [f"        {key}: {json.dumps(_rounded(inner))}" for key, inner in value.items()]
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value
+
+
+EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config, "helm": helm_values}
+"""Writers of configuration files, by engine; ``helm`` is vLLM in Kubernetes."""
 
 
 def _written(settings: EngineSettings, command: str, options: Sequence[Option]) -> str:
@@ -248,8 +316,8 @@ def _written(settings: EngineSettings, command: str, options: Sequence[Option]) 
 
 
 def _precision(settings: EngineSettings, engine: str) -> Option:
-    if settings.tier not in _CHECKPOINT:
-        return Option("dtype", "bfloat16")
+    if settings.tier in _DTYPE:
+        return Option("dtype", _DTYPE[settings.tier])
     why = f"{settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model."
     return Option("quantization", _QUANTIZATION[engine][settings.tier], why)
 

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan with figures and engine settings")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against the share of requests in time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all fleets tried (.csv, .parquet, .json)")
-    parser.add_argument("--export", choices=("vllm", "sglang"), help="print the first plan's settings for this engine")
+    parser.add_argument(
+        "--export", choices=("vllm", "sglang", "helm"), help="print the first plan's settings for this engine"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_table_arguments(parser)
     parser.add_argument("--html", type=Path, help="write a report with figures (extra: report)")
     parser.add_argument(
-        "--export", choices=("vllm", "sglang"), help="write the settings as a configuration file of this engine"
+        "--export", choices=("vllm", "sglang", "helm"), help="write the settings as a configuration file of this engine"
     )
     parser.add_argument("--export-policy", metavar="NAME", help="export this policy instead of the recommended one")
     parser.add_argument("--export-file", type=Path, help="file to export to (default: shadow-ENGINE.yaml; - prints it)")

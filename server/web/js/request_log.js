@@ -5,7 +5,7 @@ import { DropBox } from "./drop.js";
 
 const EXAMPLE = "data/azure-conversation.csv";
 const LOG_BYTES = 4_000_000;
-const ENGINES = [["vllm", "vLLM"], ["sglang", "SGLang"]];
+const ENGINES = [["vllm", "vLLM"], ["sglang", "SGLang"], ["helm", "vLLM by Helm"]];
 
 /** A box for a request log, with a button that fills in the example; `tell` shows what went wrong. */
 export class LogBox extends DropBox {
