@@ -300,6 +300,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fidelity": written("fidelity"),
     "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
+    "engine-fidelity": written("engine_fidelity"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),

@@ -1,0 +1,296 @@
+"""Simulator against a real engine: vLLM for CPU with a small random model, on this machine.
+
+    python benchmarks/engine_fidelity.py             writes results/engine_fidelity.json and .md
+    python benchmarks/engine_fidelity.py --quick     two loads, printed only
+
+`scripts/install_engine.sh` installs the engine (--venv says where). It is measured first (`inferencegym measure`), then
+plays loads of fixed and mixed lengths, Poisson and in bursts, with large and small KV pools and batches, with drafts
+and without; knobs change while it runs. The discrete-event reference plays every load on the measured times, requests
+sent when they were sent. Counts are compared as they are. Latencies are compared in units of the load's own time per
+token, because a machine that others use as well is at times several times as slow. It takes about ten minutes on a
+machine of one's own, and --only plays the loads whose names hold a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from inferencegym.files import atomic_write
+from live.driver import EngineApi, EngineRequest, play_open
+from live.engines.random_model import ModelShape, write_model
+from live.engines.vllm_server import VllmServer
+from live.measure import MeasureSettings, measure_engine, timed_requests
+from live.metrics import MetricsPage, read_page
+from simulator.hardware.measured import FloatArray
+from simulator.offline.discrete_event import Fleet, Requests, serve
+from simulator.offline.engine_fit import MeasuredEngine, TimedRequests
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SLOTS, KV_BLOCKS, DRAFTS, TOKEN_BUDGET = 32, 257, 4, 2048
+COUNTERS: Final = {
+    "iterations": "vllm:iteration_tokens_total_count",
+    "preemptions": "vllm:num_preemptions_total",
+    "tokens": "vllm:generation_tokens_total",
+}
+COUNTS: Final = ("iterations", "most_begun", "preemptions", "most_waiting", "tokens")
+RATIOS: Final = ("tpot_ms", "ttft_p50", "makespan")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests and the knobs under which they are served; ``rate`` 0: all at once, in ``bursts`` 8 s apart."""
+
+    name: str
+    n: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    rate: float = 0.0
+    bursts: int = 1
+    batch_size: int = SLOTS
+    kv_budget: float = 1.0
+    drafts: int = 0
+
+    def requests(self, seed: int) -> list[EngineRequest]:
+        """Lengths are uniform between their two bounds."""
+        rng = np.random.default_rng(seed)
+        due = (
+            np.cumsum(rng.exponential(1.0 / self.rate, self.n)) if self.rate else np.arange(self.n) % self.bursts * 8.0
+        )
+        prompts, outputs = (rng.integers(low, high + 1, self.n) for low, high in (self.prompt, self.output))
+        columns = zip(np.sort(due), prompts, outputs, strict=True)
+        return [EngineRequest(float(at), int(p), int(o)) for at, p, o in columns]
+
+
+LOADS: Final = (
+    Load("burst, fixed lengths", 32, (128, 128), (64, 64)),
+    Load("burst, mixed lengths", 48, (16, 256), (16, 96)),
+    Load("Poisson 1.5/s, fixed", 40, (128, 128), (48, 48), rate=1.5),
+    Load("Poisson 3/s, mixed", 60, (16, 256), (16, 64), rate=3.0),
+    Load("three bursts, mixed", 48, (16, 256), (16, 48), bursts=3),
+    Load("burst, batch 8", 32, (128, 128), (32, 32), batch_size=8),
+    Load("Poisson 3/s, batch 4", 40, (64, 128), (16, 64), rate=3.0, batch_size=4),
+    Load("burst, pool of 26 blocks", 32, (120, 120), (64, 64), kv_budget=0.1),
+    Load("burst, 26 blocks, prompts of a block", 32, (128, 128), (64, 64), kv_budget=0.1),
+    Load("burst, mixed, 38 blocks", 40, (100, 250), (32, 96), kv_budget=0.15),
+    Load("Poisson 3/s, mixed, 26 blocks", 48, (100, 250), (32, 96), rate=3.0, kv_budget=0.1),
+)
+DRAFTING: Final = (
+    Load("drafting off, burst", 24, (64, 64), (64, 64)),
+    Load("4 drafts, burst", 24, (64, 64), (64, 64), drafts=4),
+    Load("4 drafts, 26 blocks", 24, (100, 250), (32, 96), kv_budget=0.1, drafts=4),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The simulator against vLLM for CPU on this machine.")
+    parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
+    parser.add_argument("--seconds", type=float, default=120.0, help="length of the measuring load (default 120)")
+    parser.add_argument("--without-drafts", action="store_true", help="leave out the loads that need a second start")
+    parser.add_argument("--only", default="", metavar="TEXT", help="loads whose names hold this text")
+    parser.add_argument("--quick", action="store_true", help="two loads, printed only")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        loads = [load for load in (LOADS[:2] if options.quick else LOADS) if options.only in load.name]
+        drafting = () if options.quick or options.without_drafts else DRAFTING
+        result = compare(options.venv, Path(folder), options.seconds, loads, drafting)
+    print(text := markdown(result))
+    if options.quick:
+        return
+    for name, content in (("json", json.dumps(result, indent=1) + "\n"), ("md", text)):
+        with atomic_write(RESULTS / f"engine_fidelity.{name}") as path:
+            path.write_text(content, encoding="utf-8")
+
+
+def compare(
+    venv: Path, folder: Path, seconds: float, loads: Sequence[Load], drafting: Sequence[Load]
+) -> dict[str, Any]:
+    """Measure the engine, then play all loads on it and on the reference."""
+    shape = ModelShape()
+    model = write_model(folder / "model", shape)
+    settings = MeasureSettings(
+        seconds=seconds,
+        most_clients=SLOTS // 2,
+        max_num_seqs=SLOTS,
+        max_batched_tokens=TOKEN_BUDGET,
+        kv_bytes_per_token=shape.kv_bytes_per_token(),
+    )
+    with engine(venv, model, folder, 0) as server:
+        api = EngineApi(server.url).check()
+        measured = measure_engine(api, settings)
+        print(measured.fit.times, measured.fit.median_error, flush=True)
+        rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(loads)]
+    if drafting:
+        with engine(venv, model, folder, DRAFTS) as server:
+            api = EngineApi(server.url).check()
+            rows += [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(drafting)]
+    return {
+        "cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "times": asdict(measured.fit.times),
+        "held_out_median": measured.fit.median_error,
+        "rows": rows,
+    }
+
+
+def engine(venv: Path, model: Path, folder: Path, drafts: int) -> VllmServer:
+    """The server, which reads its knobs from a file while it runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    return VllmServer(
+        venv,
+        model,
+        folder / f"control-{drafts}.json",
+        port=port,
+        log_file=folder / f"engine-{drafts}.log",
+        max_num_seqs=SLOTS,
+        kv_blocks=KV_BLOCKS,
+        drafts=drafts,
+        options=("--max-num-batched-tokens", str(TOKEN_BUDGET)),
+    )
+
+
+def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, seed: int) -> dict[str, Any]:
+    """One load on the engine and on the reference."""
+    knobs = {"batch_size": load.batch_size, "kv_budget": load.kv_budget, "spec_length": load.drafts}
+    with atomic_write(control) as path:
+        path.write_text(json.dumps({"set": knobs}), encoding="utf-8")
+    time.sleep(0.2)
+    # The engine looks at the file before an iteration, and takes blocks out of use while they are free.
+    play_open(api, [EngineRequest(0.0, 16, 4)])
+    before = metrics(api)
+    phase = timed_requests(load.name, play_open(api, load.requests(seed)))
+    time.sleep(0.5)  # the last iteration's statistics
+    after = metrics(api)
+    state = json.loads(Path(f"{control}.state").read_text(encoding="utf-8"))
+    if state["problem"] or state["in_force"]["kv_budget"] != load.kv_budget:
+        raise SystemExit(f"{load.name}: the engine did not take its knobs: {state}")
+    risen = {name: after.total(series) - before.total(series) for name, series in COUNTERS.items()}
+    acceptance = accepted(before, after, risen["tokens"], load.drafts)
+    pool_blocks = state["kv_blocks"] - round((1.0 - load.kv_budget) * state["kv_blocks"])
+    simulated = reference(phase, load, measured, pool_blocks, acceptance)
+    real = {**risen, **seen(phase)}
+    row = {
+        "load": asdict(load),
+        "pool_blocks": pool_blocks,
+        "acceptance": acceptance,
+        "engine": real,
+        "simulator": simulated,
+    }
+    print(json.dumps({"name": load.name, "engine": real, "simulator": simulated}), flush=True)
+    return row
+
+
+def metrics(api: EngineApi) -> MetricsPage:
+    """The engine's metrics."""
+    return read_page(api.get_text("/metrics"))
+
+
+def accepted(before: MetricsPage, after: MetricsPage, tokens: float, drafts: int) -> list[float]:
+    """Share of a sequence's iterations in which each draft position was accepted, as the engine counted."""
+    if not drafts:
+        return []
+    series = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    by_position = [
+        {labels["position"]: value for labels, value in page.samples.get(series, [])} for page in (before, after)
+    ]
+    risen = [by_position[1].get(str(j), 0.0) - by_position[0].get(str(j), 0.0) for j in range(drafts)]
+    iterations = tokens - sum(risen)
+    return [round(count / iterations, 4) for count in risen]
+
+
+def reference(
+    phase: TimedRequests, load: Load, measured: MeasuredEngine, pool_blocks: int, acceptance: Sequence[float]
+) -> dict[str, float]:
+    """The same requests in the discrete-event reference."""
+    facts, source = measured.facts, measured.source("measured")
+    model = source.operators(source.tiers[0], measured.profile("measured"))
+    fleet = Fleet(
+        model,
+        batch_size=load.batch_size,
+        kv_pool_tokens=pool_blocks * facts.block_tokens,
+        block_tokens=facts.block_tokens,
+        spare_tokens=0,
+        draft_tokens=load.drafts,
+        acceptance=acceptance,
+    )
+    order = np.argsort(phase.sent_s, kind="stable")
+    prompt, output = (np.rint(x[order]).astype(np.int64) for x in (phase.prompt_tokens, phase.output_tokens))
+    served = serve(fleet, Requests(phase.sent_s[order] - phase.sent_s.min(), prompt, output))
+    later = model.profile.ttft_offset_ms / 1e3
+    simulated = TimedRequests(
+        load.name, served.arrival_s, served.first_token_s + later, served.finish_s + later, prompt * 1.0, output * 1.0
+    )
+    counts = {
+        "iterations": float(served.iterations),
+        "preemptions": float(served.preemptions.sum()),
+        "tokens": float(output.sum()),
+    }
+    return {**counts, **seen(simulated)}
+
+
+def seen(phase: TimedRequests) -> dict[str, float]:
+    """What clients see: most requests begun and not finished, most waiting, and latencies by the time per token."""
+    tpot_ms = float(np.median(phase.tpot_ms()))
+    ttft = phase.ttft_ms() / tpot_ms
+    return {
+        "most_begun": most_at_once(phase.first_token_s, phase.finish_s),
+        "most_waiting": most_at_once(phase.sent_s, phase.first_token_s),
+        "tpot_ms": round(tpot_ms, 2),
+        "ttft_p50": round(float(np.median(ttft)), 3),
+        "ttft_p99": round(float(np.quantile(ttft, 0.99)), 3),
+        "makespan": round(float(phase.finish_s.max() - phase.sent_s.min()) * 1e3 / tpot_ms, 3),
+    }
+
+
+def most_at_once(begin: FloatArray, end: FloatArray) -> int:
+    """Most intervals that hold one moment; what ends and begins there does not overlap."""
+    edges = sorted([(t, -1) for t in end] + [(t, 1) for t in begin])
+    return int(max(np.cumsum([step for _, step in edges])))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The document's part."""
+    times = result["times"]
+    lines = [
+        "<!-- written by benchmarks/engine_fidelity.py; do not edit -->",
+        "",
+        f"Measured at a load average of {result['load_average']} on {result['cpus']} cores: "
+        f"{times['step_ms']:.0f} ms per iteration, {times['ramp_ms'][0] + times['sequence_ms']:.1f} ms per decoding "
+        f"sequence; phases held out are predicted {result['held_out_median']:.0%} off at the median.",
+        "",
+        "| load | "
+        + " | ".join((*(COUNT_HEADS[name] for name in COUNTS), *(RATIO_HEADS[name] for name in RATIOS)))
+        + " |",
+        "|" + "---|" * (1 + len(COUNTS) + len(RATIOS)),
+    ]
+    for row in result["rows"]:
+        real, simulated = row["engine"], row["simulator"]
+        counts = [f"{real[name]:.0f} / {simulated[name]:.0f}" for name in COUNTS]
+        ratios = [f"{simulated[name] / real[name] - 1.0:+.0%}" for name in RATIOS]
+        lines.append("| " + " | ".join((row["load"]["name"], *counts, *ratios)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+COUNT_HEADS: Final = {
+    "iterations": "iterations",
+    "most_begun": "most in progress",
+    "preemptions": "preemptions",
+    "most_waiting": "most waiting",
+    "tokens": "output tokens",
+}
+RATIO_HEADS: Final = {"tpot_ms": "TPOT", "ttft_p50": "TTFT p50 in TPOT", "makespan": "makespan in TPOT"}
+
+if __name__ == "__main__":
+    main()
