@@ -21,6 +21,7 @@ What makes it work here:
 
 Without ``from_scratch`` training starts from a sensible policy: some of the steps (``start_share`` at most) try
 constant settings of the knobs and watch the rule-based heuristic, and the network is fitted to what is graded higher.
+That policy is scored; then it is made less certain, since PPO learns nothing about levels that are never tried.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ ACTION: Final = "discrete"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Part of a training run: seconds that a step holds its knobs, share of all steps, entropy bonus."""
+    """Part of a training run: seconds that a step holds its knobs, share of the scheduled steps, entropy bonus."""
 
     hold: int
     share: float
@@ -78,8 +79,10 @@ class PpoSettings:
 
     n_envs: int = 64
     stages: tuple[Stage, ...] = (Stage(20, 0.2, 0.03), Stage(8, 0.4, 0.02), Stage(4, 0.4, 0.003))
+    schedule_steps: int = 600_000
+    """Steps over which stages follow each other and the learning rate falls; a longer run goes on as it ended there."""
     from_scratch: bool = False
-    """Start from a random network and the longest holds; else from what pretraining finds, and the shortest."""
+    """Start from a random network, else from what pretraining finds."""
     rollout_steps: int = 6400
     n_minibatches: int = 8
     n_epochs: int = 5
@@ -97,13 +100,11 @@ class PpoSettings:
     """Largest share of all steps that pretraining may take; else there is none."""
     smoothing: float = 0.05
     """Probability that pretraining leaves to all levels of a knob together (label smoothing)."""
+    kept_share: float = 0.3
+    """Share of a pretrained network's weights that PPO starts from; the rest is random, so that it can learn on."""
     passes: int = 3_000
     """Gradient steps of pretraining."""
     torch_threads: int = 1
-
-    def stages_played(self) -> tuple[Stage, ...]:
-        """All of them from scratch; after pretraining the last one."""
-        return self.stages if self.from_scratch else self.stages[-1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,28 +172,37 @@ def train(
     torch.set_num_threads(settings.torch_threads)
     (out / "settings.json").write_text(json.dumps({"steps": steps, "seed": seed, **asdict(settings)}, indent=1) + "\n")
     files = RunFiles(out, resume)
-    stages, provenance = settings.stages_played(), {"seed": seed, "settings": asdict(settings)}
-    ends = np.rint(np.cumsum([stage.share for stage in stages]) / sum(stage.share for stage in stages) * steps)
+    provenance = {"seed": seed, "settings": asdict(settings)}
+    scheduled = min(steps, settings.schedule_steps)
+    shares = np.cumsum([stage.share for stage in settings.stages])
+    ends = [*np.rint(shares[:-1] / shares[-1] * scheduled).astype(int).tolist(), steps]
     model = files.newest_model()
     done, best = (0 if model is None else model.num_timesteps), files.best_policy()
-    for stage, end in zip(stages, ends.astype(int).tolist(), strict=True):
+    if model is None and not settings.from_scratch:
+        last = settings.stages[-1]
+        with opened(make_envs(last.hold), settings.reward_scale) as venv:
+            model = _learner(venv, settings, last, seed, (steps, scheduled), out)
+            done = model.num_timesteps = pretrain(model, venv, settings, steps, seed)
+            start = Scorer(score_on or venv.get_attr("task")[:1], last, files, score_every, provenance, best)
+            start.init_callback(model)
+            start.score()
+            best = start.best
+            soften(model, _learner(venv, settings, last, seed + 1, (steps, scheduled), out), settings.kept_share)
+    for stage, end in zip(settings.stages, ends, strict=True):
         if model is not None and done >= end:
             continue
         with opened(make_envs(stage.hold), settings.reward_scale) as venv:
             # Training seeds are 63-bit hashes: no seed that a person would choose, or that is held out, is among them.
             # Those of a later part differ from those before.
             venv.seed_rows([episode_seed(episode_seed(seed, done + 1), row + 1) for row in range(venv.num_envs)])
-            following = _learner(venv, settings, stage, seed, (end, steps), out)
+            following = _learner(venv, settings, stage, seed, (end, scheduled), out)
             if model is not None:
                 following.policy.load_state_dict(model.policy.state_dict())
-            elif not settings.from_scratch:
-                done = pretrain(following, venv, settings, steps, seed)
             model, model.num_timesteps = following, done
             recorder = EpisodeRecorder(files, steps, progress, label or "PPO")
             scorer = Scorer(score_on or venv.get_attr("task")[:1], stage, files, score_every, provenance, best)
-            if end > done:
-                callbacks = CallbackList([recorder, scorer])
-                model.learn(end - done, callback=callbacks, reset_num_timesteps=False, tb_log_name="PPO")
+            callbacks = CallbackList([recorder, scorer])
+            model.learn(end - done, callback=callbacks, reset_num_timesteps=False, tb_log_name="PPO")
             scorer.score()
             done, best = model.num_timesteps, scorer.best
     assert model is not None
@@ -215,7 +225,7 @@ def opened(envs: AutoresetVectorEnv, scale: float) -> Iterator[ScaledRewards]:
 def _learner(
     venv: ScaledRewards, settings: PpoSettings, stage: Stage, seed: int, ends: tuple[int, int], out: Path
 ) -> PPO:
-    end, steps = ends
+    end, scheduled = ends
     first, last = settings.learning_rate, settings.final_learning_rate
     n_steps = max(1, settings.rollout_steps // settings.n_envs)
     return PPO(
@@ -226,8 +236,8 @@ def _learner(
         n_epochs=settings.n_epochs,
         gamma=settings.gamma_per_second**stage.hold,
         gae_lambda=settings.gae_lambda,
-        # Stable-Baselines3 counts what is left to the end of a stage; the rate falls over all stages.
-        learning_rate=lambda left: first + (last - first) * min(1.0, (1.0 - left) * end / steps),
+        # Stable-Baselines3 counts what is left to the end of a stage; the rate falls over the whole schedule.
+        learning_rate=lambda left: first + (last - first) * min(1.0, (1.0 - left) * end / scheduled),
         clip_range=settings.clip_range,
         ent_coef=stage.ent_coef,
         policy_kwargs={"net_arch": list(settings.hidden)},
@@ -441,6 +451,17 @@ def imitate(model: PPO, demonstrations: Demonstrations, settings: PpoSettings, r
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
+
+
+def soften(model: PPO, fresh: PPO, share: float) -> None:
+    """Shrink the policy's weights and add a random network's: what was learned stays as a leaning, not as a certainty.
+
+    "Shrink and perturb" (Ash and Adams 2020, https://arxiv.org/abs/1910.08475): networks that were fitted to one thing
+    learn the next badly.
+    """
+    with torch.no_grad():
+        for kept, drawn in zip(model.policy.parameters(), fresh.policy.parameters(), strict=True):
+            kept.mul_(share).add_(drawn, alpha=1.0 - share)
 
 
 class ScaledRewards(SB3VecEnv):

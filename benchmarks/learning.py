@@ -1,7 +1,8 @@
-"""Training report: PPO from scratch with five seeds and both rewards, learning curves, scores, and policies to ship.
+"""Training report: PPO with five seeds and both rewards, learning curves, scores, and policies to ship.
 
     python benchmarks/learning.py             everything
     python benchmarks/learning.py --ship      and copy the chosen policies to agents/data/policies
+    python benchmarks/learning.py --add       only runs that the stored results lack
 
 Every run is scored on the way on the held-out seeds, which nothing is chosen by: within a run the validation seeds
 choose the policy that is kept, and they choose the run to ship. Runs go on side by side, one for each core. Results go
@@ -35,7 +36,8 @@ from env.threads import CORES
 from inferencegym.tasks import TaskSpec, get_task
 
 ROOT = Path(__file__).resolve().parents[1]
-REWARDS = ("grade", "plan")
+SCRATCH, PLAN, WARM, LONG = "from scratch", "from scratch, the plan's reward", "warm-started", "from scratch, longer"
+"""Kinds of runs; those that do not say otherwise are paid what is graded."""
 RIVALS = ["random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive"]
 
 
@@ -44,22 +46,28 @@ class Job:
     """A training run."""
 
     task_id: str
-    reward: str
+    kind: str
     seed: int
     steps: int
     out: Path
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells this run from others."""
+        return self.task_id, self.kind, self.seed
+
 
 def one_run(job: Job) -> dict[str, Any]:
     """Train once; returns wall time, the scores on the way, and those of the policy that is kept."""
-    task, settings = get_task(job.task_id), PpoSettings(from_scratch=True, reward=job.reward)
+    task = get_task(job.task_id)
+    settings = PpoSettings(from_scratch=job.kind != WARM, reward="plan" if job.kind == PLAN else "grade")
     started = time.perf_counter()
     make_envs = partial(local_envs, task.task_id, settings)
     trained = train(make_envs, job.out, steps=job.steps, seed=job.seed, settings=settings, progress=False)
     wall_s = time.perf_counter() - started
     held_out = evaluate(PpoAgent(trained.policy, task), task, HELD_OUT_SEEDS, "ppo")
     return {
-        "reward": job.reward,
+        "kind": job.kind,
         "seed": job.seed,
         "steps": int(trained.model.num_timesteps),
         "wall_s": wall_s,
@@ -100,10 +108,10 @@ def curves(results: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = np.atleast_1d(figure.subplots(1, len(results)))
     for axis, (task_id, result) in zip(axes, results.items(), strict=True):
-        for colour, reward in zip(("C0", "C1"), REWARDS, strict=True):
-            runs = [run for run in result["runs"] if run["reward"] == reward]
+        for colour, kind in zip(("C0", "C1", "C2"), (SCRATCH, PLAN, WARM), strict=True):
+            runs = [run for run in result["runs"] if run["kind"] == kind]
             for i, run in enumerate(runs):
-                label = f'PPO, reward "{reward}", {len(runs)} seeds' if i == 0 else None
+                label = f"PPO, {kind}, {len(runs)} seeds" if i == 0 else None
                 axis.plot(*np.array(run["curve"]).T, color=colour, alpha=0.8, linewidth=1.2, label=label)
         for style, rival in zip((":", "--", "-."), ("heuristic", "best_static", "best_adaptive"), strict=True):
             axis.axhline(result["table"]["rivals"][rival]["mean"], color="black", linestyle=style, label=rival)
@@ -117,7 +125,7 @@ def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = [
         "Written by `python benchmarks/learning.py`. Scores are means over 30 held-out seeds with 95 % intervals; the",
-        "PPO row is the shipped policy, from scratch, chosen on other seeds.",
+        "PPO rows are the policies that other seeds chose, the one from scratch is the shipped one.",
         "",
         "| task | agent | score | 95 % interval | PPO over it, paired |",
         "|---|---|---|---|---|",
@@ -125,6 +133,10 @@ def report(results: dict[str, Any]) -> str:
     for task_id, result in results.items():
         shipped = result["table"]["shipped"]
         rows = {**result["table"]["rivals"], f"PPO, from scratch, {shipped['steps']:,} steps": shipped["score"]}
+        warm = [run for run in result["runs"] if run["kind"] == WARM]
+        if warm:
+            best = max(warm, key=lambda run: float(run["validation_score"]))
+            rows[f"PPO, warm-started, {best['steps']:,} steps"] = best["score"]
         for name, i in sorted(rows.items(), key=lambda row: float(row[1]["mean"])):
             over = result["table"]["shipped_over"].get(name)
             gap = "" if over is None else f"{over['mean']:+.3f} [{over['ci95_low']:+.3f}, {over['ci95_high']:+.3f}]"
@@ -135,13 +147,13 @@ def report(results: dict[str, Any]) -> str:
         "",
         "Every run; a step is a decision, and the score is that of the policy that the validation seeds chose.",
         "",
-        "| task | reward | training seed | steps | score | score at the end | seconds |",
+        "| task | PPO | training seed | steps | score | score at the end | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for task_id, result in results.items():
-        for run in [*result["runs"], *([result["long"]] if "long" in result else [])]:
+        for run in result["runs"]:
             lines.append(
-                f"| {task_id} | {run['reward']} | {run['seed']} | {run['steps']:,} | {run['score']['mean']:.3f} "
+                f"| {task_id} | {run['kind']} | {run['seed']} | {run['steps']:,} | {run['score']['mean']:.3f} "
                 f"| {run['curve'][-1][1]:.3f} | {run['wall_s']:.0f} |"
             )
     return "\n".join(lines) + "\n"
@@ -155,41 +167,46 @@ def main() -> None:
         action="append",
         help="task id, repeatable; others keep their results (default: all)",
     )
-    parser.add_argument("--seeds", type=int, default=5, help='runs with reward "grade" (default 5)')
-    parser.add_argument("--plan-seeds", type=int, default=5, help='runs with reward "plan" (default 5)')
+    parser.add_argument("--seeds", type=int, default=5, help="runs from scratch (default 5)")
+    parser.add_argument("--plan-seeds", type=int, default=5, help="runs with the plan's reward (default 5)")
+    parser.add_argument("--warm-seeds", type=int, default=2, help="runs with a warm start (default 2)")
     parser.add_argument("--steps", type=int, default=600_000, help="decisions of a run (default 600000)")
     parser.add_argument("--long-task", default="3", help="task of a run of three times the steps (default 3)")
     parser.add_argument("--ship", action="store_true", help="copy the chosen policies to agents/data/policies")
+    parser.add_argument("--add", action="store_true", help="keep the stored runs and add those that are missing")
     args = parser.parse_args()
+    if args.add and args.ship:
+        parser.error("--ship needs the files of all runs: leave --add out")
+    directory = ROOT / "benchmarks"
+    stored = json.loads((directory / "results" / "learning.json").read_text())["tasks"]
     task_ids: list[str] = args.task or ["1", "2", "3"]
-    n_runs = {"grade": args.seeds, "plan": args.plan_seeds}
+    n_runs = {SCRATCH: args.seeds, PLAN: args.plan_seeds, WARM: args.warm_seeds}
     jobs = [
-        Job(task_id, reward, seed, args.steps, args.out / f"task{task_id}-{reward}-{seed}")
+        Job(task_id, kind, seed, args.steps, args.out / f"task{task_id}-{i}-{seed}")
         for task_id in task_ids
-        for reward in REWARDS
-        for seed in range(n_runs[reward])
+        for i, (kind, count) in enumerate(n_runs.items())
+        for seed in range(count)
     ]
     # The long run first: it would otherwise go on alone at the end.
     if args.long_task in task_ids:
-        jobs.insert(0, Job(args.long_task, "grade", 0, 3 * args.steps, args.out / f"task{args.long_task}-long"))
+        jobs.insert(0, Job(args.long_task, LONG, 0, 3 * args.steps, args.out / f"task{args.long_task}-long"))
+    done: dict[tuple[str, str, int], dict[str, Any]] = {}
+    if args.add:
+        done = {(task_id, run["kind"], run["seed"]): run for task_id in task_ids for run in stored[task_id]["runs"]}
+    missing = [job for job in jobs if job.key not in done]
     with ProcessPoolExecutor(CORES) as pool:
-        done = dict(zip(jobs, pool.map(one_run, jobs), strict=True))
+        done |= zip((job.key for job in missing), pool.map(one_run, missing), strict=True)
     results: dict[str, Any] = {}
     for task_id in task_ids:
         task = get_task(task_id)
-        runs = [run for job, run in done.items() if job.task_id == task_id and job.steps == args.steps]
-        paid = [run for run in runs if run["reward"] == "grade"]
-        chosen = max(paid, key=lambda run: float(run["validation_score"]))
-        entry: dict[str, Any] = {"runs": runs, "table": table(task, paid, chosen)}
-        for job, run in done.items():
-            if job.task_id == task_id and job.steps > args.steps:
-                entry["long"] = run
-        results[task_id] = entry
+        runs = [run for (of, _, _), run in sorted(done.items()) if of == task_id]
+        scratch = [run for run in runs if run["kind"] == SCRATCH]
+        chosen = max(scratch, key=lambda run: float(run["validation_score"]))
+        results[task_id] = {"runs": runs, "table": table(task, scratch, chosen)}
         if args.ship:
             shutil.copy(chosen["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
-    directory = ROOT / "benchmarks"
-    before = json.loads((directory / "results" / "learning.json").read_text())["tasks"] if args.task else {}
-    results = dict(sorted({**before, **results}.items()))
+    if args.task:
+        results = dict(sorted({**stored, **results}.items()))
     told: dict[str, Any] = {
         "cpu_count": os.cpu_count(),
         "settings": asdict(PpoSettings(from_scratch=True)),

@@ -32,6 +32,7 @@ from agents.ppo_demo import (
     imitate,
     local_envs,
     rise,
+    soften,
     train,
 )
 from agents.ppo_demo import main as demonstration
@@ -150,6 +151,19 @@ def test_the_policy_that_is_kept_is_the_best_on_the_validation_seeds(tmp_path: P
     assert evaluate(PpoAgent(kept, get_task(1)), get_task(1), HELD_OUT_SEEDS, "ppo").scores.mean() == best.held_out
 
 
+def test_a_longer_run_goes_on_from_where_the_schedule_ends_and_keeps_what_was_best(tmp_path: Path) -> None:
+    settings = replace(SCRATCH, schedule_steps=400)
+    short, long = (
+        train(make_envs(), tmp_path / str(n), steps=n, seed=2, settings=settings, progress=False, score_every=200)
+        for n in (400, 800)
+    )
+    assert long.episodes[: len(short.episodes)] == short.episodes
+    assert long.scores[:3] == short.scores[:3]
+    assert long.policy.trained["validation_score"] >= max(scored.validation for scored in short.scores[:3])
+    assert long.model.learning_rate(0.5) == pytest.approx(settings.final_learning_rate)
+    assert long.scores[-1].step == 800
+
+
 def test_resuming_where_nothing_was_trained_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="checkpoints"):
         train(make_envs(), tmp_path, steps=100, settings=QUICK, progress=False, resume=True)
@@ -252,6 +266,28 @@ def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other
         parts = model.policy.get_distribution(seen).distribution
     assert [int(part.probs.argmax(dim=1)[0]) for part in parts] == action_codec(ACTION).encode(knobs)[0].tolist()
     assert all(0.9 < float(part.probs.max()) < 0.99 for part in parts)
+
+
+def test_softening_mixes_the_network_with_a_random_one(tmp_path: Path) -> None:
+    one, other = (
+        train(make_envs(), tmp_path / name, steps=200, seed=seed, settings=SCRATCH, progress=False).model
+        for seed, name in enumerate("ab")
+    )
+    before = {name: weights.clone() for name, weights in one.policy.state_dict().items()}
+    soften(one, other, 0.3)
+    for name, weights in one.policy.state_dict().items():
+        torch.testing.assert_close(weights, 0.3 * before[name] + 0.7 * other.policy.state_dict()[name])
+    assert any(not torch.equal(before[name], weights) for name, weights in one.policy.state_dict().items())
+
+
+def test_a_pretrained_policy_is_scored_before_it_learns_and_what_learning_spoils_is_not_kept(tmp_path: Path) -> None:
+    settings = replace(QUICK, passes=400, learning_rate=1.0, final_learning_rate=1.0)  # learns nothing sensible
+    trained = train(make_envs(), tmp_path, steps=12_000, settings=settings, progress=False, score_every=4_000)
+    start = trained.scores[0]
+    assert 0 < start.step <= settings.start_share * 12_000
+    assert trained.policy.trained["steps"] == start.step
+    assert start.validation > 0.9
+    assert min(scored.validation for scored in trained.scores) < start.validation - 0.1
 
 
 def test_files_that_are_not_policies_are_named(tmp_path: Path) -> None:
