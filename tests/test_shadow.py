@@ -301,7 +301,7 @@ def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
     for text, message in (
         ("{", "not JSON"),
         ("[1]", "must be a JSON object"),
-        ('{"batch": 3}', "batch=3 is not allowed"),
+        ('{"batch": 3}', "unknown field batch: did you mean batch_size?"),
     ):
         assert main(["shadow", "--trace", str(tmp_path / "log.csv"), "--baseline", text, "--gpus", "1"]) == 2
         assert message in capsys.readouterr().err
