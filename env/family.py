@@ -88,6 +88,13 @@ class EpisodeEnv(Protocol):
         """Start an episode."""
         ...
 
+    def check(self, action: Any) -> None:
+        """Refuse an action of the family that this episode cannot play: raises InvalidActionError.
+
+        Sessions ask before they store a step, since what is stored must play.
+        """
+        ...
+
     def play(self, action: Any) -> tuple[Any, float, bool]:
         """Take one step and return observation, reward and done."""
         ...

@@ -132,6 +132,11 @@ class InferenceEnv:
         """Take one step; return observation, reward (the sum over its seconds), done and :meth:`info`."""
         return *self.play(action), self.info()
 
+    def check(self, action: ServeAction) -> None:
+        """Raise :class:`InvalidActionError` for a precision that the episode's table lacks, where the task offers it."""
+        if self._batch is not None and "quant_tier" in self.task.active_actions:
+            self._batch.tables.refuse_tier(action.quant_tier.value)
+
     def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
         """Take one step; return observation, reward and done, without the cost of :meth:`info`.
 
@@ -151,8 +156,8 @@ class InferenceEnv:
             action.validate()
         else:
             action = ServeAction.from_dict({**(self.actions[-1] if self.actions else {}), **action})
+        self.check(action)
         applied = mask_action(action, self.task.active_actions)
-        batch.tables.refuse_tier(applied.quant_tier.value)
         batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()

@@ -105,6 +105,18 @@ def test_quant_tier_may_be_a_number_or_a_name(server: RunningServer) -> None:
     assert answers[0]["info"]["action_applied"]["quant_tier"] == 2
 
 
+def test_a_precision_that_the_hardware_lacks_is_refused_and_the_session_plays_on(server: RunningServer) -> None:
+    session_id = server.post("/reset", {"task_id": 3, "config": {"hardware": "a100-qwen3-8b"}})["session_id"]
+    for step in (1, 2):
+        body = {"session_id": session_id, "step": step, "action": {"quant_tier": 1}}
+        refused = server.client.post("/step", json=body)
+        assert refused.status_code == 422, refused.text
+        assert refused.json()["detail"]["code"] == "invalid_action"
+        assert "BF16" in refused.json()["detail"]["allowed"]
+        assert server.get("/state", session_id=session_id)["step_count"] == step - 1
+        server.post("/step", {"session_id": session_id, "step": step, "action": {"quant_tier": 0}})
+
+
 def test_knobs_that_a_task_does_not_offer_are_forced_and_shown(server: RunningServer) -> None:
     session_id = server.post("/reset", {"task_id": 1})["session_id"]
     asked = {"kv_budget": 0.5, "batch_size": 64, "spec_length": 8, "prefill_disagg": True, "quant_tier": "INT4"}

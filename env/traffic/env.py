@@ -217,6 +217,9 @@ class TrafficEnv:
         """
         return *self.play(action), self.info()
 
+    def check(self, action: TrafficAction) -> None:
+        """Every action of the controller can be played in every episode."""
+
     def play(self, action: TrafficAction | str | Mapping[str, Any]) -> tuple[TrafficState, float, bool]:
         """Let a share of the next second's requests through; return state, reward and done.
 

@@ -112,9 +112,11 @@ class LiveSession:
     def parse_action(self, action: Any, at: int) -> tuple[Any, Action]:
         """An action for the step after ``at`` steps, as the environment takes it and as the record keeps it, complete.
 
-        Raises InvalidActionError.
+        Raises InvalidActionError, also for what the episode cannot play: a stored step must play.
         """
-        return self.family.parse_action(action, self.actions[at - 1] if at else None)
+        parsed, wanted = self.family.parse_action(action, self.actions[at - 1] if at else None)
+        self.env.check(parsed)
+        return parsed, wanted
 
     @property
     def in_use(self) -> bool:

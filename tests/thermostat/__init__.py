@@ -94,6 +94,9 @@ class ThermostatEnv:
         self.actions, self.episode_log = [], []
         return self.observation()
 
+    def check(self, action: HeaterAction) -> None:
+        """Every heater does what it is told."""
+
     def play(self, action: HeaterAction) -> tuple[Room, float, bool]:
         if not self._outside:
             raise NotResetError("step before reset: call reset() first")
