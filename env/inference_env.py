@@ -133,7 +133,7 @@ class InferenceEnv:
         return *self.play(action), self.info()
 
     def check(self, action: ServeAction) -> None:
-        """Raise :class:`InvalidActionError` for a precision that the episode's table lacks, where the task offers it."""
+        """Raise :class:`InvalidActionError` for a precision that the table lacks, where the task offers the knob."""
         if self._batch is not None and "quant_tier" in self.task.active_actions:
             self._batch.tables.refuse_tier(action.quant_tier.value)
 
