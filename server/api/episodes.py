@@ -43,7 +43,7 @@ from server.sessions.manager import LiveSession, StepResult
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
 LOG_BOUNDS: Final = JsonBounds(
-    values=64 * MAX_EPISODE_LENGTH + MAX_VALUES,
+    values=72 * MAX_EPISODE_LENGTH + MAX_VALUES,
     arrays=12 * MAX_EPISODE_LENGTH + MAX_VALUES,
     texts=2 * MAX_EPISODE_LENGTH + MAX_VALUES,
 )

@@ -6,7 +6,7 @@ import csv
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,10 @@ def spec_acceptance(dataset: str = "sharegpt", method: str = "eagle") -> dict[in
 def spec_tokens_per_step(dataset: str = "sharegpt", method: str = "eagle") -> dict[int, float]:
     """Mean tokens per verify step by number of draft tokens; 1.0 without drafting."""
     return {0: 1.0, **{k: 1.0 + sum(p) for k, p in spec_acceptance(dataset, method).items()}}
+
+
+NOT_IN_TABLES: Final = ("accelmark_a100_40gb.csv",)
+"""Files that only the fidelity report reads."""
 
 
 def checksums() -> dict[str, str]:

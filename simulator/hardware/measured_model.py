@@ -69,8 +69,8 @@ class MeasuredSource(Source):
         return support(tier, n_decode, prompt_tokens, prompt_tokens, draft_tokens)
 
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
-        """Checksums of the measured files."""
-        return {"measured_sha256": measured.checksums()}
+        """Checksums of the measured files, but for those that have no part in tables."""
+        return {"measured_sha256": {k: v for k, v in measured.checksums().items() if k not in measured.NOT_IN_TABLES}}
 
 
 def operator_model(card: str | Hardware, tier: str, profile: str | EngineProfile) -> OperatorModel:
