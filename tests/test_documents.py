@@ -166,7 +166,7 @@ def test_every_command_of_the_readme_does_what_it_says(command: str, readers_fol
 def whole_script(snippet: Snippet, url: str) -> str:
     """A script around lines that stand in an ``async`` function, and our server's address in place of the default."""
     text = snippet.reduced().replace("http://localhost:7860", url)
-    if "async with" in text:
+    if "async with" in text and "asyncio.run(" not in text:
         imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
         body = [line for line in text.splitlines() if line not in imports]
         inner = textwrap.indent("\n".join(body), "    ")
