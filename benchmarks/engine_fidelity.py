@@ -16,22 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from inferencegym.files import atomic_write
+from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, play_open
-from live.engines.random_model import ModelShape, write_model
-from live.engines.vllm_server import VllmServer
+from live.engines.random_model import ModelShape, serve_random_model
 from live.measure import MeasureSettings, measure_engine, timed_requests
 from live.metrics import MetricsPage, read_page
+from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.measured import FloatArray
 from simulator.offline.discrete_event import Fleet, Requests, serve
 from simulator.offline.engine_fit import MeasuredEngine, TimedRequests
@@ -88,8 +87,18 @@ LOADS: Final = (
 DRAFTING: Final = (
     Load("drafting off, burst", 24, (64, 64), (64, 64)),
     Load("4 drafts, burst", 24, (64, 64), (64, 64), drafts=4),
-    Load("4 drafts, 26 blocks", 24, (100, 250), (32, 96), kv_budget=0.1, drafts=4),
+    Load("2 drafts, burst", 24, (64, 64), (64, 64), drafts=2),
+    Load("drafting off, Poisson 1.5/s, mixed", 30, (16, 256), (16, 64), rate=1.5),
+    Load("4 drafts, Poisson 1.5/s, mixed", 30, (16, 256), (16, 64), rate=1.5, drafts=4),
+    Load("drafting off, mixed, 26 blocks", 24, (100, 250), (32, 96), kv_budget=0.1),
+    Load("4 drafts, mixed, 26 blocks", 24, (100, 250), (32, 96), kv_budget=0.1, drafts=4),
+    # Those of the first start in which its preemptions may differ: is it the asynchronous scheduling?
+    replace(LOADS[7], name="synchronous: burst, pool of 26 blocks"),
+    replace(LOADS[8], name="synchronous: burst, 26 blocks, prompts of a block"),
+    replace(LOADS[9], name="synchronous: burst, mixed, 38 blocks"),
 )
+
+PROBE: Final = Load("pace", 8, (32, 32), (64, 64))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,9 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(text := markdown(result))
     if options.quick:
         return
-    for name, content in (("json", json.dumps(result, indent=1) + "\n"), ("md", text)):
-        with atomic_write(RESULTS / f"engine_fidelity.{name}") as path:
-            path.write_text(content, encoding="utf-8")
+    write_text(RESULTS / "engine_fidelity.json", json.dumps(result, indent=1) + "\n")
+    write_text(RESULTS / "engine_fidelity.md", text)
 
 
 def compare(
@@ -117,7 +125,8 @@ def compare(
 ) -> dict[str, Any]:
     """Measure the engine, then play all loads on it and on the reference."""
     shape = ModelShape()
-    model = write_model(folder / "model", shape)
+    options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
+    limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "shape": shape, "options": options}
     settings = MeasureSettings(
         seconds=seconds,
         most_clients=SLOTS // 2,
@@ -125,13 +134,13 @@ def compare(
         max_batched_tokens=TOKEN_BUDGET,
         kv_bytes_per_token=shape.kv_bytes_per_token(),
     )
-    with engine(venv, model, folder, 0) as server:
+    with serve_random_model(venv, folder / "plain", **limits) as server:
         api = EngineApi(server.url).check()
         measured = measure_engine(api, settings)
         print(measured.fit.times, measured.fit.median_error, flush=True)
         rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(loads)]
     if drafting:
-        with engine(venv, model, folder, DRAFTS) as server:
+        with serve_random_model(venv, folder / "drafts", drafts=DRAFTS, **limits) as server:
             api = EngineApi(server.url).check()
             rows += [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(drafting)]
     return {
@@ -143,32 +152,10 @@ def compare(
     }
 
 
-def engine(venv: Path, model: Path, folder: Path, drafts: int) -> VllmServer:
-    """The server, which reads its knobs from a file while it runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    return VllmServer(
-        venv,
-        model,
-        folder / f"control-{drafts}.json",
-        port=port,
-        log_file=folder / f"engine-{drafts}.log",
-        max_num_seqs=SLOTS,
-        kv_blocks=KV_BLOCKS,
-        drafts=drafts,
-        options=("--max-num-batched-tokens", str(TOKEN_BUDGET)),
-    )
-
-
 def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, seed: int) -> dict[str, Any]:
-    """One load on the engine and on the reference."""
-    knobs = {"batch_size": load.batch_size, "kv_budget": load.kv_budget, "spec_length": load.drafts}
-    with atomic_write(control) as path:
-        path.write_text(json.dumps({"set": knobs}), encoding="utf-8")
-    time.sleep(0.2)
-    # The engine looks at the file before an iteration, and takes blocks out of use while they are free.
-    play_open(api, [EngineRequest(0.0, 16, 4)])
+    """One load on the engine and on the reference, at the pace that the machine has before and after it."""
+    slower = [slowdown(api, control, measured)]
+    set_knobs(api, control, load)
     before = metrics(api)
     phase = timed_requests(load.name, play_open(api, load.requests(seed)))
     time.sleep(0.5)  # the last iteration's statistics
@@ -176,20 +163,36 @@ def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, 
     state = json.loads(Path(f"{control}.state").read_text(encoding="utf-8"))
     if state["problem"] or state["in_force"]["kv_budget"] != load.kv_budget:
         raise SystemExit(f"{load.name}: the engine did not take its knobs: {state}")
+    slower.append(slowdown(api, control, measured))
     risen = {name: after.total(series) - before.total(series) for name, series in COUNTERS.items()}
     acceptance = accepted(before, after, risen["tokens"], load.drafts)
     pool_blocks = state["kv_blocks"] - round((1.0 - load.kv_budget) * state["kv_blocks"])
-    simulated = reference(phase, load, measured, pool_blocks, acceptance)
-    real = {**risen, **seen(phase)}
     row = {
         "load": asdict(load),
         "pool_blocks": pool_blocks,
         "acceptance": acceptance,
-        "engine": real,
-        "simulator": simulated,
+        "slowdown": [round(each, 3) for each in slower],
+        "engine": {**risen, **seen(phase)},
+        "simulator": reference(phase, load, measured, pool_blocks, acceptance, float(np.mean(slower))),
     }
-    print(json.dumps({"name": load.name, "engine": real, "simulator": simulated}), flush=True)
+    print(json.dumps(row), flush=True)
     return row
+
+
+def slowdown(api: EngineApi, control: Path, measured: MeasuredEngine) -> float:
+    """How many times as slow as when it was measured the machine is now: other work comes and goes."""
+    set_knobs(api, control, PROBE)
+    phase = timed_requests(PROBE.name, play_open(api, PROBE.requests(0)))
+    expected = reference(phase, PROBE, measured, measured.facts.pool_blocks, ())
+    return seen(phase)["tpot_ms"] / expected["tpot_ms"]
+
+
+def set_knobs(api: EngineApi, control: Path, load: Load) -> None:
+    """Write the knobs, and a request with which the idle engine reads them while its blocks are free."""
+    knobs = {"batch_size": load.batch_size, "kv_budget": load.kv_budget, "spec_length": load.drafts}
+    write_text(control, json.dumps({"set": knobs}))
+    time.sleep(0.2)
+    play_open(api, [EngineRequest(0.0, 16, 4)])
 
 
 def metrics(api: EngineApi) -> MetricsPage:
@@ -211,7 +214,12 @@ def accepted(before: MetricsPage, after: MetricsPage, tokens: float, drafts: int
 
 
 def reference(
-    phase: TimedRequests, load: Load, measured: MeasuredEngine, pool_blocks: int, acceptance: Sequence[float]
+    phase: TimedRequests,
+    load: Load,
+    measured: MeasuredEngine,
+    pool_blocks: int,
+    acceptance: Sequence[float],
+    slowdown: float = 1.0,
 ) -> dict[str, float]:
     """The same requests in the discrete-event reference."""
     facts, source = measured.facts, measured.source("measured")
@@ -224,6 +232,7 @@ def reference(
         spare_tokens=0,
         draft_tokens=load.drafts,
         acceptance=acceptance,
+        slowdown=slowdown,
     )
     order = np.argsort(phase.sent_s, kind="stable")
     prompt, output = (np.rint(x[order]).astype(np.int64) for x in (phase.prompt_tokens, phase.output_tokens))
@@ -262,13 +271,13 @@ def most_at_once(begin: FloatArray, end: FloatArray) -> int:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The document's part."""
-    times = result["times"]
+    times = EngineTimes.of_dict(result["times"])
     lines = [
         "<!-- written by benchmarks/engine_fidelity.py; do not edit -->",
         "",
-        f"Measured at a load average of {result['load_average']} on {result['cpus']} cores: "
-        f"{times['step_ms']:.0f} ms per iteration, {times['ramp_ms'][0] + times['sequence_ms']:.1f} ms per decoding "
-        f"sequence; phases held out are predicted {result['held_out_median']:.0%} off at the median.",
+        f"Measured at a load average of {result['load_average']} on {result['cpus']} cores: an iteration takes "
+        f"{iteration_ms(times, 1):.0f} ms with one decoding sequence and {iteration_ms(times, SLOTS):.0f} with {SLOTS}; "
+        f"phases held out are predicted {result['held_out_median']:.0%} off at the median.",
         "",
         "| load | "
         + " | ".join((*(COUNT_HEADS[name] for name in COUNTS), *(RATIO_HEADS[name] for name in RATIOS)))
@@ -281,6 +290,11 @@ def markdown(result: Mapping[str, Any]) -> str:
         ratios = [f"{simulated[name] / real[name] - 1.0:+.0%}" for name in RATIOS]
         lines.append("| " + " | ".join((row["load"]["name"], *counts, *ratios)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def iteration_ms(times: EngineTimes, sequences: int) -> float:
+    """Time of an iteration that decodes so many sequences, but for their contexts."""
+    return times.step_ms + times.rows_ms(sequences) + times.sequence_ms * sequences
 
 
 COUNT_HEADS: Final = {

@@ -1,104 +1,357 @@
-"""Policies on a real engine: the same traffic for each, several repeats, order drawn anew in every repeat.
+"""Policies on a real engine, one of them learned in the simulator of that engine as it was measured.
 
-    python benchmarks/live_policies.py --engine http://localhost:8000 --control-file /tmp/control.json
+    python benchmarks/live_policies.py --venv .venv-engine      vLLM for CPU with a random model; writes the results
+    python benchmarks/live_policies.py --engine URL --control-file FILE      an engine of yours, printed only
+    python benchmarks/live_policies.py --stand-in --seconds 20 --steps 20000    no engine: the discrete-event reference
+    python benchmarks/live_policies.py --draw      the figure again, from the results
 
-The engine's capacity is measured first and the task's traffic scaled to it. Without ``--engine`` the discrete-event
-reference stands in for one. Grades of one engine and run can be compared with each other, and with no others: they are
-relative to the capacity just measured.
+The engine is measured (``inferencegym measure``), and a task's traffic is scaled to its capacity. PPO then learns that
+task in the simulator of the measured engine (extra ``rl``). Constant settings, the heuristic and the learned policy
+play the same traffic, several times, in an order drawn anew in every repeat. Grades of one engine and run can be
+compared with each other, and with no others: they are relative to the capacity just measured. With the defaults it
+takes about half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
-import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from agents.episodes import run_episodes
+from agents.evaluate import interval
 from agents.registry import load_own_agents, make_agent
+from inferencegym.files import write_text
+from inferencegym.models import ServeObservation
 from inferencegym.spaces.actions import action_mask, from_row, snap
-from inferencegym.tasks import Calibration, TaskSpec, get_task
+from inferencegym.tasks import TASKS_ENV, Calibration, TaskSpec, get_calibration, get_task
 from live.engines.choose import engine_at
-from live.engines.engine import Engine
+from live.engines.engine import Engine, Orders
+from live.engines.random_model import ModelShape, serve_random_model
+from live.engines.sglang import SglangEngine
 from live.engines.simulated import SimulatedEngine
+from live.engines.vllm import VllmEngine
 from live.env import EngineEnv
-from live.scaling import engine_calibration, live_task, mean_lengths, measure_capacity, scaled_lengths, scaled_rates
-from simulator.tables import tables_of
+from live.measure import MeasureSettings, measure_engine
+from live.scaling import (
+    drafts_as_measured,
+    engine_calibration,
+    live_task,
+    mean_lengths,
+    measure_capacity,
+    measure_draft_tokens,
+    scaled_lengths,
+    scaled_rates,
+    write_task,
+)
+from simulator.offline.table import build_table
+from simulator.tables import TABLE_ENV, FloatArray, tables_of
 
-AGENTS = ("naive", 'constant:{"batch_size": 8}', 'constant:{"batch_size": 16}', "heuristic", "ppo")
+RESULTS = Path(__file__).resolve().parent / "results"
+FIGURE = Path(__file__).resolve().parent / "figures" / "live_episode.png"
+CONSTANTS: Final = tuple(
+    f'constant:{{"batch_size": {size}, "spec_length": {drafts}}}'
+    for size, drafts in ((16, 0), (64, 0), (64, 2), (64, 8))
+)
+AGENTS: Final = (*CONSTANTS, "heuristic", "learned")
+SLOTS, KV_BLOCKS, TOKEN_BUDGET, DRAFTS = 64, 97, 2048, 8
+"""Of the engine that is started here: the pool holds fewer requests than there are slots, so both can be too many."""
+TASK_ID: Final = "live"
+FIRST_SEED: Final = 9000
+DRAFT_BURST: Final = 32
+SERIES: Final = ("queue_requests", "kv_occupancy", "tokens_per_sec", "ttft_p50_ms")
 
 
 @dataclass
 class Played:
-    """What each repeat of an agent gave."""
+    """What each repeat of an agent gave on the engine, and the first one second by second."""
 
     scores: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
+    preemptions: list[float] = field(default_factory=list)
+    series: dict[str, list[float]] = field(default_factory=dict)
 
-    def row(self, name: str) -> str:
-        p50, p99 = np.quantile(self.ttft_ms, (0.5, 0.99)) if self.ttft_ms else (np.nan, np.nan)
-        spread = statistics.stdev(self.scores) if len(self.scores) > 1 else 0.0
-        score, tokens, late = (statistics.fmean(values) for values in (self.scores, self.tokens_per_s, self.late))
-        return f"| {name} | {score:.3f} ± {spread:.3f} | {tokens:.0f} | {p50:.0f} | {p99:.0f} | {late:.1%} |"
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parsed(arguments)
+    if args.draw:
+        draw(json.loads((RESULTS / "live_policies.json").read_text(encoding="utf-8")))
+        return
+    load_own_agents(args.agents)
+    with tempfile.TemporaryDirectory() as name, running_engine(args, Path(name)) as engine:
+        result = compare(engine, args, Path(name))
+    print(markdown(result))
+    if args.venv is not None:
+        write_text(RESULTS / "live_policies.json", json.dumps(result, indent=1) + "\n")
+        write_text(RESULTS / "live_policies.md", markdown(result))
+        draw(result)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--venv", type=Path, help="start vLLM for CPU, which is installed there")
+    which.add_argument("--engine", metavar="URL", help="an engine that runs")
+    which.add_argument("--stand-in", action="store_true", help="no engine: the discrete-event reference")
+    which.add_argument("--draw", action="store_true", help="the figure again, from the results")
+    parser.add_argument("--control-file", type=Path)
+    parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--kv-bytes-per-token", type=float, help="where the engine does not state it")
+    parser.add_argument("--task", default="3")
+    parser.add_argument("--seconds", type=int, default=50, help="length of an episode (default 50)")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--measure-seconds", type=float, default=90.0, help="length of the measuring load (default 90)")
+    parser.add_argument("--steps", type=int, default=100_000, help="training steps of the learned policy")
+    parser.add_argument("--longest", type=int, default=1024, help="most tokens of a request, prompt and output")
+    parser.add_argument("--agents", nargs="+", default=list(AGENTS))
+    return parser.parse_args(arguments)
+
+
+@contextmanager
+def running_engine(args: argparse.Namespace, folder: Path) -> Iterator[Engine]:
+    """The engine that plays."""
+    if args.stand_in:
+        yield SimulatedEngine(tables_of(None), SLOTS)
+    elif args.engine:
+        yield engine_at(args.backend, args.engine, args.control_file)
+    else:
+        options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
+        limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "drafts": DRAFTS, "options": options}
+        with serve_random_model(args.venv, folder, **limits) as server:
+            yield engine_at("vllm", server.url, server.control_file)
+
+
+def measure(engine: Engine, args: argparse.Namespace, folder: Path, lengths: tuple[int, int]) -> dict[int, float]:
+    """Measure the engine and make its table the default one; returns its tokens per iteration by draft length."""
+    if not isinstance(engine, VllmEngine | SglangEngine):
+        return {}  # the stand-in plays the default table already
+    settings = MeasureSettings(args.measure_seconds, kv_bytes_per_token=args.kv_bytes_per_token)
+    if args.venv is not None:
+        settings = replace(
+            settings,
+            most_clients=SLOTS // 2,
+            max_num_seqs=SLOTS,
+            max_batched_tokens=TOKEN_BUDGET,
+            kv_bytes_per_token=ModelShape().kv_bytes_per_token(),
+        )
+    drafting = "spec_length" in engine.limits()
+    if drafting:
+        engine.set(Orders({"spec_length": 0.0}))  # what iterations take is measured without
+    measured = measure_engine(engine.api, settings)
+    print(f"measured: {measured.fit.times}, held-out error {measured.fit.median_error:.0%} at the median", flush=True)
+    tokens = measure_draft_tokens(engine, *lengths, DRAFT_BURST) if drafting else {}
+    path = build_table(
+        folder / "engine.parquet",
+        measured.source("measured"),
+        measured.profile("measured"),
+        jobs=1,
+        progress=False,
+        saturated=False,
+        spec_tokens=tokens or None,
+    )
+    os.environ[TABLE_ENV] = str(path)
+    return tokens
+
+
+def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Scale the task, learn it, and play all policies on the engine and in its simulator."""
+    # Rates and constants are those of an episode of this length.
+    task = replace(get_task(args.task), episode_length=args.seconds)
+    task = drafts_as_measured(live_task(scaled_lengths(task, args.longest), engine))
+    lengths = mean_lengths(task)
+    draft_tokens = measure(engine, args, folder, lengths)
+    capacity = measure_capacity(engine, *lengths)
+    task = scaled_rates(task, capacity.peak_tps)
+    path = write_task(folder / "live.json", TASK_ID, task, engine_calibration(task, capacity))
+    os.environ[TASKS_ENV] = str(path)
+    task, calibration = get_task(TASK_ID), get_calibration(TASK_ID)
+    print(
+        f"{engine.name}: {capacity.floor_tps:.0f} tokens/s one request at a time, {capacity.peak_tps:.0f} in batches; "
+        f"{task.arrival_rate_rps:.2f} requests/s, knobs {', '.join(task.active_actions)}"
+        f"; tokens per iteration by drafts {draft_tokens}",
+        flush=True,
+    )
+    agents = {name: learned(folder, args.steps) if name == "learned" else name for name in args.agents}
+    seeds = range(FIRST_SEED, FIRST_SEED + args.repeats)
+    played = {name: Played() for name in agents}
+    for seed in seeds:
+        order = list(agents)
+        random.Random(seed).shuffle(order)
+        for name in order:
+            play(engine, task, calibration, agents[name], seed, played[name])
+            print(f"seed {seed} {name}: grade {played[name].scores[-1]:.3f}", flush=True)
+    simulated = {name: in_simulator(task, agents[name], seeds) for name in agents}
+    return {
+        "engine": engine.name,
+        "task": args.task,
+        "seconds": args.seconds,
+        "repeats": args.repeats,
+        "steps": args.steps,
+        "cpus": os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "floor_tps": capacity.floor_tps,
+        "peak_tps": capacity.peak_tps,
+        "arrival_rate_rps": task.arrival_rate_rps,
+        "knobs": list(task.active_actions),
+        "draft_tokens": draft_tokens,
+        "slo_ms": task.slo_target_ms,
+        "agents": {name: {"engine": vars(played[name]), "simulator": simulated[name]} for name in agents},
+    }
+
+
+def learned(folder: Path, steps: int) -> str:
+    """Name of a policy that PPO learns on the scaled task in the simulator."""
+    from agents.ppo_demo import PpoSettings, local_envs, train
+
+    settings = PpoSettings(schedule_steps=steps)
+    out = folder / "learned"
+    train(lambda hold: local_envs(TASK_ID, settings, hold), out, steps=steps, settings=settings, progress=False)
+    return f"ppo:{out / 'policy.npz'}"
 
 
 def play(engine: Engine, task: TaskSpec, calibration: Calibration, agent_name: str, seed: int, into: Played) -> None:
+    """Play an episode on the engine."""
     agent = make_agent(agent_name, task)
     agent.reset(1)
     mask = action_mask(task.active_actions)
-    config = {"episode_length": task.episode_length}
-    with EngineEnv(engine, task, calibration, seed=seed, config=config) as env:
+    with EngineEnv(engine, task, calibration, seed=seed) as env:
         env.reset()
         info: dict[str, Any] = {}
+        seen: list[ServeObservation] = []
         while not env.done:
             row = env.observation_row(fleet=True)[None].copy()
-            *_, info = env.step(from_row(snap(agent.act(row), mask)[0]))
-        answered = [ms for timing in env.timings if (ms := timing.ttft_ms()) is not None]
-        slo_ms = [each.slo_ms for each in task.classes if each.share or each.burst_share]
+            observation, *_, info = env.step(from_row(snap(agent.act(row), mask)[0]))
+            seen.append(observation)
+        slo_ms = [each.slo_ms for each in task.classes]
         due = [t for t in env.timings if t.request.arrival_s < task.episode_length]
         late = sum((ms := t.ttft_ms()) is None or ms > slo_ms[t.request.class_index] for t in due)
+        seconds = [entry["metrics"] for entry in env.episode_log]
         into.scores.append(info["score"])
-        into.tokens_per_s.append(statistics.fmean(e["metrics"]["tokens_per_sec"] for e in env.episode_log))
-        into.ttft_ms += answered
+        into.tokens_per_s.append(float(np.mean([each["tokens_per_sec"] for each in seconds])))
+        into.preemptions.append(sum(each["eviction_events"] for each in seconds))
+        into.ttft_ms += [round(ms, 1) for t in due if (ms := t.ttft_ms()) is not None]
         into.late.append(late / max(len(due), 1))
+        if not into.series:
+            arrived = np.bincount([int(t.request.arrival_s) for t in due], minlength=len(seconds))
+            into.series = {
+                "arrivals": arrived.tolist(),
+                "queue_requests": [each.queue_depth for each in seen],
+                "kv_occupancy": [round(each.kv_cache_occupancy, 3) for each in seen],
+                **{name: [round(each[name], 1) for each in seconds] for name in ("tokens_per_sec", "ttft_p50_ms")},
+                **{knob: [entry["action"][knob] for entry in env.episode_log] for knob in task.active_actions},
+            }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", metavar="URL")
-    parser.add_argument("--control-file", type=Path)
-    parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--task", default="3")
-    parser.add_argument("--seconds", type=int, default=120, help="length of an episode")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--longest", type=int, default=512, help="most tokens of a request, prompt and output")
-    parser.add_argument("--agents", nargs="+", default=list(AGENTS))
-    args = parser.parse_args()
-    load_own_agents(args.agents)
-    engine: Engine = SimulatedEngine(tables_of(None), 32)
-    if args.engine:
-        engine = engine_at(args.backend, args.engine, args.control_file)
-    task = live_task(scaled_lengths(get_task(args.task), args.longest), engine)
-    capacity = measure_capacity(engine, *mean_lengths(task))
-    task = scaled_rates(task, capacity.peak_tps)
-    calibration = engine_calibration(task, capacity)
-    print(f"{engine.name}: {capacity.floor_tps:.0f} tokens/s one request at a time, {capacity.peak_tps:.0f} in batches")
-    print(f"task {task.task_id}: {task.arrival_rate_rps:.2f} requests/s, knobs {', '.join(task.active_actions)}")
-    task = replace(task, episode_length=args.seconds)
-    played = {name: Played() for name in args.agents}
-    for repeat in range(args.repeats):
-        order = list(args.agents)
-        random.Random(repeat).shuffle(order)
-        for name in order:
-            play(engine, task, calibration, name, 9000 + repeat, played[name])
-    print("| policy | grade, mean ± sd | tokens/s | TTFT p50 ms | p99 ms | late |\n|---|---|---|---|---|---|")
-    for name, each in played.items():
-        print(each.row(name))
+def in_simulator(task: TaskSpec, agent_name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """The same episodes in the environment on the measured table."""
+    results = run_episodes(task, make_agent(agent_name, task), seeds, keep=SERIES)
+    return {
+        "scores": results.scores().tolist(),
+        "series": {name: np.round(results.metrics[name][:, 0], 2).tolist() for name in SERIES},
+    }
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+HEADS: Final = (
+    "policy",
+    "grade",
+    "more than the best constant",
+    "in the simulator",
+    "tokens/s",
+    "TTFT p50 ms",
+    "p99 ms",
+    "late",
+    "preempted",
+)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The document's part."""
+    scores = {name: np.array(each["engine"]["scores"]) for name, each in result["agents"].items()}
+    best = max((name for name in scores if name.startswith("constant")), key=lambda n: scores[n].mean(), default=None)
+    drafted = ", ".join(f"{tokens:.2f} with {length}" for length, tokens in result["draft_tokens"].items())
+    lines = [
+        "<!-- written by benchmarks/live_policies.py; do not edit -->",
+        "",
+        f"{result['engine']} on {result['cpus']} cores at a load average of {result['load_average'][-1]}: "
+        f"{result['floor_tps']:.0f} tokens/s one request at a time, {result['peak_tps']:.0f} in batches. "
+        f"Task {result['task']} scaled to {result['arrival_rate_rps']:.2f} requests/s outside its floods, "
+        f"{result['repeats']} episodes of {result['seconds']} s for each policy, 95 % intervals over them; knobs: "
+        f"{', '.join(result['knobs'])}; {result['steps']} training steps."
+        + (f" Tokens of a sequence in an iteration by draft length: {drafted}." if drafted else ""),
+        "",
+        f"| {' | '.join(HEADS)} |",
+        "|---" * len(HEADS) + "|",
+    ]
+    for name, each in result["agents"].items():
+        real, simulated = each["engine"], float(np.mean(each["simulator"]["scores"]))
+        gap = "" if best in (None, name) else ranged(scores[name] - scores[best], "+")
+        p50, p99 = np.quantile(real["ttft_ms"], (0.5, 0.99)) if real["ttft_ms"] else (np.nan, np.nan)
+        tokens, late, preempted = (float(np.mean(real[key])) for key in ("tokens_per_s", "late", "preemptions"))
+        figures = (f"{simulated:.3f}", f"{tokens:.0f}", f"{p50:.0f}", f"{p99:.0f}", f"{late:.1%}", f"{preempted:.0f}")
+        lines.append(f"| {' | '.join((name, ranged(scores[name]), gap, *figures))} |")
+    return "\n".join(lines) + "\n"
+
+
+def ranged(values: FloatArray, sign: str = "") -> str:
+    """Mean and interval; the mean alone of a single value."""
+    if len(values) < 2:
+        return f"{values.mean():{sign}.3f}"
+    x = interval(values)
+    return f"{x.mean:{sign}.3f} [{x.low:{sign}.3f}, {x.high:{sign}.3f}]"
+
+
+def draw(result: Mapping[str, Any]) -> None:
+    """One episode of the learned policy: the load, the knobs, and what engine and simulator made of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    agent = result["agents"]["learned"]
+    real, simulated = agent["engine"]["series"], agent["simulator"]["series"]
+    figure, axes = plt.subplots(5, 1, figsize=(9, 8.5), sharex=True, layout="constrained")
+    axes[0].step(range(len(real["arrivals"])), real["arrivals"], where="post", color="#444444")
+    axes[0].set_ylabel("arrivals/s")
+    for name, most in {knob: max(*real[knob], 1) for knob in result["knobs"]}.items():
+        share = np.array(real[name]) / most
+        axes[1].step(range(len(share)), share, where="post", label=f"{name} / {most:g}")
+    axes[1].set_ylabel("knobs")
+    axes[1].set_ylim(-0.05, 1.05)
+    axes[1].legend(fontsize=7)
+    for axis, name, label in (
+        (axes[2], "queue_requests", "waiting"),
+        (axes[3], "kv_occupancy", "KV cache in use"),
+        (axes[4], "ttft_p50_ms", "TTFT p50, ms"),
+    ):
+        axis.plot(real[name], color="#1f4e79", label=f"the engine ({result['engine']})")
+        axis.plot(simulated[name], color="#b0b0b0", label="the simulator of it, measured before")
+        axis.set_ylabel(label)
+    axes[4].set_yscale("symlog", linthresh=10)
+    axes[4].axhline(
+        result["slo_ms"], color="#b22222", linestyle="--", linewidth=1, label="objective of the first class"
+    )
+    axes[4].set_xlabel("second of the episode")
+    axes[2].legend(fontsize=7)
+    axes[4].legend(fontsize=7)
+    figure.suptitle(
+        f"Task {result['task']}, seed {FIRST_SEED}: an episode of the learned policy on the engine", fontsize=10
+    )
+    figure.savefig(FIGURE, dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,22 @@ Floods, classes, objectives and grades stay those of the task; one engine stands
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError, RemoteError
+from inferencegym.files import write_text
+from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Calibration, LengthDist, TaskSpec
 from live.driver import EngineRequest
 from live.engines.engine import Engine, Orders
 from simulator.load import EpisodeRequests
+from simulator.serving import MEASURED_ACCEPT_RATE
 from simulator.tables import tables_of
 from simulator.workload import load_source
 
@@ -46,17 +52,48 @@ def measure_throughput(engine: Engine, prompt_tokens: int, output_tokens: int, n
 
 
 def measure_capacity(engine: Engine, prompt_tokens: int, output_tokens: int, batches: int = 3) -> Capacity:
-    """Measure an engine that is otherwise idle, in bursts of ``batches`` full batches; it is left wide open."""
+    """Measure an engine that is otherwise idle, in bursts of ``batches`` full batches; it is left wide open.
+
+    An engine that drafts does not meanwhile.
+    """
     limits = engine.limits()
     if "batch_size" not in limits:
         raise InvalidConfigError(f"{engine.name} is observed only: its capacity is measured by setting its batch size")
     low, high = limits["batch_size"]
     wide = {name: largest for name, (_, largest) in limits.items() if name in ("batch_size", "kv_budget")}
+    wide |= {"spec_length": 0.0} if "spec_length" in limits else {}
     engine.set(Orders({**wide, "batch_size": low}))
     floor = measure_throughput(engine, prompt_tokens, output_tokens, 3)
     engine.set(Orders(wide))
     peak = measure_throughput(engine, prompt_tokens, output_tokens, batches * int(high))
     return Capacity(floor, peak)
+
+
+def measure_draft_tokens(engine: Engine, prompt_tokens: int, output_tokens: int, n_requests: int) -> dict[int, float]:
+    """Tokens that a sequence writes in an iteration, by draft length, in a burst of equal requests.
+
+    The engine is left drafting nothing. Beyond the longest drafts that it was started with, theirs count.
+    """
+    longest = int(engine.limits()["spec_length"][1])
+    found = dict.fromkeys(SPEC_LENGTHS, 1.0)
+    for drafts in SPEC_LENGTHS[1:]:
+        if drafts > longest:
+            found[drafts] = max(found.values())
+            continue
+        engine.set(Orders({"spec_length": float(drafts)}))
+        before = engine.read()
+        measure_throughput(engine, prompt_tokens, output_tokens, n_requests)
+        accepted = (engine.read().accepted_tokens or 0.0) - (before.accepted_tokens or 0.0)
+        written = n_requests * output_tokens
+        found[drafts] = written / (written - accepted)
+    engine.set(Orders({"spec_length": 0.0}))
+    return found
+
+
+def drafts_as_measured(task: TaskSpec) -> TaskSpec:
+    """The task in which drafts are accepted as the table says, in all classes."""
+    classes = tuple(replace(each, complexity_penalty=0.0) for each in task.classes)
+    return replace(task, classes=classes, fleet=replace(task.fleet, base_accept_rate=MEASURED_ACCEPT_RATE))
 
 
 def scaled_lengths(task: TaskSpec, longest_tokens: int) -> TaskSpec:
@@ -97,6 +134,67 @@ def engine_calibration(task: TaskSpec, capacity: Capacity, load: float = DEFAULT
     offered_ktps = load * capacity.peak_tps / 1e3
     price = task.cost_budget / task.episode_length * offered_ktps
     return Calibration(capacity.floor_tps, load * capacity.peak_tps, capacity.peak_tps, price)
+
+
+def write_task(path: Path, task_id: str, task: TaskSpec, calibration: Calibration) -> Path:
+    """Write a task of drawn traffic with its constants as a task file: what was scaled to an engine can be learned.
+
+    ``INFERENCEGYM_TASKS=FILE`` makes it known, and with ``INFERENCEGYM_TABLE`` it is played on the engine's table.
+    """
+    entry = {**task_entry(task), "calibration": asdict(calibration)}
+    return write_text(path, json.dumps({"tasks": {task_id: entry}}, indent=1) + "\n")
+
+
+def task_entry(task: TaskSpec) -> dict[str, Any]:
+    """Entry of a task file that says what a task of drawn traffic says; its id, Gymnasium name and constants apart."""
+    if task.trace is not None:
+        raise InvalidConfigError(f"task {task.task_id!r} plays a recorded trace, which an entry does not hold")
+    entry: dict[str, Any] = {
+        **{name: getattr(task, name) for name in ("name", "difficulty", "description", "hardware", "slo_target_ms")},
+        **{name: getattr(task, name) for name in ("arrival_rate_rps", "memory_hard_limit_gb", "episode_length")},
+        **asdict(task.fleet),
+        **_lengths_entry(task),
+        "cost_budget_episode": task.cost_budget,
+        "priority_mix": [each.share for each in task.classes],
+        "burst_priority_mix": [each.burst_share for each in task.classes],
+        "complexity_penalty": [each.complexity_penalty for each in task.classes],
+        "active_actions": list(task.active_actions),
+        "reward": asdict(task.reward),
+        "grade": dict(task.grade),
+        "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+    }
+    for name, each in zip(("interactive", "batch", "best_effort"), task.classes, strict=True):
+        entry[f"slo_{name}_ms"] = each.slo_ms if math.isfinite(each.slo_ms) else None
+    if task.burst is not None:
+        entry |= {
+            "burst_multiplier": task.burst.rate_rps / task.arrival_rate_rps,
+            "burst_interval_steps": task.burst.interval_steps,
+            "burst_duration_steps": task.burst.duration_steps,
+            "burst_offset_steps": task.burst.offset_steps,
+        }
+    return entry
+
+
+def _lengths_entry(task: TaskSpec) -> dict[str, Any]:
+    outputs = [each.output for each in task.classes]
+    entry: dict[str, Any] = {
+        "output_mean_tokens": [math.exp(each.mu + 0.5 * each.sigma**2) for each in outputs],
+        "output_cv": math.sqrt(math.expm1(outputs[0].sigma ** 2)),
+        "output_max_tokens": outputs[0].high,
+    }
+    short, *others = sorted({each.prompt for each in task.classes}, key=lambda prompt: prompt.high)
+    if others:  # two kinds of prompts, each class of one
+        (long,) = others
+        kinds = ["short" if each.prompt == short else "long" for each in task.classes]
+        ends = {"short_prompt_min": short.low, "short_prompt_max": short.high}
+        ends |= {"long_prompt_min": long.low, "long_prompt_max": long.high}
+        return {**entry, "prompt_len_dist": "bimodal", "class_prompt": kinds, **ends}
+    if short.kind == "uniform":
+        ends = {"prompt_len_min": short.low, "prompt_len_max": short.high}
+        return {**entry, "prompt_len_dist": "uniform", **ends}
+    spread = {"prompt_len_mu": short.mu, "prompt_len_sigma": short.sigma}
+    ends = {"prompt_len_clamp_min": short.low, "prompt_len_clamp_max": short.high}
+    return {**entry, "prompt_len_dist": "lognormal", **spread, **ends}
 
 
 def mean_lengths(task: TaskSpec) -> tuple[int, int]:

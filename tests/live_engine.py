@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from live.engines.random_model import ModelShape, write_model
+from live.engines.random_model import ModelShape, serve_random_model
 from live.engines.vllm_server import VllmServer
 from tests.servers import ROOT, free_port
 
@@ -26,6 +26,4 @@ def engine_python() -> str:
 def vllm_server(folder: Path, **arguments: Any) -> VllmServer:
     """Server of a random model with its files in a folder; skips the test where no vLLM is installed."""
     engine_python()
-    model = write_model(folder / "model", SHAPE)
-    control = folder / "control.json"
-    return VllmServer(VENV, model, control, port=free_port(), log_file=folder / "vllm.log", **arguments)
+    return serve_random_model(VENV, folder, shape=SHAPE, port=free_port(), **arguments)

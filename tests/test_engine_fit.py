@@ -201,6 +201,21 @@ def replace_outputs(phase: TimedRequests, tokens: int) -> TimedRequests:
     return replace(phase, output_tokens=np.full(len(phase.sent_s), float(tokens)), token_s=())
 
 
+@pytest.mark.parametrize(("prompt_tokens", "counted"), [(120, (184, 18)), (128, (193, 8))])
+def test_requests_that_start_as_in_vllm_are_preempted_as_often(prompt_tokens: int, counted: tuple[int, int]) -> None:
+    """What vLLM 0.32 counted: 32 requests at once, of which the first is alone in its first iteration, and 26 blocks.
+
+    As the first sequences end, vLLM starts those that it had preempted and new ones in one iteration, which then lack
+    the next block. Where new ones wait for the iteration after, fewer are preempted.
+    """
+    arrival_s = np.where(np.arange(32) == 0, 0.0, 1e-3)
+    burst = Requests(arrival_s, np.full(32, prompt_tokens), np.full(32, 64))
+    fleet = Fleet(known(), 32, 26 * 128, block_tokens=128, spare_tokens=0)
+    later, as_vllm = (serve(replace(fleet, vllm_refill=each), burst) for each in (False, True))
+    assert (as_vllm.iterations, as_vllm.preemptions.sum()) == counted
+    assert later.preemptions.sum() != as_vllm.preemptions.sum()
+
+
 def test_the_cache_is_handed_out_in_blocks_of_the_engines_size() -> None:
     requests = Requests(np.zeros(2), np.array([100, 100]), np.array([60, 60]))
     # Two prompts of 100 fit 384 tokens either way; at 128 tokens each takes its second block, and there is one.

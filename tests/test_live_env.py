@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from agents.episodes import run_episodes
 from agents.policies.heuristic import HeuristicAgent
+from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from grader.episode import read_log
 from grader.grader import GraderModule, grade_episode
 from inferencegym.errors import InvalidActionError, InvalidConfigError, MalformedLogError
 from inferencegym.files import write_text
 from inferencegym.models import ServeAction
-from inferencegym.spaces.actions import action_mask, from_row, snap
-from inferencegym.tasks import TaskSpec, get_task
+from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
+from inferencegym.tasks import TASKS_ENV, TaskSpec, get_calibration, get_task, list_tasks, parse_task
 from inferencegym.verification import read_episodes, verify_episode
 from live.driver import EngineRequest, RequestTiming
 from live.engines.engine import Orders, Reading
-from live.engines.simulated import SimulatedEngine
+from live.engines.simulated import SimulatedEngine, SimulatedLoad
 from live.env import EngineEnv
 from live.scaling import (
     Capacity,
+    drafts_as_measured,
     engine_calibration,
     live_task,
     mean_lengths,
     measure_capacity,
+    measure_draft_tokens,
     offered_tps,
     scaled_lengths,
     scaled_rates,
+    task_entry,
+    write_task,
 )
 from live.second import Judge, MemoryFacts, written
 from simulator.tables import tables_of
+from simulator.workload import load_source
 
 TABLES = tables_of(None)
 CAPACITY = Capacity(floor_tps=70.0, peak_tps=4000.0)
@@ -192,6 +201,80 @@ def test_scaled_lengths_fit_the_context_and_keep_their_proportions() -> None:
     assert max(each.prompt.high + each.output.high for each in scaled.classes) <= 512
     (prompt, output), (own_prompt, own_output) = mean_lengths(scaled), mean_lengths(own)
     assert prompt / output == pytest.approx(own_prompt / own_output, rel=0.05)
+
+
+def test_every_task_of_drawn_traffic_can_be_written_as_an_entry_that_says_the_same() -> None:
+    drawn = [task for task in list_tasks(include_recorded=True) if task.trace is None]
+    assert len(drawn) > 3
+    apart = {"gym_id", "calibration_file"}
+    for task in drawn:
+        again = parse_task(str(task.task_id), task_entry(task))
+        for each in fields(TaskSpec):
+            if each.name not in apart:
+                assert getattr(again, each.name) == getattr(task, each.name), f"{task.task_id}: {each.name}"
+    recorded = next(task for task in list_tasks(include_recorded=True) if task.trace is not None)
+    with pytest.raises(InvalidConfigError, match="recorded trace"):
+        task_entry(recorded)
+
+
+def test_a_scaled_task_that_was_written_is_a_task_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by its id, calibrated, and its requests are those that the engine is sent."""
+    one = engine()
+    task = task_for(one)
+    path = write_task(tmp_path / "live.json", "live", task, engine_calibration(task, CAPACITY))
+    monkeypatch.setenv(TASKS_ENV, str(path))
+    known = get_task("live")
+    assert get_calibration("live") == engine_calibration(task, CAPACITY)
+    assert known.active_actions == ("kv_budget", "batch_size")
+    drawn, again = (load_source(each, TABLES).requests(7, 60) for each in (task, known))
+    np.testing.assert_allclose(again.arrival_s, drawn.arrival_s, rtol=1e-12)
+    np.testing.assert_array_equal(again.prompt_tokens, drawn.prompt_tokens)
+    np.testing.assert_array_equal(again.output_tokens, drawn.output_tokens)
+    assert run_episodes(known, HeuristicAgent(known), [1]).scores().shape == (1,)
+
+
+class Drafting(SimulatedEngine):
+    """An engine that says that it drafts up to four tokens, of which one in an iteration of two or more is accepted."""
+
+    drafts = 0.0
+    accepted = 0.0
+
+    def limits(self) -> Mapping[str, tuple[float, float]]:
+        return {**super().limits(), "spec_length": (0.0, 4.0)}
+
+    def set(self, orders: Orders) -> None:
+        knobs = dict(orders.knobs)
+        self.drafts = knobs.pop("spec_length", self.drafts)
+        super().set(Orders(knobs))
+
+    def load(self, requests: Sequence[EngineRequest]) -> SimulatedLoad:
+        written = sum(each.output_tokens for each in requests)
+        self.accepted += 0.5 * written if self.drafts > 1 else 0.0
+        return super().load(requests)
+
+    def read(self) -> Reading:
+        return replace(super().read(), accepted_tokens=self.accepted)
+
+
+def test_tokens_per_iteration_are_measured_by_draft_length_and_capacity_without_drafts() -> None:
+    """Half of the tokens come by acceptance, so a sequence writes two in an iteration."""
+    one = Drafting(TABLES, 64)
+    one.set(Orders({"spec_length": 4.0}))
+    measure_capacity(one, 16, 8)
+    assert (one.drafts, one.accepted) == (0.0, 0.0)
+    assert measure_draft_tokens(one, 16, 8, 4) == {0: 1.0, 1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0}
+    assert one.drafts == 0.0
+
+
+def test_drafts_of_a_task_are_accepted_as_its_table_says() -> None:
+    task = drafts_as_measured(get_task(3))
+    batch = ServingBatch(task, 1, task.config(), TABLES)
+    batch.reset([1])
+    for _ in range(5):
+        batch.step(to_row(ServeAction.from_dict({"batch_size": 64, "spec_length": 4}))[None])
+    assert batch.metric["spec_accept_rate"][0] == pytest.approx((TABLES.spec_tokens[3] - 1.0) / 4.0, rel=1e-6)
 
 
 def test_a_seconds_metrics_are_what_its_clients_saw() -> None:

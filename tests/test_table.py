@@ -222,6 +222,18 @@ def test_a_table_is_the_same_whether_one_process_builds_it_or_two(
     assert pq.read_table(one).num_rows == 1 * 5 * 1 * 2 * 3
 
 
+def test_a_table_holds_an_engines_own_tokens_per_draft_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.offline.table.BATCH_SIZES", (1,))
+    monkeypatch.setattr("simulator.offline.table.PROMPT_TOKENS", (64,))
+    own = {0: 1.0, 1: 1.8, 2: 2.5, 4: 3.9, 8: 5.0}
+    source, profile = MeasuredSource("a100-40gb"), engine("a100_40")
+    path = build_table(
+        tmp_path / "own.parquet", source, profile, jobs=1, progress=False, saturated=False, spec_tokens=own
+    )
+    stated = json.loads(pq.read_schema(path).metadata[METADATA_KEY])
+    assert stated["spec_tokens_per_step"] == {"0": 1.0, "1": 1.8, "2": 2.5, "4": 3.9, "8": 5.0}
+
+
 def test_another_card_needs_an_entry_of_its_own_and_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

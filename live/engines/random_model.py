@@ -7,9 +7,12 @@ a tokenizer only. What the model writes is noise; times, memory and scheduling a
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from live.engines.vllm_server import VllmServer
 
 SPECIAL: Final = ("<s>", "</s>", "<unk>")
 
@@ -29,6 +32,19 @@ class ModelShape:
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.n_layers * self.n_kv_heads * (self.hidden // self.n_heads) * element_bytes
+
+
+def serve_random_model(
+    venv: Path, folder: Path, *, shape: ModelShape | None = None, port: int | None = None, **arguments: Any
+) -> VllmServer:
+    """Server (vLLM) of such a model on a free port, if none is named; its files lie in ``folder``."""
+    model = write_model(folder / "model", shape)
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+    log_file = folder / "vllm.log"
+    return VllmServer(venv, model, folder / "control.json", port=port, log_file=log_file, **arguments)
 
 
 def write_model(folder: Path, shape: ModelShape | None = None) -> Path:

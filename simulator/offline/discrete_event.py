@@ -60,7 +60,9 @@ class Fleet:
     ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is the time that
     a replica is down when it restarts, and ``slowdown`` multiplies every iteration. A block of the
     cache holds ``block_tokens``. ``spare_tokens`` of cache beyond what its next iteration writes are kept for each
-    sequence: vLLM keeps none, which shows where blocks are large or the pool is small.
+    sequence: vLLM keeps none, which shows where blocks are large or the pool is small. With ``vllm_refill`` requests
+    start in an iteration as in vLLM: none where one was preempted, else new ones too as soon as all preempted ones run
+    again; without, whatever fits starts, and new ones wait for the iteration after.
     """
 
     model: OperatorModel
@@ -78,6 +80,7 @@ class Fleet:
     rolling_restart: RollingRestart = "recompute"
     block_tokens: int = BLOCK_TOKENS
     spare_tokens: int = 1
+    vllm_refill: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
@@ -640,10 +643,10 @@ class Simulation:
             self._begin_iteration(replica)
 
     def _begin_iteration(self, replica: _Replica) -> None:
-        self._make_room(replica)
+        preempted = self._make_room(replica)
         chunks: list[tuple[_Prefill, int]] = []
         if not replica.disaggregated:
-            chunks = replica.chunks = self._take_chunks(replica)
+            chunks = replica.chunks = self._take_chunks(replica, starting=not (preempted and self.fleet.vllm_refill))
         replica.decoding = replica.n > 0 and (self.chunked or not chunks)
         replica.idle = not (chunks or replica.decoding)
         if replica.idle:
@@ -666,20 +669,23 @@ class Simulation:
         self.busy_ms += duration
         return duration
 
-    def _make_room(self, replica: _Replica) -> None:
-        """Preempt sequences until the rest can take their next tokens; they will be recomputed."""
+    def _make_room(self, replica: _Replica) -> bool:
+        """Preempt sequences until the rest can take their next tokens; they will be recomputed. Says if any was."""
+        some = False
         if self.reserve:
-            return
+            return some
         if replica.most_decode_blocks(self.ahead) + replica.prefill_blocks() <= replica.pool_blocks:
-            return
+            return some
         while replica.n + len(replica.prefilling) > 1 and (
             replica.decode_blocks(self.ahead) + replica.prefill_blocks() > replica.pool_blocks
         ):
             victim = self._preempt(replica)
             if victim is None:
-                return
+                return some
+            some = True
             self.preemptions[victim] += 1
             replica.preempted = self._by_class([victim, *replica.preempted])
+        return some
 
     def _preempt(self, replica: _Replica) -> int | None:
         """Take the cache of one request away and return it: of the lowest class the one admitted last."""
@@ -702,7 +708,7 @@ class Simulation:
         replica.keep(mask)
         return victim
 
-    def _take_chunks(self, replica: _Replica) -> list[tuple[_Prefill, int]]:
+    def _take_chunks(self, replica: _Replica, starting: bool = True) -> list[tuple[_Prefill, int]]:
         """Prompt tokens for the next iteration: prompts under way first, then new requests, up to the token budget."""
         budget = replica.model.chunk_budget(
             replica.n * self.growth if self.chunked and not replica.disaggregated else 0
@@ -715,7 +721,9 @@ class Simulation:
                 return taken
             taken.append((prefill, tokens))
             budget -= tokens
-        while budget > 0:
+        while budget > 0 and starting:
+            if self.fleet.vllm_refill:
+                self._dispatch()
             request = self._head(replica)
             # Whole prompts only: one longer than the budget goes alone.
             if request is None or (whole and taken and self.length[request] > budget):

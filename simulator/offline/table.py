@@ -121,12 +121,14 @@ def build_table(
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
     saturated: bool = True,
+    spec_tokens: Mapping[int, float] | None = None,
 ) -> Path:
     """Compute all rows and write them as one plain parquet file; returns its path.
 
     ``jobs`` processes share the work. The same inputs give the same file content whatever ``jobs`` is. ``notes`` are
     kept in the file's metadata. Without ``saturated`` the columns of the saturated engine are left out, which take
-    minutes: episodes and what-ifs do not read them. The file appears when it is complete.
+    minutes: episodes and what-ifs do not read them. ``spec_tokens`` are the tokens per verification step by draft
+    length where the engine's own were measured. The file appears when it is complete.
     """
     path = Path(out_path)
     prepare_output(path)  # a path that cannot be written is refused before minutes of work
@@ -144,9 +146,10 @@ def build_table(
     rows.sort(key=lambda row: tuple(row[name] for name in KEY_COLUMNS))
     kept = [name for name in COLUMNS if saturated or name not in SATURATED_COLUMNS]
     schema = pa.schema([pa.field(name, COLUMNS[name], nullable=False) for name in kept])
-    table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata(
-        {METADATA_KEY: json.dumps({**table_metadata(source, engine), **(notes or {})})}
-    )
+    metadata = {**table_metadata(source, engine), **(notes or {})}
+    if spec_tokens is not None:
+        metadata["spec_tokens_per_step"] = {str(k): spec_tokens[k] for k in SPEC_LENGTHS}
+    table = pa.Table.from_pylist(rows, schema=schema).replace_schema_metadata({METADATA_KEY: json.dumps(metadata)})
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="snappy", row_group_size=len(rows))
     return path
