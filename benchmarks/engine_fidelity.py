@@ -276,8 +276,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/engine_fidelity.py; do not edit -->",
         "",
         f"Measured at a load average of {result['load_average']} on {result['cpus']} cores: an iteration takes "
-        f"{iteration_ms(times, 1):.0f} ms with one decoding sequence and {iteration_ms(times, SLOTS):.0f} with {SLOTS}; "
-        f"phases held out are predicted {result['held_out_median']:.0%} off at the median.",
+        f"{iteration_ms(times, 1):.0f} ms with one decoding sequence and {iteration_ms(times, SLOTS):.0f} with "
+        f"{SLOTS}; phases held out are predicted {result['held_out_median']:.0%} off at the median.",
         "",
         "| load | "
         + " | ".join((*(COUNT_HEADS[name] for name in COUNTS), *(RATIO_HEADS[name] for name in RATIOS)))

@@ -301,6 +301,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
+    "live-policies": written("live_policies"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),
