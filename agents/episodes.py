@@ -12,7 +12,7 @@ from agents.protocol import Agent, FloatArray
 from env.batch import ServingBatch
 from grader.episode import Episode, Scored
 from grader.grader import SCORES, unit
-from inferencegym.spaces.actions import snap
+from inferencegym.spaces.actions import ACTION_SIZE, action_size, snap
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
@@ -53,7 +53,9 @@ class EpisodeResults:
         # Logs carry whole violations, see ServingFleet.snapshot.
         columns["slo_violations"] = np.rint(columns["slo_violations"])
         batch_size, kv_budget = (np.ascontiguousarray(self.actions[..., knob].T) for knob in (2, 0))
-        return Episode(**columns, batch_size=batch_size, kv_budget=kv_budget)
+        sixth = self.actions[..., ACTION_SIZE:].T  # (1, B, T), or (0, B, T) where the task does not scale
+        replicas = np.ascontiguousarray(sixth[0]) if len(sixth) else np.zeros_like(kv_budget)
+        return Episode(**columns, batch_size=batch_size, kv_budget=kv_budget, replicas=replicas)
 
 
 def run_episodes(
@@ -76,13 +78,16 @@ def run_episodes(
     batch = batch_type(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
     length, hold = batch.config.episode_length, batch.hold
     metrics = {name: np.empty((length, batch.n_rows)) for name in (*GRADED, *keep)}
-    actions = np.empty((length, batch.n_rows, len(batch.mask)))
+    actions = np.empty((length, batch.n_rows, action_size(task.fleet)))
+    actions[..., ACTION_SIZE:] = task.fleet.n_replicas
     returns = np.zeros(batch.n_rows)
     batch.reset(list(seeds))
     agent.reset(batch.n_rows)
     for t in range(0, length, hold):
         seconds = min(hold, length - t)
-        actions[t : t + seconds] = snap(agent.act(batch.full_observation()), batch.mask)
+        taken = snap(agent.act(batch.full_observation()), batch.mask, task.fleet)
+        # Agents that set five knobs leave the replicas as they are at the start.
+        actions[t : t + seconds, :, : taken.shape[1]] = taken
         batch.step(actions[t])
         returns += batch.reward
         for name, column in metrics.items():

@@ -13,7 +13,7 @@ import numpy as np
 from agents.protocol import BASELINES
 from env.family import EpisodeEnv, Family, Policy
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import ServeAction
+from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import TaskId
 
 SERVING_POLICIES: Final[Mapping[str, str]] = {
@@ -49,12 +49,13 @@ def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     assert isinstance(env, InferenceEnv)
     task = get_task(env.task_id)
     agent, mask = make_agent(spec, task), action_mask(task.active_actions)
+    tier = list(ACTION_FIELDS).index("quant_tier")
     agent.reset(1)
     last_tier = tables_of(task.hardware).n_tiers - 1
 
     def act(_: Any) -> ServeAction:
-        knobs = snap(agent.act(env.observation_row(fleet=True)[None, :]), mask)[0]
-        knobs[-1] = min(knobs[-1], last_tier)  # a table may have fewer precisions than the knob
+        knobs = snap(agent.act(env.observation_row(fleet=True)[None, :]), mask, task.fleet)[0]
+        knobs[tier] = min(knobs[tier], last_tier)  # a table may have fewer precisions than the knob
         return from_row(knobs)
 
     return act

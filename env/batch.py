@@ -20,12 +20,12 @@ from grader.grader import SHARES
 from grader.shares import StepShares
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError, refusal
 from inferencegym.models import PRIORITY_CLASSES, SPEC_LENGTHS
-from inferencegym.spaces.actions import action_mask
+from inferencegym.spaces.actions import ACTION_SIZE, action_mask, action_size
 from inferencegym.spaces.knobs import KnobKernel
-from inferencegym.spaces.observations import FIRST_FLEET, FLEET_SIZE, OBSERVATION_SIZE
+from inferencegym.spaces.observations import OBSERVATION_SIZE, first_fleet, fleet_size
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 from simulator.arrays import METRICS, OVER_SECONDS
-from simulator.serving import ServingFleet, params_of
+from simulator.serving import CONVENTIONS, ServingFleet, params_of
 from simulator.tables import FloatArray, ServingTables, tables_of
 from simulator.workload import load_source
 
@@ -42,7 +42,8 @@ _METRIC_ROW: Final = {name: i for i, name in enumerate(METRICS)}
 class ServingBatch:
     """B episodes of one task that step together; a row equals the same episode alone, to the last bit.
 
-    ``observation`` (B, 14), ``fleet_numbers`` (B, 7; the knobs in force and more, in the order of ``FLEET_FIELDS``),
+    ``observation`` (B, 14), ``fleet_numbers`` (B, 7; the knobs in force and more, in the order of ``FLEET_FIELDS``; 10
+    with those of ``SCALING_FIELDS`` where the task scales),
     ``reward`` (B,), ``reward_terms`` (P, B), ``done`` (B,) and ``metric[name]`` (B,) are overwritten by every step;
     copy what you keep. ``reward`` and its terms are sums over the step's seconds. ``term_names`` (P,) are T, L, V, C of
     the plan's reward, or the parts of the grade. With ``n_loads`` < B, rows share workloads: row b has the seed
@@ -81,7 +82,7 @@ class ServingBatch:
         self.knobs = KnobKernel(self.mask.tolist(), self.fleet)
         self.seeds = np.full(self.n_loads, -1, dtype=np.int64)
         self.observation = np.zeros((n_rows, OBSERVATION_SIZE))
-        self.fleet_numbers = np.zeros((n_rows, FLEET_SIZE))
+        self.fleet_numbers = np.zeros((n_rows, fleet_size(task.fleet)))
         self.reward = np.zeros(n_rows)
         self._n_threads = CORES if n_threads is None else n_threads
         self._all_rows: list[RowRange] = [(0, n_rows)]
@@ -140,8 +141,8 @@ class ServingBatch:
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Take one step with these actions (B, 5) and return the observations (B, 14).
 
-        Actions are clamped and snapped (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if
-        a row has ended.
+        Those of a task that scales may have ``replicas`` as a sixth number. Actions are clamped and snapped
+        (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
         """
         self._check_steps_left()
         self.write_knobs(actions)
@@ -150,8 +151,10 @@ class ServingBatch:
 
     def write_knobs(self, actions: NDArray[np.float64]) -> None:
         """Set the knobs of all rows to the allowed actions nearest to these (B, 5)."""
-        if actions.shape != (self.n_rows, len(self.mask)):
-            raise InvalidActionError("actions", actions.shape, f"an array of shape ({self.n_rows}, {len(self.mask)})")
+        if actions.ndim != 2 or len(actions) != self.n_rows or not self._fits(actions):
+            raise InvalidActionError(
+                "actions", actions.shape, f"an array of shape ({self.n_rows}, {action_size(self.task.fleet)})"
+            )
         self.knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
 
     def step_many(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
@@ -162,13 +165,17 @@ class ServingBatch:
         row would end before its last action, and then takes no step.
         """
         actions = np.asarray(actions, dtype=np.float64)
-        if actions.ndim != 3 or actions.shape[1:] != (self.n_rows, len(self.mask)):
+        if actions.ndim != 3 or actions.shape[1] != self.n_rows or not self._fits(actions):
             raise InvalidActionError(
-                "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {len(self.mask)})"
+                "actions", actions.shape, f"an array of shape (K, {self.n_rows}, {action_size(self.task.fleet)})"
             )
         self._check_steps_left(len(actions))
         work = partial(self._step_block, actions, observations, rewards)
         split_rows(work, self._all_rows, ROWS_PER_BLOCK, self._n_threads)
+
+    def _fits(self, actions: NDArray[np.float64]) -> bool:
+        # Five numbers leave the replicas of a fleet that scales as they are at the start.
+        return bool(ACTION_SIZE <= actions.shape[-1] <= action_size(self.task.fleet))
 
     def _step_block(
         self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any], first: int, end: int
@@ -272,7 +279,7 @@ class ServingBatch:
             "nominal_prompt": float(stats.prompt_mean @ share),
             "nominal_share": share,
             "class_slot": np.array([PRIORITY_CLASSES.index(n) for n in stats.names], dtype=np.int64),
-            "first_fleet": FIRST_FLEET.copy(),
+            "first_fleet": first_fleet(self.task.fleet),
             "spec_values": np.array(SPEC_LENGTHS, dtype=np.float64),
         }
         state = self.fleet.state.rows
@@ -283,6 +290,8 @@ class ServingBatch:
         fleet = self.fleet
         arrays |= {"kv_budget": fleet.kv_budget, "batch_size": fleet.batch_size, "spec_index": fleet.spec_index}
         arrays |= {"disagg": fleet.disagg, "tier": fleet.tier, "rollout_share": state["rollout_share"]}
+        arrays |= {"replicas": fleet.replicas}
+        arrays |= {name: state[name] for name in ("replicas_ready", "replicas_draining")}
         written = {"observation": self.observation, "fleet": self.fleet_numbers}
         return ObservationKernel(constants, {**arrays, **written})
 
@@ -301,11 +310,14 @@ class ServingBatch:
             "weights": shares.weights,
             "shares": shares.constants,
             "factors": shares.factors,
+            "start_replicas": float(self.task.fleet.n_replicas),
+            "min_billed_ktokens_per_s": CONVENTIONS.min_billed_ktokens_per_s,
             **self._memory_limit(),
         }
         names = ("tokens_per_sec", "ttft_p50_ms", "slo_violations", "cost_per_1k", "gpu_memory_gb")
         arrays: dict[str, Any] = {name: self.metric[name] for name in names}
         arrays |= {"batch_size": self.fleet.batch_size, "kv_budget": self.fleet.kv_budget}
+        arrays |= {"replicas": self.fleet.replicas}
         arrays |= {"time": self.fleet.state.rows["time"]}
         return GradeRewardKernel(constants, {**arrays, "reward": self._second_reward, "terms": self._second_terms})
 

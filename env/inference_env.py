@@ -19,7 +19,7 @@ from grader.grader import grade_episode
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.models import PHASES, MetricsSnapshot, ServeAction, ServeObservation, WorkloadState
 from inferencegym.seeds import check_seed
-from inferencegym.spaces.actions import mask_action
+from inferencegym.spaces.actions import mask_action, scaled_action
 from inferencegym.spaces.observations import fleet_dict, to_observation
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task, task_of, with_settings
 from simulator.arrays import OVER_SECONDS
@@ -157,7 +157,7 @@ class InferenceEnv:
         else:
             action = ServeAction.from_dict({**(self.actions[-1] if self.actions else {}), **action})
         self.check(action)
-        applied = mask_action(action, self.task.active_actions)
+        applied = scaled_action(mask_action(action, self.task.active_actions), self.task.fleet)
         batch.knobs.write_action(0, applied)
         batch.advance()
         applied_json = applied.to_dict()
@@ -220,7 +220,8 @@ class InferenceEnv:
     def observation_row(self, fleet: bool = False) -> NDArray[np.float64]:
         """The current observation as 14 numbers in the order of ``OBSERVATION_FIELDS``; the next step overwrites it.
 
-        With ``fleet`` it has 21, the last seven in the order of ``FLEET_FIELDS``.
+        With ``fleet`` it has 21, the last seven in the order of ``FLEET_FIELDS``, and 24 with those of
+        ``SCALING_FIELDS`` where the task scales.
         """
         if self._batch is None:
             raise NotResetError("no observation before reset: call reset() first")

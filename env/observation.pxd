@@ -11,7 +11,7 @@ cdef class ObservationKernel:
     cdef public double[::1] prompt_window_requests, prompt_window_tokens, rate_ema, cost_so_far
     cdef public double[:, ::1] class_window, observation, fleet
     cdef public double[::1] queue_requests, kv_occupancy, ttft_p50_ms, tpot_ms, violation_share, gpu_memory_gb
-    cdef public double[::1] spec_accept_rate
+    cdef public double[::1] spec_accept_rate, replicas, replicas_ready, replicas_draining
 
     @cython.locals(b=Py_ssize_t)
     cpdef void write(self, Py_ssize_t lo, Py_ssize_t hi)

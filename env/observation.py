@@ -15,8 +15,9 @@ import cython
 class ObservationKernel:
     """Writes observations of rows of a fleet batch.
 
-    ``observation`` (B, 14) and ``fleet`` (B, 7) are written; knob, state and metric arrays are only read. Rows are
-    written once after every step, since ``fleet`` counts the seconds since a knob was changed.
+    ``observation`` (B, 14) and ``fleet`` (B, 7; 10 where it scales) are written; knob, state and metric
+    arrays are only read. Rows are written once after every step, since ``fleet`` counts the seconds since a knob was
+    changed.
     """
 
     def __init__(self, constants: Any, arrays: Any) -> None:
@@ -58,7 +59,7 @@ class ObservationKernel:
 
     def _write_fleet(self, b: int) -> None:
         if self.time[b] == 0:
-            for k in range(7):
+            for k in range(self.first_fleet.shape[0]):
                 self.fleet[b, k] = self.first_fleet[k]
             return
         spec = self.spec_values[self.spec_index[b]]
@@ -69,6 +70,11 @@ class ObservationKernel:
             and self.fleet[b, 3] == self.disagg[b]
             and self.fleet[b, 4] == self.tier[b]
         )
+        if self.first_fleet.shape[0] > 7:
+            same = same and self.fleet[b, 7] == self.replicas[b]
+            self.fleet[b, 7] = self.replicas[b]
+            self.fleet[b, 8] = self.replicas_ready[b]
+            self.fleet[b, 9] = self.replicas_draining[b]
         self.fleet[b, 0] = self.kv_budget[b]
         self.fleet[b, 1] = spec
         self.fleet[b, 2] = self.batch_size[b]

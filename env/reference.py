@@ -92,6 +92,7 @@ class ReferenceBatch(ServingBatch):
             batch_size=round(float(fleet.batch_size[row])),
             prefill_disagg=bool(fleet.disagg[row]),
             quant_tier=int(fleet.tier[row]),
+            replicas=round(float(fleet.replicas[row])),
         )
 
 

@@ -16,19 +16,20 @@ cdef class RewardKernel:
 
 @cython.final
 cdef class GradeRewardKernel:
-    cdef public double n_steps, memory_limit_gb, memory_slope_gb
+    cdef public double n_steps, memory_limit_gb, memory_slope_gb, start_replicas, min_billed_ktokens_per_s
     cdef public double[::1] weights, shares
     cdef public double[:, ::1] factors, terms
     cdef public long long[::1] time
     cdef public double[::1] tokens_per_sec, ttft_p50_ms, slo_violations, cost_per_1k, gpu_memory_gb
-    cdef public double[::1] batch_size, kv_budget, reward
+    cdef public double[::1] batch_size, kv_budget, replicas, replicas_before, reward
     cdef public double[::1] memory_loss, action_variance
     cdef public double[::1] batch_before, batch_mean, batch_squares, kv_before, kv_mean, kv_squares
 
     @cython.locals(b=Py_ssize_t)
     cpdef void compute(self, Py_ssize_t lo, Py_ssize_t hi)
     @cython.locals(p=Py_ssize_t, first=bint, loss_before=double, variance_before=double, beyond=double, growth=double,
-        variance_growth=double, violations=double, total=double, share=double)
+        variance_growth=double, violations=double, gpu_cost=double, before=double, changes=double, total=double,
+        share=double)
     cdef void _compute_row(self, Py_ssize_t b) noexcept nogil
     @cython.locals(n=double, change=double, off=double, spread=double)
     cdef void _add_change(self, Py_ssize_t b, bint first) noexcept nogil

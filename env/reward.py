@@ -36,9 +36,11 @@ RUNNING = (
     "kv_before",
     "kv_mean",
     "kv_squares",
+    "replicas_before",
 )
 """Arrays that :class:`GradeRewardKernel` keeps between steps: the two quantities of :mod:`grader.shares` that are no
-sums, then for batch size and KV budget the last value, and mean and sum of squared deviations of the changes so far."""
+sums, then for batch size and KV budget the last value, and mean and sum of squared deviations of the changes so far;
+the replicas asked for last."""
 
 
 class RewardKernel:
@@ -78,7 +80,7 @@ class GradeRewardKernel:
     """Kernel that writes shares of the grade as rewards of rows of a fleet batch.
 
     ``terms`` (P, B) are the step's parts of the grade and ``reward`` (B,) their weighted sum; time, metrics and knobs
-    (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 6) are those of
+    (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 8) are those of
     :class:`grader.shares.StepShares`, ``shares`` its constants.
 
     The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before. The first step of an
@@ -109,6 +111,10 @@ class GradeRewardKernel:
         growth = self.n_steps * (self.memory_loss[b] - loss_before)
         variance_growth = self.n_steps * (self.action_variance[b] - variance_before)
         violations = rint(self.slo_violations[b])  # as logs have them
+        gpu_cost = self.cost_per_1k[b] * max(self.tokens_per_sec[b] / 1000.0, self.min_billed_ktokens_per_s)
+        before = self.start_replicas if first else self.replicas_before[b]
+        changes = self.n_steps * abs(self.replicas[b] - before)
+        self.replicas_before[b] = self.replicas[b]
         total = 0.0
         for p in range(self.weights.shape[0]):
             share = (
@@ -119,6 +125,8 @@ class GradeRewardKernel:
                 + self.factors[p, 3] * self.cost_per_1k[b]
                 + self.factors[p, 4] * growth
                 + self.factors[p, 5] * variance_growth
+                + self.factors[p, 6] * gpu_cost
+                + self.factors[p, 7] * changes
             )
             self.terms[p, b] = share
             total += self.weights[p] * share

@@ -58,7 +58,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         self.config = self.task.config(with_settings(config, reward=reward, hold=hold))
         self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)
         self._episodes = AutoresetBatch(self.batch)
-        self._actions = action_codec(action)
+        self._actions = action_codec(action, self.task.fleet.max_replicas)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
         self._played = EpisodeRing(self.batch)
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
@@ -107,6 +107,7 @@ class EpisodeRing:
         self._source = {
             "batch_size": batch.fleet.batch_size,
             "kv_budget": batch.fleet.kv_budget,
+            "replicas": batch.fleet.replicas,
             **{name: batch.second(name) for name in GRADED_METRICS},
         }
         shape = (batch.config.n_steps, batch.hold, batch.n_rows)

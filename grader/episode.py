@@ -42,6 +42,8 @@ class Episode:
     slo_violations: FloatArray
     batch_size: FloatArray
     kv_budget: FloatArray
+    replicas: FloatArray
+    """Replicas that each action asked for; no grade of a task that does not scale reads it."""
 
 
 def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
@@ -69,6 +71,7 @@ def recorded_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
     metrics, actions = [step["metrics"] for step in log], [step["action"] for step in log]
     columns = [[values[name] for values in metrics] for name in GRADED_METRICS]
     columns += [[action[name] for action in actions] for name in ("batch_size", "kv_budget")]
+    columns += [[action.get("replicas", 0) for action in actions]]
     return Episode(*np.array(columns, dtype=np.float64))
 
 
@@ -92,7 +95,7 @@ def _read_step(i: int, step: object) -> list[float]:
     except InvalidActionError as error:
         raise MalformedLogError(f"step {i}: action.{error}", i, f"action.{error.field}") from error
     values = [checked_metric(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
-    return [*values, float(parsed.batch_size), parsed.kv_budget]
+    return [*values, float(parsed.batch_size), parsed.kv_budget, float(parsed.replicas or 0)]
 
 
 def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC, first: int = 0) -> float:

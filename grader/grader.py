@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from grader.autoscaling_grader import grade_autoscaling, score_autoscaling, shares_autoscaling
 from grader.episode import Episode, FloatArray, Scored, read_log
 from grader.shares import StepShares
 from grader.task1_grader import grade_throughput, score_throughput, shares_throughput
@@ -23,6 +24,7 @@ GRADES: Final[Mapping[str, GradeFunction]] = {
     "throughput": grade_throughput,
     "latency_memory": grade_latency_memory,
     "four_term": grade_four_term,
+    "autoscaling": grade_autoscaling,
 }
 """Whole grades by the ``grade.kind`` of a task's data, from the numbers of :data:`SCORES`."""
 
@@ -30,6 +32,7 @@ SCORES: Final[Mapping[str, ScoreFunction]] = {
     "throughput": score_throughput,
     "latency_memory": score_latency_memory,
     "four_term": score_four_term,
+    "autoscaling": score_autoscaling,
 }
 """The numbers alone of the grading rules, for one episode or many at once."""
 
@@ -37,6 +40,7 @@ SHARES: Final[Mapping[str, ShareFunction]] = {
     "throughput": shares_throughput,
     "latency_memory": shares_latency_memory,
     "four_term": shares_four_term,
+    "autoscaling": shares_autoscaling,
 }
 """What one step of an episode with so many steps adds to the score of the same rules."""
 

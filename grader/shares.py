@@ -16,12 +16,16 @@ QUANTITIES: Final = (
     "cost_per_1k",
     "memory_loss",
     "action_variance",
+    "gpu_cost",
+    "replica_changes",
 )
-"""What a step adds to a grade: four metrics of the step, and two losses in [0, 1] that are no sums over steps.
+"""What a step adds to a grade: metrics of the step, and two losses in [0, 1] that are no sums over steps.
 
 ``memory_loss`` is how far the peak of the GPU memory lies beyond the task's limit, in units of its slope;
 ``action_variance`` that of :func:`grader.task3_grader.action_variance`. Of these two a step adds the growth of their
-value up to that step, times the number of steps.
+value up to that step, times the number of steps. ``gpu_cost`` is the price of the step's GPUs
+(:func:`grader.autoscaling_grader.gpu_cost`), ``replica_changes`` the replicas that its action added or removed, times
+the number of steps.
 """
 
 
@@ -30,7 +34,7 @@ class StepShares:
     """Shares of a step in the P parts of a grade: part p of step t is ``constants[p] + factors[p] @ quantities[t]``.
 
     Its mean over the steps is part p of the episode's breakdown before that is cut to [0, 1]; ``weights`` (P,) add the
-    parts to the grade. ``factors`` is (P, 6) in the order of :data:`QUANTITIES`.
+    parts to the grade. ``factors`` is (P, 8) in the order of :data:`QUANTITIES`.
     """
 
     parts: tuple[str, ...]

@@ -104,11 +104,13 @@ def decode_request(body: bytes) -> BatchSteps:
         raise ValueError(f"flags {flags:#x}: they must be a sum of {HOLD} (hold) and {LAST} (last)")
     sent = 1 if flags & HOLD else n_steps
     wanted = REQUEST.size + sent * n_rows * ACTION_SIZE * size
-    if len(body) != wanted:
+    # Actions of tasks that scale may have a number more, which the length tells.
+    scales = len(body) == wanted + sent * n_rows * size and sent * n_rows > 0
+    if len(body) != wanted and not scales:
         raise ValueError(
             f"the body has {len(body):,} bytes; {sent} x {n_rows} actions of {size}-byte numbers take {wanted:,}"
         )
-    actions = np.frombuffer(body, _TYPES[size], offset=REQUEST.size).reshape(sent, n_rows, ACTION_SIZE)
+    actions = np.frombuffer(body, _TYPES[size], offset=REQUEST.size).reshape(sent, n_rows, ACTION_SIZE + scales)
     return BatchSteps(session.hex(), actions, n_steps, number or None, bool(flags & LAST))
 
 

@@ -14,7 +14,7 @@ the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
@@ -30,6 +30,7 @@ from inferencegym import render
 from inferencegym.client.gym import REMOTE_ID, HTTPGymEnv, HTTPVectorEnv
 from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.families import FAMILIES
+from inferencegym.models import ACTION_FIELDS
 from inferencegym.seeds import SeedSeries, episode_seed
 from inferencegym.spaces.actions import action_mask, from_row, snap
 from inferencegym.spaces.formats import ObservationCodec, action_codec
@@ -46,6 +47,8 @@ from inferencegym.vector_env import (
 )
 from simulator.tables import ServingTables
 from simulator.traffic import QUEUE_LATENCY_MS
+
+_TIER: Final = list(ACTION_FIELDS).index("quant_tier")
 
 
 class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
@@ -77,7 +80,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         )
         self.task, self.config = self._episode.task, self._episode.config
         self._mask = action_mask(self.task.active_actions)
-        self._actions = action_codec(action)
+        self._actions = action_codec(action, self.task.fleet.max_replicas)
         constants = calibration or get_calibration(self.task.task_id)
         self._observations = ObservationCodec(self.task, self.config, constants, observation)
         self._series = SeedSeries(1)
@@ -108,8 +111,8 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
         """Take one step, of one second or ``hold``."""
-        knobs = snap(self._actions.decode(np.asarray(action)[None]), self._mask)
-        knobs[0, -1] = min(knobs[0, -1], self._episode.n_tiers - 1)  # a table may have fewer than the knob
+        knobs = snap(self._actions.decode(np.asarray(action)[None]), self._mask, self.task.fleet)
+        knobs[0, _TIER] = min(knobs[0, _TIER], self._episode.n_tiers - 1)  # a table may have fewer than the knob
         _, reward, done, info = self._episode.step(from_row(knobs[0]))
         if self._picture is not None:
             self._picture.add(self._episode.observation_row(), knobs[0])

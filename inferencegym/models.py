@@ -43,7 +43,7 @@ class Field:
         """The range in words, for error messages and documents."""
         if self.choices is not None:
             return "one of " + ", ".join(str(c) for c in self.choices)
-        if self.unit == "requests" and float(self.low).is_integer() and float(self.high).is_integer():
+        if self.unit in ("requests", "replicas") and float(self.low).is_integer() and float(self.high).is_integer():
             return f"an integer from {self.low:g} to {self.high:g}"
         return f"a number from {self.low:g} to {self.high:g}"
 
@@ -87,6 +87,16 @@ OBSERVATION_FIELDS: Final[dict[str, Field]] = {
 }
 """The 14 numbers of the flat observation, in order; ``priority_distribution`` is spread over three of them."""
 
+MAX_REPLICAS: Final = 4096
+REPLICAS: Final = Field(
+    "replicas",
+    1,
+    MAX_REPLICAS,
+    "replicas",
+    "replicas asked for where the task scales; left out of a first step: as many as at the start",
+)
+"""The sixth knob. Only tasks with ``max_replicas`` offer it, and their actions may have a sixth number."""
+
 FLEET_FIELDS: Final[dict[str, Field]] = {
     **ACTION_FIELDS,
     "restarting_share": Field(
@@ -99,15 +109,30 @@ FLEET_FIELDS: Final[dict[str, Field]] = {
 """What the fleet is set to and how long ago, in order: the knobs in force, running restarts, the age of the setting."""
 
 
+SCALING_FIELDS: Final[dict[str, Field]] = {
+    f.name: f
+    for f in (
+        Field("replicas", 1, MAX_REPLICAS, "replicas", "replicas asked for: those in service and those that load"),
+        Field("replicas_ready", 1, MAX_REPLICAS, "replicas", "replicas in service"),
+        Field("replicas_draining", 0, math.inf, "replicas", "removed replicas that still serve, an expected number"),
+    )
+}
+"""What a fleet of tasks that scale tells beside :data:`FLEET_FIELDS`, in order."""
+
+
 @dataclass
 class ServeAction:
-    """Action: the five knobs, applied to every replica of the fleet for one step of one second."""
+    """Action: the knobs, applied to every replica of the fleet for one step of one second.
+
+    Five knobs; ``replicas`` is the sixth of tasks that scale, None elsewhere.
+    """
 
     kv_budget: float
     spec_length: int
     batch_size: int
     prefill_disagg: bool
     quant_tier: QuantTier
+    replicas: int | None = None
 
     def validate(self) -> bool:
         """Return True, or raise :class:`InvalidActionError` naming the field, its value and its range."""
@@ -125,6 +150,7 @@ class ServeAction:
         # Dataclasses check no types: these may be anything.
         flag: object = self.prefill_disagg
         tier: object = self.quant_tier
+        replicas = self.replicas
         return (
             type(flag) is bool
             and type(tier) is QuantTier
@@ -134,17 +160,21 @@ class ServeAction:
             and spec in SPEC_LENGTHS
             and type(batch) is int
             and ACTION_FIELDS["batch_size"].low <= batch <= ACTION_FIELDS["batch_size"].high
+            and (replicas is None or (type(replicas) is int and REPLICAS.low <= replicas <= REPLICAS.high))
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form: ``quant_tier`` is its number 0-2."""
-        return {
+        """JSON form: ``quant_tier`` is its number 0-2; ``replicas`` only where the action has it."""
+        knobs: dict[str, Any] = {
             "kv_budget": self.kv_budget,
             "spec_length": self.spec_length,
             "batch_size": self.batch_size,
             "prefill_disagg": self.prefill_disagg,
             "quant_tier": self.quant_tier.value,
         }
+        if self.replicas is not None:
+            knobs["replicas"] = self.replicas
+        return knobs
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServeAction:
@@ -159,7 +189,7 @@ class ServeAction:
     def from_message(cls, knobs: ServeActionMessage) -> ServeAction:
         """The action of a message whose knobs have been checked."""
         tier = QuantTier(knobs.quant_tier)
-        return cls(knobs.kv_budget, knobs.spec_length, knobs.batch_size, knobs.prefill_disagg, tier)
+        return cls(knobs.kv_budget, knobs.spec_length, knobs.batch_size, knobs.prefill_disagg, tier, knobs.replicas)
 
 
 def _tier(value: object) -> object:
@@ -193,7 +223,10 @@ NAIVE_ACTION: Final = ServeAction(
 
 
 class ServeActionMessage(Message):
-    """JSON form of an action: five knobs; those left out of a step stay as they are, the first starts from defaults."""
+    """JSON form of an action: five knobs; those left out of a step stay as they are, the first starts from defaults.
+
+    ``replicas`` is the sixth of tasks that scale; others ignore it.
+    """
 
     kv_budget: Annotated[float, bounds(ACTION_FIELDS["kv_budget"])] = NAIVE_ACTION.kv_budget
     spec_length: Annotated[Literal[0, 1, 2, 4, 8], CHOICE, _described(ACTION_FIELDS["spec_length"])] = 0
@@ -220,6 +253,7 @@ class ServeActionMessage(Message):
         _described(ACTION_FIELDS["quant_tier"]),
         Allowed('0, 1, 2 or "FP16", "INT8", "INT4"'),
     ] = 0
+    replicas: Annotated[int | None, bounds(REPLICAS), WHOLE] = None
 
 
 @dataclass

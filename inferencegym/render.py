@@ -64,7 +64,7 @@ class EpisodePicture:
     def add(self, observation: NDArray[np.float64], knobs: NDArray[np.float64]) -> None:
         """Add a step: the observation after it, and the knobs (5,) that it was played with."""
         self._seen.append(observation.copy())
-        self._knobs.append(knobs.copy())
+        self._knobs.append(knobs[: len(ACTION_FIELDS)].copy())
         self._show()
 
     def render(self) -> NDArray[np.uint8] | None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from inferencegym.errors import MISSING
 from inferencegym.messages import WHOLE, Allowed, FieldError, Message
-from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.models import MAX_REPLICAS, PRIORITY_CLASSES
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 
 _CLASSES: Final = len(PRIORITY_CLASSES)
@@ -132,7 +132,31 @@ class FourTerm(Message):
     ]
 
 
-Grade = Annotated[Throughput | LatencyMemory | FourTerm, Field(discriminator="kind")]
+class Autoscaling(Message):
+    """Grade of tasks that scale: weighted objectives met, GPU cost and churn of replicas."""
+
+    kind: Literal["autoscaling"]
+    weights: Annotated[
+        list[_Share],
+        Field(min_length=3, max_length=3),
+        AfterValidator(_sum_to_one),
+        Allowed("an array of 3 shares that sum to 1"),
+    ]
+    missed_share_limit: Annotated[float, Field(ge=1e-4, le=1)]
+    changes_limit: Annotated[float, Field(ge=1, le=1e6)]
+
+
+Grade = Annotated[Throughput | LatencyMemory | FourTerm | Autoscaling, Field(discriminator="kind")]
+
+
+class Day(Message):
+    """A day's shape of load, compressed into an episode, as forecast; how far a real day strays from it; surges."""
+
+    relative_rates: Annotated[list[Annotated[float, Field(ge=0.01, le=1000)]], Field(min_length=2, max_length=96)]
+    forecast_error: Annotated[float, Field(ge=0, le=1)] = 0.0
+    surges: Annotated[float, Field(ge=0, le=100)] = 0.0
+    surge_multiplier: Annotated[float, Field(ge=1, le=100)] = 1.0
+    surge_duration_steps: _Steps = 1
 
 
 class CalibrationEntry(Message):
@@ -166,6 +190,7 @@ class TaskEntry(Message):
     burst_interval_steps: _Steps | None = None
     burst_duration_steps: _Steps | None = None
     burst_offset_steps: Annotated[int, Field(ge=0, le=1_000_000), WHOLE] | None = None
+    day: Day | None = None
     # Prompts
     prompt_len_dist: Literal["uniform", "lognormal", "bimodal", "trace"]
     prompt_len_min: _Tokens = 1.0
@@ -203,6 +228,8 @@ class TaskEntry(Message):
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 512
     restart_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
     load_gb_per_s: Annotated[float, Field(ge=0.01, le=1000)] = 4.0
+    start_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS), WHOLE] | None = None
     hardware: HardwareName | None = None
     memory_hard_limit_gb: Annotated[float, Field(ge=1, le=1000)] | None = None
     # Rules
@@ -219,6 +246,7 @@ class TaskEntry(Message):
     expected_baseline: _ScoreRange | None = None
     # Recorded traffic, and constants measured with it
     trace: str | None = None
+    trace_speed: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
     recorded: bool = False
     calibration: CalibrationEntry | None = None
 
@@ -253,6 +281,12 @@ class TaskEntry(Message):
                 if getattr(self, key) is None:
                     raise FieldError(key, MISSING, "a number, which prompt_len_dist='lognormal' needs")
         self._require_whole_flood()
+        if self.max_replicas is not None:
+            self._require_order("n_replicas", "max_replicas")
+        if self.grade.kind == "autoscaling" and self.max_replicas is None:
+            raise FieldError("max_replicas", MISSING, "a number of replicas, which a grade of autoscaling needs")
+        if self.day is not None and self.trace is not None:
+            raise FieldError("day", "given", "left out with a trace, which decides the load")
         return self
 
     def mean_output_tokens(self) -> list[float]:

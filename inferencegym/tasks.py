@@ -28,6 +28,7 @@ from inferencegym.task_files import (
     RewardOverrides,
     TaskEntry,
 )
+from inferencegym.task_files import Day as DayEntry
 from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
 
 TaskId = int | str
@@ -39,6 +40,8 @@ HARDWARE_CALIBRATION_FILE: Final = DATA_DIR / "hardware_calibration.json"
 HARDWARE_TASKS: Final = "hardware_tasks.json"
 """File of the tasks that have hardware of their own."""
 TABLE_INDEX_FILE: Final = DATA_DIR / "tables" / "index.json"
+SCALING_TASKS: Final = "scaling_tasks.json"
+"""File of the tasks whose actions set the number of replicas."""
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
 AT: Final = "@"
 """``ID@HARDWARE`` is the task ``ID`` on a table of the catalogue."""
@@ -89,8 +92,29 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True)
+class Day:
+    """A day's shape of load in one episode: what a forecast says, and how a real day differs from it.
+
+    ``relative_rates`` are evenly spaced over the episode, first and last second included, with a straight line between
+    them; the task's rate is their mean. A real day strays from it by a slow factor whose logarithm has the standard
+    deviation ``forecast_error``, and has ``surges`` of ``surge_multiplier`` times the load for
+    ``surge_duration_steps`` each, on average, which no forecast knows.
+    """
+
+    relative_rates: tuple[float, ...]
+    forecast_error: float = 0.0
+    surges: float = 0.0
+    surge_multiplier: float = 1.0
+    surge_duration_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
-    """The serving fleet: identical replicas behind one queue."""
+    """The serving fleet: identical replicas behind one queue.
+
+    Where ``max_replicas`` is set the fleet scales: ``n_replicas`` are there at the start, and actions may ask for any
+    number from 1 to ``max_replicas``.
+    """
 
     n_replicas: int = 1
     queue_limit: int = 512
@@ -98,7 +122,10 @@ class Fleet:
     restart_s: float = 2.0
     """Seconds a replica needs to restart, beside loading its weights."""
     load_gb_per_s: float = 4.0
-    """Weight loading bandwidth of a restarting replica, decimal GB/s."""
+    """Weight loading bandwidth of a restarting or new replica, decimal GB/s."""
+    start_s: float = 2.0
+    """Seconds a new replica needs to start, beside loading its weights."""
+    max_replicas: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +184,11 @@ class TaskSpec:
     cost_budget: float = 5.0
     episode_length: int = 200
     expected_baseline: tuple[float, float] | None = None
+    day: Day | None = None
     trace: str | None = None
     """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
+    trace_speed: float = 1.0
+    """How many times faster than recorded the requests of the trace arrive."""
     recorded: bool = field(default=False)
     calibration: Calibration | None = None
     """Constants that the task's entry carries itself; those in ``calibration_file`` come first."""
@@ -167,8 +197,11 @@ class TaskSpec:
 
     @property
     def listed(self) -> bool:
-        """Whether the task is listed without being asked for: those of drawn traffic on the default table are."""
-        return not self.recorded and self.hardware is None
+        """Whether the task is listed without being asked for.
+
+        Those of drawn traffic on the default table with a fleet of a fixed size are.
+        """
+        return not self.recorded and self.hardware is None and self.fleet.max_replicas is None
 
     def config(self, overrides: Mapping[str, Any] | ConfigOverrides | None = None) -> EpisodeConfig:
         """The episode configuration with ``overrides`` applied; a value of None leaves the setting alone.
@@ -315,7 +348,7 @@ def _key(task_id: object) -> str:
 
 @lru_cache(maxsize=8)
 def _registry(user_files: str) -> dict[str, TaskSpec]:
-    shipped = ("workload_configs.json", "recorded_tasks.json", HARDWARE_TASKS)
+    shipped = ("workload_configs.json", "recorded_tasks.json", HARDWARE_TASKS, SCALING_TASKS)
     paths = [DATA_DIR / name for name in shipped if (DATA_DIR / name).exists()]
     paths += [Path(p) for p in user_files.split(os.pathsep) if p]
     return task_registry(paths, load_task_file)
@@ -344,6 +377,8 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
             base_accept_rate=entry.base_accept_rate,
             restart_s=entry.restart_s,
             load_gb_per_s=entry.load_gb_per_s,
+            start_s=entry.restart_s if entry.start_s is None else entry.start_s,
+            max_replicas=entry.max_replicas,
         ),
         reward=_weights("reward", RewardWeights(), entry.reward),
         grade=entry.grade.model_dump(),
@@ -352,10 +387,16 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         cost_budget=entry.cost_budget_episode,
         episode_length=entry.episode_length,
         expected_baseline=entry.baseline_range(),
+        day=None if entry.day is None else _day(entry.day),
         trace=_trace(entry.trace, base),
+        trace_speed=entry.trace_speed,
         recorded=entry.recorded,
         calibration=None if entry.calibration is None else Calibration(**entry.calibration.model_dump()),
     )
+
+
+def _day(entry: DayEntry) -> Day:
+    return Day(**{**entry.model_dump(), "relative_rates": tuple(entry.relative_rates)})
 
 
 def _burst(entry: TaskEntry) -> Burst | None:

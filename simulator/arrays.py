@@ -49,11 +49,18 @@ KNOBS: Final[Mapping[str, ArraySpec]] = {
     "spec": ArraySpec("B", "index", "drafts per verification step, into SPEC_LENGTHS", _INT),
     "disagg": ArraySpec("B", "0 or 1", "prefill on a GPU of its own", _INT),
     "tier": ArraySpec("B", "index", "precision, among those of the table", _INT),
+    "replicas": ArraySpec("B", "replicas", "replicas asked for; fixed where the task does not offer it"),
 }
 """The action."""
 
 STATE: Final[Mapping[str, ArraySpec]] = {
     "time": ArraySpec("B", "steps", "steps taken", _INT),
+    # replicas that come and go
+    "replicas_ready": ArraySpec("B", "replicas", "replicas that have loaded their weights and take requests"),
+    "loading": ArraySpec("BT", "replicas", "replicas that load their weights, by the step that asked for them"),
+    "first_loading": ArraySpec("B", "step", "step from which on there may be such replicas", _INT),
+    "replicas_draining": ArraySpec("B", "replicas", "removed replicas that share the draining requests"),
+    "draining_requests": ArraySpec("B", "requests", "requests in flight on removed replicas"),
     # rollout of a change of precision or prefill placement
     "tier_new": ArraySpec("B", "index", "precision that the fleet goes to", _INT),
     "tier_old": ArraySpec("B", "index", "precision that it comes from", _INT),
@@ -109,6 +116,9 @@ STATE: Final[Mapping[str, ArraySpec]] = {
 
 SCRATCH: Final[Mapping[str, ArraySpec]] = {
     # the fleet in this step
+    "joining": ArraySpec("", "replicas", "replicas that come up within the step, mean over it"),
+    "staying_share": ArraySpec("", "share", "requests in flight that are not on a replica that drains"),
+    "paid_replicas": ArraySpec("", "replicas", "replicas in service, loading and draining"),
     "new_share": ArraySpec("", "share", "replicas in the new configuration, mean over the step"),
     "restarted_share": ArraySpec("", "share", "replicas that restart in this step"),
     "up": ArraySpec("", "replicas", "replicas in service, at least EPS"),

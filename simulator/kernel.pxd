@@ -4,7 +4,7 @@ from libc.math cimport erfc, exp, log, sqrt
 
 cdef int MAX_SWEEPS
 cdef double GAIN_RESIDUAL, MIN_FALL, FIRST_GUESS_TOKENS_PER_MS, MIN_GAIN_TOKENS, EPS_REQUESTS, EPS_FLOW, EPS, EPS_WEIGHT, MIN_REPLICAS_UP
-cdef double EPS_SHARE, STEP_SMOOTHING
+cdef double EPS_SHARE, MIN_DRAINING, STEP_SMOOTHING
 cdef double MAX_PREFILLING_SHARE, MIN_PREFILL_SHARE, MAX_CHURN_PROMPTS, CHURNED_OUTPUT_TOKENS, NO_SLO_MS
 cdef double MAX_UTILISATION, SLOT_DEVIATION, STEP_GROWTH, MIN_WAIT_PROBABILITY, MIN_NO_SLOT_PROBABILITY
 cdef double MAX_SLOT_WAIT_STEPS, MIN_KV_OCCUPANCY, MIN_BACKLOG, SAME_WAIT
@@ -17,12 +17,12 @@ cdef class Views:
 cdef class Params(Views):
     # sizes
     cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, reuse_points
-    cdef public int max_pieces, record_rows, class_window_steps, prompt_window_steps
+    cdef public int scales, max_pieces, record_rows, class_window_steps, prompt_window_steps
     # scheduler
     cdef public bint prefill_first
     # fleet
-    cdef public double n_replicas, dt_s, dt_ms, queue_limit, closed_clients, price, ema_weight
-    cdef public double[::1] slo_ms, reload_s
+    cdef public double dt_s, dt_ms, queue_limit, closed_clients, price, ema_weight
+    cdef public double[::1] slo_ms, reload_s, start_s
     # memory of a replica
     cdef public double memory_gb, memory_limit_gb, activation_gb, workspace_gb, sequence_gb, draft_gb
     cdef public double kv_bytes_per_token
@@ -52,7 +52,7 @@ cdef class Load(Views):
 
 @cython.final
 cdef class Knobs(Views):
-    cdef public double[::1] kv_budget, batch_size
+    cdef public double[::1] kv_budget, batch_size, replicas
     cdef public long long[::1] spec, disagg, tier
 
 @cython.final
@@ -67,11 +67,15 @@ cdef class State(Views):
     cdef public long long[:, ::1] first_waiting, first_running
     cdef public double[:, :, ::1] waiting, density
     cdef public double[::1] replicas_up, resident, context_tokens
+    cdef public long long[::1] first_loading
+    cdef public double[::1] replicas_ready, replicas_draining, draining_requests
+    cdef public double[:, ::1] loading
     cdef public double[:, :, ::1] record
 
 @cython.final
 cdef class Scratch(Views):
     # the fleet in this step
+    cdef public double joining, staying_share, paid_replicas
     cdef public double new_share, restarted_share, up, disagg_share, kv_pool_tokens, prefix_hit
     # preemption
     cdef public double preempted, cohort_requests, cohort_positions, cohort_written
@@ -121,7 +125,18 @@ cdef class ServingKernel:
 
 @cython.locals(t=Py_ssize_t, gain=double)
 cdef void step_row(Params p, Load load, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b) noexcept nogil
-@cython.locals(disagg=Py_ssize_t, tier=Py_ssize_t, fleet_s=double, part=double)
+@cython.locals(k=Py_ssize_t, asked=double, loading=double, more=double, start_s=double)
+cdef void scale(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b, Py_ssize_t t) noexcept nogil
+@cython.locals(k=Py_ssize_t, left=double, loading=double, n=double)
+cdef double come_up(Params p, State s, Py_ssize_t b, Py_ssize_t t, double start_s) noexcept nogil
+@cython.locals(c=Py_ssize_t, k=Py_ssize_t, cancelled=double, in_flight=double, outdated=double, ready=double,
+    staying=double)
+cdef void remove_replicas(Params p, State s, Py_ssize_t b, Py_ssize_t t, double n) noexcept nogil
+@cython.locals(n=double)
+cdef double still_draining(State s, Py_ssize_t b) noexcept nogil
+@cython.locals(c=Py_ssize_t, in_flight=double, serving=double)
+cdef double drain(Params p, State s, Scratch x, Py_ssize_t b) noexcept nogil
+@cython.locals(disagg=Py_ssize_t, tier=Py_ssize_t, fleet_s=double, part=double, ready=double)
 cdef void roll_out(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b, Py_ssize_t t) noexcept nogil
 @cython.locals(done=double)
 cdef void start_rollout(State s, Py_ssize_t b, Py_ssize_t tier, Py_ssize_t disagg) noexcept nogil
@@ -131,8 +146,8 @@ cdef void receive_arrivals(Params p, Load load, State s, Py_ssize_t b, Py_ssize_
 cdef void allocate_memory(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b) noexcept nogil
 @cython.locals(i=Py_ssize_t, y=double)
 cdef double prefix_hit_share(Params p, double cached_tokens) noexcept nogil
-@cython.locals(c=Py_ssize_t, k=Py_ssize_t, excess=double, prompt_tokens=double, requests=double, share=double,
-    tokens=double)
+@cython.locals(c=Py_ssize_t, k=Py_ssize_t, excess=double, prompt_tokens=double, ready=double, requests=double,
+    share=double, tokens=double)
 cdef void preempt(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t) noexcept nogil
 @cython.locals(c=Py_ssize_t, k=Py_ssize_t, stay=double)
 cdef void interrupt(Params p, State s, Scratch x, Py_ssize_t b, double share) noexcept nogil
@@ -172,7 +187,8 @@ cdef void find_survivors(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t 
 @cython.locals(at=Py_ssize_t, k=Py_ssize_t, density=double, older=double, older_pos=double, positions=double,
     requests=double, u=double, younger=double, younger_pos=double)
 cdef void find_class_survivors(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c) noexcept nogil
-@cython.locals(at=Py_ssize_t, blocked=bint, c=Py_ssize_t, i=Py_ssize_t, budget_ms=double, cells=double, each_kv=double,
+@cython.locals(at=Py_ssize_t, blocked=bint, c=Py_ssize_t, i=Py_ssize_t, budget_ms=double, cells=double,
+    draining_share=double, each_kv=double, elsewhere=double, elsewhere_tokens=double,
     each_ms=double, in_flight=double, keep=double, kv_pool=double, kv_tokens=double, mean_tokens=double, n=double,
     prefill_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, tokens=double,
     u=double)
@@ -204,6 +220,8 @@ cdef double prefill_ratio(Params p, State s, Py_ssize_t b, Py_ssize_t c, Py_ssiz
 @cython.locals(c=Py_ssize_t, admitted=double, completed=double, n=double, prefill_share=double, progress=double,
     running=double, written=double)
 cdef void commit(Params p, State s, Scratch x, Metrics m, Py_ssize_t b, Py_ssize_t t, double gain) noexcept nogil
+@cython.locals(c=Py_ssize_t, in_flight=double, survivors=double)
+cdef void keep_draining(Params p, State s, Scratch x, Py_ssize_t b) noexcept nogil
 @cython.locals(k=Py_ssize_t, before=double, density=double, total=double, written=double)
 cdef double write_tokens(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t t, Py_ssize_t c,
     double progress) noexcept nogil

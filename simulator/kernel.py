@@ -57,6 +57,8 @@ EPS_WEIGHT = 1e-6
 """Requests added to each class's weight in a mean over what waits: with none, every class counts the same."""
 MIN_REPLICAS_UP = 1e-6
 """Replicas in service below which the fleet is down."""
+MIN_DRAINING = 1e-3
+"""Expected replicas that still drain below which the last request of the removed ones has ended. Chosen."""
 EPS_SHARE = 1e-12
 """Share of the replicas whose restart is rounding: the rollout is complete."""
 STEP_SMOOTHING = 0.5
@@ -181,6 +183,7 @@ class ServingKernel:
 def step_row(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: int) -> None:
     """Advance one row by one step."""
     t = s.time[b]
+    scale(p, knobs, s, x, b, t)
     roll_out(p, knobs, s, x, b, t)
     receive_arrivals(p, load, s, b, t)
     allocate_memory(p, knobs, s, x, m, b)
@@ -199,12 +202,99 @@ def step_row(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metri
 # ---------------------------------------------------------------- before the step is served
 
 
+def scale(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, t: int) -> None:
+    """Add and remove replicas: new ones load their weights first, removed ones serve what they have to its end.
+
+    All of them are paid: from the moment they are asked for, and until their last request has ended.
+    """
+    x.joining = 0.0
+    x.staying_share = 1.0
+    x.paid_replicas = s.replicas_ready[b]
+    if not p.scales:
+        return
+    start_s = p.start_s[knobs.tier[b]]
+    loading = come_up(p, s, b, t, start_s)
+    asked = knobs.replicas[b]
+    more = asked - s.replicas_ready[b] - loading
+    if more > 0.0:
+        s.loading[b, t] = more
+    elif more < 0.0:
+        remove_replicas(p, s, b, t, -more)
+    for k in range(s.first_loading[b], t + 1):
+        # Those whose weights arrive within the step serve for the rest of it.
+        x.joining += s.loading[b, k] * max(0.0, min(1.0, t + 1 - k - start_s / p.dt_s))
+    x.paid_replicas = asked + drain(p, s, x, b)
+
+
+def come_up(p: Params, s: State, b: int, t: int, start_s: float) -> float:
+    """Put replicas into service whose weights have been loaded; returns those that still load."""
+    loading = 0.0
+    for k in range(s.first_loading[b], t):
+        n = s.loading[b, k]
+        if (t - k) * p.dt_s >= start_s:
+            # They run the configuration in force, so what is left of a rollout becomes a smaller share.
+            left = (1.0 - s.rollout_share[b]) * s.replicas_ready[b] / (s.replicas_ready[b] + n)
+            s.rollout_share[b] = 1.0 - left
+            s.replicas_ready[b] += n
+            s.loading[b, k] = 0.0
+            s.first_loading[b] = k + 1
+        else:
+            loading += n
+    return loading
+
+
+def remove_replicas(p: Params, s: State, b: int, t: int, n: float) -> None:
+    """Take ``n`` replicas away: the youngest that still load, then those that a rollout has not reached, then others.
+
+    What a replica in service has in flight stays with it: a share of all requests, alike in class and age.
+    """
+    k = t - 1
+    while k >= s.first_loading[b] and n > 0.0:
+        cancelled = min(n, s.loading[b, k])
+        s.loading[b, k] -= cancelled
+        n -= cancelled
+        k -= 1
+    if n <= 0.0:
+        return
+    ready = s.replicas_ready[b]
+    in_flight = 0.0
+    for c in range(p.n_classes):
+        in_flight += s.in_flight[b, c]
+    staying = max(0.0, in_flight - s.draining_requests[b])
+    s.replicas_draining[b] = still_draining(s, b) + n
+    s.draining_requests[b] += staying * n / ready
+    outdated = max(0.0, (1.0 - s.rollout_share[b]) * ready - n)
+    s.rollout_share[b] = 1.0 - outdated / (ready - n)
+    s.replicas_ready[b] = ready - n
+
+
+def still_draining(s: State, b: int) -> float:
+    """Expected number of removed replicas that still serve: a Poisson number of requests is on each (M/G/infinity)."""
+    n = s.replicas_draining[b]
+    return n * (1.0 - exp(-s.draining_requests[b] / n)) if n > 0.0 else 0.0
+
+
+def drain(p: Params, s: State, x: Scratch, b: int) -> float:
+    """Removed replicas that still serve; writes which share of the requests in flight is on the others."""
+    serving = still_draining(s, b)
+    in_flight = 0.0
+    for c in range(p.n_classes):
+        in_flight += s.in_flight[b, c]
+    if serving < MIN_DRAINING or in_flight < EPS_REQUESTS:
+        s.replicas_draining[b] = 0.0
+        s.draining_requests[b] = 0.0
+        return 0.0
+    x.staying_share = 1.0 - min(1.0, s.draining_requests[b] / in_flight)
+    return serving
+
+
 def roll_out(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, t: int) -> None:
     """Restart replicas one at a time when precision or prefill placement changes."""
     tier = knobs.tier[b]
     disagg = knobs.disagg[b]
+    ready = s.replicas_ready[b]
     x.restarted_share = 0.0
-    s.replicas_up[b] = p.n_replicas
+    s.replicas_up[b] = ready + x.joining
     x.new_share = 1.0
     if t == 0:
         s.tier_new[b] = tier
@@ -215,11 +305,11 @@ def roll_out(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, t: int) -> N
     elif tier != s.tier_new[b] or disagg != s.disagg_new[b]:
         start_rollout(s, b, tier, disagg)
     if s.rollout_share[b] < 1.0:
-        fleet_s = p.n_replicas * p.reload_s[tier]
+        fleet_s = ready * p.reload_s[tier]
         part = min(1.0 - s.rollout_share[b], p.dt_s / fleet_s)
         x.restarted_share = part
         # One replica is down for the time that this part of the rollout takes.
-        s.replicas_up[b] = p.n_replicas - part * fleet_s / p.dt_s
+        s.replicas_up[b] = ready - part * fleet_s / p.dt_s + x.joining
         x.new_share = s.rollout_share[b] + 0.5 * part
         s.rollout_share[b] += part
         if s.rollout_share[b] > 1.0 - EPS_SHARE:
@@ -305,10 +395,14 @@ def preempt(p: Params, s: State, x: Scratch, b: int, t: int) -> None:
     x.preempted = 0.0
     if x.restarted_share > 0.0:
         # One replica is down already while the next one restarts, so the others hold more than their share.
-        interrupt(p, s, x, b, min(1.0, x.restarted_share * p.n_replicas / max(p.n_replicas - 1.0, 1.0)))
+        ready = s.replicas_ready[b]
+        interrupt(p, s, x, b, min(1.0, x.restarted_share * ready / max(ready - 1.0, 1.0)))
     excess = -x.up * x.kv_pool_tokens
     for c in range(p.n_classes):
-        excess += s.prompts_in_flight[b, c] + s.positions_in_flight[b, c] + p.block_slack_tokens * s.in_flight[b, c]
+        # Requests on replicas that drain have the pools of these.
+        excess += x.staying_share * (
+            s.prompts_in_flight[b, c] + s.positions_in_flight[b, c] + p.block_slack_tokens * s.in_flight[b, c]
+        )
     if excess <= EPS_REQUESTS:
         return
     locate_edges(p, s, x, b, t, 0.0)
@@ -472,7 +566,7 @@ def limit_prefill(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, b: 
         kv_tokens += s.prompts_in_flight[b, c] + s.positions_in_flight[b, c]
         backlog += s.queue[b, c] - load.arrivals[w, t, c]
         arrived_ms += load.arrivals[w, t, c] * x.head_work_ms[c]
-    batch = min(in_flight / x.up, p.batch_points[p.n_batch_points - 1])
+    batch = min(x.staying_share * in_flight / x.up, p.batch_points[p.n_batch_points - 1])
     context = max(kv_tokens / max(in_flight, EPS), 1.0)
     decoding = max(batch, 1.0)
     iteration_ms = decode_iteration_ms(p, knobs, s, x, b, decoding, context)
@@ -612,15 +706,17 @@ def find_class_survivors(p: Params, s: State, x: Scratch, b: int, t: int, c: int
 def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) -> tuple[float, float]:
     """Admit by class into free slots, prefill time and KV cache; returns requests in flight and their KV tokens.
 
-    Both are means of the step's two ends. Admissions are spread over the step, so their positions at its end are
-    uniform in 0..``gain``, and the mean of S over these is the share that still runs, ``stay``.
+    Both are means of the step's two ends, without what replicas that drain still serve: those take no room from the
+    others and gain as many tokens. Admissions are spread over the step, so their positions at its end are uniform in
+    0..``gain``, and the mean of S over these is the share that still runs, ``stay``.
     """
     kv_pool = x.up * x.kv_pool_tokens
     slots = open_slots(p, knobs, s, x, b)
     budget_ms = x.prefill_limit * x.up * p.dt_ms
     running = 0.0
     for c in range(p.n_classes):
-        running += x.survivors[c, 0]
+        running += x.staying_share * x.survivors[c, 0]
+    draining_share = 1.0 - x.staying_share
     cells = gain * p.cells_per_token
     i = cython.cast(cython.Py_ssize_t, cells) if cells < p.grid_cells else p.grid_cells
     at = 4 * i
@@ -634,7 +730,11 @@ def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) ->
         keep = x.survivors[c, 0] / s.in_flight[b, c] if s.in_flight[b, c] > EPS_FLOW else 0.0
         x.end_prompts[c] = s.prompts_in_flight[b, c] * keep
         # Lower classes give way in the pool, so only what this one and higher ones hold counts.
-        kv_tokens += x.end_prompts[c] + x.survivors[c, 1] + p.block_slack_tokens * x.survivors[c, 0]
+        kv_tokens += x.staying_share * (x.end_prompts[c] + x.survivors[c, 1] + p.block_slack_tokens * x.survivors[c, 0])
+        elsewhere = draining_share * (s.in_flight[b, c] + x.survivors[c, 0])
+        elsewhere_tokens = draining_share * (
+            s.prompts_in_flight[b, c] + x.end_prompts[c] + s.positions_in_flight[b, c] + x.survivors[c, 1]
+        )
         x.resumed[c] = 0.0
         if s.preempted[b, c] > EPS_REQUESTS:
             tokens = (s.preempted_prompts[b, c] + s.preempted_positions[b, c]) / s.preempted[b, c]
@@ -673,9 +773,13 @@ def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) ->
         x.end_requests[c] = x.survivors[c, 0] + n * stay
         x.end_positions[c] = x.survivors[c, 1] + n * stay_pos
         x.end_prompts[c] += n * stay * x.head_prompt_tokens[c]
-        in_flight += 0.5 * (s.in_flight[b, c] + x.end_requests[c])
+        in_flight += 0.5 * (s.in_flight[b, c] + x.end_requests[c] - elsewhere)
         mean_tokens += 0.5 * (
-            s.prompts_in_flight[b, c] + x.end_prompts[c] + s.positions_in_flight[b, c] + x.end_positions[c]
+            s.prompts_in_flight[b, c]
+            + x.end_prompts[c]
+            + s.positions_in_flight[b, c]
+            + x.end_positions[c]
+            - elsewhere_tokens
         )
     x.prefill_ms = prefill_ms
     return in_flight, mean_tokens
@@ -860,7 +964,20 @@ def commit(p: Params, s: State, x: Scratch, m: Metrics, b: int, t: int, gain: fl
     m.completed[b] = completed
     m.running_requests[b] = running
     m.tokens_per_sec[b] = written / p.dt_s
+    if x.staying_share < 1.0:
+        keep_draining(p, s, x, b)
     measure_cache(p, s, x, m, b, written)
+
+
+def keep_draining(p: Params, s: State, x: Scratch, b: int) -> None:
+    """What replicas that drain still serve after the step: the share of survivors that was theirs, and nothing new."""
+    survivors = 0.0
+    in_flight = 0.0
+    for c in range(p.n_classes):
+        survivors += x.survivors[c, 0]
+        in_flight += s.in_flight[b, c]
+    s.draining_requests[b] = (1.0 - x.staying_share) * survivors
+    x.staying_share = 1.0 - min(1.0, s.draining_requests[b] / max(in_flight, EPS))
 
 
 def write_tokens(p: Params, s: State, x: Scratch, b: int, t: int, c: int, progress: float) -> float:
@@ -910,7 +1027,7 @@ def measure_cache(p: Params, s: State, x: Scratch, m: Metrics, b: int, written: 
     kv_tokens = 0.0
     churned = 0.0
     for c in range(p.n_classes):
-        kv_tokens += x.end_prompts[c] + x.end_positions[c]
+        kv_tokens += x.staying_share * (x.end_prompts[c] + x.end_positions[c])
         # A preempted request comes back with its prompt and some of its output.
         mean_output = p.length_integrals[c, 4 * p.grid_cells]
         again = x.head_prompt_tokens[c] + CHURNED_OUTPUT_TOKENS
@@ -955,7 +1072,7 @@ def measure_ttft(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: M
 
 def estimate_ttft(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b: int) -> None:
     """Distribution of the time from admission to the first token, per class, from stationary queueing formulas."""
-    seen = m.running_requests[b] / x.up
+    seen = x.staying_share * m.running_requests[b] / x.up
     if p.closed_clients > 0.0:
         seen *= 1.0 - 1.0 / p.closed_clients  # a client does not wait behind its own request
     # The number in flight is nearly Poisson (M/G/infinity), so a replica is idle with probability exp(-mean).
@@ -1024,8 +1141,8 @@ def find_slot_wait(p: Params, knobs: Knobs, s: State, x: Scratch, m: Metrics, b:
     variance = EPS
     admitted = EPS
     for c in range(p.n_classes):
-        running += s.in_flight[b, c]
-        variance += s.in_flight[b, c] * p.output_gini[c]
+        running += x.staying_share * s.in_flight[b, c]
+        variance += x.staying_share * s.in_flight[b, c] * p.output_gini[c]
         admitted += x.admitted[c]
     most = x.up * knobs.batch_size[b]
     if m.kv_occupancy[b] > MIN_KV_OCCUPANCY:
@@ -1366,7 +1483,7 @@ def report(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metrics
     m.slo_violations[b] = missed
     m.violation_share[b] = share
     m.queue_requests[b] = queued_requests(p, s, b)
-    gpus = p.n_replicas * (1.0 + x.disagg_share)
+    gpus = x.paid_replicas * (1.0 + x.disagg_share)
     cost = p.price * gpus / max(m.tokens_per_sec[b] / 1000.0, p.min_billed_ktokens_per_s)
     m.cost_per_1k[b] = cost
     s.cost_so_far[b] += cost

@@ -108,6 +108,8 @@ class RecordedLoad:
         if task.trace is None:
             raise InvalidConfigError(f"task {task.task_id!r} has no trace")
         log, meta = load_trace(task.trace)
+        if task.trace_speed != 1.0:
+            log = replace(log, arrival_s=log.arrival_s / task.trace_speed)
         self._once = bool(meta.get("once", False))
         span = max(1, math.ceil(float(log.arrival_s[-1]) + 1e-9))
         present = np.unique(log.class_index)

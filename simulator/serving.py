@@ -102,6 +102,10 @@ class ServingParams:
     base_accept_rate: float
     restart_s: float
     load_gb_per_s: float
+    start_s: float = 0.0
+    """Seconds that a new replica needs beside loading its weights."""
+    max_replicas: int | None = None
+    """Most replicas that an action may ask for; None: there are ``n_replicas`` at all times."""
     price: float = 1.0
     step_s: float = 1.0
     closed_clients: int = 0
@@ -126,7 +130,7 @@ class ServingParams:
             "class_window_steps": CLASS_WINDOW_STEPS,
             "prompt_window_steps": PROMPT_WINDOW_STEPS,
             "ema_weight": EMA_WEIGHT,
-            "n_replicas": float(self.n_replicas),
+            "scales": int(self.max_replicas is not None),
             "dt_s": self.step_s,
             "dt_ms": 1000.0 * self.step_s,
             "queue_limit": float(self.queue_limit),
@@ -147,6 +151,7 @@ class ServingParams:
             "draft_gb": float(memory["speculation_gb"]),
             "kv_bytes_per_token": float(meta["kv_bytes_per_token"]),
             "reload_s": self.restart_s + weights_gb / self.load_gb_per_s,
+            "start_s": self.start_s + weights_gb / self.load_gb_per_s,
         }
 
     def _engine(self) -> dict[str, float | bool]:
@@ -222,6 +227,8 @@ def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingPar
         base_accept_rate=task.fleet.base_accept_rate,
         restart_s=task.fleet.restart_s,
         load_gb_per_s=task.fleet.load_gb_per_s,
+        start_s=task.fleet.start_s,
+        max_replicas=task.fleet.max_replicas,
         price=price,
     )
 
@@ -285,6 +292,8 @@ class ServingFleet:
         self.batch_size[:] = NAIVE_ACTION.batch_size
         self.disagg: IntArray = knobs["disagg"]
         self.tier: IntArray = knobs["tier"]
+        self.replicas: FloatArray = knobs["replicas"]
+        self.replicas[:] = params.n_replicas
         self.state = ServingState(allocate(STATE, sizes))
         self.record: FloatArray = self.state.rows["record"]
         self.metrics = np.zeros((len(METRICS), n_rows))
@@ -313,6 +322,7 @@ class ServingFleet:
         for array in self.state.rows.values():
             array[index] = 0
         self.state.rows["rollout_share"][index] = 1.0
+        self.state.rows["replicas_ready"][index] = self.params.n_replicas
         self.state.rows["rate_ema"][index] = self.params.nominal_rate_rps
 
     def step(self, lo: int = 0, hi: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic load: Poisson arrivals with bursts, prompts and outputs from the distributions of a task's classes."""
+"""Synthetic load: Poisson arrivals with bursts or the shape of a day, lengths from a task's classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import check_seed, generators
-from inferencegym.tasks import LengthDist, TaskSpec
+from inferencegym.spaces.forecast import forecast_rps
+from inferencegym.tasks import Day, LengthDist, TaskSpec
 from simulator.load import NOISE_STREAM, EpisodeRequests, Workload, class_stats, listed_work_ms, noise_factors, phases
 from simulator.tables import FloatArray, ServingTables
 
@@ -22,6 +23,11 @@ POOL_SEED: Final = 20_240_418
 _ARRIVALS_STREAM: Final = 0
 _PROMPTS_STREAM: Final = 1
 _REQUESTS_STREAM: Final = 3
+_DAY_STREAM: Final = 4
+_SURGE_STREAM: Final = 5
+DEVIATION_S: Final = 60.0
+"""Seconds over which the deviation of a day from its forecast is forgotten (by a factor of e). Chosen: a tenth of an
+episode that stands for a day, so that a morning busier than forecast stays so for hours."""
 
 
 class SyntheticLoad:
@@ -36,6 +42,7 @@ class SyntheticLoad:
         classes = [task.classes[i] for i in active]
         self._rate = task.arrival_rate_rps
         self._burst = task.burst
+        self._task = task
         self._share = np.array([c.share for c in classes])
         self._burst_share = np.array([c.burst_share for c in classes])
         pools = [_prompt_pool(c.prompt, i) for i, c in zip(active, classes, strict=True)]
@@ -60,11 +67,16 @@ class SyntheticLoad:
         counts = np.empty((len(checked), *rate.shape), dtype=np.int64)
         ends = np.empty((len(checked), n_steps + 1, rate.shape[1]), dtype=np.int64)
         z = np.empty((len(checked), n_steps, 2))
+        phases_each = np.broadcast_to(phase, (len(checked), n_steps))
         # NumPy draws the same numbers faster from a scalar rate than from an array of equal rates.
         lam = rate.item(0) if (rate == rate[0, 0]).all() else rate
+        days = None
+        if self._task.day is not None:
+            days, surging = self._days(checked, n_steps, self._task.day)
+            phases_each = phases(surging)
         streams = generators(checked, (_ARRIVALS_STREAM, _PROMPTS_STREAM, NOISE_STREAM))
         for i, (arrivals, prompts, noise) in enumerate(streams):
-            counts[i] = arrivals.poisson(lam, size=rate.shape)
+            counts[i] = arrivals.poisson(lam if days is None else rate * days[i, :, None], size=rate.shape)
             ends[i, 0] = [prompts.integers(POOL_SIZE) for _ in range(rate.shape[1])]
             noise.standard_normal(out=z[i])
         np.cumsum(counts, axis=1, out=ends[:, 1:])
@@ -73,7 +85,6 @@ class SyntheticLoad:
         for c in range(rate.shape[1]):
             at = _pooled(self._sums[c], ends[:, :, c].ravel()).reshape(len(checked), n_steps + 1, 4)
             np.subtract(at[:, 1:], at[:, :-1], out=sums[:, :, c])
-        phases_each = np.broadcast_to(phase, (len(checked), n_steps))
         return Workload(counts.astype(np.float64), sums[..., 0], sums[..., 1:], noise_factors(z), phases_each)
 
     def requests(self, seed: int, n_steps: int) -> EpisodeRequests:
@@ -89,6 +100,24 @@ class SyntheticLoad:
             arrival_s = np.repeat(steps, counts[:, c]) + rng.random(n)
             each.append((arrival_s, stretch, rng.choice(outputs, n), np.full(n, c), np.zeros(n)))
         return EpisodeRequests.sorted_by_arrival(*(np.concatenate(column) for column in zip(*each, strict=True)))
+
+    def _days(self, seeds: Sequence[int], n_steps: int, day: Day) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """Factors on the mean rate (L, T), and the seconds of surges (L, T); a longer day begins with the shorter."""
+        forecast = forecast_rps(self._task, np.arange(n_steps, dtype=np.float64)) / self._rate
+        keep = float(np.exp(-1.0 / DEVIATION_S))
+        factors, surging = np.empty((len(seeds), n_steps)), np.zeros((len(seeds), n_steps), dtype=bool)
+        for i, (errors, surges) in enumerate(generators(seeds, (_DAY_STREAM, _SURGE_STREAM))):
+            z = errors.standard_normal(n_steps)
+            z[1:] *= np.sqrt(1.0 - keep * keep)
+            for t in range(1, n_steps):
+                z[t] += keep * z[t - 1]
+            begins = np.flatnonzero(surges.random(n_steps) < day.surges / self._task.episode_length)
+            for begin in begins:
+                surging[i, begin : begin + day.surge_duration_steps] = True
+            # A log-normal factor with mean 1: the forecast is right on average.
+            strays = np.exp(day.forecast_error * z - 0.5 * day.forecast_error**2)
+            factors[i] = forecast * strays * np.where(surging[i], day.surge_multiplier, 1.0)
+        return factors, surging
 
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from inferencegym import __version__
-from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS, MetricsSnapshot, ServeObservation, WorkloadState
+from inferencegym.models import ACTION_FIELDS, REPLICAS, SPEC_LENGTHS, MetricsSnapshot, ServeObservation, WorkloadState
 from inferencegym.tasks import list_tasks
 from tests.servers import ROOT, RunningServer
 
@@ -263,7 +263,7 @@ def test_health_manifest_and_info_tell_the_version(server: RunningServer) -> Non
 
 def test_info_describes_spaces_reward_calibration_and_data(server: RunningServer) -> None:
     info = server.get("/info")
-    assert list(info["action"]["properties"]) == list(ACTION_FIELDS)
+    assert list(info["action"]["properties"]) == [*ACTION_FIELDS, REPLICAS.name]
     assert info["action"]["properties"]["kv_budget"]["minimum"] == 0.1
     assert info["action"]["properties"]["spec_length"]["enum"] == list(SPEC_LENGTHS)
     assert list(info["observation"]["properties"]) == keys_of(ServeObservation)

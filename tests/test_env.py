@@ -42,11 +42,11 @@ def play(env: InferenceEnv, action: ServeAction = NAIVE_ACTION, steps: int | Non
 
 
 @pytest.mark.parametrize("task_id", TASKS)
-def test_an_episode_has_200_steps_and_rewards_between_minus_one_and_one(task_id: int) -> None:
+def test_an_episode_has_the_tasks_steps_and_rewards_between_minus_one_and_one(task_id: int) -> None:
     env = InferenceEnv(task_id=task_id)
     env.reset(seed=1)
     rewards = play(env)
-    assert len(rewards) == 200
+    assert len(rewards) == env.task.episode_length
     assert all(-1.0 <= r <= 1.0 for r in rewards)
     with pytest.raises(EpisodeDoneError):
         env.step(NAIVE_ACTION)

@@ -14,7 +14,7 @@ from grader.grader import GraderModule
 from grader.task3_grader import action_variance
 from grader.verify import compare_entries
 from inferencegym.errors import ForgedLogError, MalformedLogError, UnknownTaskError
-from inferencegym.tasks import Calibration, list_tasks
+from inferencegym.tasks import Calibration, get_task, list_tasks
 
 BY_HAND = Calibration(floor_tps=100.0, optimal_tps=1100.0, max_throughput_tps=1100.0, price=1.0)
 TASKS = [t.task_id for t in list_tasks(include_recorded=True)]
@@ -180,8 +180,9 @@ def test_any_log_scores_between_zero_and_one_and_always_the_same(task_id: int, r
 
 def test_a_log_of_some_steps_says_that_it_is_not_whole() -> None:
     for task_id in TASKS:
-        assert "These are 30 of the task's 200 steps" in score(task_id, [step()] * 30)["feedback"]
-        assert "compare whole episodes" not in score(task_id, [step()] * 200)["feedback"]
+        steps = get_task(task_id).episode_length
+        assert f"These are 30 of the task's {steps} steps" in score(task_id, [step()] * 30)["feedback"]
+        assert "compare whole episodes" not in score(task_id, [step()] * steps)["feedback"]
 
 
 @pytest.mark.parametrize(

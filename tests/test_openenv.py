@@ -39,7 +39,7 @@ from inferencegym.client.openenv_types import (
 )
 from inferencegym.error_text import read_error, write_error
 from inferencegym.errors import CapacityError, InvalidActionError, InvalidConfigError, NotResetError, UnknownTaskError
-from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, REPLICAS
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
 from server.app import create_app
 from server.sessions.manager import SessionManager
@@ -93,7 +93,7 @@ def refused_with(answer: dict[str, Any], code: str) -> bool:
 
 
 def test_actions_and_observations_have_the_fields_of_the_shared_vocabulary() -> None:
-    assert list(InferenceGymAction.model_fields)[1:] == list(ACTION_FIELDS)
+    assert list(InferenceGymAction.model_fields)[1:] == [*ACTION_FIELDS, REPLICAS.name]
     spread = [name for name in OBSERVATION_FIELDS if not name.startswith("priority_")]
     own = [name for name in InferenceGymObservation.model_fields if name not in ("done", "reward", "metadata", "info")]
     assert [name for name in own if name != "priority_distribution"] == spread

@@ -68,7 +68,7 @@ def test_requests_are_conserved(task_id: Any) -> None:
         preempted = state["preempted"].sum(axis=1)
         assert np.allclose(arrived, total["admitted"] + total["rejected"] + queue, rtol=1e-9, atol=1e-6)
         assert np.allclose(total["admitted"], total["completed"] + running + preempted, rtol=1e-9, atol=1e-6)
-        assert (queue <= 512 + 1e-9).all()
+        assert (queue <= batch.task.fleet.queue_limit + 1e-9).all()
         assert (batch.metric["completed"] > -1e-6).all()
 
 

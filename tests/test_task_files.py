@@ -15,7 +15,7 @@ import pytest
 from grader.grader import GRADES, SCORES
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ACTION_FIELDS
-from inferencegym.task_files import FourTerm, Knob, LatencyMemory, Throughput
+from inferencegym.task_files import Autoscaling, FourTerm, Knob, LatencyMemory, Throughput
 from inferencegym.tasks import (
     DATA_DIR,
     TASKS_ENV,
@@ -98,7 +98,10 @@ def test_a_task_without_one_of_the_five_keys_is_refused(tmp_path: Path, missing:
 
 
 def test_the_grading_rules_that_a_task_may_name_are_those_of_the_grader() -> None:
-    kinds = {get_args(grade.model_fields["kind"].annotation)[0] for grade in (Throughput, LatencyMemory, FourTerm)}
+    kinds = {
+        get_args(grade.model_fields["kind"].annotation)[0]
+        for grade in (Throughput, LatencyMemory, FourTerm, Autoscaling)
+    }
     assert kinds == set(GRADES) == set(SCORES)
 
 
@@ -217,7 +220,7 @@ def test_outputs_are_lognormal_with_the_mean_and_the_variation_of_the_entry(tmp_
         ({"reward": {"alpha": 2}}, "reward.alpha=2 is not allowed: it must be a number from 0 to 1"),
         ({"reward": {"gamma": 0.7}}, "reward: beta + gamma + delta must not exceed 1, so that rewards stay in"),
         # Grade
-        ({"grade": None}, "grade=None is not allowed: it must be an object whose kind is one of four_term"),
+        ({"grade": None}, "grade=None is not allowed: it must be an object whose kind is one of autoscaling,"),
         ({"grade": {"kind": "four_terms"}}, "grade.kind='four_terms' is not allowed: it must be one of throughput"),
         ({"grade": {"kind": ["throughput"]}}, "grade.kind=['throughput'] is not allowed: it must be one of throughput"),
         ({"grade": {"kind": "four_term"}}, "grade.weights is missing: it must be an array of 4 shares"),

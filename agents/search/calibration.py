@@ -192,7 +192,8 @@ class CalibrationFiles:
         self.check()
         entries = self._stored()
         entries["tasks"][str(self.task.task_id)] = solved.entry()
-        contents = {self.constants: entries, **{self._policy(name): getattr(solved, name) for name in SOLVED}}
+        found = {name: getattr(solved, name) for name in SOLVED}
+        contents = {self.constants: entries, **{self._policy(name): policy for name, policy in found.items() if policy}}
         with ExitStack() as stack:
             # It is left in reverse order: the constants, which scores are made of, change last.
             for path, data in contents.items():

@@ -118,6 +118,7 @@ def _score_in_words(task: TaskSpec) -> str:
 
 def describe_task(task: TaskSpec) -> dict[str, Any]:
     """JSON description of a task for GET /tasks."""
+    scaling = {} if task.fleet.max_replicas is None else {"max_replicas": task.fleet.max_replicas}
     return {
         "id": task.task_id,
         "name": task.name,
@@ -142,6 +143,7 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "score": _score_in_words(task),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "recorded": task.recorded,
+        **scaling,
     }
 
 
@@ -158,6 +160,12 @@ def _constants(task_id: TaskId) -> Mapping[str, Any]:
         del rules["hardware"]  # the table in use has a checksum of its own beside these constants
     else:
         rules["hardware"] = table_index()[task.hardware]["sha256"]
+    if task.day is None:
+        del rules["day"]
+    if task.trace_speed == 1.0:
+        del rules["trace_speed"]
+    if task.fleet.max_replicas is None:  # nothing of the episode depends on what a new replica would take
+        del rules["fleet"]["max_replicas"], rules["fleet"]["start_s"]
     return {name: value for name, value in rules.items() if name not in _NOT_PLAYED}
 
 

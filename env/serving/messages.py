@@ -12,6 +12,7 @@ from inferencegym.models import (
     FLEET_FIELDS,
     OBSERVATION_FIELDS,
     PRIORITY_CLASSES,
+    SCALING_FIELDS,
     MetricsSnapshot,
     ServeActionMessage,
     bounds,
@@ -69,7 +70,7 @@ class WorkloadMessage(BaseModel):
 
 
 class FleetMessage(BaseModel):
-    """What the fleet is set to after a step, and how long it has been."""
+    """What the fleet is set to after a step, and how long it has been; the last three of tasks that scale only."""
 
     kv_budget: Annotated[float, bounds(FLEET_FIELDS["kv_budget"])]
     spec_length: Annotated[int, bounds(FLEET_FIELDS["spec_length"])]
@@ -79,6 +80,9 @@ class FleetMessage(BaseModel):
     restarting_share: Annotated[float, bounds(FLEET_FIELDS["restarting_share"])]
     seconds_since_change: Annotated[int, bounds(FLEET_FIELDS["seconds_since_change"])]
     restarting_replicas: Annotated[int, Field(ge=0, description="replicas that have still to restart (replicas)")]
+    replicas: Annotated[int | None, bounds(SCALING_FIELDS["replicas"])] = None
+    replicas_ready: Annotated[int | None, bounds(SCALING_FIELDS["replicas_ready"])] = None
+    replicas_draining: Annotated[float | None, bounds(SCALING_FIELDS["replicas_draining"])] = None
 
 
 StepInfoMessage: Final = create_model(

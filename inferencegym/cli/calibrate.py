@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from agents.search.calibration import CalibrationFiles, calibrate
+    from agents.search.calibration import CalibrationFiles, calibrate, constants_alone
     from agents.search.solver import QUICK, Budget
     from inferencegym.tasks import get_task, list_tasks
 
@@ -47,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
             def progress(what: str, share: float | None, line: object = line, name: object = task.task_id) -> None:
                 bar.update(line, completed=share, description=f"task {name}: {what}")  # type: ignore[arg-type]
 
-            solved = calibrate(task, QUICK if args.quick else Budget(), progress)
+            if task.fleet.max_replicas is None:
+                solved = calibrate(task, QUICK if args.quick else Budget(), progress)
+            else:  # the solver does not search over replicas, and the grade needs the price alone
+                solved = replace(constants_alone(task), best_static={})
             # Written task by task: an interrupted run keeps what it has finished.
             each.store(solved)
             entries[str(task.task_id)] = solved.entry()

@@ -97,7 +97,8 @@ class InferenceGymBatch:
     ) -> BatchPlayed:
         """Take K steps with the actions (K, N, 5): kv_budget, spec_length, batch_size, prefill_disagg, quant_tier.
 
-        Actions (1, N, 5) are held for ``n_steps`` where that is given. Numbers out of range are clamped, and all are
+        Tasks that scale may have ``replicas`` as a sixth number. Actions (1, N, 5) are held for ``n_steps`` where that
+        is given. Numbers out of range are clamped, and all are
         rounded to the nearest allowed value. ``last`` leaves out all observations but the last; ``float64`` sends and
         returns the server's own precision, which is otherwise rounded to float32.
         """

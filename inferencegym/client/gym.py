@@ -25,9 +25,9 @@ from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError, refusal
 from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
-from inferencegym.spaces.actions import ACTION_SIZE, action_mask, from_row, snap
+from inferencegym.spaces.actions import action_mask, from_row, snap
 from inferencegym.spaces.formats import ObservationCodec, action_codec
-from inferencegym.spaces.observations import FIRST_FLEET, fleet_array, to_array
+from inferencegym.spaces.observations import first_fleet, fleet_array, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task, with_settings
 from inferencegym.vector_env import (
     AutoresetVectorEnv,
@@ -54,16 +54,16 @@ class _RemoteTask:
         self.task = get_task(task_id)
         self.config = self.task.config(config)
         self.overrides = config
-        self.actions = action_codec(action)
+        self.actions = action_codec(action, self.task.fleet.max_replicas)
         self.observations = ObservationCodec(self.task, self.config, get_calibration(self.task.task_id), observation)
         self._mask = action_mask(self.task.active_actions)
 
     def knobs(self, actions: NDArray[Any], n_rows: int) -> FloatArray:
         """Decode a learner's actions into allowed knobs (B, 5)."""
         knobs = self.actions.decode(actions)
-        if knobs.shape != (n_rows, ACTION_SIZE):
-            raise InvalidActionError("actions", knobs.shape, f"an array of shape ({n_rows}, {ACTION_SIZE})")
-        return snap(knobs, self._mask)
+        if len(knobs) != n_rows:
+            raise InvalidActionError("actions", knobs.shape, f"an array of shape ({n_rows}, {knobs.shape[1]})")
+        return snap(knobs, self._mask, self.task.fleet)
 
 
 class HTTPVectorEnv(AutoresetVectorEnv):
@@ -254,7 +254,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         first = self._client.reset(seed, self.task.task_id, self._remote.overrides, session_id)
         if self._picture is not None:
             self._picture.start(to_array(first))
-        return self._encoded(first, FIRST_FLEET)
+        return self._encoded(first, first_fleet(self.task.fleet))
 
     def _encoded(self, observation: ServeObservation, fleet: FloatArray) -> Float32Array:
         seen = np.concatenate([to_array(observation), fleet])

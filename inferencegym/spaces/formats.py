@@ -26,13 +26,15 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError, refusal
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
-from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, ACTION_SIZE
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
+from inferencegym.spaces.forecast import forecast_rps
 from inferencegym.spaces.knobs import ActionDecoder
 from inferencegym.spaces.observations import (
     FLEET_SIZE,
     OBSERVATION_HIGH,
     OBSERVATION_LOW,
     OBSERVATION_SIZE,
+    fleet_size,
     normalise,
     normalise_fleet,
 )
@@ -62,7 +64,10 @@ LEVELS: Final[dict[str, FloatArray]] = {
 quarters of one: among large batches a step of a half can miss the best one by a tenth of the grade."""
 
 
-_DECODER: Final = ActionDecoder([LEVELS[name].tolist() for name in ACTION_FIELDS])
+def knob_levels(max_replicas: int | None = None) -> list[FloatArray]:
+    """Values of each knob in the ``"discrete"`` format, in order; the sixth of tasks that scale is ``replicas``."""
+    sixth = [] if max_replicas is None else [np.arange(1.0, max_replicas + 1.0)]
+    return [*(LEVELS[name] for name in ACTION_FIELDS), *sixth]
 
 
 class ActionCodec(Protocol):
@@ -83,19 +88,23 @@ class ActionCodec(Protocol):
 
 
 class BoxCodec:
-    """Five numbers in [-1, 1]."""
+    """Five numbers in [-1, 1], six where the task scales."""
+
+    def __init__(self, max_replicas: int | None = None) -> None:
+        self._levels = knob_levels(max_replicas)
+        self._decoder = ActionDecoder([level.tolist() for level in self._levels])
 
     @property
     def space(self) -> spaces.Space[Any]:
         from gymnasium import spaces
 
-        return spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
+        return spaces.Box(-1.0, 1.0, (len(self._levels),), np.float32)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
         # NaN passes through; the batch reads it as the knob's default.
-        rows = _rows(actions)
+        rows = _rows(actions, len(self._levels))
         knobs = np.empty(rows.shape)
-        _DECODER.decode_box(rows.astype(np.float64, copy=False), knobs)
+        self._decoder.decode_box(rows.astype(np.float64, copy=False), knobs)
         return knobs
 
     def encode(self, knobs: FloatArray) -> Float32Array:
@@ -104,7 +113,8 @@ class BoxCodec:
         unit[:, 1] = _middle(LEVELS["spec_length"], knobs[:, 1])
         unit[:, 2] = np.log(knobs[:, 2]) / math.log(ACTION_HIGH[2])
         unit[:, 3] = _middle(LEVELS["prefill_disagg"], knobs[:, 3])
-        unit[:, 4] = _middle(LEVELS["quant_tier"], knobs[:, 4])
+        for knob in range(4, len(self._levels)):
+            unit[:, knob] = _middle(self._levels[knob], knobs[:, knob])
         # Rounded to float32's precision near 1 everywhere: near 0, where float32 is finer, the rounding error of a knob
         # would otherwise decode to another knob.
         return (np.rint((2.0 * unit - 1.0) / _BOX_STEP) * _BOX_STEP).astype(np.float32)
@@ -113,25 +123,30 @@ class BoxCodec:
 class NaturalCodec:
     """The knobs in their own units."""
 
+    def __init__(self, max_replicas: int | None = None) -> None:
+        sixth = [] if max_replicas is None else [float(max_replicas)]
+        self._low, self._high = np.append(ACTION_LOW, [1.0] * len(sixth)), np.append(ACTION_HIGH, sixth)
+
     @property
     def space(self) -> spaces.Space[Any]:
         from gymnasium import spaces
 
-        return spaces.Box(ACTION_LOW.astype(np.float32), ACTION_HIGH.astype(np.float32), dtype=np.float32)
+        return spaces.Box(self._low.astype(np.float32), self._high.astype(np.float32), dtype=np.float32)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        return _rows(actions).astype(np.float64, copy=False)
+        return _rows(actions, len(self._low)).astype(np.float64, copy=False)
 
     def encode(self, knobs: FloatArray) -> Float32Array:
         return knobs.astype(np.float32)
 
 
 class DiscreteCodec:
-    """Indices into :data:`LEVELS`."""
+    """Indices into :func:`knob_levels`."""
 
-    def __init__(self) -> None:
-        self.sizes = np.array([len(LEVELS[name]) for name in ACTION_FIELDS])
-        self._levels = [LEVELS[name] for name in ACTION_FIELDS]
+    def __init__(self, max_replicas: int | None = None) -> None:
+        self._levels = knob_levels(max_replicas)
+        self.sizes = np.array([len(level) for level in self._levels])
+        self._decoder = ActionDecoder([level.tolist() for level in self._levels])
 
     @property
     def space(self) -> spaces.Space[Any]:
@@ -140,9 +155,9 @@ class DiscreteCodec:
         return spaces.MultiDiscrete(self.sizes)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        index = _rows(actions)
+        index = _rows(actions, len(self._levels))
         knobs = np.empty(index.shape)
-        if index.dtype.kind not in "iu" or not _DECODER.decode_levels(index.astype(np.int64, copy=False), knobs):
+        if index.dtype.kind not in "iu" or not self._decoder.decode_levels(index.astype(np.int64, copy=False), knobs):
             raise InvalidActionError("action", actions, f"integers from 0 to below {self.sizes.tolist()}")
         return knobs
 
@@ -158,23 +173,38 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 }
 
 
-def action_codec(action: str) -> ActionCodec:
-    """Codec of an action format; raises :class:`InvalidConfigError` listing the known formats."""
+def action_codec(action: str, max_replicas: int | None = None) -> ActionCodec:
+    """Codec of an action format, with a sixth knob from 1 to ``max_replicas`` where the task scales.
+
+    Raises :class:`InvalidConfigError` listing the known formats.
+    """
     if action not in ACTION_CODECS:
         raise refusal("action", action, f"one of {', '.join(ACTION_CODECS)}")
-    return ACTION_CODECS[action]()
+    return ACTION_CODECS[action](max_replicas)
 
 
 OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled", "full")
 _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
+FORECAST_AHEAD_S: Final = (0, 15, 30, 60)
+"""Seconds from now for which the schedule of a task with a day's shape gives the forecast."""
 
 
 def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
-    """Position of each step in the task's flood schedule, (T + 1, 3), every number in [0, 1].
+    """Position of each step in the task's schedule, (T + 1, 3), every number in [0, 1].
 
     Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
     once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
+
+    A task with a day's shape has four others, (T + 1, 4): its forecast, which the load does not keep to, for the
+    seconds of :data:`FORECAST_AHEAD_S` from now, relative to the forecast's peak.
     """
+    if task.day is not None:
+        seconds = np.arange(n_steps + 1)[:, None] + np.array(FORECAST_AHEAD_S)
+        peak = forecast_rps(task, np.arange(task.episode_length, dtype=np.float64)).max()
+        relative: Float32Array = np.minimum(forecast_rps(task, seconds.astype(np.float64)) / peak, 1.0).astype(
+            np.float32
+        )
+        return relative
     features = np.zeros((n_steps + 1, 3), dtype=np.float32)
     if task.burst is None:
         return features
@@ -208,11 +238,15 @@ class ObservationCodec:
         names = list(OBSERVATION_FIELDS)
         high[names.index("timestep")] = config.episode_length
         # Highest cost of a step: all decode and prefill GPUs, at 50 tokens/s (the lowest throughput that is priced).
-        highest_cost = calibration.price * 2 * task.fleet.n_replicas / 0.05
+        # Of a fleet that scales, also those that load and the generations that still drain.
+        replicas = task.fleet.n_replicas if task.fleet.max_replicas is None else 4 * task.fleet.max_replicas
+        highest_cost = calibration.price * 2 * replicas / 0.05
         high[names.index("cost_so_far")] = highest_cost * config.episode_length
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
-        shares = (0 if self._schedule is None else self._schedule.shape[1]) + FLEET_SIZE * self.needs_fleet
+        self._most = task.fleet.max_replicas
+        shares = 0 if self._schedule is None else self._schedule.shape[1]
+        shares += fleet_size(task.fleet) * self.needs_fleet
         self.low = np.concatenate([self.low, np.zeros(shares, dtype=np.float32)])
         self.high = np.concatenate([self.high, np.ones(shares, dtype=np.float32)])
 
@@ -234,7 +268,10 @@ class ObservationCodec:
             step = seen[:, _TIMESTEP].astype(np.int64)
             parts.append(self._schedule[np.minimum(step, len(self._schedule) - 1)])
         if self.needs_fleet:
-            parts.append(normalise_fleet(observation[:, OBSERVATION_SIZE:], self._length))
+            fleet = observation[:, OBSERVATION_SIZE:]
+            parts.append(normalise_fleet(fleet[:, :FLEET_SIZE], self._length))
+            if self._most is not None:
+                parts.append(fleet[:, FLEET_SIZE:] / self._most)
         scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=1, dtype=np.float32)
         np.maximum(scaled, self.low, out=scaled)  # np.clip takes three times as long on a row
         return np.minimum(scaled, self.high, out=scaled)
@@ -245,11 +282,11 @@ class ObservationCodec:
         return normalise(observation, self._length, self._budget, self._card_gb)
 
 
-def _rows(actions: NDArray[Any]) -> NDArray[Any]:
-    """Actions as an array (B, 5); InvalidActionError for another shape."""
+def _rows(actions: NDArray[Any], size: int) -> NDArray[Any]:
+    """Actions as an array (B, ``size``); InvalidActionError for another shape."""
     rows = np.asarray(actions)
-    if rows.ndim != 2 or rows.shape[1] != ACTION_SIZE:
-        raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {ACTION_SIZE})")
+    if rows.ndim != 2 or rows.shape[1] != size:
+        raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {size})")
     return rows
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import cython
 import numpy as np
 
-from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS, ServeAction
+from inferencegym.models import ACTION_FIELDS, REPLICAS, SPEC_LENGTHS, ServeAction
 
 if not cython.compiled:  # compiled, the same names are the C library's (see knobs.pxd)
     from math import exp, log
@@ -38,20 +38,26 @@ class KnobKernel:
     ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
     clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,
     ``prefill_disagg`` is on above 0.5. ``fleet`` is the fleet whose knob arrays are written, with as many precisions
-    as its table has; None if only arrays are.
+    as its table has; None if only arrays are. Rows of six numbers have ``replicas`` as the sixth, clamped to the
+    fleet's bounds and rounded; without it the fleet has as many as at its start, ``replicas`` (start, most) tells both.
     """
 
-    def __init__(self, offered: Sequence[bool], fleet: Any = None) -> None:
-        self.offered = np.array(offered, dtype=np.int64)
-        self.low, self.high, self.default = KNOB_LOW, KNOB_HIGH.copy(), KNOB_DEFAULTS
+    def __init__(self, offered: Sequence[bool], fleet: Any = None, replicas: tuple[int, int] | None = None) -> None:
+        if fleet is not None:
+            replicas = fleet.params.n_replicas, fleet.params.max_replicas or fleet.params.n_replicas
+        start, most = replicas or (1, REPLICAS.high)
+        self.offered = np.array([*offered, True], dtype=np.int64)
+        self.low, self.high = np.append(KNOB_LOW, REPLICAS.low), np.append(KNOB_HIGH, most)
+        self.default = np.append(KNOB_DEFAULTS, start)
         self.spec_values, self.spec_edges = _SPEC_VALUES, _SPEC_EDGES
         if fleet is not None:
             self.kv_budget, self.batch_size = fleet.kv_budget, fleet.batch_size
             self.spec_index, self.disagg, self.tier = fleet.spec_index, fleet.disagg, fleet.tier
+            self.replicas = fleet.replicas
             self.high[4] = fleet.params.tables.n_tiers - 1  # a table may have fewer precisions than the knob
 
     def snap(self, actions: Any, snapped: Any) -> None:
-        """Write the allowed actions ``snapped`` (B, 5) nearest to ``actions`` (B, 5)."""
+        """Write the allowed actions ``snapped`` (B, 5 or 6) nearest to ``actions`` of the same shape."""
         self._snap(actions, snapped)
 
     def write(self, actions: Any, lo: int, hi: int) -> None:
@@ -61,7 +67,8 @@ class KnobKernel:
     def write_action(self, row: int, action: ServeAction) -> None:
         """Set one row of the fleet to an action."""
         kv, spec, batch, disagg, tier = action_values(action)
-        self._write_row(row, kv, spec, batch, disagg, tier)
+        replicas = self.default[5] if action.replicas is None else action.replicas
+        self._write_row(row, kv, spec, batch, disagg, tier, replicas)
 
     def _snap(self, actions: Any, snapped: Any) -> None:
         for b in range(actions.shape[0]):
@@ -70,17 +77,23 @@ class KnobKernel:
             snapped[b, 2] = rint(self._clamped(2, actions[b, 2]))
             snapped[b, 3] = rint(self._clamped(3, actions[b, 3]))
             snapped[b, 4] = rint(self._clamped(4, actions[b, 4]))
+            if actions.shape[1] > 5:
+                snapped[b, 5] = rint(self._clamped(5, actions[b, 5]))
 
     def _write(self, actions: Any, lo: int, hi: int) -> None:
         for b in range(lo, hi):
-            self._write_row(b, actions[b, 0], actions[b, 1], actions[b, 2], actions[b, 3], actions[b, 4])
+            replicas = actions[b, 5] if actions.shape[1] > 5 else self.default[5]
+            self._write_row(b, actions[b, 0], actions[b, 1], actions[b, 2], actions[b, 3], actions[b, 4], replicas)
 
-    def _write_row(self, b: int, kv: float, spec: float, batch: float, disagg: float, tier: float) -> None:
+    def _write_row(
+        self, b: int, kv: float, spec: float, batch: float, disagg: float, tier: float, replicas: float
+    ) -> None:
         self.kv_budget[b] = self._clamped(0, kv)
         self.spec_index[b] = self._nearest_spec(spec)
         self.batch_size[b] = rint(self._clamped(2, batch))
         self.disagg[b] = cython.cast(cython.longlong, rint(self._clamped(3, disagg)))
         self.tier[b] = cython.cast(cython.longlong, rint(self._clamped(4, tier)))
+        self.replicas[b] = rint(self._clamped(5, replicas))
 
     def _clamped(self, knob: int, value: float) -> float:
         if not self.offered[knob] or value != value:

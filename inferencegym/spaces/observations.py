@@ -1,6 +1,7 @@
 """Observations as 14 numbers in the order of ``OBSERVATION_FIELDS``: bounds, conversions and scaling for learners.
 
-Seven more, in the order of ``FLEET_FIELDS``, say what the fleet is set to; arrays of both have 21 columns.
+Seven more, in the order of ``FLEET_FIELDS``, say what the fleet is set to; arrays of both have 21 columns. Where the
+fleet scales there are three more, in the order of ``SCALING_FIELDS``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, ServeObservation
+from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, SCALING_FIELDS, ServeObservation
+from inferencegym.tasks import Fleet
 
 OBSERVATION_SIZE: Final = len(OBSERVATION_FIELDS)
 OBSERVATION_LOW: Final = np.array([f.low for f in OBSERVATION_FIELDS.values()])
@@ -92,16 +94,31 @@ def _units(episode_length: int, cost_budget: float, card_gb: float) -> NDArray[n
     return np.array([units.get(name, 1.0) for name in _NAMES])
 
 
+def fleet_size(fleet: Fleet) -> int:
+    """Numbers of a fleet: seven, or ten where it scales."""
+    return FLEET_SIZE + (len(SCALING_FIELDS) if fleet.max_replicas is not None else 0)
+
+
+def first_fleet(fleet: Fleet) -> NDArray[np.float64]:
+    """Numbers of a fleet (7 or 10,) before its first step."""
+    return np.append(FIRST_FLEET, [fleet.n_replicas, fleet.n_replicas, 0.0])[: fleet_size(fleet)]
+
+
 def fleet_array(fleet: Mapping[str, Any]) -> NDArray[np.float64]:
-    """The numbers of a fleet (7,) from their JSON form, ``info.fleet``."""
-    return np.array([float(fleet[name]) for name in FLEET_FIELDS])
+    """The numbers of a fleet (7,), or (10,) where it scales, from their JSON form, ``info.fleet``."""
+    names = [*FLEET_FIELDS, *(name for name in SCALING_FIELDS if name in fleet)]
+    return np.array([float(fleet[name]) for name in names])
 
 
 def fleet_dict(row: NDArray[np.float64]) -> dict[str, Any]:
-    """JSON form of the numbers of a fleet (7,), with whole numbers and flags as such."""
-    kv, spec, batch, disagg, tier, restarting, seconds = row.tolist()
+    """JSON form of the numbers of a fleet (7 or 10,), with whole numbers and flags as such."""
+    kv, spec, batch, disagg, tier, restarting, seconds, *scaling = row.tolist()
     values = (kv, int(spec), int(batch), disagg > 0.5, int(tier), restarting, int(seconds))
-    return dict(zip(FLEET_FIELDS, values, strict=True))
+    numbers: dict[str, Any] = dict(zip(FLEET_FIELDS, values, strict=True))
+    if scaling:
+        asked, ready, draining = scaling
+        numbers |= dict(zip(SCALING_FIELDS, (int(asked), int(ready), draining), strict=True))
+    return numbers
 
 
 def normalise_fleet(fleet: NDArray[np.float64], episode_length: int) -> NDArray[np.float32]:

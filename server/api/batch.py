@@ -45,8 +45,9 @@ from inferencegym.errors import (
     short_repr,
 )
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
-from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS
+from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS, REPLICAS
 from inferencegym.seeds import episode_seeds
+from inferencegym.spaces.actions import ACTION_SIZE, action_size
 from inferencegym.spaces.observations import FLEET_SIZE, OBSERVATION_SIZE
 from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
 from server.context import Context, Mount
@@ -97,7 +98,8 @@ MAX_WAITING: Final = 4
 """Requests that may wait for one session at once."""
 INLINE_SECONDS: Final = 256
 """Requests that play fewer seconds than this (a fraction of a millisecond) are played on the event loop."""
-ACTIONS: Final = tuple(ACTION_FIELDS)
+ACTIONS: Final = (*ACTION_FIELDS, REPLICAS.name)
+"""Numbers of an action by name; the last one only of tasks that scale."""
 RESET_BOUNDS: Final = JsonBounds(values=MAX_ROWS + MAX_VALUES)
 STEP_BOUNDS: Final = JsonBounds(
     values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, arrays=MAX_JSON_STEPS * 2 + MAX_VALUES
@@ -157,7 +159,7 @@ class BatchSession:
     @property
     def width(self) -> int:
         """Numbers of an observation."""
-        return OBSERVATION_SIZE + FLEET_SIZE * self.fleet
+        return OBSERVATION_SIZE + self.batch.fleet_numbers.shape[1] * self.fleet
 
     def observation(self) -> NDArray[np.float64]:
         """The current observations (N, width)."""
@@ -172,8 +174,9 @@ class BatchSession:
 
     def play(self, steps: BatchSteps) -> BatchPlayed:
         """Play the steps; if they are the latest ones sent again, return their answer once more."""
-        shape = (steps.n_steps if len(steps.actions) != 1 else len(steps.actions), self.batch.n_rows, len(ACTIONS))
-        if steps.actions.shape != shape:
+        n_steps, most = steps.n_steps if len(steps.actions) != 1 else 1, action_size(self.batch.task.fleet)
+        shape = (n_steps, self.batch.n_rows, most)
+        if steps.actions.shape not in (shape, (*shape[:2], ACTION_SIZE)):
             raise InvalidActionError("actions", steps.actions.shape, f"an array of shape {shape} or {(1, *shape[1:])}")
         if steps.number is not None and steps.number != self.taken + 1:
             return self._again(steps)
@@ -515,15 +518,17 @@ def _check_size(row_steps: int, most: int) -> None:
 
 
 def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
-    """``actions`` as an array (K, N, 5). Raises InvalidBatchError or InvalidRequestError naming the first bad entry."""
+    """``actions`` as an array (K, N, 5 or 6). Raises InvalidBatchError or InvalidRequestError naming the first."""
     rows = _joined(steps, n_rows, "one action per episode", _place)
-    numbers = _joined(rows, len(ACTIONS), ", ".join(ACTIONS), lambda row: _place(*divmod(row, n_rows)))
+    # Tasks that scale have a sixth number; all rows have as many as the first.
+    names = ACTIONS if isinstance(rows[0], list) and len(rows[0]) == len(ACTIONS) else ACTIONS[:ACTION_SIZE]
+    numbers = _joined(rows, len(names), ", ".join(names), lambda row: _place(*divmod(row, n_rows)))
     # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
     if not {*map(type, numbers)} <= {int, float}:
         at = next(i for i, number in enumerate(numbers) if type(number) not in (int, float))
-        row, knob = divmod(at, len(ACTIONS))
+        row, knob = divmod(at, len(names))
         raise InvalidRequestError(f"{_place(*divmod(row, n_rows))}.{ACTIONS[knob]}", numbers[at], "a number")
-    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(ACTIONS))
+    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(names))
 
 
 def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
@@ -554,7 +559,8 @@ def _as_json(played: BatchPlayed) -> dict[str, Any]:
 
 LAYOUT: Final = f"""N episodes of a session from `/reset/batch` play K steps in one request.
 
-As JSON: `actions[k][n]` are five numbers ({", ".join(ACTIONS)}); `observations[k][n]` are 14 numbers in the order of
+As JSON: `actions[k][n]` are five numbers ({", ".join(ACTION_FIELDS)}; `replicas` as a sixth where
+the task scales); `observations[k][n]` are 14 numbers in the order of
 GET /info (21 where the reset asked for the fleet's), `rewards[k][n]`, `done[k]`. Numbers out of range are clamped and
 snapped to the nearest allowed value; NaN is refused. The same with `Content-Type: {MEDIA_TYPE}`, everything
 little-endian without padding:
@@ -585,7 +591,7 @@ def _reset_schema(family: Family) -> Schema:
 
 def _step_schema() -> Schema:
     schema = plain_schema(BatchStepRequest)
-    five = {"type": "array", "items": {"type": "number"}, "minItems": len(ACTIONS), "maxItems": len(ACTIONS)}
+    five = {"type": "array", "items": {"type": "number"}, "minItems": ACTION_SIZE, "maxItems": len(ACTIONS)}
     rows = {"type": "array", "items": five, "minItems": 1, "maxItems": MAX_ROWS}
     actions = {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"}
     schema["properties"]["actions"] = actions

@@ -21,6 +21,10 @@ are in force from each replica's next iteration on; a pool that shrinks below wh
 prefill placement take a restart, one replica after the other. With ``rolling_restart="recompute"`` a replica restarts
 at once, and other replicas recompute the requests that it had in flight before they start new ones; with ``"drain"``
 it takes no more requests and restarts when it is empty.
+
+The number of replicas may change as well. A new one loads for ``start_ms`` before it takes requests; one that is
+removed takes no more and leaves when it is empty. First those go that still load, the youngest first, then those that
+run an outdated configuration, then those with the least to do.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ BLOCK_TOKENS = 16
 LINK_GB_S = 25.0  # one 200 Gbit/s port between prefill and decode GPU
 _ROOM = 64  # sequences that a replica's arrays hold at first
 # Kinds of events, in the order in which simultaneous ones happen.
-_ARRIVAL, _HANDED_OVER, _ITERATION_END, _PREFILL_END, _WAKE, _RESTARTED = range(6)
+_ARRIVAL, _HANDED_OVER, _ITERATION_END, _PREFILL_END, _WAKE, _RESTARTED, _LOADED = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,11 @@ class Fleet:
     probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
     ``acceptance_scale`` multiplies the first position's for each class; without it, all classes are as measured.
     ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is the time that
-    a replica is down when it restarts, and ``slowdown`` multiplies every iteration. A block of the
-    cache holds ``block_tokens``. ``spare_tokens`` of cache beyond what its next iteration writes are kept for each
-    sequence: vLLM keeps none, which shows where blocks are large or the pool is small. With ``vllm_refill`` requests
-    start in an iteration as in vLLM: none where one was preempted, else new ones too as soon as all preempted ones run
-    again; without, whatever fits starts, and new ones wait for the iteration after.
+    a replica is down when it restarts, ``start_ms`` the time that a new one loads, and ``slowdown`` multiplies every
+    iteration. A block of the cache holds ``block_tokens``. ``spare_tokens`` of cache beyond what its next iteration
+    writes are kept for each sequence: vLLM keeps none, which shows where blocks are large or the pool is small. With
+    ``vllm_refill`` requests start in an iteration as in vLLM: none where one was preempted, else new ones too as soon
+    as all preempted ones run again; without, whatever fits starts, and new ones wait for the iteration after.
     """
 
     model: OperatorModel
@@ -76,6 +80,7 @@ class Fleet:
     queue_limit: int | None = None
     acceptance_scale: Sequence[float] = ()
     restart_ms: float = 0.0
+    start_ms: float = 0.0
     slowdown: float = 1.0
     rolling_restart: RollingRestart = "recompute"
     block_tokens: int = BLOCK_TOKENS
@@ -229,6 +234,9 @@ class _Replica:
         self.pool_blocks = fleet.pool_blocks(fleet.kv_pool_tokens)
         self.down = False
         self.draining = False
+        self.loading_since: float | None = None  # a new replica that still loads, and when it was asked for
+        self.leaving = False  # removed: it serves what it has and goes
+        self.gone = False
         self.starts = 0  # restarts so far: events of an earlier life are void
         self.clear()
 
@@ -346,6 +354,7 @@ class Simulation:
         self.reused = [0] * n if requests.reused_tokens is None else [int(x) for x in requests.reused_tokens]
         self.prefix_hit = 0.0  # share of the reused tokens that the caches hold
         self.prefill_gpu_ms = 0.0  # time that replicas had a prefill GPU of their own
+        self.replica_ms = 0.0  # time that replicas were there: loading, serving or leaving
 
         self.queue: list[deque[int]] = [deque() for _ in range(max(self.priority, default=0) + 1)]
         self.waiting = 0
@@ -381,12 +390,12 @@ class Simulation:
         """Process the events before ``end_ms``, which becomes the present time."""
         while self.events and self.events[0][0] < end_ms:
             self._process()
-        self._count_prefill_gpus(end_ms)
+        self._count_gpus(end_ms)
         self.now = end_ms
 
     def _process(self) -> None:
         now, kind, _, subject, index, starts = heapq.heappop(self.events)
-        self._count_prefill_gpus(now)
+        self._count_gpus(now)
         self.now = now
         replica = self.replicas[index]
         if kind == _ARRIVAL:
@@ -401,6 +410,8 @@ class Simulation:
             self._hand_over(replica, subject)
         elif kind == _RESTARTED:
             self._come_up(replica)
+        elif kind == _LOADED:
+            self._join_if_loaded(replica)
         else:
             self._wake(replica)
 
@@ -414,7 +425,7 @@ class Simulation:
     def reconfigure(self, fleet: Fleet, kv_pool_tokens: Mapping[str, int]) -> None:
         """Serve with another configuration from now on; ``kv_pool_tokens`` by precision, for replicas not yet there.
 
-        The number of replicas, the engine profile's scheduler and the policies stay.
+        The engine profile's scheduler and the policies stay.
         """
         if (fleet, kv_pool_tokens) == (self.fleet, self.kv_pool_tokens):
             return
@@ -422,6 +433,7 @@ class Simulation:
         self._use(fleet)
         for replica in self.replicas:
             replica.pool_blocks = fleet.pool_blocks(kv_pool_tokens[replica.model.tier])
+        self._scale(fleet.replicas)
         self._roll_out()
         self._dispatch()
         for replica in self.replicas:
@@ -437,14 +449,68 @@ class Simulation:
             scaled = self.conditional[:, 0] * np.asarray(fleet.acceptance_scale, float)[: len(self.queue)]
             self.conditional[:, 0] = np.minimum(scaled, 1.0)
 
+    def _scale(self, replicas: int) -> None:
+        """Ask for new replicas, or remove some."""
+        for replica in self.replicas:
+            if replica.loading_since is not None:  # another precision loads for another time
+                self._schedule_join(replica)
+        there = [replica for replica in self.replicas if not (replica.leaving or replica.gone)]
+        for _ in range(replicas - len(there)):
+            new = _Replica(len(self.replicas), self.fleet)
+            new.down, new.loading_since = True, self.now
+            self.replicas.append(new)
+            self._schedule_join(new)
+        wanted = (self.fleet.model, self.fleet.disaggregated)
+        removed_first = sorted(
+            there,
+            key=lambda each: (
+                each.loading_since is None,
+                -(each.loading_since or 0.0),
+                (each.model, each.disaggregated) == wanted,
+                each.down,
+                each.load(),
+            ),
+        )
+        for replica in removed_first[: max(0, len(there) - replicas)]:
+            self._remove(replica)
+
+    def _remove(self, replica: _Replica) -> None:
+        self._give_back(replica)
+        replica.leaving = True
+        if not replica.load():
+            self._leave(replica)
+
+    def _leave(self, replica: _Replica) -> None:
+        replica.gone, replica.down, replica.loading_since = True, True, None
+        replica.starts += 1
+        replica.clear()
+
+    def _schedule_join(self, replica: _Replica) -> None:
+        assert replica.loading_since is not None
+        due = replica.loading_since + self.fleet.start_ms
+        self._schedule(max(0.0, due - self.now), _LOADED, 0, replica)
+
+    def _join_if_loaded(self, replica: _Replica) -> None:
+        """Put a new replica into service, with the configuration in force, if its weights are there."""
+        since = replica.loading_since
+        if since is None or self.now < since + self.fleet.start_ms - 1e-6:
+            return
+        replica.loading_since = None
+        replica.model, replica.disaggregated = self.fleet.model, self.fleet.disaggregated
+        replica.pool_blocks = self.fleet.pool_blocks(self.fleet.kv_pool_tokens)
+        replica.down = False
+        self._dispatch()
+        self._rouse(replica)
+
     def _roll_out(self) -> None:
         """Let the next replica that runs another precision or prefill placement restart, if none is doing so."""
-        if any(replica.down for replica in self.replicas):
+        serving = [each for each in self.replicas if each.loading_since is None and not (each.leaving or each.gone)]
+        if any(replica.down for replica in serving):
             return
         wanted = (self.fleet.model, self.fleet.disaggregated)
-        for replica in self.replicas:
+        for replica in serving:
             replica.draining = False
-        outdated = next((each for each in self.replicas if (each.model, each.disaggregated) != wanted), None)
+        outdated = next((each for each in serving if (each.model, each.disaggregated) != wanted), None)
         if outdated is None:
             return
         self._give_back(outdated)
@@ -476,7 +542,7 @@ class Simulation:
         replica.model, replica.disaggregated = self.fleet.model, self.fleet.disaggregated
         replica.pool_blocks = self.fleet.pool_blocks(self.fleet.kv_pool_tokens)
         replica.down = True
-        others = [other for other in self.replicas if not other.down]
+        others = [other for other in self.replicas if not (other.down or other.leaving)]
         if others:
             for request in flight:
                 self._put_back(min(others, key=_Replica.load), request)
@@ -510,8 +576,10 @@ class Simulation:
         if not replica.down and (replica.idle or (replica.disaggregated and replica.prefill_idle)):
             self._schedule(0.0, _WAKE, 0, replica)
 
-    def _count_prefill_gpus(self, until_ms: float) -> None:
-        self.prefill_gpu_ms += (until_ms - self.now) * sum(replica.disaggregated for replica in self.replicas)
+    def _count_gpus(self, until_ms: float) -> None:
+        there = [replica for replica in self.replicas if not replica.gone]
+        self.prefill_gpu_ms += (until_ms - self.now) * sum(replica.disaggregated for replica in there)
+        self.replica_ms += (until_ms - self.now) * len(there)
 
     # The shared queue ------------------------------------------------------------------------------------------------
 
@@ -545,7 +613,7 @@ class Simulation:
             self._rouse(replica)
 
     def _has_room(self, replica: _Replica, request: int) -> bool:
-        if replica.down or replica.draining or replica.load() >= self.fleet.batch_size:
+        if replica.down or replica.draining or replica.leaving or replica.load() >= self.fleet.batch_size:
             return False
         if replica.preempted and not self._precedes(request, replica.preempted[0]):
             return False
@@ -650,7 +718,9 @@ class Simulation:
         replica.decoding = replica.n > 0 and (self.chunked or not chunks)
         replica.idle = not (chunks or replica.decoding)
         if replica.idle:
-            if replica.draining and not replica.load():
+            if replica.leaving and not replica.load():
+                self._leave(replica)
+            elif replica.draining and not replica.load():
                 self._roll_out()
             return
         n = replica.n if replica.decoding else 0

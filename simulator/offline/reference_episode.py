@@ -1,4 +1,4 @@
-"""An episode of a task in the discrete-event reference: takes the five knobs each second, returns the metrics.
+"""An episode of a task in the discrete-event reference: takes the knobs each second, returns the metrics.
 
 Requests, operator times, memory and objectives are those of the fluid model; what differs is that nothing is averaged.
 Metrics are what a server knows at the end of a second: times to first token of the requests whose first token came in
@@ -8,6 +8,7 @@ it, tokens written in it, requests that wait beyond their objective at its end.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ class Knobs(NamedTuple):
     batch_size: int
     prefill_disagg: bool
     quant_tier: int
+    replicas: int
 
 
 class ReferenceEpisode:
@@ -67,7 +69,7 @@ class ReferenceEpisode:
         judged = self._judge(simulation, start_ms)
         params = self._params
         ktokens_per_s = done.written / 1e3
-        gpus = params.tables.cards_per_replica * (params.n_replicas + done.prefill_gpu_ms / 1e3)
+        gpus = params.tables.cards_per_replica * (done.replica_ms / 1e3 + done.prefill_gpu_ms / 1e3)
         missed, share = float(judged.missed + done.refused), 0.0
         if judged.requests + done.refused:
             share = min(1.0, missed / (judged.requests + done.refused))
@@ -103,7 +105,8 @@ class ReferenceEpisode:
             self._models[knobs.quant_tier],
             knobs.batch_size,
             pools[source.tiers[knobs.quant_tier]],
-            replicas=self._params.n_replicas,
+            # An episode begins with the task's own replicas; the first action may ask for others.
+            replicas=knobs.replicas if self._simulation is not None else self._params.n_replicas,
             draft_tokens=knobs.spec_length,
             acceptance=self._acceptance.get(knobs.spec_length, ()),
             acceptance_scale=tuple(constants["accept_scale"].tolist()),
@@ -111,6 +114,7 @@ class ReferenceEpisode:
             link_gb_s=self._params.engine.link_bytes_per_s / 1e9,
             queue_limit=int(self._params.queue_limit),
             restart_ms=1e3 * float(constants["reload_s"][knobs.quant_tier]),
+            start_ms=1e3 * float(constants["start_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
             rolling_restart=self._rolling_restart,
         )
@@ -120,6 +124,7 @@ class ReferenceEpisode:
                 each.arrival_s, each.prompt_tokens, each.output_tokens, each.class_index, each.reused_tokens
             )
             self._simulation = Simulation(fleet, requests, self._seed)
+            fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)
         self._simulation.prefix_hit = self._prefix_hit(self._simulation)
         return self._simulation
@@ -129,7 +134,7 @@ class ReferenceEpisode:
         curve = self._params.stats.reuse_hit
         if curve is None:
             return 0.0
-        capacity = sum(replica.pool_blocks for replica in simulation.replicas) * BLOCK_TOKENS
+        capacity = sum(each.pool_blocks for each in simulation.replicas if not each.gone) * BLOCK_TOKENS
         held = min(capacity, simulation.prefilled_tokens + simulation.written_tokens)
         position = np.log2(max(held, 1.0)) - REUSE_LOG2_FIRST
         if position < 0.0:
@@ -184,6 +189,7 @@ class _Totals(NamedTuple):
     decoded: int
     decode_ms: float
     prefill_gpu_ms: float
+    replica_ms: float
     preempted: int
     started: int
     finished: int
@@ -199,6 +205,7 @@ class _Totals(NamedTuple):
             simulation.decoded_tokens,
             simulation.decode_ms,
             simulation.prefill_gpu_ms,
+            simulation.replica_ms,
             int(simulation.preemptions.sum()),
             int(np.isfinite(simulation.start_ms).sum()),
             int(np.isfinite(simulation.finish_ms).sum()),
