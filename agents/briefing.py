@@ -41,10 +41,21 @@ def serving_briefing(task: Mapping[str, Any], rules: Sequence[str], config: Mapp
                 f"- {f.name}: {f.description}; {f.allowed()} ({f.unit})"
                 for f in (ACTION_FIELDS[name] for name in task["active_actions"])
             ),
+            *_replicas(task),
             "What you see:",
             *(f"- {f.name}: {f.description} ({f.unit})" for f in OBSERVATION_FIELDS.values()),
         )
     )
+
+
+def _replicas(task: Mapping[str, Any]) -> list[str]:
+    """The sixth knob of a task that scales, and what a new replica costs."""
+    if "max_replicas" not in task:
+        return []
+    return [
+        f"- replicas: replicas asked for; an integer from 1 to {task['max_replicas']}; a new one starts for "
+        f"{task['start_s']:g} seconds and loads its weights"
+    ]
 
 
 def _objective(one: Mapping[str, Any]) -> str:

@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Final
 
 from agents.baseline import NaiveAgent
+from agents.policies.autoscalers import HpaAgent, KpaAgent, PlannerAgent, ScheduledAgent
 from agents.policies.constant import ConstantAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
-from agents.policies.stored import policy_dir, policy_path, read_constant_policy, read_switching_policy
+from agents.policies.stored import policy_dir, policy_path, read_autoscaler, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ModeAgent
 from agents.policies.vllm_defaults import VllmDefaultsAgent
 from agents.protocol import Agent, AgentFactory
@@ -137,6 +138,8 @@ def _vllm_defaults(task: TaskSpec, argument: str) -> Agent:
 
 
 def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
+    if task.fleet.max_replicas is not None:
+        return read_autoscaler(_path("best_adaptive", task, argument)).agent(task)
     return ModeAgent(read_switching_policy(_path("best_adaptive", task, argument)), task)
 
 
@@ -163,6 +166,10 @@ register("random_search", _random_search)
 register("constant", _constant)
 register("hill_climb", _hill_climb)
 register("heuristic", _heuristic)
+register("hpa", lambda task, _: HpaAgent(task))
+register("kpa", lambda task, _: KpaAgent(task))
+register("scheduled", lambda task, _: ScheduledAgent(task))
+register("planner", lambda task, _: PlannerAgent(task))
 register("best_static", _best_static)
 register("best_adaptive", _best_adaptive)
 register("ppo", _ppo)

@@ -133,7 +133,11 @@ class InferenceEnv:
         return *self.play(action), self.info()
 
     def check(self, action: ServeAction) -> None:
-        """Raise :class:`InvalidActionError` for a precision that the table lacks, where the task offers the knob."""
+        """Raise :class:`InvalidActionError` for what this task lacks of what other tasks offer.
+
+        A precision that the table lacks, where the task offers the knob, and more replicas than the task may have.
+        """
+        scaled_action(action, self.task.fleet)
         if self._batch is not None and "quant_tier" in self.task.active_actions:
             self._batch.tables.refuse_tier(action.quant_tier.value)
 

@@ -32,18 +32,19 @@ def grade_autoscaling(task: TaskSpec, calibration: Calibration, episode: Episode
 
 
 def score_autoscaling(task: TaskSpec, calibration: Calibration, episode: Episode) -> Scored:
-    """Score = w_S*S + w_G*G + w_A*A with the task's weights, each term in [0, 1].
+    """Score = w_S*S + w_G*G + w_A*A with the task's weights, S in [-1, 1], G and A in [0, 1].
 
-    S = 1 - missed requests / (``missed_share_limit`` of the task's mean load), G = 1 - mean replicas paid /
-    ``max_replicas``, where a prefill GPU counts as a replica's, A = 1 - replicas added and removed per episode /
-    ``changes_limit``. Episodes are (..., T), scores (...,).
+    S = 1 - missed requests / (``missed_share_limit`` of the task's mean load), G = (``max_replicas`` - mean replicas
+    paid) / (``max_replicas`` - ``least_replicas``), where a prefill GPU counts as a replica's, A = 1 - replicas added
+    and removed per episode / ``changes_limit``. Episodes are (..., T), scores (...,).
     """
-    assert task.fleet.max_replicas is not None
     missed_limit, changes_limit = _limits(task)
+    least, most = _replica_range(task)
     changes = replica_changes(task, episode.replicas) * task.episode_length / episode.replicas.shape[-1]
     parts = {
-        "slo": _unit(1.0 - episode.slo_violations.mean(axis=-1) / missed_limit),
-        "gpus": _unit(1.0 - _replicas_paid(task, calibration, episode).mean(axis=-1) / task.fleet.max_replicas),
+        # Below 0 too: else a fleet that serves nobody would score what its idle GPUs save.
+        "slo": np.clip(1.0 - episode.slo_violations.mean(axis=-1) / missed_limit, -1.0, 1.0),
+        "gpus": _unit((most - _replicas_paid(task, calibration, episode).mean(axis=-1)) / (most - least)),
         "churn": _unit(1.0 - changes / changes_limit),
     }
     w_s, w_g, w_a = (float(w) for w in task.grade["weights"])
@@ -52,13 +53,13 @@ def score_autoscaling(task: TaskSpec, calibration: Calibration, episode: Episode
 
 def shares_autoscaling(task: TaskSpec, calibration: Calibration, n_steps: int) -> StepShares:
     """Shares of one step in :func:`score_autoscaling` of an episode of ``n_steps``."""
-    assert task.fleet.max_replicas is not None
     missed_limit, changes_limit = _limits(task)
+    least, most = _replica_range(task)
     w_s, w_g, w_a = (float(w) for w in task.grade["weights"])
     per_episode = task.episode_length / n_steps
     return step_shares(
         slo=(w_s, 1.0, {"slo_violations": -1.0 / missed_limit}),
-        gpus=(w_g, 1.0, {"gpu_cost": -1.0 / (_replica_price(task, calibration) * task.fleet.max_replicas)}),
+        gpus=(w_g, most / (most - least), {"gpu_cost": -1.0 / (_replica_price(task, calibration) * (most - least))}),
         churn=(w_a, 1.0, {"replica_changes": -per_episode / changes_limit}),
     )
 
@@ -87,6 +88,12 @@ def _replica_price(task: TaskSpec, calibration: Calibration) -> float:
 def _limits(task: TaskSpec) -> tuple[float, float]:
     """Misses per second at which no objective counts as met, and changes per episode at which churn is worst."""
     return float(task.grade["missed_share_limit"]) * task.arrival_rate_rps, float(task.grade["changes_limit"])
+
+
+def _replica_range(task: TaskSpec) -> tuple[float, float]:
+    """Mean replicas paid at which the GPUs' part is 1 and 0."""
+    assert task.fleet.max_replicas is not None
+    return float(task.grade["least_replicas"]), float(task.fleet.max_replicas)
 
 
 def _unit(x: FloatArray) -> FloatArray:

@@ -143,6 +143,7 @@ class Autoscaling(Message):
         Allowed("an array of 3 shares that sum to 1"),
     ]
     missed_share_limit: Annotated[float, Field(ge=1e-4, le=1)]
+    least_replicas: Annotated[float, Field(ge=1, le=MAX_REPLICAS)]
     changes_limit: Annotated[float, Field(ge=1, le=1e6)]
 
 
@@ -285,6 +286,8 @@ class TaskEntry(Message):
             self._require_order("n_replicas", "max_replicas")
         if self.grade.kind == "autoscaling" and self.max_replicas is None:
             raise FieldError("max_replicas", MISSING, "a number of replicas, which a grade of autoscaling needs")
+        if self.grade.kind == "autoscaling" and self.grade.least_replicas >= (self.max_replicas or 0):
+            raise FieldError("grade.least_replicas", self.grade.least_replicas, "less than max_replicas")
         if self.day is not None and self.trace is not None:
             raise FieldError("day", "given", "left out with a trace, which decides the load")
         return self

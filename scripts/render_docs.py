@@ -305,6 +305,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),
+    "autoscalers": written("autoscalers"),
     "scores": scores,
     "ray": written("ray"),
     "performance": written("performance"),

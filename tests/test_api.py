@@ -117,6 +117,18 @@ def test_a_precision_that_the_hardware_lacks_is_refused_and_the_session_plays_on
         server.post("/step", {"session_id": session_id, "step": step, "action": {"quant_tier": 0}})
 
 
+def test_more_replicas_than_the_task_has_are_refused_and_the_session_plays_on(server: RunningServer) -> None:
+    session_id = server.post("/reset", {"task_id": "autoscale"})["session_id"]
+    refused = server.client.post("/step", json={"session_id": session_id, "step": 1, "action": {"replicas": 7}})
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["detail"]["field"] == "replicas"
+    assert "from 1 to 6" in refused.json()["detail"]["allowed"]
+    played = server.post("/step", {"session_id": session_id, "step": 1, "action": {"replicas": 3}})
+    assert played["info"]["fleet"]["replicas"] == 3
+    played = server.post("/step", {"session_id": session_id, "step": 2, "action": {}})
+    assert played["info"]["action_applied"]["replicas"] == 3
+
+
 def test_knobs_that_a_task_does_not_offer_are_forced_and_shown(server: RunningServer) -> None:
     session_id = server.post("/reset", {"task_id": 1})["session_id"]
     asked = {"kv_budget": 0.5, "batch_size": 64, "spec_length": 8, "prefill_disagg": True, "quant_tier": "INT4"}

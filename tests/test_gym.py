@@ -34,7 +34,16 @@ from inferencegym.errors import (
 )
 from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS
 from inferencegym.seeds import episode_seed
-from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap, to_row
+from inferencegym.spaces.actions import (
+    ACTION_HIGH,
+    ACTION_LOW,
+    FORCED,
+    action_mask,
+    action_size,
+    from_row,
+    snap,
+    to_row,
+)
 from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec, schedule_features
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
@@ -241,7 +250,8 @@ def test_the_schedule_tells_of_the_flood_that_comes_the_one_that_is_on_and_the_o
 @pytest.mark.parametrize("task_id", [task.task_id for task in list_tasks(include_recorded=True)])
 def test_a_row_of_the_vector_the_scalar_interface_and_inference_env_play_the_same_episode(task_id: Any) -> None:
     rng = np.random.default_rng(5)
-    codec = action_codec("box")
+    fleet = get_task(task_id).fleet
+    codec = action_codec("box", fleet.max_replicas)
     envs = ig.VectorInferenceEnv(3, task_id, config=SHORT)
     one = ig.InferenceGymEnv(task_id, config=SHORT)
     core = InferenceEnv(task_id=task_id, config=SHORT)
@@ -249,12 +259,11 @@ def test_a_row_of_the_vector_the_scalar_interface_and_inference_env_play_the_sam
     np.testing.assert_array_equal(first[1], one.reset(seed=12)[0])
     core.reset(seed=12)
     for _ in range(SHORT["episode_length"]):
-        actions = rng.uniform(-1, 1, (3, 5)).astype(np.float32)
+        actions = rng.uniform(-1, 1, (3, action_size(fleet))).astype(np.float32)
         seen, rewards, ended, _, _ = envs.step(actions)
         alone, reward, over, truncated, info = one.step(actions[1])
-        knobs = snap(codec.decode(actions[1:2]), action_mask(one.task.active_actions))[0]
-        names = ("kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier")
-        _, core_reward, core_done, core_info = core.step(dict(zip(names, knobs.tolist(), strict=True)))
+        knobs = snap(codec.decode(actions[1:2]), action_mask(one.task.active_actions), fleet)[0]
+        _, core_reward, core_done, core_info = core.step(from_row(knobs))
         np.testing.assert_array_equal(seen[1], alone)
         assert (rewards[1], ended[1]) == (reward, over) == (core_reward, core_done)
         assert info["metrics"] == core_info["metrics"]

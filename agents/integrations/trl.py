@@ -81,6 +81,7 @@ class FleetTools:
         batch_size: int | None = None,
         prefill_disagg: bool | None = None,
         quant_tier: int | None = None,
+        replicas: int | None = None,
     ) -> str:
         """Set knobs of the fleet; they take effect when time passes, and those left out stay as they are.
 
@@ -90,6 +91,7 @@ class FleetTools:
             batch_size: most requests that run at once on one replica, from 1 to 512.
             prefill_disagg: whether prompts are processed on GPUs of their own, which cost extra.
             quant_tier: precision of the weights: 0 is FP16, 1 is INT8, 2 is INT4.
+            replicas: how many replicas to have, in tasks that scale; others ignore it.
 
         Returns:
             The knobs as they now stand.
@@ -100,6 +102,7 @@ class FleetTools:
             "batch_size": batch_size,
             "prefill_disagg": prefill_disagg,
             "quant_tier": quant_tier,
+            "replicas": replicas,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
         self._knobs = ServeAction.from_dict({**self._knobs, **given}).to_dict()

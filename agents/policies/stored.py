@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+from agents.policies.autoscalers import StoredAutoscaler
 from agents.policies.switching_policy import ModeParams
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import Message, parse_json
@@ -54,6 +55,11 @@ class StoredAction(Message):
 def read_constant_policy(path: Path) -> ServeAction:
     """The action of a stored constant policy; raises :class:`InvalidConfigError` if there is none."""
     return _read(path, lambda data: ServeAction.from_dict(read_entry(StoredAction, data).action))
+
+
+def read_autoscaler(path: Path) -> StoredAutoscaler:
+    """A stored autoscaler; raises :class:`InvalidConfigError` if there is none."""
+    return _read(path, lambda data: read_entry(StoredAutoscaler, data))
 
 
 def read_switching_policy(path: Path) -> ModeParams:

@@ -186,7 +186,9 @@ class ActionsAgent:
     """Agent of N constant actions side by side: row b takes ``actions[b // rows_per_action]``."""
 
     def __init__(self, actions: FloatArray, rows_per_action: int) -> None:
-        self._rows = np.repeat(np.clip(actions, ACTION_LOW, ACTION_HIGH), rows_per_action, axis=0)
+        clipped = actions.copy()
+        clipped[:, : len(ACTION_LOW)] = np.clip(actions[:, : len(ACTION_LOW)], ACTION_LOW, ACTION_HIGH)
+        self._rows = np.repeat(clipped, rows_per_action, axis=0)
 
     def reset(self, n_rows: int) -> None:
         """Do nothing: the agent has no state."""

@@ -23,6 +23,7 @@ from agents.episodes import run_episodes
 from agents.policies.stored import policy_dir, policy_path
 from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
+from agents.search.autoscaler_search import AutoscalerSearch
 from agents.search.random_search import random_search
 from agents.search.solver import QUICK, Budget, Progress, Solver, constant_policy, score, silent, throughput
 from agents.seeds import CALIBRATION_SEEDS
@@ -128,6 +129,34 @@ def constants_alone(task: TaskSpec, budget: Budget | None = None) -> Solved:
     }
     action = {"kind": "constant", "action": from_row(fastest).to_dict(), **found}
     return Solved(Calibration(floor, optimum, peak, price), provenance, action, {}, {})
+
+
+def calibrate_scaling(task: TaskSpec) -> Solved:
+    """Measure the constants of a task that scales by constant actions, and search its policies."""
+    constants = constants_alone(task)
+    calibration = constants.calibration
+    search = AutoscalerSearch(task, calibration)
+    static, static_value = search.best_constant()
+    knobs, params, value = search.best_autoscaler(static)
+    found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
+    autoscaler = {
+        "kind": "autoscaler",
+        "knobs": from_row(knobs).to_dict(),
+        "params": params.model_dump(),
+        "validation_score": value,
+        **found,
+    }
+    return replace(
+        constants,
+        best_static={
+            "kind": "constant",
+            "action": from_row(static).to_dict(),
+            "training_score": static_value,
+            **found,
+        },
+        best_adaptive=autoscaler,
+        random_search=search_at_random(task, calibration),
+    )
 
 
 def search_at_random(task: TaskSpec, calibration: Calibration) -> dict[str, Any]:

@@ -56,7 +56,10 @@ class DilutedAgent:
 
 
 def random_settings(n: int, task: TaskSpec, seed: int = 0) -> FloatArray:
-    """Constant actions (n, 5) drawn over all live knobs (``batch_size`` on a logarithmic scale)."""
+    """Constant actions (n, 5) drawn over all live knobs (``batch_size`` on a logarithmic scale).
+
+    (n, 6) with any number of replicas where the task scales.
+    """
     rng = np.random.default_rng([seed, 5])
     drawn = np.column_stack(
         [
@@ -67,7 +70,9 @@ def random_settings(n: int, task: TaskSpec, seed: int = 0) -> FloatArray:
             rng.integers(3, size=n),
         ]
     )
-    return snap(drawn, action_mask(task.active_actions))
+    if task.fleet.max_replicas is not None:
+        drawn = np.column_stack([drawn, rng.integers(1, task.fleet.max_replicas + 1, n)])
+    return snap(drawn, action_mask(task.active_actions), task.fleet)
 
 
 def settings_around(centre: FloatArray, n: int, task: TaskSpec) -> FloatArray:

@@ -70,6 +70,8 @@ RULES: Final = (
     "half as much, and violations count five times and as batch_size at least. Fewer slots or a smaller pool end it.",
     "A request violates its class's objective when its first token comes later than the objective's ttft_ms. Requests "
     "beyond the queue's limit are refused, which violates it too.",
+    "Tasks with max_replicas have a sixth knob, replicas. A new replica loads for start_s + weights / load_gb_per_s "
+    "seconds before it serves and is paid meanwhile; a removed one serves what it has and is paid until then.",
     "The score is in [0, 1]: POST /grader gives it at any time, and the info of the last step. GET /baseline says what "
     "simple agents reach: a good score is above those of heuristic and random_search.",
 )
@@ -108,6 +110,14 @@ def _score_in_words(task: TaskSpec) -> str:
             f"0.5 * (1 - mean of ttft_p50_ms / {grade['ttft_target_ms']:g}) + 0.5 * memory, where memory is 1 up to a "
             f"peak of gpu_memory_gb of {least:g} and 0 from {least + slope:g} on"
         )
+    if grade["kind"] == "autoscaling":
+        objectives, gpus, churn = grade["weights"]
+        missed, changes, most = grade["missed_share_limit"], grade["changes_limit"], task.fleet.max_replicas or 1
+        return (
+            f"{objectives:g} * (1 - mean slo_violations per second / {missed * task.arrival_rate_rps:g}) + {gpus:g} * "
+            f"({most} - mean replicas paid) / {most - grade['least_replicas']:g} + "
+            f"{churn:g} * (1 - replicas added and removed / {changes:g} in {task.episode_length} seconds)"
+        )
     throughput, objectives, cost, stability = grade["weights"]
     return (
         f"{throughput:g} * mean tokens/s / optimal_tps of GET /info's calibration + {objectives:g} * (1 - mean "
@@ -118,7 +128,8 @@ def _score_in_words(task: TaskSpec) -> str:
 
 def describe_task(task: TaskSpec) -> dict[str, Any]:
     """JSON description of a task for GET /tasks."""
-    scaling = {} if task.fleet.max_replicas is None else {"max_replicas": task.fleet.max_replicas}
+    fleet = task.fleet
+    scaling = {} if fleet.max_replicas is None else {"max_replicas": fleet.max_replicas, "start_s": fleet.start_s}
     return {
         "id": task.task_id,
         "name": task.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from agents.search.calibration import CalibrationFiles, calibrate, constants_alone
+    from agents.search.calibration import CalibrationFiles, calibrate, calibrate_scaling
     from agents.search.solver import QUICK, Budget
     from inferencegym.tasks import get_task, list_tasks
 
@@ -50,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
             if task.fleet.max_replicas is None:
                 solved = calibrate(task, QUICK if args.quick else Budget(), progress)
-            else:  # the solver does not search over replicas, and the grade needs the price alone
-                solved = replace(constants_alone(task), best_static={})
+            else:
+                solved = calibrate_scaling(task)
             # Written task by task: an interrupted run keeps what it has finished.
             each.store(solved)
             entries[str(task.task_id)] = solved.entry()
