@@ -70,7 +70,8 @@ TINY = Budget(
 )
 
 TASK_IDS = [task.task_id for task in list_tasks()]
-AGENT_NAMES = [name for name in AGENTS if name not in ("constant", "ppo")] + [
+AUTOSCALERS = ("hpa", "kpa", "scheduled", "planner")  # tests/test_autoscalers.py plays them
+AGENT_NAMES = [name for name in AGENTS if name not in ("constant", "ppo", *AUTOSCALERS)] + [
     'constant:{"batch_size": 200, "kv_budget": 0.8}'
 ]
 

@@ -114,6 +114,14 @@ def test_rows_do_not_depend_on_each_other(name: str) -> None:
         np.testing.assert_array_equal(run_episodes(task, make_agent(name, task), [seed]).actions[:, 0], together[:, i])
 
 
+@pytest.mark.parametrize("name", ["hpa", "kpa", "scheduled", "planner", "best_adaptive"])
+def test_an_autoscaler_plays_a_second_episode_like_the_first(name: str) -> None:
+    task = get_task("autoscale")
+    agent = make_agent(name, task)
+    first = run_episodes(task, agent, [5, 6])
+    np.testing.assert_array_equal(run_episodes(task, agent, [5, 6]).actions, first.actions)
+
+
 def test_tasks_of_a_fixed_fleet_and_tasks_without_a_forecast_are_refused() -> None:
     with pytest.raises(InvalidConfigError, match="fixed number of replicas"):
         make_agent("hpa", get_task(1))

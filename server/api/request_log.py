@@ -22,10 +22,9 @@ SUFFIXES: Final = (".csv", ".json", ".jsonl")
 _LOG_TEXT: Final = Allowed("the text of a request log")
 _SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
-_COLUMNS: Final = (
-    "^(arrival|prompt|output|class|reused|status|blocks)=[^=,]+"
-    "(,(arrival|prompt|output|class|reused|status|blocks)=[^=,]+)*$"
-)
+# A name is more than white space, of which Python knows more than JSON Schema's regular expressions.
+_COLUMN: Final = r"(arrival|prompt|output|class|reused|status|blocks)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
+_COLUMNS: Final = f"^{_COLUMN}(,{_COLUMN})*$"
 _SOMETHING: Final = "[!-~]"
 """Every log has a printable character; what counts as white space differs between Python and JSON Schema."""
 
