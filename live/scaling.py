@@ -162,6 +162,7 @@ def task_entry(task: TaskSpec) -> dict[str, Any]:
         "reward": asdict(task.reward),
         "grade": dict(task.grade),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+        "day": None if task.day is None else {**asdict(task.day), "relative_rates": list(task.day.relative_rates)},
     }
     for name, each in zip(("interactive", "batch", "best_effort"), task.classes, strict=True):
         entry[f"slo_{name}_ms"] = each.slo_ms if math.isfinite(each.slo_ms) else None

@@ -42,7 +42,7 @@ def test_every_tool_is_described_and_typed_as_a_trainer_wants_it() -> None:
         assert hints["return"] is str, name
         assert [parameter for parameter in parameters if parameter not in hints] == []
         assert documented == parameters, name
-    assert list(inspect.signature(FleetTools().set_knobs).parameters) == list(ACTION_FIELDS)
+    assert list(inspect.signature(FleetTools().set_knobs).parameters) == [*ACTION_FIELDS, "replicas"]
 
 
 def test_tools_play_the_episode_that_local_use_plays(server: RunningServer) -> None:
