@@ -1,6 +1,7 @@
 """Simulator against a real engine: vLLM for CPU with a small random model, on this machine.
 
     python benchmarks/engine_fidelity.py             writes results/engine_fidelity.json and .md
+    python benchmarks/engine_fidelity.py --counts    with the times of the last results: for a machine that others use
     python benchmarks/engine_fidelity.py --quick     two loads, printed only
 
 `scripts/install_engine.sh` installs the engine (--venv says where). It is measured first (`inferencegym measure`), then
@@ -28,12 +29,12 @@ import numpy as np
 from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
-from live.measure import MeasureSettings, measure_engine, timed_requests
+from live.measure import MeasureSettings, engine_facts, measure_engine, timed_requests
 from live.metrics import MetricsPage, read_page
 from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.measured import FloatArray
 from simulator.offline.discrete_event import Fleet, Requests, serve
-from simulator.offline.engine_fit import MeasuredEngine, TimedRequests
+from simulator.offline.engine_fit import EngineFit, MeasuredEngine, TimedRequests
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SLOTS, KV_BLOCKS, DRAFTS, TOKEN_BUDGET = 32, 257, 4, 2048
@@ -107,12 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="length of the measuring load (default 120)")
     parser.add_argument("--without-drafts", action="store_true", help="leave out the loads that need a second start")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads whose names hold this text")
+    parser.add_argument(
+        "--counts", action="store_true", help="do not measure: iteration times of the last results, for counts alone"
+    )
     parser.add_argument("--quick", action="store_true", help="two loads, printed only")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         loads = [load for load in (LOADS[:2] if options.quick else LOADS) if options.only in load.name]
         drafting = () if options.quick or options.without_drafts else DRAFTING
-        result = compare(options.venv, Path(folder), options.seconds, loads, drafting)
+        last = json.loads((RESULTS / "engine_fidelity.json").read_text(encoding="utf-8")) if options.counts else None
+        result = compare(options.venv, Path(folder), options.seconds, loads, drafting, last)
     print(text := markdown(result))
     if options.quick:
         return
@@ -121,9 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(
-    venv: Path, folder: Path, seconds: float, loads: Sequence[Load], drafting: Sequence[Load]
+    venv: Path,
+    folder: Path,
+    seconds: float,
+    loads: Sequence[Load],
+    drafting: Sequence[Load],
+    last: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure the engine, then play all loads on it and on the reference."""
+    """Measure the engine, or take its times from the ``last`` results; then play all loads on it and the reference."""
     shape = ModelShape()
     options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
     limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "shape": shape, "options": options}
@@ -136,8 +146,9 @@ def compare(
     )
     with serve_random_model(venv, folder / "plain", **limits) as server:
         api = EngineApi(server.url).check()
-        measured = measure_engine(api, settings)
+        measured = measure_engine(api, settings) if last is None else measured_before(api, settings, last)
         print(measured.fit.times, measured.fit.median_error, flush=True)
+        measured_at = round(os.getloadavg()[0], 1) if last is None else last["measured_at"]
         rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(loads)]
     if drafting:
         with serve_random_model(venv, folder / "drafts", drafts=DRAFTS, **limits) as server:
@@ -145,11 +156,19 @@ def compare(
             rows += [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(drafting)]
     return {
         "cpus": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
+        "measured_at": measured_at,
+        "played_at": round(os.getloadavg()[2], 1),
         "times": asdict(measured.fit.times),
         "held_out_median": measured.fit.median_error,
         "rows": rows,
     }
+
+
+def measured_before(api: EngineApi, settings: MeasureSettings, last: Mapping[str, Any]) -> MeasuredEngine:
+    """The engine with iteration times that were measured earlier; its clients are on the same machine."""
+    times, error = EngineTimes.of_dict(last["times"]), float(last["held_out_median"])
+    fit = EngineFit(times, ttft_offset_ms=0.0, median_error=error, p90_error=np.nan, phases=[], spans=0)
+    return MeasuredEngine(engine_facts(api, metrics(api), settings, []), fit, [], [], [])
 
 
 def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, seed: int) -> dict[str, Any]:
@@ -228,8 +247,7 @@ def reference(
         model,
         batch_size=load.batch_size,
         kv_pool_tokens=pool_blocks * facts.block_tokens,
-        block_tokens=facts.block_tokens,
-        spare_tokens=0,
+        **facts.fleet_rules(),
         draft_tokens=load.drafts,
         acceptance=acceptance,
         slowdown=slowdown,
@@ -275,7 +293,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "<!-- written by benchmarks/engine_fidelity.py; do not edit -->",
         "",
-        f"Measured at a load average of {result['load_average']} on {result['cpus']} cores: an iteration takes "
+        f"Measured at a load average of {result['measured_at']} on {result['cpus']} cores, and played at one of "
+        f"{result['played_at']}: an iteration takes "
         f"{iteration_ms(times, 1):.0f} ms with one decoding sequence and {iteration_ms(times, SLOTS):.0f} with "
         f"{SLOTS}; phases held out are predicted {result['held_out_median']:.0%} off at the median.",
         "",

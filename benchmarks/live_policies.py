@@ -107,6 +107,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--draw", action="store_true", help="the figure again, from the results")
     parser.add_argument("--control-file", type=Path)
     parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument(
+        "--priorities", action="store_true", help="--engine serves by priority: send it the class of each request"
+    )
     parser.add_argument("--kv-bytes-per-token", type=float, help="where the engine does not state it")
     parser.add_argument("--task", default="3")
     parser.add_argument("--seconds", type=int, default=50, help="length of an episode (default 50)")
@@ -124,12 +127,12 @@ def running_engine(args: argparse.Namespace, folder: Path) -> Iterator[Engine]:
     if args.stand_in:
         yield SimulatedEngine(tables_of(None), SLOTS)
     elif args.engine:
-        yield engine_at(args.backend, args.engine, args.control_file)
+        yield engine_at(args.backend, args.engine, args.control_file, priorities=args.priorities)
     else:
         options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
         limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "drafts": DRAFTS, "options": options}
         with serve_random_model(args.venv, folder, **limits) as server:
-            yield engine_at("vllm", server.url, server.control_file)
+            yield engine_at("vllm", server.url, server.control_file, priorities=True)
 
 
 def measure(engine: Engine, args: argparse.Namespace, folder: Path, lengths: tuple[int, int]) -> dict[int, float]:

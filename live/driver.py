@@ -82,8 +82,9 @@ class EngineApi:
     """The OpenAI API of one engine: which model it serves, and completions of token ids.
 
     ``model`` and ``max_model_len`` (tokens) are asked for by :meth:`check`, which raises :class:`RemoteError` where the
-    address is that of no engine. With ``priorities`` a request carries its class as the engine's priority, which vLLM
-    accepts only under ``--scheduling-policy priority``.
+    address is that of no engine. With ``priorities`` a request carries its class as the engine's priority, the lower
+    the sooner: vLLM goes by it under ``--scheduling-policy priority`` alone, SGLang with
+    ``--enable-priority-scheduling --schedule-low-priority-values-first``.
     """
 
     def __init__(

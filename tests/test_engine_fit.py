@@ -10,8 +10,11 @@ import pytest
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ServeAction
-from simulator.hardware.engine_times import EngineFacts, EngineSource, EngineTimes, engine_profile
-from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MODELLED, Chunk, OperatorModel
+from live.driver import EngineRequest
+from live.engines.engine import Orders
+from live.engines.simulated import SimulatedEngine
+from simulator.hardware.engine_times import EngineSource, EngineTimes, engine_profile
+from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MODELLED, Chunk
 from simulator.hardware.sources import engine_of, reported_gb, source_of
 from simulator.offline.discrete_event import Fleet, Requests, serve
 from simulator.offline.engine_fit import EngineFit, TimedRequests, fit_engine_times, replay_error
@@ -19,15 +22,7 @@ from simulator.offline.table import build_table
 from simulator.tables import load_tables
 from simulator.whatif import serve_requests, steady_requests
 from tests.engine_standin import Law, serve_virtually
-
-TIMES = EngineTimes(12.0, (0.0,), (0.6,), 0.25, 0.002, 0.0002, 16, 700, 600)
-FACTS = EngineFacts("some-model", 16, 2000, 8192.0, 64, 2048, 1024, weights_gb=0.5, memory_share=0.9)
-WAY_MS = 5.0
-
-
-def known(times: EngineTimes = TIMES) -> OperatorModel:
-    source = EngineSource("known", times, FACTS)
-    return source.operators("served", engine_profile("known", FACTS, WAY_MS, "a test"))
+from tests.known_engine import FACTS, TIMES, WAY_MS, engine_tables, known
 
 
 def law(times: EngineTimes) -> Law:
@@ -214,6 +209,23 @@ def test_requests_that_start_as_in_vllm_are_preempted_as_often(prompt_tokens: in
     later, as_vllm = (serve(replace(fleet, vllm_refill=each), burst) for each in (False, True))
     assert (as_vllm.iterations, as_vllm.preemptions.sum()) == counted
     assert later.preemptions.sum() != as_vllm.preemptions.sum()
+
+
+def test_a_measured_engine_holds_whole_blocks(tmp_path: Path) -> None:
+    """Prompts of 100, 127 and 128 tokens, each with its first token, take 1, 1 and 2 of ten blocks of 128."""
+    engine = SimulatedEngine(engine_tables(tmp_path, replace(FACTS, block_tokens=128, pool_blocks=10)))
+    load = engine.load([EngineRequest(0.0, prompt, 100) for prompt in (100, 127, 128)])
+    first_s = 0.0
+    while not all(timing.tokens for timing in load.timings):
+        load.advance(first_s := first_s + 1e-3)
+    assert [timing.tokens for timing in load.timings] == [1, 1, 1]
+    assert engine.read().kv_occupancy == pytest.approx(4 / 10)
+    # Half of the pool is five blocks: with their 30th token the three hold 2 each, and the last one has to go.
+    engine.set(Orders({"kv_budget": 0.5}))
+    load.advance(first_s + 30 * law(TIMES)(3, 400, []))
+    reading = engine.read()
+    assert (reading.preemptions, reading.running_requests) == (1.0, 2.0)
+    assert reading.kv_occupancy == pytest.approx(4 / 5)
 
 
 def test_the_cache_is_handed_out_in_blocks_of_the_engines_size() -> None:

@@ -127,6 +127,13 @@ def test_leaving_an_open_loop_cancels_what_runs(engine: tuple[str, type[_Handler
     assert 0 < cancelled.tokens < 10_000
 
 
+def test_a_request_tells_its_class_where_the_engine_serves_by_priority() -> None:
+    request = EngineRequest(0.0, 4, 2, class_index=2)
+    plain, by_class = (EngineApi("http://localhost", priorities=told).body(request) for told in (False, True))
+    assert "priority" not in plain
+    assert by_class["priority"] == 2
+
+
 def test_an_address_without_an_engine_is_named() -> None:
     with pytest.raises(ServerUnavailableError, match="is the engine running"):
         EngineApi(f"http://127.0.0.1:{free_port()}").check()

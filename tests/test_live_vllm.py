@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 @pytest.fixture
 def engine(server: VllmServer) -> VllmEngine:
     """The engine, idle and wide open."""
-    found = VllmEngine(EngineApi(server.url), server.control_file)
+    found = VllmEngine(EngineApi(server.url, priorities=True), server.control_file)
     found.set(Orders({name: high for name, (_, high) in found.limits().items()}))
     play_open(found.api, [EngineRequest(0.0, 8, 1)])  # with which an idle engine reads its orders
     found.wait_until_applied()
@@ -120,6 +120,18 @@ def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer,
     assert iterations(engine) - start < 2 * 32
     assert server.pid == pid
     assert engine.in_force()["batch_size"] == 16
+
+
+def test_of_those_that_wait_the_highest_class_is_served_first(engine: VllmEngine) -> None:
+    """One runs while six wait, the lowest class sent first; each of them runs alone then."""
+    engine.set(Orders({"batch_size": 1}))
+    requests = [EngineRequest(0.0, 16, 600), *[EngineRequest(0.2, 16, 4, c) for c in (2, 1, 0, 2, 1, 0)]]
+    with OpenLoop(engine.api, requests) as load:
+        until(lambda: engine.read().queue_requests == 6)
+        others = load.wait()[1:]
+    assert all(timing.completed for timing in others)
+    in_order = sorted(others, key=lambda timing: timing.first_token_s or 0.0)
+    assert [timing.request.class_index for timing in in_order] == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_smaller_share_of_the_cache_bounds_what_runs(engine: VllmEngine) -> None:

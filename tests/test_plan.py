@@ -26,6 +26,7 @@ from simulator.objectives import parse_objective
 from simulator.offline.importers import import_log
 from simulator.requests import RequestLog
 from simulator.tables import load_tables
+from tests.known_engine import table_file
 from tests.servers import RunningServer
 from tests.test_shadow import flood
 
@@ -322,6 +323,33 @@ def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.C
     command = [*options[:5], "--hardware", "a100-40gb", "--objective", "tpot_p50=1", "--json"]
     assert main(command) == 1
     assert json.loads(capsys.readouterr().out)["plans"] == []
+
+
+def test_a_measured_engine_is_planned_with_by_its_table_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt token takes it 0.6 ms, so one replica is not enough; more of them are, and no card is looked at."""
+    table = table_file(tmp_path / "mine.parquet")
+    command = ["plan", "--trace", str(EXAMPLE), "--to-s", "40", "--table", str(table), "--objective", "ttft_p99=9000"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["hardware"] for plan in found["tried"]} == {"mine"}
+    assert found["model"] == "some-model"
+    (plan,) = found["plans"]
+    assert plan["n_gpus"] > 1
+    assert plan["precision"] == "served"
+    assert main([*command, "--hardware", "a100-40gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["hardware"] for plan in found["plans"]} == {"mine", "a100-40gb"}
+    assert main([*command, "--export", "vllm"]) == 0
+    exported = capsys.readouterr().out
+    assert "max-num-seqs:" in exported
+    assert "dtype" not in exported
+    assert "quantization" not in exported
+    assert main([*command[:-3], str(table), "--table", str(table), "--objective", "ttft_p99=9000"]) == 2
+    assert "rename" in capsys.readouterr().err
+    assert main([*command[:-3], str(tmp_path / "none.parquet"), "--objective", "ttft_p99=9000"]) == 2
+    assert "none.parquet" in capsys.readouterr().err
 
 
 def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -57,6 +58,13 @@ def silent(what: str, share: float) -> None:
 def registered_tables(hardware: Sequence[str] | None = None, model: str | None = None) -> dict[str, ServingTables]:
     """The tables that :func:`simulator.catalogue.tables_named` finds, read, by name."""
     return {name: load_tables(table_path(name)) for name in tables_named(hardware, model)}
+
+
+def tables_of_files(paths: Sequence[Path]) -> dict[str, ServingTables]:
+    """Tables in files of one's own, by the file's name without its ending."""
+    if twice := {path.stem for path in paths if [each.stem for each in paths].count(path.stem) > 1}:
+        raise InvalidConfigError(f"several tables are named {', '.join(sorted(twice))}: rename files", "table")
+    return {path.stem: load_tables(path) for path in paths}
 
 
 @dataclass(frozen=True, slots=True)

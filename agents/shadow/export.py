@@ -34,6 +34,7 @@ from agents.protocol import FloatArray
 from agents.shadow.compare import PolicyOutcome, ShadowReport
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import SPEC_LENGTHS
+from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import reported_gb
 from simulator.tables import ServingTables
 
@@ -209,7 +210,7 @@ def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> li
         options.append(Option("tensor-parallel-size", settings.tensor_parallel))
     if settings.prefix_caching:
         options.append(Option("enable-prefix-caching", True))
-    options.append(_precision(settings, "vllm"))
+    options += _precision(settings, "vllm")
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
         config = {
@@ -237,7 +238,7 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
         options.append(Option("tp-size", settings.tensor_parallel))
     if not settings.prefix_caching:
         options.append(Option("disable-radix-cache", True))
-    options.append(_precision(settings, "sglang"))
+    options += _precision(settings, "sglang")
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
         why = f"Draft tokens by running requests would be {told}; SGLang drafts one number at every load."
@@ -315,11 +316,14 @@ def _written(settings: EngineSettings, command: str, options: Sequence[Option]) 
     return "\n".join(lines) + "\n"
 
 
-def _precision(settings: EngineSettings, engine: str) -> Option:
+def _precision(settings: EngineSettings, engine: str) -> list[Option]:
+    """Options of the precision; none for a measured engine, which serves in the one that it has."""
+    if settings.tier == TIER:
+        return []
     if settings.tier in _DTYPE:
-        return Option("dtype", _DTYPE[settings.tier])
+        return [Option("dtype", _DTYPE[settings.tier])]
     why = f"{settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model."
-    return Option("quantization", _QUANTIZATION[engine][settings.tier], why)
+    return [Option("quantization", _QUANTIZATION[engine][settings.tier], why)]
 
 
 def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:

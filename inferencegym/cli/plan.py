@@ -34,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         action="append",
         metavar="NAME[,NAME]",
-        help="tables or cards to plan with, see `inferencegym hardware` (default all)",
+        help="tables or cards to plan with, see `inferencegym hardware` (default all, or none beside --table)",
+    )
+    parser.add_argument(
+        "--table",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="table of your own to plan with, as measure or import-bench write; may be given several times",
     )
     parser.add_argument(
         "--model", help="model to serve, as llama-3.1-8b; needed where the hardware has tables of several"
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from agents.plan.report import engine_files, write_html, write_png
-    from agents.plan.search import make_plan, registered_tables
+    from agents.plan.search import make_plan, registered_tables, tables_of_files
     from agents.shadow.prices import load_prices
     from inferencegym.cli.figures import check_table, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
@@ -82,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         require_writable(path)
     prices = load_prices(args.prices) if args.prices else None
     hardware = names(args.hardware)
-    tables = registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
+    tables = tables_of_files(args.table or ())
+    if hardware is not None or not tables:
+        tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
     imported = read_log(args.trace, args)
     if not args.json:
         print_log(args.trace, imported)

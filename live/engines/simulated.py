@@ -11,7 +11,7 @@ import numpy as np
 from live.driver import EngineRequest, RequestTiming
 from live.engines.engine import Knobs, Orders, Reading, within
 from simulator.hardware.sources import engine_of, source_of
-from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, Requests, Simulation
+from simulator.offline.discrete_event import Fleet, Requests, Simulation
 from simulator.offline.table import kv_capacity_tokens
 from simulator.tables import ServingTables
 
@@ -26,7 +26,7 @@ class SimulatedEngine:
         source = source_of(tables.meta)
         model = source.operators(source.tiers[0], engine_of(tables.meta))
         self._pool_tokens = kv_capacity_tokens(source, source.tiers[0], 1.0, 0)
-        self._fleet = Fleet(model, max_batch_size, self._pool_tokens)
+        self._fleet = Fleet(model, max_batch_size, self._pool_tokens, **source.fleet_rules)
         self._limits = {"batch_size": (1.0, float(max_batch_size)), "kv_budget": (0.1, 1.0)}
         self._in_force = {name: high for name, (_, high) in self._limits.items()}
         self._load: SimulatedLoad | None = None
@@ -42,7 +42,7 @@ class SimulatedEngine:
 
     def set(self, orders: Orders) -> None:
         self._in_force |= within(orders.knobs, self._limits)
-        pool = max(BLOCK_TOKENS, int(self._in_force["kv_budget"] * self._pool_tokens))
+        pool = max(self._fleet.block_tokens, int(self._in_force["kv_budget"] * self._pool_tokens))
         self._fleet = replace(self._fleet, batch_size=int(self._in_force["batch_size"]), kv_pool_tokens=pool)
         if self._load is not None:
             self._load.simulation.reconfigure(self._fleet, {self._fleet.model.tier: pool})
@@ -103,7 +103,7 @@ class SimulatedLoad:
         return Reading(
             queue_requests=float(waiting.sum() + len(replica.preempted)),
             running_requests=float(replica.in_flight()),
-            kv_occupancy=min(1.0, replica.cached_tokens() / max(1, replica.pool_blocks * BLOCK_TOKENS)),
+            kv_occupancy=simulation.kv_occupancy(),
             finished_requests=float(done.sum()),
             prompt_tokens=float(sum(t.request.prompt_tokens for t, d in zip(self.timings, done, strict=True) if d)),
             output_tokens=float(simulation.written_tokens),

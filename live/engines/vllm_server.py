@@ -24,6 +24,7 @@ START_S: Final = 900.0
 class VllmServer:
     """``vllm serve`` of a model folder on this machine; a context manager that waits until it answers.
 
+    Requests are served by priority (:class:`live.driver.EngineApi` sends their class), as the simulator does.
     ``venv`` is the environment that vLLM is installed in. ``options`` are further options of ``vllm serve``;
     ``drafts`` above 0 turns on n-gram drafting of at most so many tokens. Output goes to ``log_file``.
     """
@@ -51,7 +52,8 @@ class VllmServer:
         self._command = [
             "nice", str(self._program), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
             "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(max_model_len),
-            "--max-num-seqs", str(max_num_seqs), "--scheduler-cls", f"inferencegym_scheduler.{scheduler}",
+            "--max-num-seqs", str(max_num_seqs), "--scheduling-policy", "priority",
+            "--scheduler-cls", f"inferencegym_scheduler.{scheduler}",
             *(["--num-gpu-blocks-override", str(kv_blocks)] if kv_blocks else []), *options,
         ]  # fmt: skip
         if drafts:

@@ -90,6 +90,15 @@ class EngineFacts:
         """Tokens that the KV pool holds."""
         return self.block_tokens * self.pool_blocks
 
+    def fleet_rules(self) -> dict[str, Any]:
+        """Arguments of the discrete-event reference's ``Fleet``: this engine's blocks, handed out as vLLM does."""
+        return {
+            "block_tokens": self.block_tokens,
+            "spare_tokens": 0,
+            "vllm_refill": True,
+            "occupancy_in_blocks": True,
+        }
+
 
 class EngineSource(Source):
     """A measured engine as a source of operator times: one precision, one replica however many cards it has."""
@@ -110,6 +119,11 @@ class EngineSource(Source):
         none_gb = {f"{what}_gb": 0.0 for what in ("activations", "workspace", "per_sequence", "speculation")}
         super().__init__(facts.model, card, (TIER,), {TIER: facts.weights_gb}, facts.kv_bytes_per_token, none_gb)
         self.times, self.facts = times, facts
+
+    @property
+    def fleet_rules(self) -> Mapping[str, Any]:
+        """How the engine hands out its KV cache."""
+        return self.facts.fleet_rules()
 
     def operators(self, tier: str, profile: EngineProfile) -> OperatorModel:
         """The operator model of the engine."""

@@ -47,6 +47,11 @@ class Source(ABC):
     memory_gb: Mapping[str, float]
     cards_per_replica: int = 1
 
+    @property
+    def fleet_rules(self) -> Mapping[str, Any]:
+        """Arguments of the discrete-event reference's ``Fleet`` by which this engine hands out its KV cache."""
+        return {}
+
     @abstractmethod
     def operators(self, tier: str, profile: EngineProfile) -> OperatorModel:
         """The operator model of a tier under an engine profile."""

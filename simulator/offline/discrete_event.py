@@ -66,7 +66,8 @@ class Fleet:
     iteration. A block of the cache holds ``block_tokens``. ``spare_tokens`` of cache beyond what its next iteration
     writes are kept for each sequence: vLLM keeps none, which shows where blocks are large or the pool is small. With
     ``vllm_refill`` requests start in an iteration as in vLLM: none where one was preempted, else new ones too as soon
-    as all preempted ones run again; without, whatever fits starts, and new ones wait for the iteration after.
+    as all preempted ones run again; without, whatever fits starts, and new ones wait for the iteration after. With
+    ``occupancy_in_blocks`` the part of the cache in use counts whole blocks, as engines report it, instead of tokens.
     """
 
     model: OperatorModel
@@ -86,6 +87,7 @@ class Fleet:
     block_tokens: int = BLOCK_TOKENS
     spare_tokens: int = 1
     vllm_refill: bool = False
+    occupancy_in_blocks: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.replicas) < 1:
@@ -280,6 +282,10 @@ class _Replica:
         """Tokens in its KV cache."""
         return self.token_sum + sum(prefill.done for prefill in self.prefilling) + self.transit_tokens
 
+    def held_tokens(self) -> int:
+        """Tokens that the blocks in use would hold."""
+        return self.block_tokens * (self.decode_blocks(0) + self.prefill_blocks())
+
     def load(self) -> int:
         """Requests the replica is responsible for: in flight, preempted, or assigned to start next."""
         return self.in_flight() + len(self.preempted) + len(self.assigned)
@@ -392,6 +398,12 @@ class Simulation:
             self._process()
         self._count_gpus(end_ms)
         self.now = end_ms
+
+    def kv_occupancy(self) -> float:
+        """Share of the KV pools of all replicas in service that is in use."""
+        held = _Replica.held_tokens if self.fleet.occupancy_in_blocks else _Replica.cached_tokens
+        pool_tokens = self.fleet.block_tokens * sum(each.pool_blocks for each in self.replicas if not each.down)
+        return min(1.0, sum(map(held, self.replicas)) / max(pool_tokens, 1))
 
     def _process(self) -> None:
         now, kind, _, subject, index, starts = heapq.heappop(self.events)

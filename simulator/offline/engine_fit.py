@@ -432,8 +432,7 @@ def replay(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> Ti
         model,
         batch_size=facts.max_num_seqs or len(order),
         kv_pool_tokens=facts.pool_tokens(),
-        block_tokens=facts.block_tokens,
-        spare_tokens=0,
+        **facts.fleet_rules(),
     )
     prompt, output = (np.rint(x[order]).astype(np.int64) for x in (phase.prompt_tokens, phase.output_tokens))
     if phase.clients:

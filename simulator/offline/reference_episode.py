@@ -78,7 +78,6 @@ class ReferenceEpisode:
             share = min(
                 1.0, max(CONVENTIONS.oom_penalty * share, knobs.batch_size / max(judged.requests, knobs.batch_size))
             )
-        pool_tokens = sum(r.pool_blocks for r in simulation.replicas if not r.down) * BLOCK_TOKENS
         return {
             "ttft_p50_ms": judged.ttft_p50_ms,
             "ttft_p99_ms": judged.ttft_p99_ms,
@@ -91,7 +90,7 @@ class ReferenceEpisode:
             "violation_share": share,
             "queue_requests": float(judged.waiting),
             "running_requests": 0.5 * (before.running + sum(r.in_flight() for r in simulation.replicas)),
-            "kv_occupancy": min(1.0, sum(r.cached_tokens() for r in simulation.replicas) / max(pool_tokens, 1)),
+            "kv_occupancy": simulation.kv_occupancy(),
             "admitted": float(done.started),
             "completed": float(done.finished),
             "rejected": float(done.refused),
@@ -99,7 +98,12 @@ class ReferenceEpisode:
 
     def _configure(self, knobs: Knobs, oom: bool) -> Simulation:
         source = self._source
-        pools = {t: kv_capacity_tokens(source, t, knobs.kv_budget, knobs.spec_length) for t in source.tiers}
+        rules = source.fleet_rules
+        one_block = rules.get("block_tokens", BLOCK_TOKENS)
+        pools = {
+            tier: max(one_block, kv_capacity_tokens(source, tier, knobs.kv_budget, knobs.spec_length))
+            for tier in source.tiers
+        }
         constants = self._params.constants
         fleet = Fleet(
             self._models[knobs.quant_tier],
@@ -117,6 +121,7 @@ class ReferenceEpisode:
             start_ms=1e3 * float(constants["start_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
             rolling_restart=self._rolling_restart,
+            **rules,
         )
         if self._simulation is None:
             each = self._requests
@@ -134,7 +139,8 @@ class ReferenceEpisode:
         curve = self._params.stats.reuse_hit
         if curve is None:
             return 0.0
-        capacity = sum(each.pool_blocks for each in simulation.replicas if not each.gone) * BLOCK_TOKENS
+        pool_blocks = sum(each.pool_blocks for each in simulation.replicas if not each.gone)
+        capacity = pool_blocks * simulation.fleet.block_tokens
         held = min(capacity, simulation.prefilled_tokens + simulation.written_tokens)
         position = np.log2(max(held, 1.0)) - REUSE_LOG2_FIRST
         if position < 0.0:

@@ -229,16 +229,31 @@ def output_lengths(n: int) -> IntArray:
 
 
 def saturated(
-    model: OperatorModel, batch_size: int, prompt_tokens: int, pool_tokens: int, spec_length: int
+    model: OperatorModel,
+    batch_size: int,
+    prompt_tokens: int,
+    pool_tokens: int,
+    spec_length: int,
+    rules: Mapping[str, Any],
 ) -> Saturated:
-    """Steady state of one replica with ``batch_size`` clients in a closed loop."""
+    """Steady state of one replica with ``batch_size`` clients in a closed loop.
+
+    ``rules`` are :attr:`Source.fleet_rules`.
+    """
     # Clients beyond what the cache can ever hold only wait. They need not be simulated: first come first served, each
     # lengthens every wait by the time between two departures (Little's law).
     clients = min(batch_size, pool_tokens // (prompt_tokens + 1) + 8)
     n = max(4 * clients, clients + 96)
     speculation = profiles()["speculation"]
     acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
-    fleet = Fleet(model, clients, pool_tokens, draft_tokens=spec_length, acceptance=acceptance.get(spec_length, ()))
+    fleet = Fleet(
+        model,
+        clients,
+        pool_tokens,
+        draft_tokens=spec_length,
+        acceptance=acceptance.get(spec_length, ()),
+        **rules,
+    )
     outcome = serve_closed(fleet, np.full(n, prompt_tokens), output_lengths(n), clients)
     return _steady_state(outcome, clients, batch_size - clients)
 
@@ -259,7 +274,8 @@ def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, 
     source, model = part.source, part.source.operators(part.tier, part.engine)
     prompt, k = PROMPT_TOKENS[part.prompt_bucket], part.spec_length
     capacity = kv_capacity_tokens(source, part.tier, kv_budget, k)
-    largest_request = BLOCK_TOKENS * math.ceil((prompt + LONGEST_OUTPUT + k + 1) / BLOCK_TOKENS)
+    block_tokens = source.fleet_rules.get("block_tokens", BLOCK_TOKENS)
+    largest_request = block_tokens * math.ceil((prompt + LONGEST_OUTPUT + k + 1) / block_tokens)
     row: Row = {
         "batch_size": batch_size,
         "kv_budget": kv_budget,
@@ -279,7 +295,7 @@ def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, 
     # A pool larger than all requests together changes nothing: budgets that leave room to spare share one simulation.
     pool = min(max(capacity, largest_request), batch_size * largest_request)
     if (batch_size, pool) not in cache:
-        cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k)
+        cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k, source.fleet_rules)
     steady = cache[batch_size, pool]
     row |= {**steady._asdict(), "cost_per_1k": 1000.0 * source.cards_per_replica / steady.tps}
     return {name: row[name] for name in COLUMNS}
