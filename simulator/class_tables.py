@@ -9,6 +9,9 @@ import numpy as np
 from simulator.load import REFERENCE_BATCH, ClassStats, interp_log
 from simulator.tables import MAX_TIERS, FloatArray, ServingTables
 
+_LENGTH_POINTS = 32
+"""Outputs, and positions of each, over which :func:`block_tables` averages."""
+
 
 def length_integrals(quantile_tokens: FloatArray, cells: int) -> FloatArray:
     """Integrals of the output length's survival function S on a grid up to the longest output; (C, cells + 1, 4).
@@ -37,6 +40,40 @@ def gini(quantile_tokens: FloatArray) -> FloatArray:
     rank = (2.0 * np.arange(n) + 1.0 - n) / n
     coefficients: FloatArray = (np.sort(quantile_tokens, axis=1) * rank).mean(axis=1) / quantile_tokens.mean(axis=1)
     return coefficients
+
+
+class BlockTables(NamedTuple):
+    """What requests of a class hold of KV blocks beyond their tokens; arrays are (C,).
+
+    ``slack_tokens`` are those of its last block that a request in flight does not use, on average: half a block where
+    contexts are many blocks long, more where a block holds a whole request. ``growth`` is what outputs add to the
+    blocks that prompts take, relative to the outputs' tokens: 0 where they stay within their prompt's block.
+    """
+
+    slack_tokens: FloatArray
+    growth: FloatArray
+
+
+def block_tables(stats: ClassStats, block_tokens: int) -> BlockTables:
+    """The block tables of these classes at this size of a block; requests are seen at every position of outputs."""
+    slack_tokens, growth = np.empty((2, len(stats.names)))
+    along = (np.arange(_LENGTH_POINTS) + 0.5) / _LENGTH_POINTS
+    for c in range(len(stats.names)):
+        outputs = np.quantile(stats.output_cdf_tokens[c], along)
+        prompts = stats.prompt_quantile_tokens[c][:, None]
+        context = prompts[:, :, None] + outputs[:, None] * along
+        slack = _whole_blocks(context, block_tokens) - context
+        # A request with a long output is seen more often.
+        slack_tokens[c] = np.average(slack.mean(axis=(0, 2)), weights=outputs)
+        added = _whole_blocks(prompts + outputs, block_tokens) - _whole_blocks(prompts, block_tokens)
+        growth[c] = added.mean() / outputs.mean()
+    return BlockTables(slack_tokens, growth)
+
+
+def _whole_blocks(tokens: FloatArray, block_tokens: int) -> FloatArray:
+    """Tokens of the blocks that hold so many."""
+    whole: FloatArray = np.ceil(tokens / block_tokens) * block_tokens
+    return whole
 
 
 class PrefillRatios(NamedTuple):

@@ -19,7 +19,7 @@ cdef class Params(Views):
     cdef public int n_classes, grid_cells, n_batch_points, n_iteration_points, n_context_points, reuse_points
     cdef public int scales, max_pieces, record_rows, class_window_steps, prompt_window_steps
     # scheduler
-    cdef public bint prefill_first
+    cdef public bint prefill_first, occupancy_in_blocks
     # fleet
     cdef public double dt_s, dt_ms, queue_limit, closed_clients, price, ema_weight
     cdef public double[::1] slo_ms, reload_s, start_s
@@ -28,13 +28,14 @@ cdef class Params(Views):
     cdef public double kv_bytes_per_token
     cdef public double[::1] weights_gb
     # engine
-    cdef public double disagg_limit, churn_factor, load_weight, block_slack_tokens
+    cdef public double disagg_limit, churn_factor, load_weight
     cdef public double handoff_ms_per_token, jitter, ttft_offset_ms, token_budget, output_delay
     # conventions of the metrics
     cdef public double oom_slowdown, oom_penalty, max_tpot_steps, min_billed_ktokens_per_s
     # decode iterations and speculation
     cdef public double[:, :, :, ::1] decode_ms
     cdef public double[::1] iteration_points, context_points, spec_tokens, spec_length, accept_scale
+    cdef public double[::1] block_slack_tokens, block_growth
     # prompts and their prefill
     cdef public double[::1] batch_points, mean_prompt_tokens, work_cv2
     cdef public double[:, ::1] mean_work_ms, alone_ratio, dedicated_ratio
@@ -190,8 +191,8 @@ cdef void find_class_survivors(Params p, State s, Scratch x, Py_ssize_t b, Py_ss
 @cython.locals(at=Py_ssize_t, blocked=bint, c=Py_ssize_t, i=Py_ssize_t, budget_ms=double, cells=double,
     draining_share=double, each_kv=double, elsewhere=double, elsewhere_tokens=double,
     each_ms=double, in_flight=double, keep=double, kv_pool=double, kv_tokens=double, mean_tokens=double, n=double,
-    prefill_ms=double, room=double, running=double, slots=double, stay=double, stay_pos=double, tokens=double,
-    u=double)
+    prefill_ms=double, room=double, running=double, slack_tokens=double, slots=double, stay=double, stay_pos=double,
+    tokens=double, u=double)
 cdef (double, double) admit(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b, double gain) noexcept nogil
 @cython.locals(slots=double)
 cdef double open_slots(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b) noexcept nogil
@@ -202,6 +203,8 @@ cdef double admission_ms(Params p, Scratch x, Py_ssize_t c) noexcept nogil
 @cython.locals(batch=double, context=double, iteration_ms=double, resident=double, stolen_share=double, tpot=double)
 cdef double tokens_gained(Params p, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b, double in_flight,
     double kv_tokens) noexcept nogil
+@cython.locals(c=Py_ssize_t, requests=double, tokens=double, weight=double)
+cdef double mean_block_slack(Params p, State s, Scratch x, Py_ssize_t b) noexcept nogil
 @cython.locals(decode_tokens=double)
 cdef double prompt_tokens_per_iteration(Params p, Knobs knobs, Py_ssize_t b, double resident) noexcept nogil
 @cython.locals(c=Py_ssize_t, tokens=double, weight=double, work_ms=double)

@@ -401,7 +401,7 @@ def preempt(p: Params, s: State, x: Scratch, b: int, t: int) -> None:
     for c in range(p.n_classes):
         # Requests on replicas that drain have the pools of these.
         excess += x.staying_share * (
-            s.prompts_in_flight[b, c] + s.positions_in_flight[b, c] + p.block_slack_tokens * s.in_flight[b, c]
+            s.prompts_in_flight[b, c] + s.positions_in_flight[b, c] + p.block_slack_tokens[c] * s.in_flight[b, c]
         )
     if excess <= EPS_REQUESTS:
         return
@@ -413,7 +413,7 @@ def preempt(p: Params, s: State, x: Scratch, b: int, t: int) -> None:
             measure_cohort(p, s, x, b, c, k, t, s.progress[b, t])
             requests = s.density[b, c, k] * x.cohort_requests
             prompt_tokens = s.prompts_in_flight[b, c] / s.in_flight[b, c]
-            tokens = requests * (prompt_tokens + p.block_slack_tokens) + s.density[b, c, k] * x.cohort_positions
+            tokens = requests * (prompt_tokens + p.block_slack_tokens[c]) + s.density[b, c, k] * x.cohort_positions
             if requests > EPS_REQUESTS:
                 share = min(1.0, excess / tokens)
                 take_out(p, s, x, b, c, k, share)
@@ -524,7 +524,7 @@ def measure_queue_heads(p: Params, load: Load, knobs: Knobs, s: State, x: Scratc
             x.head_prompt_tokens[c] = p.mean_prompt_tokens[c]
             x.head_work_ms[c] = p.mean_work_ms[c, s.tier_new[b]]
         # What an admission into a full pool recomputes: a mean output, in prompts of this class.
-        mean_output = p.length_integrals[c, 4 * p.grid_cells]
+        mean_output = p.block_growth[c] * p.length_integrals[c, 4 * p.grid_cells]
         x.churn_prompts[c] = min(mean_output / x.head_prompt_tokens[c], MAX_CHURN_PROMPTS)
 
 
@@ -730,7 +730,8 @@ def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) ->
         keep = x.survivors[c, 0] / s.in_flight[b, c] if s.in_flight[b, c] > EPS_FLOW else 0.0
         x.end_prompts[c] = s.prompts_in_flight[b, c] * keep
         # Lower classes give way in the pool, so only what this one and higher ones hold counts.
-        kv_tokens += x.staying_share * (x.end_prompts[c] + x.survivors[c, 1] + p.block_slack_tokens * x.survivors[c, 0])
+        slack_tokens = p.block_slack_tokens[c]
+        kv_tokens += x.staying_share * (x.end_prompts[c] + x.survivors[c, 1] + slack_tokens * x.survivors[c, 0])
         elsewhere = draining_share * (s.in_flight[b, c] + x.survivors[c, 0])
         elsewhere_tokens = draining_share * (
             s.prompts_in_flight[b, c] + x.end_prompts[c] + s.positions_in_flight[b, c] + x.survivors[c, 1]
@@ -739,7 +740,7 @@ def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) ->
         if s.preempted[b, c] > EPS_REQUESTS:
             tokens = (s.preempted_prompts[b, c] + s.preempted_positions[b, c]) / s.preempted[b, c]
             each_ms = tokens * x.head_work_ms[c] / x.head_prompt_tokens[c] * x.prefill_ratio[c]
-            each_kv = tokens + p.block_slack_tokens
+            each_kv = tokens + slack_tokens
             n = min(max(0.0, slots - running), budget_ms / max(each_ms, EPS), max(0.0, kv_pool - kv_tokens) / each_kv)
             blocked = blocked or n < s.preempted[b, c]
             n = min(n, s.preempted[b, c]) if n > EPS_REQUESTS else 0.0
@@ -752,7 +753,7 @@ def admit(p: Params, knobs: Knobs, s: State, x: Scratch, b: int, gain: float) ->
             mean_tokens += 0.5 * n * tokens
         stay = (p.length_integrals[c, at] + u * p.length_integrals[c, at + 2]) / gain
         stay_pos = (p.length_integrals[c, at + 1] + u * p.length_integrals[c, at + 3]) / gain
-        each_kv = (x.head_prompt_tokens[c] + p.block_slack_tokens) * stay + stay_pos
+        each_kv = (x.head_prompt_tokens[c] + slack_tokens) * stay + stay_pos
         room = max(0.0, slots - running) / stay
         room = room_in_cache(s, x, b, c, room, max(0.0, kv_pool - kv_tokens) / max(each_kv, EPS))
         each_ms = admission_ms(p, x, c)
@@ -821,7 +822,7 @@ def tokens_gained(
     batch = min(in_flight / x.up, p.batch_points[p.n_batch_points - 1])
     context = max(kv_tokens / max(in_flight, EPS), 1.0)
     # What grows beyond the pool within the step runs by turns; the next step preempts it.
-    resident = max(min(batch, x.kv_pool_tokens / (context + p.block_slack_tokens)), EPS)
+    resident = max(min(batch, x.kv_pool_tokens / (context + mean_block_slack(p, s, x, b))), EPS)
     iteration_ms = decode_iteration_ms(p, knobs, s, x, b, max(resident, 1.0), context)
     s.prefill_share[b] = min(x.prefill_ms / (x.up * p.dt_ms), x.prefill_limit)
     stolen_share = s.prefill_share[b] * (1.0 - x.disagg_share)
@@ -836,6 +837,17 @@ def tokens_gained(
     if s.replicas_up[b] < MIN_REPLICAS_UP:
         return MIN_GAIN_TOKENS
     return max(p.dt_ms / tpot, MIN_GAIN_TOKENS)
+
+
+def mean_block_slack(p: Params, s: State, x: Scratch, b: int) -> float:
+    """KV tokens that a request holds beyond its context, of the classes as they run."""
+    tokens = 0.0
+    requests = 0.0
+    for c in range(p.n_classes):
+        weight = s.in_flight[b, c] + x.admitted[c] + EPS
+        tokens += weight * p.block_slack_tokens[c]
+        requests += weight
+    return tokens / requests
 
 
 def prompt_tokens_per_iteration(p: Params, knobs: Knobs, b: int, resident: float) -> float:
@@ -1028,8 +1040,10 @@ def measure_cache(p: Params, s: State, x: Scratch, m: Metrics, b: int, written: 
     churned = 0.0
     for c in range(p.n_classes):
         kv_tokens += x.staying_share * (x.end_prompts[c] + x.end_positions[c])
+        if p.occupancy_in_blocks:
+            kv_tokens += x.staying_share * p.block_slack_tokens[c] * x.end_requests[c]
         # A preempted request comes back with its prompt and some of its output.
-        mean_output = p.length_integrals[c, 4 * p.grid_cells]
+        mean_output = p.block_growth[c] * p.length_integrals[c, 4 * p.grid_cells]
         again = x.head_prompt_tokens[c] + CHURNED_OUTPUT_TOKENS
         churned += x.kv_bound[c] * x.admitted[c] * min(mean_output / again, MAX_CHURN_PROMPTS)
     m.kv_occupancy[b] = min(1.0, kv_tokens / max(pool, 1.0))

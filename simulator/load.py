@@ -29,6 +29,7 @@ EMA_WEIGHT: Final = 2.0 / 11.0
 """Weight of the newest second in the 10-step exponential moving average of the arrival rate."""
 REFERENCE_BATCH: Final = 32
 """Running requests for which prefill work is listed; the dynamics scale it to the batch at hand."""
+PROMPT_QUANTILES: Final = (np.arange(32) + 0.5) / 32
 REUSE_LOG2_FIRST: Final = 10.0
 """Logarithm of the smallest cache size at which reuse is listed; sizes double from there."""
 
@@ -68,9 +69,9 @@ class ClassStats:
     """Statistics of each occurring class that the dynamics need beforehand; arrays are (C,) or (C, ...).
 
     ``prompt_mean`` tokens, ``work_mean_ms`` (C, 3) mean listed prefill work, ``work_cv2`` squared coefficient of
-    variation of that work, ``output_cdf_tokens`` (C, Q) output lengths at evenly spaced quantiles. ``reuse_hit`` (K,)
-    is the share of the tokens of repeated prefixes that a KV cache of ``2 ** (REUSE_LOG2_FIRST + i)`` tokens still
-    holds; None where prompts share nothing.
+    variation of that work, ``prompt_quantile_tokens`` (C, P) and ``output_cdf_tokens`` (C, Q) lengths at evenly spaced
+    quantiles. ``reuse_hit`` (K,) is the share of the tokens of repeated prefixes that a KV cache of
+    ``2 ** (REUSE_LOG2_FIRST + i)`` tokens still holds; None where prompts share nothing.
     """
 
     names: tuple[str, ...]
@@ -80,6 +81,7 @@ class ClassStats:
     prompt_mean: FloatArray
     work_mean_ms: FloatArray
     work_cv2: FloatArray
+    prompt_quantile_tokens: FloatArray
     output_cdf_tokens: FloatArray
     reuse_hit: FloatArray | None = None
 
@@ -164,6 +166,7 @@ def class_stats(
         prompt_mean=np.array([p.mean() for p in prompts]),
         work_mean_ms=np.stack([w.mean(axis=0) for w in works]),
         work_cv2=np.array([float((w[:, 0].std() / w[:, 0].mean()) ** 2) for w in works]),
+        prompt_quantile_tokens=np.stack([np.quantile(p, PROMPT_QUANTILES) for p in prompts]),
         output_cdf_tokens=np.stack(list(outputs)),
     )
 

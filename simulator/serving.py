@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inferencegym.models import NAIVE_ACTION, MetricsSnapshot
 from inferencegym.tasks import TaskSpec
 from simulator.arrays import KNOBS, LOAD, METRICS, SCRATCH, STATE, allocate
-from simulator.class_tables import gini, length_integrals, prefill_ratios
+from simulator.class_tables import block_tables, gini, length_integrals, prefill_ratios
 from simulator.kernel import ServingKernel
 from simulator.load import (
     CLASS_WINDOW_STEPS,
@@ -66,7 +66,10 @@ class EngineParams:
     """Weight of the newest step in the prefill load that decides how long prompts queue. Chosen: about 3 s of memory in
     steps of 1 s."""
     block_slack_tokens: float = 8.0
-    """KV tokens that a request holds beyond its context: half a block of 16 (vLLM's default block_size)."""
+    """KV tokens that a request holds beyond its context: half a block of 16 (vLLM's default block_size).
+
+    Engines that were measured have blocks of their own (:func:`simulator.class_tables.block_tables`).
+    """
     link_bytes_per_s: float = 25e9
     """Link over which a prefill GPU hands the KV cache to its replica: one port of 200 Gbit/s."""
     jitter: float = 0.05
@@ -121,7 +124,8 @@ class ServingParams:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """Numbers and tables of the kernel's ``Params``, made once."""
-        return {**self._fleet(), **self._memory(), **self._engine(), **self._operators(), **_class_tables(self)}
+        memory = {**self._memory(), **self._blocks()}
+        return {**self._fleet(), **memory, **self._engine(), **self._operators(), **_class_tables(self)}
 
     def _fleet(self) -> dict[str, float]:
         return {
@@ -154,6 +158,19 @@ class ServingParams:
             "start_s": self.start_s + weights_gb / self.load_gb_per_s,
         }
 
+    def _blocks(self) -> dict[str, Any]:
+        """What requests hold of KV blocks: half a block, or as a measured engine has them."""
+        block_tokens = self.tables.block_tokens
+        if block_tokens is None:
+            slack_tokens, growth = np.full(self.n_classes, self.engine.block_slack_tokens), np.ones(self.n_classes)
+        else:
+            slack_tokens, growth = block_tables(self.stats, block_tokens)
+        return {
+            "block_slack_tokens": slack_tokens,
+            "block_growth": growth,
+            "occupancy_in_blocks": block_tokens is not None,
+        }
+
     def _engine(self) -> dict[str, float | bool]:
         meta, engine = self.tables.meta, self.engine
         return {
@@ -165,7 +182,6 @@ class ServingParams:
             "disagg_limit": engine.disagg_limit,
             "churn_factor": engine.churn_factor,
             "load_weight": engine.load_weight,
-            "block_slack_tokens": engine.block_slack_tokens,
             "handoff_ms_per_token": float(meta["kv_bytes_per_token"]) / engine.link_bytes_per_s * 1e3,
             "jitter": engine.jitter,
             **asdict(CONVENTIONS),

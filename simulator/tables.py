@@ -122,6 +122,12 @@ class ServingTables:
         sizes = [float(size) for size in self.meta["weights_gb"].values()]
         return _padded(np.array(sizes))
 
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens of a KV block of the measured engine that the table is of; None where it is not of one."""
+        engine = self.meta.get("measured_engine")
+        return None if engine is None else int(engine["facts"]["block_tokens"])
+
     def tier_index(self, name: str) -> int:
         """The ``quant_tier`` of a precision's name; raises :class:`InvalidConfigError` with those that there are."""
         if name not in self.tiers:
