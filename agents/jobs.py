@@ -22,6 +22,7 @@ from agents.plan.search import make_plan, registered_tables
 from agents.shadow.compare import shadow
 from agents.shadow.export import EXPORTS, settings_of
 from agents.shadow.prices import read_prices
+from agents.shadow.scaling import WITHIN_MISSES, scaling_note
 from inferencegym.errors import DataFormatError, InferenceGymError, short_text
 from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import get_task
@@ -51,7 +52,8 @@ def shadow_job(request: Request) -> dict[str, Any]:
     )
     settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
     export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}
-    return {**report.to_dict(), "read": imported.describe(), "export": export}
+    note = scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES)
+    return {**report.to_dict(), "read": imported.describe(), "notes": [note], "export": export}
 
 
 def plan_job(request: Request) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from agents.protocol import FloatArray
-from agents.shadow.compare import CONSTANT, DRAIN_S, FIXED, STATED_ERROR, ShadowReport, shadow
+from agents.shadow.compare import CONSTANT, FIXED, STATED_ERROR, ShadowReport, shadow
 from agents.shadow.export import draft_schedule, fastest_draft, settings_of, vllm_config
 from agents.shadow.prices import load_prices, read_prices
+from agents.shadow.replay import DRAIN_S
 from agents.shadow.report import render_html
 from inferencegym.cli.main import main
 from inferencegym.cli.shadow import agent_names

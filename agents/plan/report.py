@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from agents.plan.search import Plan, PlanReport
 from agents.shadow.compare import STATED_ERROR
 from agents.shadow.export import EXPORTS, MOST_MEMORY, EngineSettings, constant_drafts
+from agents.shadow.scaling import scaling_note
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from inferencegym.models import ServeAction
 from simulator.hardware.sources import reported_gb
@@ -109,6 +110,8 @@ def notes(report: PlanReport) -> list[str]:
         found.append("Adaptive policies were not compared: they have precisions of their own to choose from.")
     elif report.plans:
         found.append(_adapting(report))
+    if report.plans:
+        found.append(scaling_note(report.autoscaling, report.played_s, "within the objectives"))
     else:
         found.append("No fleet that was tried meets the objectives: relax them, or allow more precisions and cards.")
     return found

@@ -21,9 +21,11 @@ import numpy as np
 from agents.policies.constant import ConstantAgent
 from agents.registry import make_agent
 from agents.search.trace_task import fleet_for, log_summary
-from agents.shadow.compare import MAX_SPAN_S, PolicyOutcome, log_task, on_replicas, play_policy
+from agents.shadow.compare import MAX_SPAN_S, log_task, on_replicas
 from agents.shadow.constants import NEUTRAL, grid, screen
 from agents.shadow.prices import Prices
+from agents.shadow.replay import PolicyOutcome, play_policy
+from agents.shadow.scaling import Autoscaled, autoscaled
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
@@ -104,9 +106,10 @@ class PlanReport:
     ``tried`` are all fleets that were played with latencies recorded; ``front`` is their :func:`pareto` front.
     ``growth`` says what the first plan does under more traffic, and how many GPUs that needs with its settings;
     ``adaptive`` what policies do on as many GPUs and on fewer. On the fewest of them that a policy needs it serves
-    ``adapting_gain`` more of the requests in time than the best constant there. ``left_out`` are tables that were not
-    searched, with the reason, ``unmet`` the largest fleets of those on which nothing met the objectives, and
-    ``warnings`` what the catalogue says of the tables of plans.
+    ``adapting_gain`` more of the requests in time than the best constant there. ``autoscaling`` is what autoscalers do
+    to the first plan, with its replicas as the most. ``left_out`` are tables that were not searched, with the reason,
+    ``unmet`` the largest fleets of those on which nothing met the objectives, and ``warnings`` what the catalogue says
+    of the tables of plans.
     """
 
     log: dict[str, Any]
@@ -118,6 +121,7 @@ class PlanReport:
     adaptive: list[Plan]
     adapting_saves_gpus: int
     adapting_gain: float
+    autoscaling: list[Autoscaled]
     stated_errors: dict[str, float]
     currency: str
     prices_from: str
@@ -176,10 +180,12 @@ def make_plan(
         growth: list[dict[str, Any]] = []
         adaptive: list[Plan] = []
         saved, gain = 0, 0.0
+        scaling: list[Autoscaled] = []
         if found:
             progress("adaptive policies and growth", len(tables) / (len(tables) + 1))
             first = found[0]
             adaptive, saved, gain = first.adaptive(policies)
+            scaling = first.autoscaled()
             growth = [first.under(factor, _faster(searched, factor)) for factor in GROWTH]
     progress("done", 1.0)
     return PlanReport(
@@ -192,6 +198,7 @@ def make_plan(
         adaptive=adaptive,
         adapting_saves_gpus=saved,
         adapting_gain=gain,
+        autoscaling=scaling,
         stated_errors=STATED_ERRORS,
         currency="" if prices is None else prices.currency,
         prices_from="" if prices is None else prices.source,
@@ -391,6 +398,16 @@ class _Card:
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
         in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
         return [s for tier in self._tiers for s in [a for a in in_order if a.quant_tier.value == tier][:FINALISTS]]
+
+    def autoscaled(self) -> list[Autoscaled]:
+        """Autoscalers that set the replicas of the best plan, which are the most that they may have."""
+        assert self.best is not None
+        action = _action_of(self.best)
+        task = on_replicas(self._played, self.best.n_replicas)
+        constant = play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL)
+        return autoscaled(
+            task, self._tables, action, constant, lambda outcome: self._plan(outcome.policy, outcome, None).meets
+        )
 
     def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
         n_replicas = units // 2 if action.prefill_disagg else units

@@ -36,7 +36,7 @@ from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, SCALING_FIELDS
 from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.forecast import forecast_rps
 from inferencegym.tasks import TaskSpec
-from simulator.tables import tables_of
+from simulator.tables import ServingTables, tables_of
 from simulator.workload import load_source
 
 COMPRESSION: Final = 8.0
@@ -76,19 +76,24 @@ class ReplicaPlan:
         plan = max(
             (planner.plan(each) for each in settings(task) if not each.disagg), key=lambda each: each.capacity_rps
         )
-        capacity = plan.capacity_rps / task.fleet.n_replicas
+        return cls.with_plan(task, tables, plan, plan.capacity_rps / task.fleet.n_replicas)
+
+    @classmethod
+    def with_plan(cls, task: TaskSpec, tables: ServingTables, plan: Plan, capacity_rps: float) -> ReplicaPlan:
+        """A replica with these knobs, which takes ``capacity_rps``."""
+        stats = load_source(task, tables).stats
         output = float(stats.output_cdf_tokens.mean(axis=1) @ stats.shares)
         start_s = task.fleet.start_s + float(tables.weights_gb[plan.setting.tier]) / task.fleet.load_gb_per_s
         # A plan has twice the slots that its load fills (CapacityPlanner).
-        return cls(plan, capacity, 0.5 * plan.batch_size, output, start_s)
+        return cls(plan, capacity_rps, 0.5 * plan.batch_size, output, start_s)
 
 
 class Autoscaler:
     """Agent that keeps a plan's knobs and asks for the replicas of :meth:`wanted`."""
 
-    def __init__(self, task: TaskSpec) -> None:
+    def __init__(self, task: TaskSpec, replica: ReplicaPlan | None = None) -> None:
         self.task = task
-        self.replica = ReplicaPlan.of(task)
+        self.replica = replica or ReplicaPlan.of(task)
         self._most = float(task.fleet.max_replicas or 1)
         self._knobs = self.replica.plan.row()
 
@@ -119,9 +124,14 @@ class HpaAgent(Autoscaler):
     """
 
     def __init__(
-        self, task: TaskSpec, target: float = 0.7, waiting: float = 8.0, compression: float = COMPRESSION
+        self,
+        task: TaskSpec,
+        target: float = 0.7,
+        waiting: float = 8.0,
+        compression: float = COMPRESSION,
+        replica: ReplicaPlan | None = None,
     ) -> None:
-        super().__init__(task)
+        super().__init__(task, replica)
         self._target_rps = target * self.replica.capacity_rps
         self._waiting = waiting
         self._period_s = max(1, round(15.0 / compression))
@@ -221,9 +231,13 @@ class PlannerAgent(Autoscaler):
     """
 
     def __init__(
-        self, task: TaskSpec, params: Sequence[PlannerParams] = (PLANNER,), knobs: FloatArray | None = None
+        self,
+        task: TaskSpec,
+        params: Sequence[PlannerParams] = (PLANNER,),
+        knobs: FloatArray | None = None,
+        replica: ReplicaPlan | None = None,
     ) -> None:
-        super().__init__(task)
+        super().__init__(task, replica)
         self._params = params
         if knobs is not None:
             self._knobs = knobs

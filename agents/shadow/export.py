@@ -31,7 +31,8 @@ from typing import Any, Final
 import numpy as np
 
 from agents.protocol import FloatArray
-from agents.shadow.compare import PolicyOutcome, ShadowReport
+from agents.shadow.compare import ShadowReport
+from agents.shadow.replay import PolicyOutcome
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import SPEC_LENGTHS
 from simulator.hardware.engine_times import TIER

@@ -10,8 +10,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
-from agents.shadow.compare import FIXED, STATED_ERROR, PolicyOutcome, ShadowReport
+from agents.shadow.compare import FIXED, STATED_ERROR, ShadowReport
 from agents.shadow.export import settings_of, vllm_config
+from agents.shadow.replay import PolicyOutcome
 from inferencegym.files import require_matplotlib, write_text
 from simulator.tables import ServingTables
 

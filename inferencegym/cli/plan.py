@@ -137,6 +137,7 @@ def _frame(report: PlanReport) -> Any:
 
 def _print(report: PlanReport) -> None:
     from agents.plan.report import COLUMNS, growth_lines, notes, row_of
+    from agents.shadow import scaling
     from inferencegym.cli.figures import print_table
 
     shown = [c for c in COLUMNS if report.currency or not c.startswith("cost")]
@@ -152,6 +153,9 @@ def _print(report: PlanReport) -> None:
         print("\nadaptive policies on as many GPUs, and on fewer")
         rows = [[p.policy, p.n_gpus, "yes" if p.meets else "no", f"{p.share_in_time:.2%}"] for p in report.adaptive]
         print_table(["policy", "GPUs", "meets", "in time"], rows)
+    if report.autoscaling:
+        print("\nthe first plan's replicas, set by an autoscaler")
+        print_table(list(scaling.COLUMNS), [scaling.row_of(each) for each in report.autoscaling])
     print()
     for line in (*growth_lines(report), *notes(report)):
         print(line)

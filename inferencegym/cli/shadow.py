@@ -127,6 +127,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _print(report: ShadowReport) -> None:
+    from agents.shadow import scaling
     from agents.shadow.report import verdict
     from inferencegym.cli.figures import print_table
 
@@ -142,6 +143,10 @@ def _print(report: ShadowReport) -> None:
         row += [*latencies, o.tokens_per_s, o.gpu_seconds, *([] if cost is None else [cost])]
         rows.append([*row, o.gpu_s_per_1k_tokens, o.restarts])
     print_table(columns, rows)
+    if report.autoscaling:
+        print("best_constant with an autoscaler")
+        print_table(list(scaling.COLUMNS), [scaling.row_of(each) for each in report.autoscaling])
     print(f"fixed: {json.dumps(report.fixed_action)}")
     print(f"best_constant: {json.dumps(report.outcomes[1].action)}")
     print(f"* {verdict(report)}")
+    print(scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES))

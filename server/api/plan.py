@@ -78,5 +78,6 @@ class PlanAnswer(BaseModel):
     growth: list[dict[str, Any]]
     adaptive: list[dict[str, Any]]
     adapting_saves_gpus: int
+    autoscaling: list[dict[str, Any]]
     notes: list[str]
     export: dict[str, str]

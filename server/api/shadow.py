@@ -114,5 +114,7 @@ class ShadowAnswer(BaseModel):
     gain_over_best_constant: dict[str, float]
     cost: dict[str, float | None]
     outcomes: list[dict[str, Any]]
+    autoscaling: list[dict[str, Any]]
+    notes: list[str]
     best: str
     export: dict[str, dict[str, str]]

@@ -56,6 +56,22 @@ class EngineProfile:
     output_delay: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class FleetChanges:
+    """What it costs to change a running fleet of an engine.
+
+    A new replica serves ``start_s`` + weights / ``load_gb_per_s`` seconds after it was asked for. One that restarts,
+    for another precision or another place of prefill (its role), is away for ``restart_s`` + weights /
+    ``load_gb_per_s``.
+    """
+
+    name: str
+    start_s: float
+    restart_s: float
+    load_gb_per_s: float
+    source: str
+
+
 @cache
 def profiles() -> dict[str, Any]:
     """The constants of model, memory, cards and engines as the data file states them."""
@@ -75,6 +91,11 @@ def engine(name: str | EngineProfile) -> EngineProfile:
     if isinstance(name, EngineProfile):
         return name
     return EngineProfile(name=name, **_entry("engines", name))
+
+
+def fleet_changes(name: str = "vllm") -> FleetChanges:
+    """Return what changing a fleet of the engine of that name costs."""
+    return FleetChanges(name=name, **_entry("changes", name))
 
 
 def engine_of_file(path: Path) -> EngineProfile:

@@ -83,6 +83,8 @@ class PlanTab {
     nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
     if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
       report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.meets ? "yes" : "no", percent(plan.share_in_time, 2)])));
+    if (report.autoscaling.length) nodes.push(table("The first plan's replicas, set by an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
+      report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     nodes.push(el("ul", {}, ...report.notes.map((text) => el("li", { text }))));
     if (first) nodes.push(settings(report));
     this.tell(...nodes);

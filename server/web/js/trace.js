@@ -112,6 +112,7 @@ class Trace {
       el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy, objective ${compact(report.slo_ms)} ms to the first token.` }),
       table("Results of each policy", ["Policy", "Beyond objective", "GPUs", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
       el("p", { class: "note", text: "Your configuration and the best constant of a sweep are the baselines; all have the same GPUs. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
+      ...report.notes.map((text) => el("p", { text })),
       this.drawing(report, players), this.settings(report, players));
     for (const draw of this.later) draw();
     announce(verdict);
