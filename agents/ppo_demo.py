@@ -56,7 +56,7 @@ from env.vector_env import VectorInferenceEnv
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import action_mask, snap
-from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec
+from inferencegym.spaces.formats import ActionCodec, ObservationCodec, action_codec, knob_levels
 from inferencegym.tasks import EpisodeConfig, TaskId, TaskSpec, get_task
 from inferencegym.vector_env import AutoresetVectorEnv
 
@@ -96,6 +96,8 @@ class PpoSettings:
     hidden: tuple[int, ...] = (128, 128)
     teacher: str = "heuristic"
     """Agent that pretraining may imitate; empty for none."""
+    scaling_teacher: str = "planner"
+    """The same on tasks that scale."""
     start_share: float = 0.3
     """Largest share of all steps that pretraining may take; else there is none."""
     smoothing: float = 0.05
@@ -322,19 +324,25 @@ def pretrain(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int,
     """
     task: TaskSpec = venv.get_attr("task")[0]
     config: EpisodeConfig = venv.get_attr("config")[0]
+    teacher = settings.teacher if task.fleet.max_replicas is None else settings.scaling_teacher
     search = ConstantSearch(task, config, settings.n_envs, seed)
     rows = max(2, settings.n_envs // 2)
-    demonstration_steps = rows * config.n_steps * (1 + bool(settings.teacher))
+    demonstration_steps = rows * config.n_steps * (1 + bool(teacher))
     if search.steps + demonstration_steps > settings.start_share * steps:
         return 0
     # Both are graded on the same loads, which the search has not met: a lucky draw must not decide.
     seeds = [episode_seed(seed, row + 1) for row in range(rows)]
     candidates: list[Agent] = [ActionsAgent(search.best(), rows)]
-    if settings.teacher:
-        candidates.append(OnLevels(make_agent(settings.teacher, task), task))
+    if teacher:
+        candidates.append(OnLevels(make_agent(teacher, task), task))
     grades = [float(run_episodes(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
     imitate(model, demonstrate(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
     return search.steps + demonstration_steps
+
+
+def codec_of(task: TaskSpec) -> ActionCodec:
+    """The codec of learners' actions on a task."""
+    return action_codec(ACTION, task.fleet.max_replicas)
 
 
 class ConstantSearch:
@@ -347,19 +355,20 @@ class ConstantSearch:
     def __init__(self, task: TaskSpec, config: EpisodeConfig, n: int, seed: int) -> None:
         self._task, self._config, self._n, self._seed = task, config, n, seed
         self._short = max(1, config.n_steps // 2)
-        self._sizes = np.array([len(levels) for levels in LEVELS.values()])
+        self._codec = codec_of(task)
+        self._sizes = np.array([len(levels) for levels in knob_levels(task.fleet.max_replicas)])
         self._rng = np.random.default_rng(seed)
         self.steps = 3 * n * self._short + 2 * n * config.n_steps
 
     def best(self) -> NDArray[np.float64]:
-        """The knobs (1, 5)."""
+        """The knobs (1, 5), or (1, 6) of a task that scales."""
         many = self._latin_hypercube(3 * self._n)
         few = many[np.argsort(self._returns(many, self._short))[-self._n :]]
         earned = self._returns(few, self._config.n_steps)
         varied = self._varied(few[np.argsort(earned)[-3:]])
         tried = np.concatenate([few, varied])
         returns = np.concatenate([earned, self._returns(varied, self._config.n_steps)])
-        return action_codec(ACTION).decode(tried[returns.argmax()][None])
+        return self._codec.decode(tried[returns.argmax()][None])
 
     def _latin_hypercube(self, n: int) -> NDArray[np.int64]:
         strata = self._rng.permuted(np.tile(np.arange(n), (len(self._sizes), 1)), axis=1).T
@@ -377,7 +386,7 @@ class ConstantSearch:
         """Return of each setting in the first steps of one and the same episode."""
         batch = ServingBatch(self._task, len(levels), self._config, n_loads=1)
         batch.reset([episode_seed(self._seed, 1_000)])
-        knobs = action_codec(ACTION).decode(levels)
+        knobs = self._codec.decode(levels)
         returns = np.zeros(len(levels))
         for _ in range(n_steps):
             batch.step(knobs)
@@ -387,7 +396,7 @@ class ConstantSearch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstrations:
-    """Demonstrations of an agent, T steps of B episodes: observations (T, B, n), levels (T, B, 5), rewards (T, B)."""
+    """Demonstrations of an agent, T steps of B episodes: observations (T, B, n), levels (T, B, knobs), rewards (T, B)."""
 
     observations: NDArray[np.float32]
     levels: NDArray[np.int64]
@@ -397,13 +406,13 @@ class Demonstrations:
 def demonstrate(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], agent: Agent) -> Demonstrations:
     """Whole episodes of an agent as demonstrations, one per seed."""
     batch = ServingBatch(task, len(seeds), config)
-    seen, actions = ObservationCodec(task, config, batch.calibration, OBSERVATION), action_codec(ACTION)
+    seen, actions = ObservationCodec(task, config, batch.calibration, OBSERVATION), codec_of(task)
     observations, levels, rewards = [], [], []
     batch.reset(seeds)
     agent.reset(len(seeds))
     for _ in range(config.n_steps):
         observation = batch.full_observation()
-        knobs = snap(agent.act(observation), batch.mask)
+        knobs = snap(agent.act(observation), batch.mask, task.fleet)
         observations.append(seen.encode(observation))
         levels.append(actions.encode(knobs))
         batch.step(knobs)
@@ -423,8 +432,8 @@ class OnLevels:
         self.agent.reset(n_rows)
 
     def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
-        codec = action_codec(ACTION)
-        knobs = snap(self.agent.act(observation), action_mask(self.task.active_actions))
+        codec = codec_of(self.task)
+        knobs = snap(self.agent.act(observation), action_mask(self.task.active_actions), self.task.fleet)
         return codec.decode(codec.encode(knobs))
 
 
@@ -439,7 +448,8 @@ def imitate(model: PPO, demonstrations: Demonstrations, settings: PpoSettings, r
     x = torch.as_tensor(demonstrations.observations.reshape(-1, demonstrations.observations.shape[-1]))
     y = torch.as_tensor(demonstrations.levels.reshape(-1, demonstrations.levels.shape[-1]))
     z = torch.as_tensor(togo.reshape(-1, 1).astype(np.float32))
-    sizes = [len(levels) for levels in LEVELS.values()]
+    space: Any = model.action_space
+    sizes = space.nvec.tolist()
     weights = [p for name, p in policy.named_parameters() if "log_std" not in name]
     optimiser = torch.optim.Adam(weights, lr=3e-3)
     for _ in range(settings.passes):

@@ -20,6 +20,7 @@ from agents.policies.stored import POLICY_DIR
 from agents.protocol import FloatArray
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+from inferencegym.spaces.actions import action_size
 from inferencegym.spaces.formats import DiscreteCodec, ObservationCodec, action_codec
 from inferencegym.tasks import TaskSpec, get_calibration
 
@@ -73,15 +74,16 @@ class PpoAgent:
     def __init__(self, policy: PolicyFile, task: TaskSpec) -> None:
         self.policy = policy
         self._observations = ObservationCodec(task, task.config(), get_calibration(task.task_id), policy.observation)
-        self._actions = action_codec(policy.action)
+        self._actions = action_codec(policy.action, task.fleet.max_replicas)
+        self._n_knobs = action_size(task.fleet)
 
     def reset(self, n_rows: int) -> None:
         """Start ``n_rows`` new episodes, whose first second asks for a decision."""
         self._decided_s = np.full(n_rows, -np.inf)
-        self._knobs = np.zeros((n_rows, len(ACTION_FIELDS)))
+        self._knobs = np.zeros((n_rows, self._n_knobs))
 
     def act(self, observation: FloatArray) -> FloatArray:
-        """The knobs (B, 5) of the last decision, which is taken anew every ``hold`` seconds."""
+        """The knobs (B, 5) of the last decision, taken anew every ``hold`` seconds; (B, 6) on tasks that scale."""
         now = observation[:, TIMESTEP]
         due = now >= self._decided_s + self.policy.hold
         if due.any():
@@ -93,7 +95,8 @@ class PpoAgent:
         out = forward(self.policy.layers, self._observations.encode(observation).astype(np.float64))
         if isinstance(self._actions, DiscreteCodec):
             ends = np.cumsum(self._actions.sizes)[:-1]
-            parts = zip(ACTION_FIELDS, np.split(out, ends, axis=1), strict=True)
+            knobs = (*ACTION_FIELDS, "replicas")[: self._n_knobs]
+            parts = zip(knobs, np.split(out, ends, axis=1), strict=True)
             return self._actions.decode(np.stack([central(logits, name) for name, logits in parts], axis=1))
         return self._actions.decode(np.clip(out, -1.0, 1.0) if policy_is_unit(self.policy) else out)
 
@@ -104,7 +107,7 @@ def central(logits: FloatArray, knob: str) -> NDArray[np.int64]:
     The median where levels are amounts: the likeliest of many neighbours may lie at the edge of what is played. The
     likeliest where levels are different things.
     """
-    if knob not in ("kv_budget", "batch_size"):
+    if knob not in ("kv_budget", "batch_size", "replicas"):
         return np.asarray(logits.argmax(axis=1), dtype=np.int64)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     below = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
