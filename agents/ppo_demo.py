@@ -396,7 +396,7 @@ class ConstantSearch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstrations:
-    """Demonstrations of an agent, T steps of B episodes: observations (T, B, n), levels (T, B, knobs), rewards (T, B)."""
+    """What an agent did in T steps of B episodes: observations (T, B, n), levels (T, B, knobs), rewards (T, B)."""
 
     observations: NDArray[np.float32]
     levels: NDArray[np.int64]
