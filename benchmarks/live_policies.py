@@ -2,6 +2,7 @@
 
     python benchmarks/live_policies.py --venv .venv-engine      vLLM for CPU with a random model; writes the results
     python benchmarks/live_policies.py --engine URL --control-file FILE      an engine of yours, printed only
+    python benchmarks/live_policies.py --prepare FOLDER    learn beforehand, for --learned FOLDER/learned/policy.npz
     python benchmarks/live_policies.py --stand-in --seconds 20 --steps 20000    no engine: the discrete-event reference
     python benchmarks/live_policies.py --draw      the figure again, from the results
 
@@ -43,6 +44,7 @@ from live.engines.vllm import VllmEngine
 from live.env import EngineEnv
 from live.measure import MeasureSettings, measure_engine
 from live.scaling import (
+    Capacity,
     drafts_as_measured,
     engine_calibration,
     live_task,
@@ -53,6 +55,7 @@ from live.scaling import (
     scaled_rates,
     write_task,
 )
+from simulator.hardware.engine_times import EngineFacts, EngineSource, EngineTimes, engine_profile
 from simulator.offline.table import build_table
 from simulator.tables import TABLE_ENV, FloatArray, tables_of
 
@@ -65,6 +68,11 @@ CONSTANTS: Final = tuple(
 AGENTS: Final = (*CONSTANTS, "heuristic", "learned")
 SLOTS, KV_BLOCKS, TOKEN_BUDGET, DRAFTS = 64, 97, 2048, 8
 """Of the engine that is started here: the pool holds fewer requests than there are slots, so both can be too many."""
+BLOCK_TOKENS: Final = 128
+"""KV block of vLLM for CPU."""
+LONGEST: Final = 1024
+FIRST_COME: Final = "live_first_come"
+"""Name of the results of an engine that is told no priorities."""
 TASK_ID: Final = "live"
 FIRST_SEED: Final = 9000
 DRAFT_BURST: Final = 32
@@ -88,14 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.draw:
         draw(json.loads((RESULTS / "live_policies.json").read_text(encoding="utf-8")))
         return
+    if args.prepare:
+        engine_before(args.prepare, json.loads((RESULTS / f"{FIRST_COME}.json").read_text(encoding="utf-8")))
+        print(learned(args.prepare, args.steps))
+        return
     load_own_agents(args.agents)
     with tempfile.TemporaryDirectory() as name, running_engine(args, Path(name)) as engine:
         result = compare(engine, args, Path(name))
     print(markdown(result))
     if args.venv is not None:
-        write_text(RESULTS / "live_policies.json", json.dumps(result, indent=1) + "\n")
-        write_text(RESULTS / "live_policies.md", markdown(result))
-        draw(result)
+        name = FIRST_COME if args.first_come else "live_policies"
+        write_text(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
+        write_text(RESULTS / f"{name}.md", markdown(result))
+        if not args.first_come:
+            draw(result)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,8 +119,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--engine", metavar="URL", help="an engine that runs")
     which.add_argument("--stand-in", action="store_true", help="no engine: the discrete-event reference")
     which.add_argument("--draw", action="store_true", help="the figure again, from the results")
+    which.add_argument("--prepare", type=Path, metavar="FOLDER", help="learn a policy for --learned; no engine")
     parser.add_argument("--control-file", type=Path)
     parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument(
+        "--first-come", action="store_true", help=f"--venv serves first come first served; writes {FIRST_COME}.*"
+    )
     parser.add_argument(
         "--priorities", action="store_true", help="--engine serves by priority: send it the class of each request"
     )
@@ -116,7 +134,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--measure-seconds", type=float, default=90.0, help="length of the measuring load (default 90)")
     parser.add_argument("--steps", type=int, default=100_000, help="training steps of the learned policy")
-    parser.add_argument("--longest", type=int, default=1024, help="most tokens of a request, prompt and output")
+    parser.add_argument(
+        "--learned",
+        type=Path,
+        metavar="FILE",
+        help="play this policy of --prepare instead of learning one",
+    )
+    parser.add_argument("--longest", type=int, default=LONGEST, help="most tokens of a request, prompt and output")
     parser.add_argument("--agents", nargs="+", default=list(AGENTS))
     return parser.parse_args(arguments)
 
@@ -129,10 +153,11 @@ def running_engine(args: argparse.Namespace, folder: Path) -> Iterator[Engine]:
     elif args.engine:
         yield engine_at(args.backend, args.engine, args.control_file, priorities=args.priorities)
     else:
-        options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
+        policy = "fcfs" if args.first_come else "priority"
+        options = ("--max-num-batched-tokens", str(TOKEN_BUDGET), "--scheduling-policy", policy)
         limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "drafts": DRAFTS, "options": options}
         with serve_random_model(args.venv, folder, **limits) as server:
-            yield engine_at("vllm", server.url, server.control_file, priorities=True)
+            yield engine_at("vllm", server.url, server.control_file, priorities=not args.first_come)
 
 
 def measure(engine: Engine, args: argparse.Namespace, folder: Path, lengths: tuple[int, int]) -> dict[int, float]:
@@ -185,7 +210,9 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
         f"; tokens per iteration by drafts {draft_tokens}",
         flush=True,
     )
-    agents = {name: learned(folder, args.steps) if name == "learned" else name for name in args.agents}
+    agents = {name: name for name in args.agents}
+    if "learned" in agents:
+        agents["learned"] = f"ppo:{args.learned}" if args.learned else learned(folder, args.steps)
     seeds = range(FIRST_SEED, FIRST_SEED + args.repeats)
     played = {name: Played() for name in agents}
     for seed in seeds:
@@ -211,6 +238,33 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
         "slo_ms": task.slo_target_ms,
         "agents": {name: {"engine": vars(played[name]), "simulator": simulated[name]} for name in agents},
     }
+
+
+def engine_before(folder: Path, seen: Mapping[str, Any], block_tokens: int = BLOCK_TOKENS) -> None:
+    """Make the engine of earlier results, and the traffic scaled to it, the default table and the task ``live``.
+
+    Iteration times are those of ``engine_fidelity.py``, capacity and accepted drafts those that were ``seen``; the pool
+    may be counted in blocks of another size.
+    """
+    folder.mkdir(exist_ok=True)
+    times = json.loads((RESULTS / "engine_fidelity.json").read_text(encoding="utf-8"))["times"]
+    pool_blocks = (KV_BLOCKS - 1) * BLOCK_TOKENS // block_tokens  # one is vLLM's placeholder
+    per_token = float(ModelShape().kv_bytes_per_token())
+    facts = EngineFacts("random", block_tokens, pool_blocks, per_token, SLOTS, TOKEN_BUDGET, LONGEST)
+    path = build_table(
+        folder / "engine.parquet",
+        EngineSource("vllm", EngineTimes.of_dict(times), facts),
+        engine_profile("vllm", facts, 0.0, "engine_fidelity.py"),
+        jobs=1,
+        progress=False,
+        saturated=False,
+        spec_tokens={int(drafts): tokens for drafts, tokens in seen["draft_tokens"].items()},
+    )
+    os.environ[TABLE_ENV] = str(path)
+    task = replace(get_task(seen["task"]), episode_length=seen["seconds"], active_actions=tuple(seen["knobs"]))
+    task = scaled_rates(drafts_as_measured(scaled_lengths(task, LONGEST)), seen["peak_tps"])
+    capacity = Capacity(seen["floor_tps"], seen["peak_tps"])
+    os.environ[TASKS_ENV] = str(write_task(folder / "live.json", TASK_ID, task, engine_calibration(task, capacity)))
 
 
 def learned(folder: Path, steps: int) -> str:

@@ -30,6 +30,7 @@ _EPISODES: Final[dict[int, ReferenceEpisode]] = {}
 class ReferenceBatch(ServingBatch):
     """B episodes of one task in the discrete-event reference, spread over worker processes (None: one per core).
 
+    Without ``by_class`` requests are served first come first served.
     Requests are those of the fluid model, one by one. The fluid model steps along: the statistics of the offered load
     that observations hold, and the GPU memory that the knobs take, are its own.
     """
@@ -43,9 +44,11 @@ class ReferenceBatch(ServingBatch):
         n_loads: int | None = None,
         rolling_restart: RollingRestart = "recompute",
         n_workers: int | None = None,
+        by_class: bool = True,
     ) -> None:
         super().__init__(task, n_rows, config, calibration=calibration, n_loads=n_loads, n_threads=1)
         self._rolling_restart: RollingRestart = rolling_restart
+        self._by_class = by_class
         # One process each: a row's episode stays in the worker that began it.
         self._workers = [ProcessPoolExecutor(1) for _ in range(min(n_rows, n_workers or CORES))]
         self._cost_so_far = np.zeros(n_rows)
@@ -79,10 +82,10 @@ class ReferenceBatch(ServingBatch):
     def _worker(self, row: int) -> ProcessPoolExecutor:
         return self._workers[row % len(self._workers)]
 
-    def _episode(self, row: int) -> tuple[ServingParams, EpisodeRequests, int, RollingRestart]:
+    def _episode(self, row: int) -> tuple[ServingParams, EpisodeRequests, int, RollingRestart, bool]:
         seed = int(self.seeds[row % self.n_loads])
         requests = self.load_source.requests(seed, self.config.episode_length)
-        return self.fleet.params, requests, seed, self._rolling_restart
+        return self.fleet.params, requests, seed, self._rolling_restart, self._by_class
 
     def _knobs(self, row: int) -> Knobs:
         fleet = self.fleet
@@ -97,9 +100,14 @@ class ReferenceBatch(ServingBatch):
 
 
 def _start(
-    row: int, params: ServingParams, requests: EpisodeRequests, seed: int, rolling_restart: RollingRestart
+    row: int,
+    params: ServingParams,
+    requests: EpisodeRequests,
+    seed: int,
+    rolling_restart: RollingRestart,
+    by_class: bool,
 ) -> None:
-    _EPISODES[row] = ReferenceEpisode(params, requests, seed, rolling_restart)
+    _EPISODES[row] = ReferenceEpisode(params, requests, seed, rolling_restart, by_class)
 
 
 def _play(row: int, knobs: Knobs, oom: bool) -> dict[str, float]:

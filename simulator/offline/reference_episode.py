@@ -37,7 +37,10 @@ class Knobs(NamedTuple):
 
 
 class ReferenceEpisode:
-    """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics."""
+    """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics.
+
+    Without ``by_class`` requests are served first come first served, as engines do that are not told their priority.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class ReferenceEpisode:
         requests: EpisodeRequests,
         seed: int,
         rolling_restart: RollingRestart = "recompute",
+        by_class: bool = True,
     ) -> None:
         self._params = params
+        self._by_class = by_class
         self._requests = requests
         self._seed = seed
         self._rolling_restart: RollingRestart = rolling_restart
@@ -125,9 +130,8 @@ class ReferenceEpisode:
         )
         if self._simulation is None:
             each = self._requests
-            requests = Requests(
-                each.arrival_s, each.prompt_tokens, each.output_tokens, each.class_index, each.reused_tokens
-            )
+            priority = each.class_index if self._by_class else None
+            requests = Requests(each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens)
             self._simulation = Simulation(fleet, requests, self._seed)
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)
