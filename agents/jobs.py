@@ -38,7 +38,8 @@ _OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 def shadow_job(request: Request) -> dict[str, Any]:
     """Report of policies on the log's text, with configuration files of engines per policy."""
     imported = log_of(request)
-    tables = tables_of(request.get("hardware"))
+    task = None if request.get("task_id") is None else get_task(request["task_id"])
+    tables = tables_of(request.get("hardware") or (None if task is None else task.hardware))
     fixed = request.get("fixed")
     report = shadow(
         imported.log,
@@ -46,7 +47,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
         fixed=NAIVE_ACTION if fixed is None else ServeAction.from_dict(fixed),
         n_gpus=request.get("gpus"),
         slo_ms=request.get("slo_ms"),
-        task=None if request.get("task_id") is None else get_task(request["task_id"]),
+        task=task,
         tables=tables,
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
     )

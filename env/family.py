@@ -220,6 +220,8 @@ class Family:
     """Built-in policies by name that any client may ask to be played, with a description."""
     make_policy: Callable[[str, EpisodeEnv], Policy] | None = None
     """Makes a policy by name for an episode. Raises InvalidConfigError if the task has none of this name."""
+    arrivals: Callable[[Any], Sequence[float]] | None = None
+    """Requests that arrived in each second of an episode; None where its metrics or observations say it."""
     compare: Callable[[TaskId, Sequence[str], Sequence[int]], dict[str, Any]] | None = None
     """Scores agents for `inferencegym evaluate`; None: whole episodes of ``policies`` are played one by one."""
     gym: GymFaces | GymCodec | None = None

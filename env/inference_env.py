@@ -265,6 +265,13 @@ class InferenceEnv:
             return PHASES[0]
         return PHASES[self._batch.fleet.phase.item(0, max(0, len(self._episode_log) - 1))]
 
+    def arrivals(self) -> list[float]:
+        """Requests that arrived in each second played so far, of all classes; observations have a moving average."""
+        if self._batch is None:
+            raise NotResetError("no arrivals before reset: call reset() first")
+        arrived: list[float] = self._batch.fleet.arrivals[0, : len(self._episode_log)].sum(axis=-1).tolist()
+        return arrived
+
     def state(self) -> dict[str, Any]:
         """Metadata of the episode as JSON."""
         return {

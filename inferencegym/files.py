@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from inferencegym.installation import DISTRIBUTION
+from inferencegym.installation import install_extra
 
 
 @contextmanager
@@ -81,4 +81,4 @@ def write_text(path: str | Path, text: str) -> Path:
 def require_matplotlib() -> None:
     """Raise :class:`InvalidConfigError` where matplotlib is missing, before work is done for a figure."""
     if find_spec("matplotlib") is None:
-        raise InvalidConfigError(f"figures need matplotlib: pip install '{DISTRIBUTION}[report]'")
+        raise InvalidConfigError(f"figures need matplotlib: {install_extra('report')}")

@@ -18,6 +18,11 @@ def room_folder(room: str) -> Path:
     return inside if inside.is_dir() else package.parent / room
 
 
+def install_extra(extra: str) -> str:
+    """How to install an extra, as a half sentence for error messages: the package lies in no registry yet."""
+    return f"install the extra '{extra}', in a clone: pip install '.[{extra}]'"
+
+
 def install_hint(error: ModuleNotFoundError) -> str | None:
     """What is missing and which extra brings it, in one line; None for a module of no extra.
 
@@ -33,7 +38,7 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
     for requirement in requirements:
         found = re.match(r"""([\w.-]+).*\bextra == ["']([\w-]+)["']""", requirement)
         if found and re.sub(r"[-.]", "_", found[1]).lower() == missing.lower():
-            return f"{missing} is not installed; get it with: pip install '{DISTRIBUTION}[{found[2]}]'"
+            return f"{missing} is not installed; {install_extra(found[2])}"
     return None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError, refusal
+from inferencegym.installation import install_extra
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.tasks import TaskSpec
 
@@ -52,7 +53,7 @@ class EpisodePicture:
             self.figure = _window(f"Task {task.task_id}") if window else _canvas()
         except ModuleNotFoundError as error:
             raise InvalidConfigError(
-                f"render_mode needs {error.name}: pip install 'openenv-inferencegym[report]', or leave render_mode out",
+                f"render_mode needs {error.name}: {install_extra('report')}, or leave render_mode out",
                 "render_mode",
             ) from error
 

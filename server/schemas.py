@@ -255,6 +255,11 @@ def played_schema() -> Schema:
             "action": {**columns, "description": "one value per step"},
             "reward": {"type": "array", "items": {"type": "number"}},
             "metrics": {**columns, "description": "one value per step"},
+            "arrivals": {
+                "type": "array",
+                "items": {"type": "number"},
+                "description": "requests that arrived in each second, where observations have an average alone",
+            },
             "score": {"type": "number", "minimum": 0, "maximum": 1},
         },
     }

@@ -320,6 +320,7 @@ def test_the_observation_averages_prompts_over_ten_seconds_and_classes_over_fift
         rate = arrivals[0].sum() if t == 0 else rate + 2 / 11 * (arrivals[t].sum() - rate)
         if t > 60:  # however it began
             assert observation.arrival_rate == pytest.approx(min(rate, 1000.0), rel=1e-3)
+    assert env.arrivals() == arrivals[:80].sum(axis=1).tolist()
 
 
 def test_state_counts_steps_and_sums_rewards() -> None:

@@ -106,7 +106,7 @@ def race_to_the_end(page: Page) -> float:
     page.get_by_label("Speed").select_option("1000")
     page.get_by_role("button", name="Start the race").click()
     verdict = page.locator(".result h2")
-    expect(verdict).to_be_visible(timeout=20_000)
+    expect(verdict).to_be_visible(timeout=60_000)
     found = re.search(r"with ([\d.]+)\.$", verdict.inner_text())
     assert found
     return float(found[1])
@@ -119,7 +119,7 @@ def test_a_stranger_sees_charts_of_real_episodes_before_touching_anything(visit:
     page = visit().open()
     expect(page.locator("#panel-race figure.chart canvas")).to_have_count(6)
     expect(page.locator("#panel-race .strip")).to_have_count(
-        6 + page.locator("#panel-race .legend label", has_text="PPO").count()
+        7 + page.locator("#panel-race .legend label", has_text="PPO").count()
     )
     assert page.locator("#panel-race .legend label").count() >= 4
     assert "Heuristic: now" in page.locator("#panel-race figure.chart p.unseen").nth(1).text_content()
@@ -149,7 +149,36 @@ def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit
     rivals = {name: float(score) for name, score in _scores(page).items()}
     assert rivals["Heuristic"] == _rounded(server, "heuristic", 3, 5)
     assert rivals["Best static"] == _rounded(server, "best_static", 3, 5)
+    assert rivals["Best adaptive"] == _rounded(server, "best_adaptive", 3, 5)
     assert "INT8" in page.locator(".strip").first.inner_text()
+
+
+def test_arrivals_are_drawn_as_they_came_and_not_as_an_average(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("race?task=3&seed=5")
+    arrivals = server.post("/play", {"task_id": 3, "seed": 5, "agent": "heuristic"})["arrivals"]
+    said = page.locator("#panel-race figure.chart p.unseen").first
+    expect(said).to_contain_text(f"Arrivals: now {arrivals[-1]:.0f}, highest {max(arrivals):.0f}")
+
+
+def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Visit) -> None:
+    page = visit().open("race?task=autoscale&seed=5")
+    replicas = page.locator("#panel-race figure.chart", has_text="Replicas asked for")
+    expect(replicas.locator("p.unseen")).to_contain_text("Best adaptive: now")
+    slider = page.get_by_label("Replicas", exact=True)
+    expect(slider).to_have_attribute("aria-valuetext", "2 replicas")
+    slider.fill("3")
+    expect(slider).to_have_attribute("aria-valuetext", "4 replicas")
+    score = race_to_the_end(page)
+    expect(page.locator(".readings")).to_contain_text("4 of 4 ready")
+    expect(replicas.locator("p.unseen")).to_contain_text("You: now 4, highest 4")
+    link = page.url
+    page.locator("#panel-race").get_by_label("Task").select_option("3")
+    expect(slider).to_be_hidden()
+    expect(replicas).to_have_count(0)
+    again = visit().page
+    again.goto(link)
+    again.get_by_label("Speed").select_option("1000")
+    expect(again.locator(".result h2")).to_contain_text(f"with {score:.3f}.", timeout=60_000)
 
 
 SLOW_STEPS = """
@@ -332,6 +361,31 @@ def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit)
     expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'", timeout=60_000)
 
 
+def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(visit: Visit) -> None:
+    page = visit().open("trace")
+    page.get_by_role("button", name="Load an example", exact=True).click()
+    expect(page.locator("#panel-trace textarea")).to_have_value(re.compile("arrival_s"))
+    mine = page.locator("#panel-trace fieldset", has_text="Your configuration")
+    expect(mine.get_by_label("Precision").locator("option")).to_have_text(["FP16", "INT8", "INT4"])
+    page.get_by_label("Hardware").select_option("h100-llama-3.1-8b")
+    expect(mine.get_by_label("Precision").locator("option")).to_have_text(["BF16", "FP8"])
+    mine.get_by_label("Precision").select_option("FP8")
+    mine.get_by_label("Fixed batch size").fill("24")
+    mine.get_by_label("KV cache").fill("0.8")
+    mine.get_by_label("Draft tokens").select_option("2")
+    mine.get_by_label("Prefill").select_option("separate GPUs")
+    with page.expect_request("**/shadow") as sent:
+        page.get_by_role("button", name="Compare policies").click()
+    body = sent.value.post_data_json
+    assert body["hardware"] == "h100-llama-3.1-8b"
+    knobs = {"batch_size": 24, "kv_budget": 0.8, "spec_length": 2, "prefill_disagg": True, "quant_tier": 1}
+    assert body["fixed"] == knobs
+    expect(page.locator("#panel-trace table tbody tr").first).to_contain_text("Your configuration", timeout=60_000)
+    expect(page.locator("#panel-trace")).to_contain_text("2 × h100_sxm for every policy")
+    strip = page.locator("#panel-trace .strip").first
+    expect(strip).to_contain_text("KV 80 % · speculate 2 · batch 24 · separate prefill · FP8")
+
+
 # ---------------------------------------------------------------- plan
 
 
@@ -347,6 +401,33 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     page.get_by_label("For the engine").select_option("sglang")
     expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
     assert objections(page) == []
+
+
+def test_a_plan_searches_the_cards_that_are_chosen(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.get_by_role("button", name="Load an example log").click()
+    expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
+    cards = page.locator("#panel-plan fieldset input")
+    assert cards.count() > 3
+    page.get_by_label("Model").select_option("gpt-oss-20b")
+    expect(page.locator("#panel-plan fieldset")).not_to_contain_text("a100")
+    page.get_by_label("Model").select_option("llama-3.1-8b")
+    for box in cards.all():
+        box.set_checked(box.input_value() == "a100-80gb")
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.locator("#panel-plan .verdict")).to_contain_text("× a100-80gb", timeout=60_000)
+    tried = page.locator("#panel-plan svg circle title").all_text_contents()
+    assert tried
+    assert all("a100-80gb" in text for text in tried)
+
+
+def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\n1,10,10\n")
+    for box in page.locator("#panel-plan fieldset input").all():
+        box.uncheck()
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text("No card is chosen")
 
 
 # ---------------------------------------------------------------- the other tabs
@@ -455,6 +536,18 @@ def test_nothing_is_wider_than_a_phone(visit: Visit) -> None:
     for tab in TABS:
         page = visitor.open(tab)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"], tab
+
+
+def test_a_table_says_that_it_scrolls_where_it_does(visit: Visit) -> None:
+    for size in (PHONE, {"width": 1800, "height": 900}):
+        page = visit(viewport=size).open("fidelity")
+        tables = page.locator("#panel-fidelity .scroll")
+        assert tables.count() == 3
+        wide = [bool(table.evaluate("node => node.scrollWidth > node.clientWidth + 1")) for table in tables.all()]
+        assert any(wide)
+        assert all(wide) == (size is PHONE)
+        for hint, is_wide in zip(page.locator("#panel-fidelity .scroll-hint").all(), wide, strict=True):
+            expect(hint).to_be_visible(visible=is_wide)
 
 
 def test_a_race_on_a_phone_keeps_pause_and_sliders_in_reach(visit: Visit) -> None:

@@ -73,7 +73,20 @@ def test_a_first_visit_downloads_little(server: RunningServer) -> None:
     files = ["", "style.css", "charts/uPlot.min.css", "charts/uPlot.iife.js", "img/icon.svg", "site.json"]
     files += [
         f"js/{name}.js"
-        for name in ("main", "race", "api", "address", "dom", "format", "charts", "knobs", "strip", "score", "log")
+        for name in (
+            "main",
+            "race",
+            "api",
+            "address",
+            "dom",
+            "format",
+            "charts",
+            "knobs",
+            "strip",
+            "score",
+            "log",
+            "players",
+        )
     ]
     sent = sum(len(_sent(server, f"/web/{name}")) for name in files)
     assert sent < PAGE_LIMIT_BYTES

@@ -51,6 +51,12 @@ def test_a_task_lends_its_stored_policies(server: RunningServer) -> None:
     assert answer["n_gpus"] == get_task(3).fleet.n_replicas
 
 
+def test_a_task_lends_its_hardware_unless_the_visitor_names_another(server: RunningServer) -> None:
+    body = {"log": FEW, "task_id": "h100-chat-8b", "policies": ["naive"]}
+    assert server.post("/shadow", body)["hardware"] == "h100_sxm"
+    assert server.post("/shadow", {**body, "hardware": "a100-80gb"})["hardware"] == "a100-80gb"
+
+
 @pytest.mark.parametrize(
     ("change", "code", "field", "shown"),
     [

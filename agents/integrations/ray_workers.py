@@ -21,6 +21,7 @@ from agents.registry import load_own_agents, make_agent
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError, refusal
+from inferencegym.installation import install_extra
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import snap
 from inferencegym.tasks import TaskId, get_task
@@ -122,9 +123,7 @@ class Workers:
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise InvalidConfigError(
-                "Ray is not installed: install the extra 'ray', pip install 'openenv-inferencegym[ray]'"
-            ) from error
+            raise InvalidConfigError(f"Ray is not installed: {install_extra('ray')}") from error
         self._ray: Any = ray
         self._n_workers = n_workers
         self._address = address

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError
+from inferencegym.installation import install_extra
 from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import table_index
 from simulator.catalogue import table_path
@@ -72,7 +73,7 @@ def sample_path() -> Path:
     """The file in the installed package; raises :class:`InvalidConfigError` without it."""
     spec = importlib.util.find_spec("aiconfigurator_core")
     if spec is None or spec.origin is None:
-        raise InvalidConfigError("aiconfigurator-core is not installed: pip install 'inferencegym[hardware]'")
+        raise InvalidConfigError(f"aiconfigurator-core is not installed: {install_extra('hardware')}")
     return Path(spec.origin).parent / "systems" / "silicon_sample.csv"
 
 

@@ -26,7 +26,7 @@ from inferencegym.messages import plain_schema
 from inferencegym.models import ServeAction, ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
 from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, table_index, task_of
-from simulator.catalogue import models, table_path
+from simulator.catalogue import models, table_path, usual_name
 from simulator.coverage import coverage
 from simulator.tables import ServingTables, default_table_path, load_tables
 
@@ -224,7 +224,8 @@ def _info() -> Mapping[str, Any]:
 
 def _hardware(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A table of the catalogue as GET /info lists it."""
-    return {name: entry[name] for name in ("model", "card", "cards_per_replica", "engine", "tiers", "memory_limit_gb")}
+    kept = ("card", "cards_per_replica", "engine", "tiers", "memory_limit_gb")
+    return {"model": usual_name(str(entry["model"])), **{name: entry[name] for name in kept}}
 
 
 def _calibration(task_id: TaskId) -> dict[str, float] | None:
@@ -261,6 +262,7 @@ FAMILY: Final = Family(
     played_id=lambda task_id, config: task_of(get_task(task_id), config).task_id,
     table_sha256=lambda: tables().sha256,
     action_of=ServeAction.from_message,
+    arrivals=InferenceEnv.arrivals,
     gym=GymFaces("inferencegym.gym:InferenceGymEnv", "inferencegym.gym:VectorInferenceEnv"),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from inferencegym import models, traffic
 from inferencegym.errors import InvalidActionError
+from inferencegym.installation import install_extra
 
 
 @contextmanager
@@ -40,8 +41,7 @@ try:
         from openenv.core.env_server.types import Action, Observation, State
 except ImportError as error:
     raise ImportError(
-        f"OpenEnv cannot be imported ({error}); its client and types are an extra: "
-        "pip install 'openenv-inferencegym[openenv]'",
+        f"OpenEnv cannot be imported ({error}), which its client and types need: {install_extra('openenv')}",
         name=error.name,
     ) from error
 

@@ -184,6 +184,7 @@ class PlayedEpisode:
             "metrics": _columns([entry["metrics"] for entry in log]),
             "config": env.config_dict(),
             "phase": phases,
+            **({} if family.arrivals is None else {"arrivals": family.arrivals(env)}),
             **family.grade(env.task_id, log),
         }
         return {**episode, "episode_log": log} if self.log else episode

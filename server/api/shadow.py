@@ -52,7 +52,7 @@ class ShadowRequest(LogRequest):
     task_id: Annotated[TaskName | None, Field(description="lends its fleet, objectives and stored policies")] = None
     hardware: Annotated[
         Literal[*table_index()] | None,  # type: ignore[valid-type]
-        Field(description="table of the catalogue to play on; else the default"),
+        Field(description="table of the catalogue to play on; else the task's, else the default"),
     ] = None
     gpus: Annotated[
         Annotated[int, Field(ge=1, le=MAX_GPUS), WHOLE] | None, Field(description="GPUs that every policy has")

@@ -15,14 +15,14 @@ export function link(tab, params = {}) {
   return `${location.pathname}${location.search}#${tab}${query ? `?${query}` : ""}`;
 }
 
-const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
+const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier", "replicas"];
 
-/** Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`. */
+/** Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`, and `-replicas` where the task scales. */
 export function packActions(actions) {
   const parts = [];
   let last = "";
   actions.forEach((action, step) => {
-    const values = [Math.round(1000 * action.kv_budget), action.spec_length, action.batch_size, Number(action.prefill_disagg), action.quant_tier];
+    const values = [Math.round(1000 * action.kv_budget), action.spec_length, action.batch_size, Number(action.prefill_disagg), action.quant_tier, ...(action.replicas ? [action.replicas] : [])];
     const text = values.join("-");
     if (text !== last) parts.push(`${step}.${text}`);
     last = text;
@@ -33,14 +33,14 @@ export function packActions(actions) {
 /** Decode a text of `packActions`; null if the text is malformed. */
 export function unpackActions(text) {
   const [count, ...parts] = text.split("_");
-  const changes = parts.map((part) => part.match(/^(\d+)\.(\d+)-(\d+)-(\d+)-([01])-([012])$/));
+  const changes = parts.map((part) => part.match(/^(\d+)\.(\d+)-(\d+)-(\d+)-([01])-([012])(?:-(\d{1,4}))?$/));
   if (!/^\d{1,4}$/.test(count) || changes.length === 0 || changes.some((change) => !change)) return null;
   const actions = [];
   let at = 0;
   for (let step = 0; step < Number(count); step++) {
     while (at + 1 < changes.length && Number(changes[at + 1][1]) <= step) at++;
-    const values = changes[at].slice(2).map(Number);
-    actions.push({ ...Object.fromEntries(NAMES.map((name, i) => [name, values[i]])), kv_budget: values[0] / 1000, prefill_disagg: values[3] === 1 });
+    const values = changes[at].slice(2).filter((text) => text !== undefined).map(Number);
+    actions.push({ ...Object.fromEntries(values.map((value, i) => [NAMES[i], value])), kv_budget: values[0] / 1000, prefill_disagg: values[3] === 1 });
   }
   return actions;
 }

@@ -17,11 +17,12 @@ export function redrawAll() {
  * Time chart in a `figure` element.
  *
  * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label}`; `log` makes the axis logarithmic,
- * `unit` stands in the title and readout, `sync` links the cursors of charts with the same key.
+ * `stepped` draws each value as a step of its second, `unit` stands in the title and readout, `sync` links the cursors
+ * of charts with the same key.
  */
 export class TimeChart {
-  constructor({ title, unit = "", series, limits = [], log = false, sync, min = 0, height = HEIGHT, xLabel = "s", tools = null }) {
-    Object.assign(this, { title, unit, series, limits, log, sync, min, xLabel, height });
+  constructor({ title, unit = "", series, limits = [], log = false, stepped = false, sync, min = 0, height = HEIGHT, xLabel = "s", tools = null }) {
+    Object.assign(this, { title, unit, series, limits, log, stepped, sync, min, xLabel, height });
     this.hidden = new Set();
     this.shaded = [];
     this.marks = [];
@@ -77,7 +78,7 @@ export class TimeChart {
       ],
       series: [{}, ...this.series.map((s) => ({
         label: s.label, stroke: () => colour(s.colour), width: s.width ?? 1.5, dash: s.dash, points: { show: false },
-        show: !this.hidden.has(s.key), ...(s.bars ? { paths: uPlot.paths.bars({ size: [0.9] }), fill: () => colour(s.colour) } : {}),
+        show: !this.hidden.has(s.key), ...(this.stepped ? { paths: uPlot.paths.stepped({ align: -1 }) } : {}),
       }))],
       hooks: { drawClear: [(u) => this.drawBehind(u)], draw: [(u) => this.drawLimits(u)], setCursor: [(u) => this.read(u)] },
     }, this.data, this.plotBox);

@@ -42,11 +42,18 @@ export function table(caption, head, rows) {
     node.append(value instanceof Node ? value : String(value));
     return node;
   };
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", {},
-      el("caption", { text: caption }),
-      el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
-      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell))))));
+  return scrolling(caption, el("table", {},
+    el("caption", { text: caption }),
+    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell))))));
+}
+
+/** A table in a box of its own that scrolls sideways, with a line that says so while columns are out of sight. */
+export function scrolling(label, content) {
+  const box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, content);
+  const hint = el("small", { class: "scroll-hint", hidden: true, text: "More columns to the right: scroll the table sideways →" });
+  new ResizeObserver(() => { hint.hidden = box.scrollWidth <= box.clientWidth + 1; }).observe(box);
+  return el("div", {}, hint, box);
 }
 
 /** Announce a text to screen readers, through a polite live region. */

@@ -2,7 +2,7 @@
 
 import { own } from "./api.js";
 import { Scatter } from "./charts.js";
-import { el, field, fill, select, table } from "./dom.js";
+import { el, field, fill, scrolling, select, table } from "./dom.js";
 import { compact, percent } from "./format.js";
 
 export async function start(panel) {
@@ -65,12 +65,11 @@ function coverage(cover) {
   const draft = select(cover.spec_length.map((k, i) => [i, k ? `${k} draft tokens` : "no speculation"]), 0, () => draw());
   function draw() {
     const cells = cover.cells[tier.value][draft.value];
-    fill(box, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Coverage of the table" },
-      el("table", { class: "heat" },
-        el("caption", { class: "unseen", text: "How well measurements support each cell, batch size by prompt length" }),
-        el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "batch \\ prompt" }), ...cover.prompt_tokens.map((tokens) => el("th", { scope: "col", text: compact(tokens) })))),
-        el("tbody", {}, ...cover.batch_size.map((batch, i) => el("tr", {}, el("th", { scope: "row", text: String(batch) }),
-          ...cells[i].map((level) => el("td", { class: `level${level}`, title: cover.levels[level] }, cover.levels[level]))))))));
+    fill(box, scrolling("Coverage of the table", el("table", { class: "heat" },
+      el("caption", { class: "unseen", text: "How well measurements support each cell, batch size by prompt length" }),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "batch \\ prompt" }), ...cover.prompt_tokens.map((tokens) => el("th", { scope: "col", text: compact(tokens) })))),
+      el("tbody", {}, ...cover.batch_size.map((batch, i) => el("tr", {}, el("th", { scope: "row", text: String(batch) }),
+        ...cells[i].map((level) => el("td", { class: `level${level}`, title: cover.levels[level] }, cover.levels[level]))))))));
   }
   draw();
   const shares = Object.entries(cover.shares.all).map(([level, share]) => `${level} ${percent(share)}`).join(", ");

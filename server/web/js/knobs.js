@@ -1,6 +1,6 @@
-/** The five sliders. Their ranges come from the API's own schema. */
+/** The sliders: five, and a sixth in tasks that scale. Their ranges come from the API's own schema and the task. */
 
-import { el } from "./dom.js";
+import { el, field, fill, select } from "./dom.js";
 import { shown } from "./strip.js";
 
 const TEXTS = {
@@ -9,11 +9,18 @@ const TEXTS = {
   spec_length: ["Speculation", "Draft tokens per verification. Faster at low load, wasted work at high load."],
   quant_tier: ["Precision", "INT8 and INT4 are faster and smaller; changing restarts the GPUs one by one."],
   prefill_disagg: ["Separate prefill", "Prompts on separate GPUs: decoding does not stall, but it costs more."],
+  replicas: ["Replicas", "A new one is paid from now and serves once it has loaded; a removed one finishes its requests."],
 };
 const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
+/** The knobs that a task offers. */
+export const knobsOf = (task) => (task.max_replicas ? [...task.active_actions, "replicas"] : task.active_actions);
+
+const counted = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
+
 /** The positions of a slider: every value that it may take. */
 function positions(name, schema) {
+  if (name === "replicas") return [1];
   if (schema.enum) return schema.enum;
   if (name === "prefill_disagg") return [false, true];
   if (name === "quant_tier") return schema.anyOf[0].enum;
@@ -24,17 +31,47 @@ function positions(name, schema) {
 
 const nearest = (list, value) => list.reduce((best, v, i) => (Math.abs(Number(v) - Number(value)) < Math.abs(Number(list[best]) - Number(value)) ? i : best), 0);
 
+/** Form fields for a constant setting of the five knobs, for tables with the precisions that `offer` names. */
+export class KnobFields {
+  /** `properties` is the action schema of GET /info. */
+  constructor(properties) {
+    const { kv_budget: kv, batch_size: batch } = properties;
+    const number = (schema, step) => el("input", { type: "number", min: String(schema.minimum), max: String(schema.maximum), step, value: String(schema.default) });
+    this.kv = number(kv, "0.05");
+    this.batch = number(batch, "1");
+    this.drafts = select(properties.spec_length.enum.map((k) => [k, k || "none"]), properties.spec_length.default);
+    this.apart = select([[0, "shared GPUs"], [1, "separate GPUs"]], 0);
+    this.precision = select([], 0);
+    this.node = el("div", { class: "controls small" }, field("Fixed batch size", this.batch), field("KV cache (share)", this.kv),
+      field("Draft tokens", this.drafts), field("Precision", this.precision), field("Prefill", this.apart));
+  }
+
+  /** Offer these precisions; the one chosen stays where it is among them. */
+  offer(tiers) {
+    const chosen = this.precision.value;
+    fill(this.precision, ...tiers.map((name, i) => el("option", { value: String(i), text: name, selected: String(i) === chosen })));
+  }
+
+  /** The action as requests have it: a number that was emptied keeps its default. */
+  action() {
+    const numbers = { kv_budget: this.kv, batch_size: this.batch };
+    const given = Object.entries(numbers).filter(([, input]) => input.value !== "").map(([name, input]) => [name, Number(input.value)]);
+    return { ...Object.fromEntries(given), spec_length: Number(this.drafts.value), prefill_disagg: this.apart.value === "1", quant_tier: Number(this.precision.value) };
+  }
+}
+
 export class Knobs {
   /** `properties` is the action schema of GET /info. */
   constructor(properties) {
     this.knobs = {};
-    this.node = el("div", { class: "knobs", role: "group", "aria-label": "Your five knobs" });
+    this.tiers = properties.quant_tier.anyOf[1].enum;
+    this.node = el("div", { class: "knobs", role: "group", "aria-label": "Your knobs" });
     for (const [name, [title, hint]] of Object.entries(TEXTS)) {
-      const list = positions(name, properties[name]);
+      const list = positions(name, properties[name]), fallback = properties[name].default ?? list[0];
       const slider = el("input", { type: "range", id: `knob-${name}`, min: "0", max: String(list.length - 1), step: "1", "aria-describedby": `hint-${name}` });
       const output = el("output", { for: slider.id });
-      const knob = { list, slider, output, value: properties[name].default, fallback: properties[name].default };
-      slider.addEventListener("input", () => this.put(name, list[slider.valueAsNumber]));
+      const knob = { list, slider, output, fallback };
+      slider.addEventListener("input", () => this.put(name, knob.list[slider.valueAsNumber]));
       this.knobs[name] = knob;
       knob.box = el("div", { class: "knob" },
         el("div", { class: "knob-head" }, el("label", { for: slider.id, text: title }), output),
@@ -52,32 +89,39 @@ export class Knobs {
     const knob = this.knobs[name];
     knob.value = value;
     knob.slider.value = String(nearest(knob.list, value));
-    const text = shown(name, value);
+    const text = shown(name, value, this.tiers);
     knob.output.textContent = text;
     knob.slider.setAttribute("aria-valuetext", text);
   }
 
-  /** The action as POST /step accepts it. */
+  /** The action as POST /step accepts it; replicas only where the task scales. */
   action() {
-    return Object.fromEntries(Object.entries(this.knobs).map(([name, knob]) => [name, knob.value]));
+    return Object.fromEntries(Object.entries(this.knobs).filter(([, { box }]) => !box.hidden).map(([name, knob]) => [name, knob.value]));
   }
 
   set(action) {
     for (const [name, value] of Object.entries(action)) this.put(name, value);
   }
 
-  reset() {
-    for (const [name, knob] of Object.entries(this.knobs)) this.put(name, knob.fallback);
-  }
-
-  /** Enable the knobs that a task offers; the others keep their default and cannot be moved. */
-  offer(active, enabled = true) {
+  /** Start from the defaults; enable the knobs that a task offers: the others keep theirs and cannot be moved. */
+  offer(task, tiers, enabled = true) {
+    this.tiers = tiers;
+    this.resize("quant_tier", tiers.map((_, i) => i), 0);
+    this.resize("replicas", counted(1, task.max_replicas ?? 1), task.n_replicas);
+    this.knobs.replicas.box.hidden = !task.max_replicas;
+    const offered = knobsOf(task);
     for (const [name, knob] of Object.entries(this.knobs)) {
-      const on = active.includes(name);
+      const on = offered.includes(name);
       knob.slider.disabled = !on || !enabled;
       knob.box.classList.toggle("off", !on);
       knob.box.querySelector("small").textContent = on ? TEXTS[name][1] : "Fixed in this task.";
-      if (!on) this.put(name, knob.fallback);
+      this.put(name, knob.fallback);
     }
+  }
+
+  /** Give a slider other positions, as a task or its card has them. */
+  resize(name, list, fallback) {
+    Object.assign(this.knobs[name], { list, fallback });
+    this.knobs[name].slider.max = String(list.length - 1);
   }
 }

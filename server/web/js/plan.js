@@ -9,21 +9,23 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEAD = ["Hardware", "GPUs", "TP", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
-  const { models } = await once("info");
-  const tab = new PlanTab(models);
+  const { models, hardware } = await once("info");
+  const tab = new PlanTab(models, hardware);
   fill(panel, tab.node);
   return tab;
 }
 
 class PlanTab {
-  constructor(models) {
+  constructor(models, hardware) {
+    this.catalogue = hardware;
     this.box = new LogBox({
       label: "Request log to plan for (CSV or JSON)", example: "Load an example log", tell: (node) => this.tell(node),
       hint: "A table with a time, prompt and output tokens under any usual names, or a published trace. The server does not keep it.",
     });
     this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
-    this.model = select(models.map((name) => [name, name]), models[0]);
+    this.model = select(models.map((name) => [name, name]), models[0], () => this.offer());
+    this.cards = el("fieldset", { class: "legend" });
     this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
     this.drafts = select([["", "allowed"], ["no", "none"]], "");
     this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
@@ -36,9 +38,18 @@ class PlanTab {
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
-          el("div", { class: "controls small" }, field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Model", this.model), field("Precisions", this.precision), field("Draft tokens", this.drafts),
-            field("Price of a GPU's hour", this.prices, "Yours, by card; cards without one are left out. Left empty, plans count GPUs."), field("Currency", this.currency))),
+          el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts),
+            field("Price of a GPU's hour", this.prices, "Yours, by card; cards without one are left out. Left empty, plans count GPUs."), field("Currency", this.currency)),
+          this.cards),
         this.out));
+    this.offer();
+  }
+
+  /** List the cards that have tables of the model; all are searched unless some are left out. */
+  offer() {
+    const cards = new Set(Object.values(this.catalogue).filter(({ model }) => model === this.model.value).map(({ card }) => card));
+    fill(this.cards, el("legend", { text: "Cards to search" }), ...[...cards].map((card) => el("label", { class: "chip plain" },
+      el("input", { type: "checkbox", checked: true, value: card }), card)));
   }
 
   tell(...nodes) {
@@ -58,10 +69,15 @@ class PlanTab {
       this.tell(problem({ message: "There is no log yet", next: "drop a file, paste text, or load the example" }));
       return;
     }
+    const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
+    if (!hardware.length) {
+      this.tell(problem({ message: "No card is chosen", next: "choose at least one" }));
+      return;
+    }
     const prices = this.priceList();
     this.button.disabled = true;
     this.tell(el("p", { text: "Searching…" }));
-    const body = { ...this.box.body, objectives, prices,
+    const body = { ...this.box.body, objectives, prices, hardware: hardware.length < boxes.length ? hardware : undefined,
       model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
     try {
       this.report(await post("plan", body));

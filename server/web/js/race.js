@@ -1,24 +1,18 @@
-/** Race tab: the visitor and six policies play the same episode, second by second. */
+/** Race tab: the visitor and the built-in policies play the same episode, second by second. */
 
 import * as address from "./address.js";
 import { once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { Knobs } from "./knobs.js";
+import { Knobs, knobsOf } from "./knobs.js";
 import { handed } from "./log.js";
+import { POLICIES } from "./players.js";
 import { placeOf, scoreBoard } from "./score.js";
 import { Strip } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
-const RIVALS = [
-  { key: "heuristic", label: "Heuristic", colour: "heuristic" },
-  { key: "ppo", label: "PPO", colour: "ppo", dash: [8, 3] },
-  { key: "best_static", label: "Best static", colour: "static", dash: [3, 3] },
-  { key: "random_search", label: "Random search", colour: "search", dash: [6, 2, 1, 2] },
-  { key: "vllm_defaults", label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
-  { key: "naive", label: "Plan's baseline", colour: "naive", dash: [1, 3] },
-];
+const RIVALS = ["heuristic", "best_adaptive", "ppo", "best_static", "random_search", "vllm_defaults", "naive"].map((key) => ({ key, ...POLICIES[key] }));
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const REPLAY_SPEED = 25;
 const MAX_SEED = 2 ** 53 - 1;
@@ -106,8 +100,9 @@ class Race {
     fill(this.trouble);
     fill(this.result);
     this.story.textContent = this.task.description;
-    this.knobs.reset();
-    this.knobs.offer(this.task.active_actions, !shared);
+    this.tiers = this.info.hardware[this.task.hardware].tiers;
+    this.lanesOf = knobsOf(this.task);
+    this.knobs.offer(this.task, this.tiers, !shared);
     this.mine = emptyRun();
     this.startButton.disabled = true;
     this.updateButtons();
@@ -133,22 +128,23 @@ class Race {
     const memoryLimit = this.task.memory_hard_limit_gb;
     const sync = "race";
     this.charts = {
-      arrivals: new TimeChart({ title: "Arrivals", unit: "requests/s", series: [{ key: "traffic", label: "Arrivals", colour: "ink", width: 1.5 }], sync }),
+      arrivals: new TimeChart({ title: "Arrivals", unit: "requests/s", series: [{ key: "traffic", label: "Arrivals", colour: "ink", width: 1 }], sync, stepped: true }),
       queue: new TimeChart({ title: "Queue", unit: "requests", series: players, sync }),
       ttft: new TimeChart({ title: "Time to first token", unit: "ms, log", series: players, log: true, sync,
         limits: [{ value: this.task.slo_target_ms, label: "SLO" }], tools: this.ttftChoice() }),
       memory: new TimeChart({ title: "Memory per GPU", unit: "GB", series: players, sync,
         limits: memoryLimit ? [{ value: memoryLimit, label: "limit" }] : [{ value: this.info.data.memory_budget_gb, label: "GPU" }] }),
       throughput: new TimeChart({ title: "Throughput", unit: "tokens/s", series: players, sync }),
+      ...(this.task.max_replicas ? { replicas: new TimeChart({ title: "Replicas asked for", unit: "loading and in service", series: players, sync, stepped: true, limits: [{ value: this.task.max_replicas, label: "most" }] }) } : {}),
       cost: new TimeChart({ title: "Cost so far", unit: "units", series: players, sync, limits: [{ value: this.task.cost_budget, label: "budget" }] }),
     };
     const shaded = floods(this.rivals[0].episode.phase);
     for (const chart of Object.values(this.charts)) chart.shade(shaded);
     fill(this.board, ...Object.values(this.charts).map((chart) => chart.figure));
-    this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.task.active_actions, this.length)]));
+    this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas)]));
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
-    const lanes = this.task.active_actions.map((name) => this.knobs.title(name)).join(", ");
+    const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
     this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
     this.hide();
   }
@@ -187,12 +183,13 @@ class Race {
     // Observation 0 is that of the reset, before the first second.
     const seen = (name) => (run) => run.observation[name].slice(1);
     const measured = (name) => (run) => run.metrics[name];
-    this.charts.arrivals.set(x, { traffic: cut(this.rivals[0].episode.observation.arrival_rate.slice(1)) }, span);
+    this.charts.arrivals.set(x, { traffic: cut(this.rivals[0].episode.arrivals) }, span);
     this.charts.queue.set(x, everyone(seen("queue_depth")), span);
     this.charts.ttft.set(x, everyone(measured(this.ttft)), span);
     this.charts.memory.set(x, everyone(measured("gpu_memory_gb")), span);
     this.charts.throughput.set(x, everyone(measured("tokens_per_sec")), span);
     this.charts.cost.set(x, everyone(seen("cost_so_far")), span);
+    this.charts.replicas?.set(x, everyone((run) => run.action.replicas), span);
     this.stripOf.get("you").set(this.mine.action, Math.min(until, this.mine.reward.length));
     for (const { key, episode } of this.rivals) this.stripOf.get(key).set(episode.action, until);
     this.clock.max = this.length;
@@ -212,6 +209,7 @@ class Race {
       ["Memory", at < 0 ? "–" : `${last(this.mine.metrics.gpu_memory_gb).toFixed(1)} GB`, last(this.mine.metrics.gpu_memory_gb) > (this.task.memory_hard_limit_gb ?? Infinity)],
       ["Cost", at < 0 ? "–" : `${last(this.mine.observation.cost_so_far).toFixed(2)} of ${this.task.cost_budget}`, last(this.mine.observation.cost_so_far) > this.task.cost_budget],
     ];
+    if (this.task.max_replicas) entries.push(["Replicas", at < 0 ? "–" : `${last(this.mine.fleet.replicas_ready)} of ${last(this.mine.fleet.replicas)} ready`, false]);
     fill(this.readings, ...entries.map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
   }
 
@@ -293,6 +291,7 @@ class Race {
     const answer = await post("step", { session_id: this.session, action: this.knobs.action(), step: number });
     append(this.mine.observation, answer.observation);
     append(this.mine.metrics, answer.info.metrics);
+    append(this.mine.fleet, answer.info.fleet);
     append(this.mine.action, answer.info.action_applied);
     this.mine.reward.push(answer.reward);
     this.mine.log.push({ timestep: answer.info.timestep, action: answer.info.action_applied, reward: answer.reward, metrics: answer.info.metrics });
@@ -332,7 +331,7 @@ function verify(log) {
 }
 
 function emptyRun() {
-  return { observation: columns(), metrics: columns(), action: columns(), reward: [], log: [] };
+  return { observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], log: [] };
 }
 
 /** Object whose missing properties are created as empty arrays when they are read. */

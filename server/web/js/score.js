@@ -1,6 +1,6 @@
 /** Table of scores and their parts, with bars. */
 
-import { el } from "./dom.js";
+import { el, scrolling } from "./dom.js";
 import { compact, score, words } from "./format.js";
 
 /** Rank of a row, 1 for the best; equal scores share their rank. */
@@ -24,11 +24,10 @@ export function scoreBoard(rows) {
       if (shares.has(part)) return barCell(value, row.colour);
       return el("td", { text: part === "crashed" ? (value ? "yes" : "no") : compact(value) });
     })));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores" },
-    el("table", { class: "scores" },
-      el("caption", { class: "unseen", text: "Scores and their parts" }),
-      el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
-      el("tbody", {}, ...body)));
+  return scrolling("Scores", el("table", { class: "scores" },
+    el("caption", { class: "unseen", text: "Scores and their parts" }),
+    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
+    el("tbody", {}, ...body)));
 }
 
 function barCell(value, colour, strong = false) {

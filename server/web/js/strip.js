@@ -13,11 +13,13 @@ export const LEVELS = {
   batch_size: (v) => Math.log2(v) / 9,
   prefill_disagg: (v) => Number(v),
   quant_tier: (v) => v / 2,
+  replicas: (v, most) => v / most,
 };
 
 export class Strip {
-  constructor(label, ink, lanes, length) {
-    Object.assign(this, { label, ink, lanes, length });
+  /** `tiers` are the precisions' names, `mostReplicas` the largest fleet of a task that scales. */
+  constructor(label, ink, lanes, length, tiers, mostReplicas) {
+    Object.assign(this, { label, ink, lanes, length, tiers, mostReplicas });
     this.canvas = el("canvas", { role: "img" });
     this.now = el("span", { class: "readout" });
     this.node = el("div", { class: "strip" },
@@ -51,7 +53,7 @@ export class Strip {
     ctx.fillStyle = colour(this.ink);
     this.lanes.forEach((name, lane) => {
       for (let i = 0; i < this.until; i++) {
-        ctx.globalAlpha = 0.1 + 0.9 * LEVELS[name](this.columns[name][i]);
+        ctx.globalAlpha = 0.1 + 0.9 * LEVELS[name](this.columns[name][i], this.mostReplicas);
         const from = Math.round(i * step);
         ctx.fillRect(from, lane * (LANE + GAP) * ratio, Math.round((i + 1) * step) - from, LANE * ratio);
       }
@@ -60,28 +62,27 @@ export class Strip {
 
   tell(step) {
     if (!this.columns || step < 0 || step >= this.until) { this.now.textContent = ""; return; }
-    this.now.textContent = `${step + 1} s: ${this.lanes.map((name) => shown(name, this.columns[name][step])).join(" · ")}`;
+    this.now.textContent = `${step + 1} s: ${this.lanes.map((name) => shown(name, this.columns[name][step], this.tiers)).join(" · ")}`;
   }
 
   describe() {
     const parts = this.lanes.map((name) => {
       const values = this.columns[name].slice(0, this.until);
       const changes = values.filter((value, i) => i > 0 && value !== values[i - 1]).length;
-      return values.length ? `${shown(name, values.at(-1))}, ${changes} changes` : "nothing yet";
+      return values.length ? `${shown(name, values.at(-1), this.tiers)}, ${changes} changes` : "nothing yet";
     });
     return `Decisions of ${this.label} after ${this.until} seconds: ${parts.join("; ")}`;
   }
 }
 
-const TIERS = ["FP16", "INT8", "INT4"];
-
-/** A knob's value in words. */
-export function shown(name, value) {
+/** A knob's value in words; `tiers` are the names of the precisions. */
+export function shown(name, value, tiers) {
   switch (name) {
     case "kv_budget": return `KV ${Math.round(100 * value)} %`;
     case "spec_length": return value ? `speculate ${value}` : "no speculation";
     case "batch_size": return `batch ${value}`;
     case "prefill_disagg": return Number(value) ? "separate prefill" : "shared GPUs";
-    default: return TIERS[value];
+    case "replicas": return `${value} ${value === 1 ? "replica" : "replicas"}`;
+    default: return tiers[value];
   }
 }

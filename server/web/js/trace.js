@@ -4,45 +4,44 @@ import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, problem, select, table } from "./dom.js";
 import { compact, percent } from "./format.js";
+import { KnobFields } from "./knobs.js";
+import { POLICIES } from "./players.js";
 import { EngineSettings, LogBox } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const PLAYERS = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
-  best_constant: { label: "Best constant", colour: "static", dash: [3, 3] },
-  naive: { label: "Plan's baseline", colour: "naive", dash: [1, 3] },
-  vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
-  random_search: { label: "Random search", colour: "search", dash: [6, 2, 1, 2] },
-  heuristic: { label: "Heuristic", colour: "heuristic" },
-  hill_climb: { label: "Hill climbing", colour: "you" },
-  ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
-  best_static: { label: "Best static", colour: "static", dash: [3, 3] },
-  best_adaptive: { label: "Best switching", colour: "ink" },
+  best_constant: { label: "Best constant", colour: "ink", dash: [3, 3] },
+  ...POLICIES,
 };
 const ALONE = ["heuristic", "hill_climb", "vllm_defaults"];
 const STORED = ["ppo", "best_static", "best_adaptive", "random_search"];
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
 export async function start(panel) {
-  const { tasks } = await once("tasks?all=true");
-  const tab = new Trace(tasks);
+  const [{ tasks }, info] = await Promise.all([once("tasks?all=true"), once("info")]);
+  const tab = new Trace(tasks, info);
   fill(panel, tab.node);
   return tab;
 }
 
 class Trace {
-  constructor(tasks) {
+  constructor(tasks, info) {
     this.charts = [];
+    this.catalogue = info.hardware;
+    this.hardwareOf = new Map(tasks.map((task) => [String(task.id), task.hardware]));
     this.box = new LogBox({
       label: "Request log (CSV or JSON)", example: "Load an example", tell: (node) => this.tell(node),
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
     });
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
+    const tables = Object.entries(info.hardware).map(([name, { model }]) => [name, `${name} (${model})`]);
+    this.hardware = select([["", "as the fleet's task, else A100-40GB"], ...tables], "", () => this.offerTiers());
     this.slo = el("input", { type: "number", min: "1", step: "1", placeholder: "500" });
     this.gpus = el("input", { type: "number", min: "1", max: "64", step: "1", placeholder: "auto" });
     this.from = el("input", { type: "number", min: "0", step: "1", placeholder: "0" });
     this.to = el("input", { type: "number", min: "0", step: "1", placeholder: "end" });
-    this.batch = el("input", { type: "number", min: "1", max: "512", step: "1", value: "32" });
+    this.fixed = new KnobFields(info.action.properties);
     this.policies = el("fieldset", { class: "legend" });
     this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
     this.out = el("div", { "aria-live": "polite" });
@@ -53,8 +52,10 @@ class Trace {
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
-          el("div", { class: "controls small" }, field("Fleet and objectives", this.task), field("GPUs", this.gpus), field("Objective (ms)", this.slo),
-            field("From second", this.from), field("To second", this.to), field("Fixed batch size", this.batch)),
+          el("div", { class: "controls stacked" }, field("Fleet and objectives", this.task), field("Hardware", this.hardware)),
+          el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo),
+            field("From second", this.from), field("To second", this.to)),
+          el("fieldset", {}, el("legend", { text: "Your configuration" }), this.fixed.node),
           this.policies),
         this.out));
     this.offer();
@@ -62,6 +63,7 @@ class Trace {
 
   /** List the policies to choose from. Stored policies belong to one task; the others work on any log. */
   async offer() {
+    this.offerTiers();
     const names = [...ALONE];
     if (this.task.value) {
       const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.value)}`);
@@ -69,6 +71,15 @@ class Trace {
     }
     fill(this.policies, el("legend", { text: "Policies" }), ...names.map((name) => el("label", { class: `chip ink-${PLAYERS[name].colour}` },
       el("input", { type: "checkbox", checked: true, value: name }), PLAYERS[name].label)));
+  }
+
+  /** Name of the table that the log is played on. */
+  get table() {
+    return this.hardware.value || this.hardwareOf.get(this.task.value) || Object.keys(this.catalogue)[0];
+  }
+
+  offerTiers() {
+    this.fixed.offer(this.catalogue[this.table].tiers);
   }
 
   tell(...nodes) {
@@ -88,17 +99,18 @@ class Trace {
     this.button.disabled = true;
     this.tell(el("p", { text: "Simulating…" }));
     const task = this.task.value;
-    const body = { ...this.box.body, policies, fixed: { batch_size: number(this.batch) ?? 32 },
+    const body = { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.hardware.value || undefined,
       task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
+    const { tiers } = this.catalogue[this.table];
     try {
-      this.report(await post("shadow", body));
+      this.report(await post("shadow", body), tiers);
     } catch (error) {
       this.tell(problem(error));
     }
     this.button.disabled = false;
   }
 
-  report(report) {
+  report(report, tiers) {
     const players = report.outcomes.map((outcome) => ({ key: outcome.policy, ...PLAYERS[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
     const verdict = `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
@@ -113,12 +125,12 @@ class Trace {
       table("Results of each policy", ["Policy", "Beyond objective", "GPUs", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
       el("p", { class: "note", text: "Your configuration and the best constant of a sweep are the baselines; all have the same GPUs. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
       ...report.notes.map((text) => el("p", { text })),
-      this.drawing(report, players), this.settings(report, players));
+      this.drawing(report, players, tiers), this.settings(report, players));
     for (const draw of this.later) draw();
     announce(verdict);
   }
 
-  drawing(report, players) {
+  drawing(report, players, tiers) {
     const x = players[0].outcome.timeline.t_s.map((t) => t + 1), span = [0, x.at(-1)], sync = "trace";
     const series = players.map(({ key, label, colour, dash }) => ({ key, label, colour, dash }));
     const line = (name) => Object.fromEntries(players.map(({ key, outcome }) => [key, outcome.timeline[name]]));
@@ -130,13 +142,13 @@ class Trace {
     };
     this.later = [];
     const figures = [
-      make({ title: "Arrivals", unit: "requests/s", series: [{ key: "arrivals", label: "Arrivals", colour: "ink" }] }, { arrivals: report.arrivals_per_s }),
+      make({ title: "Arrivals", unit: "requests/s", stepped: true, series: [{ key: "arrivals", label: "Arrivals", colour: "ink" }] }, { arrivals: report.arrivals_per_s }),
       make({ title: "Queue", unit: "requests", series }, line("queue_requests")),
       make({ title: "Time to first token, p99", unit: "ms, log", series, log: true, limits: [{ value: report.slo_ms, label: "objective" }] }, line("ttft_p99_ms")),
       make({ title: "Throughput", unit: "tokens/s", series }, line("tokens_per_sec")),
     ];
     const strips = players.map(({ label, colour, outcome }) => {
-      const strip = new Strip(label, colour, KNOBS, x.length);
+      const strip = new Strip(label, colour, KNOBS, x.length, tiers);
       this.later.push(() => strip.set(Object.fromEntries(KNOBS.map((name) => [name, outcome.timeline[name]])), x.length));
       return strip.node;
     });
