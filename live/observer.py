@@ -17,7 +17,7 @@ import numpy as np
 
 from agents.protocol import Agent, FloatArray
 from inferencegym.errors import InferenceGymError, InvalidConfigError, RemoteError, refusal
-from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, ServeAction
+from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, REPLICAS, SCALING_FIELDS, ServeAction
 from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
 from inferencegym.tasks import TaskSpec
 from live.engines.engine import Engine, Orders, Reading
@@ -28,6 +28,7 @@ from simulator.whatif import serve_requests, steady_requests
 EXPECTED_S: Final = 20.0
 """Seconds of steady load that the simulator plays to say what a setting gives."""
 KNOBS: Final = ("kv_budget", "spec_length", "batch_size")
+"""Knobs that a controller may set. Replicas are advised only."""
 
 
 def quantile_s(before: Mapping[float, float], after: Mapping[float, float], q: float) -> float | None:
@@ -48,19 +49,23 @@ def quantile_s(before: Mapping[float, float], after: Mapping[float, float], q: f
 
 @dataclass
 class EngineObserver:
-    """Observation of an engine, (21,) as policies read it, from one reading per second.
+    """Observation of an engine, (21,) as policies read it, (24,) where the task scales, from one reading per second.
 
+    The engine is one of ``replicas`` that share the traffic alike: what arrives and waits at it counts so many times.
     A request counts as arrived when it waits, runs or has finished. What an engine does not say keeps its last value,
     and before there is one that of an idle fleet: ``missing`` names it.
     """
 
     task: TaskSpec
-    row: FloatArray = field(default_factory=lambda: np.zeros(len(OBSERVATION_FIELDS) + len(FLEET_FIELDS)))
+    replicas: int = 1
+    row: FloatArray = field(init=False)
     missing: tuple[str, ...] = ("gpu_memory_used_gb", "cost_so_far")
     _last: Reading | None = None
     _last_s: float = 0.0
 
     def __post_init__(self) -> None:
+        scaling = [] if self.task.fleet.max_replicas is None else [self.replicas, self.replicas, 0]
+        self.row = np.array([0.0] * (len(OBSERVATION_FIELDS) + len(FLEET_FIELDS)) + scaling)
         self._set("arrival_rate", self.task.arrival_rate_rps)
         for k, each in enumerate(self.task.classes):
             self.row[list(OBSERVATION_FIELDS).index("priority_interactive") + k] = each.share
@@ -69,12 +74,12 @@ class EngineObserver:
         """The observation after a reading at ``now_s``, with the knobs in force since the last one."""
         before, self._last = self._last, reading
         seconds, self._last_s = now_s - self._last_s, now_s
-        self._set("queue_depth", reading.queue_requests)
+        self._set("queue_depth", self.replicas * reading.queue_requests)
         self._set("kv_cache_occupancy", reading.kv_occupancy)
         if before is not None:
             self._since(before, reading, max(seconds, 1e-3))
             self._set("timestep", self.row[list(OBSERVATION_FIELDS).index("timestep")] + 1)
-        fleet = self.row[len(OBSERVATION_FIELDS) :]
+        fleet = self.row[len(OBSERVATION_FIELDS) :][: len(FLEET_FIELDS)]
         setting = to_row(knobs)
         fleet[-1] = fleet[-1] + 1 if (fleet[: len(setting)] == setting).all() else 1.0
         fleet[: len(setting)] = setting
@@ -86,7 +91,7 @@ class EngineObserver:
             finished = now.finished_requests - before.finished_requests
             if now.finished_requests < before.finished_requests:
                 raise RemoteError("the engine's counters went back: it was restarted")
-            rate = max(0.0, held + finished) / seconds
+            rate = self.replicas * max(0.0, held + finished) / seconds
             self._set("arrival_rate", self._get("arrival_rate") + EMA_WEIGHT * (rate - self._get("arrival_rate")))
             if finished and now.prompt_tokens is not None and before.prompt_tokens is not None:
                 self._set("mean_prompt_len", (now.prompt_tokens - before.prompt_tokens) / finished)
@@ -111,7 +116,8 @@ class EngineObserver:
 
     def seen(self) -> dict[str, float]:
         """The observation by name."""
-        return dict(zip((*OBSERVATION_FIELDS, *FLEET_FIELDS), self.row.tolist(), strict=True))
+        names = (*OBSERVATION_FIELDS, *FLEET_FIELDS, *SCALING_FIELDS)
+        return dict(zip(names, self.row.tolist(), strict=False))
 
 
 def late_share(before: Mapping[float, float], after: Mapping[float, float], objective_ms: float) -> float:
@@ -147,15 +153,23 @@ class Adviser:
     """A policy that is asked once a second what it would set on an engine. It sets nothing.
 
     ``tables`` are those of the engine where it was measured (`inferencegym measure`): the simulator says with them what
-    the wanted setting gives at the present rate and lengths.
+    the wanted setting gives at the present rate and lengths. The engine is one of ``replicas``; policies of a task that
+    scales say how many they would have.
     """
 
-    def __init__(self, engine: Engine, task: TaskSpec, agent: Agent, tables: ServingTables | None = None) -> None:
+    def __init__(
+        self, engine: Engine, task: TaskSpec, agent: Agent, tables: ServingTables | None = None, replicas: int = 1
+    ) -> None:
+        most = task.fleet.max_replicas or REPLICAS.high
+        if not 1 <= replicas <= most:
+            raise refusal("replicas", replicas, f"1 to {most:g}")
         self._engine = engine
+        self._fleet = task.fleet
+        self._replicas = replicas
         self._agent = agent
         self._tables = tables
         self._mask = action_mask(task.active_actions)
-        self._observer = EngineObserver(task)
+        self._observer = EngineObserver(task, replicas)
         self._output_tokens = 0.0
         self._before: Reading | None = None
         agent.reset(1)
@@ -167,8 +181,10 @@ class Adviser:
         known = {name: in_force[name] for name in KNOBS if name in in_force}
         knobs = ServeAction.from_dict({**NAIVE_ACTION.to_dict(), **{n: _whole(n, v) for n, v in known.items()}})
         row = self._observer.observe(reading, now_s, knobs)
-        wanted = from_row(snap(self._agent.act(row[None]), self._mask)[0])
+        wanted = from_row(snap(self._agent.act(row[None]), self._mask, self._fleet)[0])
         advice = {name: float(getattr(wanted, name)) for name in KNOBS}
+        if wanted.replicas is not None:
+            advice["replicas"], in_force["replicas"] = float(wanted.replicas), float(self._replicas)
         return Advice(now_s, self._observer.seen(), in_force, advice, self._expected(wanted, reading))
 
     def _expected(self, wanted: ServeAction, reading: Reading) -> dict[str, float]:
@@ -186,7 +202,7 @@ class Adviser:
         )
         if not len(load.arrival_s):
             return {}
-        report = serve_requests(wanted, load, self._tables).report()
+        report = serve_requests(wanted, load, self._tables, wanted.replicas or self._replicas).report()
         return {
             "ttft_p50_ms": report.ttft_p50_ms,
             "tpot_p50_ms": report.tpot_p50_ms,

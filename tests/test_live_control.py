@@ -29,6 +29,7 @@ from live.engines.engine import Reading
 from live.engines.vllm import VllmEngine
 from live.metrics import read_page
 from live.observer import Adviser, Bounds, Controller, EngineObserver, late_share, quantile_s
+from live.publish import AdvicePage
 from simulator.tables import tables_of
 from tests.live_stand_ins import VLLM_SERIES, StandIn, scheduler_module
 from tests.servers import free_port, until
@@ -150,6 +151,43 @@ def test_advice_has_the_setting_in_force_the_wanted_one_and_what_the_simulator_e
     assert "requests/s" in advice.why()
     assert advice.expected["output_tokens_per_s"] > 0
     assert running.batch_size == 20  # nothing was set
+
+
+def test_a_policy_of_a_task_that_scales_advises_replicas_and_nobody_sets_them(running: Running, tmp_path: Path) -> None:
+    """One engine of two is sent half of what three replicas take, so Kubernetes' rule asks for more than two."""
+    task = get_task("autoscale")
+    engine = VllmEngine(EngineApi(running.server.url), running.control)
+    agent = make_agent("hpa", task)
+    adviser = Adviser(engine, task, agent, tables_of(None), replicas=2)
+    advice = adviser.advise(0.0)
+    assert advice.in_force["replicas"] == 2
+    busy = 3.0 * agent.replica.capacity_rps  # type: ignore[attr-defined]
+    for now_s in range(1, 40):
+        running.server.series["vllm:request_success_total"] += busy / 2
+        running.server.series["vllm:request_prompt_tokens_sum"] += busy / 2 * 100
+        advice = adviser.advise(float(now_s))
+    assert advice.observation["arrival_rate"] == pytest.approx(busy, rel=0.02)
+    assert advice.wanted["replicas"] > 2
+    with AdvicePage(0) as page:
+        page.show(advice)
+        shown = read_page(httpx.get(f"http://127.0.0.1:{page.port}/metrics").text).samples
+    wanted = {labels["name"]: value for labels, value in shown["inferencegym_live_wanted"]}
+    assert wanted["replicas"] == advice.wanted["replicas"]
+    with pytest.raises(InvalidConfigError, match="one of kv_budget"):
+        Controller(engine, adviser, Bounds({"replicas": (1.0, 4.0)}), tmp_path / "audit.jsonl")
+    with pytest.raises(InvalidConfigError, match="replicas"):
+        Adviser(engine, task, agent, replicas=0)
+
+
+def test_observe_prints_how_many_replicas_the_policy_would_have(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = running.control.read_text()
+    command = ["live", "observe", "--engine", running.server.url, "--control-file", str(running.control)]
+    agent = ["--task", "autoscale", "--agent", 'constant:{"replicas": 3}', "--replicas", "2", "--seconds", "1.5"]
+    assert main([*command, *agent]) == 0
+    assert "would have replicas 3 (of 2 now)" in capsys.readouterr().out
+    assert running.control.read_text() == before
 
 
 # ---------------------------------------------------------------- what is set

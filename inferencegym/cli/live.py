@@ -44,6 +44,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--control-file", type=Path, help="vLLM: file that its scheduler class follows (docs/live.md)")
     parser.add_argument("--agent", default="heuristic", help="policy: heuristic, ppo:FILE, constant:{...}, ...")
     parser.add_argument("--task", default="3", help="task whose objectives, classes and knobs the policy goes by")
+    parser.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="the engine is one of N that share the traffic (default 1)"
+    )
     add_table_arguments(parser)
     parser.add_argument("--port", type=int, help="serve the advice for Prometheus on this port")
     parser.add_argument("--seconds", type=float, help="end after so long (default: until Ctrl-C)")
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     task = get_task(args.task)
     engine = engine_at(args.backend, args.engine, args.control_file)
     tables = chosen_tables(args) if args.table or args.hardware else None
-    adviser = Adviser(engine, task, make_agent(args.agent, task), tables)
+    adviser = Adviser(engine, task, make_agent(args.agent, task), tables, args.replicas)
     with ExitStack() as stack:
         page = stack.enter_context(AdvicePage(args.port)) if args.port is not None else None
         if page is not None:
@@ -122,7 +125,11 @@ def _print(advice: Advice) -> None:
     stamp = time.strftime("%H:%M:%S", time.localtime(advice.time_s))
     expected = ", ".join(f"{name} {value:.0f}" for name, value in advice.expected.items())
     told = f"; expected {expected}" if expected else ""
-    print(f"{stamp} {advice.why()} | would set {_knobs(advice.wanted)}{told}", flush=True)
+    knobs = {name: value for name, value in advice.wanted.items() if name != "replicas"}
+    scaled = ""
+    if "replicas" in advice.wanted:
+        scaled = f"; would have replicas {advice.wanted['replicas']:g} (of {advice.in_force['replicas']:g} now)"
+    print(f"{stamp} {advice.why()} | would set {_knobs(knobs)}{scaled}{told}", flush=True)
 
 
 def _knobs(knobs: object) -> str:
