@@ -1,11 +1,13 @@
 """Speed benchmark: environments, clients and server compared with their peers, in one run of about three minutes.
 
     python benchmarks/bench_speed.py [--seconds 1.5] [--rounds 3] [--out benchmarks/results/performance]
+    python benchmarks/bench_speed.py --again scalar   # one environment alone; the rest of the results stays
 
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
 simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, the cost of
 durability, start and memory, and the cost of a step late in an episode and beside many sessions. The loads take turns;
-results are medians of the rounds. EnvPool is in the extra `bench` (`make peers`); without it its row is left out.
+results are medians of the rounds. Bars are ratios to a peer of the same run (:data:`BARS`). EnvPool is in the extra
+`bench` (`make peers`); without it its row is left out.
 """
 
 from __future__ import annotations
@@ -28,11 +30,22 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from bench_openenv import SERVE_ECHO, Figures, Load, Target, _play, http_steps, measure, running, start_times_s
+from bench_openenv import (
+    RATIO_BARS,
+    SERVE_ECHO,
+    Figures,
+    Load,
+    Target,
+    _play,
+    http_steps,
+    measure,
+    running,
+    start_times_s,
+)
 
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
@@ -51,21 +64,39 @@ STEPS_A_REQUEST = 64
 LONG_EPISODE = 5_000
 
 SCALAR_PEER = "CartPole-v1"
+SCALAR_GYMNASIUM = "ours, task 1, gymnasium.make"
 VECTOR_PEER = "Gymnasium CartPole-v1, vectorised"
 VECTOR_INTERFACE = "ours, task 1, Gymnasium's interface with info"
 
-BARS: dict[str, tuple[float, bool]] = {
-    "vector, 1,024 rows with autoreset (steps/s)": (1_310_000, True),
-    "one environment (steps/s)": (105_000, True),
-    "1 HTTP connection (steps/s)": (3_400, True),
-    "8 HTTP connections (steps/s)": (6_300, True),
-    "1 WebSocket client (steps/s)": (5_900, True),
-    "8 WebSocket clients (steps/s)": (20_000, True),
-    "1 HTTP connection, batched (steps/s)": (1_000_000, True),
-    "idle memory (MiB)": (130, False),
-    "first /health (s)": (1.5, False),
+ENVPOOL = "EnvPool CartPole-v1"
+OURS, STOCK = "InferenceGym", "stock OpenEnv echo"
+
+
+class Bar(NamedTuple):
+    """An interface, the peer beside which it is measured, and the ratio of the two that is wanted."""
+
+    interface: str
+    peer: str
+    ratio: float
+    more: bool = True
+    """Whether the ratio shall be at least so much, not at most."""
+
+
+BARS: dict[str, Bar] = {
+    "scalar": Bar("`InferenceEnv`", "CartPole, `gymnasium.make`", 0.4),
+    "gymnasium": Bar("`gymnasium.make`", "CartPole, `gymnasium.make`", 0.15),
+    "batch": Bar(f"`ServingBatch`, {ROWS:,} rows", "CartPole, EnvPool", 1.5),
+    "vector": Bar(f"`gymnasium.make_vec`, {ROWS:,} rows", "CartPole, EnvPool", 1.5),
+    "http": Bar("HTTP, 1 connection", "echo, same load", RATIO_BARS["1 HTTP connection"]),
+    "socket": Bar("WebSocket, 1 client", "echo, same load", RATIO_BARS["1 WebSocket client"]),
+    "sockets": Bar("WebSocket, 8 clients", "echo, same load", RATIO_BARS["8 WebSocket clients"]),
+    "few": Bar(f"`HTTPVectorEnv`, {FEW_ROWS} rows", "echo, 8 WebSocket clients", 2.0),
+    "many": Bar(f"`HTTPVectorEnv`, {ROWS:,} rows", "echo, 8 WebSocket clients", 50.0),
+    "arrays": Bar(f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps", "echo, 8 WebSocket clients", 100.0),
+    "memory": Bar("idle server, MiB", "idle echo, MiB", 1.0, more=False),
+    "start": Bar("first /health, s", "first /health of echo, s", 1.0, more=False),
 }
-"""Goal of each measure, and whether more is better."""
+"""What is wanted of each interface. Echo is OpenEnv's stock server, CartPole six lines of arithmetic."""
 
 # ---------------------------------------------------------------- in process
 
@@ -143,7 +174,7 @@ def scalar_ours() -> Callable[[float], float]:
 def scalar_loads() -> dict[str, Callable[[float], float]]:
     return {
         "ours, task 1": scalar_ours(),
-        "ours, task 1, gymnasium.make": scalar_gymnasium_interface(),
+        SCALAR_GYMNASIUM: scalar_gymnasium_interface(),
         SCALAR_PEER: scalar_cartpole(),
     }
 
@@ -265,7 +296,7 @@ def remote_vector(target: Target, rows: int) -> Callable[[float], float]:
 
 def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
-    with our_server() as ours, running("stock OpenEnv echo", echo, {"message": "hello"}, {}) as stock:
+    with our_server() as ours, running(STOCK, echo, {"message": "hello"}, {}) as stock:
         time.sleep(2)
         idle = {target.name: target.resident_mib() for target in (ours, stock)}
         rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
@@ -294,7 +325,7 @@ def client_cost(target: Target, seconds: float) -> float:
 def first_health(rounds: int) -> dict[str, float]:
     """Seconds from starting the process to its first answer; the servers take turns."""
     echo = [sys.executable, str(HERE / "bench_openenv.py"), SERVE_ECHO, "{port}", "plain"]
-    return start_times_s([our_server, partial(running, "stock OpenEnv echo", echo, {}, {})], rounds)
+    return start_times_s([our_server, partial(running, STOCK, echo, {}, {})], rounds)
 
 
 def durability(seconds: float, rounds: int) -> Figures:
@@ -365,18 +396,35 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=HERE / "results" / "performance", help="path of the results without suffix"
     )
+    parser.add_argument(
+        "--again",
+        nargs="*",
+        choices=["scalar"],
+        help="measure these parts alone and keep the others of --out; without a part the tables are written anew",
+    )
     options = parser.parse_args()
-    began = time.perf_counter()
-    # Made before any thread exists: forked client processes start at once, with all modules imported.
-    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
-        list(pool.map(abs, range(64)))
-        report = measured(pool, options.seconds, options.rounds)
-    report["seconds"] = round(time.perf_counter() - began)
+    if options.again is None:
+        report = everything(options.seconds, options.rounds)
+    else:
+        report = json.loads(options.out.with_suffix(".json").read_text(encoding="utf-8"))
+        if "scalar" in options.again:
+            report["scalar_again"] = in_turns(scalar_loads(), options.seconds, options.rounds)
+            report["scalar_again_load"] = os.getloadavg()[0]
     options.out.parent.mkdir(exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     text = markdown(report)
     options.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def everything(seconds: float, rounds: int) -> dict[str, Any]:
+    """Results of all parts, and how long they took."""
+    began = time.perf_counter()
+    # Made before any thread exists: forked client processes start at once, with all modules imported.
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork")) as pool:
+        list(pool.map(abs, range(64)))
+        report = measured(pool, seconds, rounds)
+    return {**report, "seconds": round(time.perf_counter() - began)}
 
 
 def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
@@ -385,7 +433,7 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
     vectors[VECTOR_INTERFACE] = vector_gymnasium_interface(1)
     vectors["ours, task 1, 64 steps played together"] = played_together(1)
     if importlib.util.find_spec("envpool"):
-        vectors["EnvPool CartPole-v1"] = vector_envpool()
+        vectors[ENVPOOL] = vector_envpool()
     else:
         print("EnvPool is not installed, its row is left out: run `make peers`, or install the extra 'bench'")
     vectors[VECTOR_PEER] = vector_gymnasium()
@@ -401,42 +449,58 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
     }
 
 
-def reached(report: Mapping[str, Any]) -> dict[str, float]:
-    """Results that have a goal."""
-    network = report["network"]
-    found = {
-        "vector, 1,024 rows with autoreset (steps/s)": report["vector"]["ours, task 1"],
-        "one environment (steps/s)": report["scalar"]["ours, task 1"],
-        "1 HTTP connection, batched (steps/s)": network["arrays"]["batched"],
-        "idle memory (MiB)": network["idle"]["InferenceGym"],
-        "first /health (s)": report["first_health_s"]["InferenceGym"],
+def beside_peers(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Our figure and the peer's for each of :data:`BARS` that this run measured."""
+    network, rates = report["network"], report["network"]["rates"]
+    # Measured again, both players were; rates of two runs are never compared.
+    vector, scalar, arrays = report["vector"], report.get("scalar_again", report["scalar"]), network["arrays"]
+    cartpole, pool = scalar[SCALAR_PEER], vector.get(ENVPOOL)
+    echo = rates["8 WebSocket clients"][STOCK]
+    pairs = {
+        "scalar": (scalar["ours, task 1"], cartpole),
+        "gymnasium": (scalar[SCALAR_GYMNASIUM], cartpole),
+        "batch": (vector["ours, task 1"], pool),
+        "vector": (vector[VECTOR_INTERFACE], pool),
+        "http": tuple(rates["1 HTTP connection"][name] for name in (OURS, STOCK)),
+        "socket": tuple(rates["1 WebSocket client"][name] for name in (OURS, STOCK)),
+        "sockets": tuple(rates["8 WebSocket clients"][name] for name in (OURS, STOCK)),
+        "few": (arrays[f"remote vector, {FEW_ROWS:,} rows"], echo),
+        "many": (arrays[f"remote vector, {ROWS:,} rows"], echo),
+        "arrays": (arrays["batched"], echo),
+        "memory": tuple(network["idle"][name] for name in (OURS, STOCK)),
+        "start": tuple(report["first_health_s"][name] for name in (OURS, STOCK)),
     }
-    return found | {f"{load} (steps/s)": by["InferenceGym"] for load, by in network["rates"].items()}
+    return {name: (ours, peer) for name, (ours, peer) in pairs.items() if peer is not None}
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    machine, found = report["machine"], reached(report)
+    machine = report["machine"]
     lines = [
         "<!-- written by benchmarks/bench_speed.py; do not edit -->",
         "",
         f"`make bench`, or `python benchmarks/bench_speed.py` alone. {machine['cpus']} processors, Python "
         f"{machine['python']}, load {machine['load']:.1f} at the time; medians, all contenders in turns.",
         "",
-        "| measure | figure | bar | |",
-        "|---|---|---|---|",
+        "| interface | ours | peer | | ratio | bar | |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, (bar, more) in BARS.items():
-        good = found[name] >= bar if more else found[name] <= bar
-        lines.append(f"| {name} | {number(found[name])} | {'>=' if more else '<='} {number(bar)} | {_word(good)} |")
+    for name, (ours, peer) in beside_peers(report).items():
+        bar, ratio = BARS[name], ours / peer
+        good = ratio >= bar.ratio if bar.more else ratio <= bar.ratio
+        cells = [bar.interface, number(ours), bar.peer, number(peer), f"{ratio:.3g}"]
+        lines.append("| " + " | ".join([*cells, f"{'>=' if bar.more else '<='} {bar.ratio:g}", _word(good)]) + " |")
+    if "scalar_again" in report:
+        load = report["scalar_again_load"]
+        lines += ["", f"The first two rows were measured later than the rest (`--again scalar`), at load {load:.1f}."]
     lines += ["", "### In process, steps per second", ""]
-    lines += _table("1,024 environments", report["vector"], "EnvPool CartPole-v1")
+    lines += _table("1,024 environments", report["vector"], ENVPOOL)
     lines += _table("one environment", report["scalar"], SCALAR_PEER)
     lines += paths(report)
     lines += ["### Over the network", "", "| load | ours | stock OpenEnv echo | ratio | server CPU, us/step |"]
     lines += ["|---|---|---|---|---|"]
     for load, by in report["network"]["rates"].items():
         ours, stock = by.values()
-        cost = report["network"]["costs"][load]["InferenceGym"]
+        cost = report["network"]["costs"][load][OURS]
         lines.append(f"| {load} | {number(ours)} | {number(stock)} | {ours / stock:.2f} | {cost:.0f} |")
     lines += ["", shared_processors(report["network"], machine["cpus"])]
     idle, first = report["network"]["idle"], report["first_health_s"]
@@ -463,7 +527,7 @@ def paths(report: Mapping[str, Any]) -> list[str]:
     """Table of the ways to step task 1, compared with Gymnasium's CartPole, one and 1,024 at once."""
     network = report["network"]
     found = {"one environment in process": report["scalar"]["ours, task 1"]}
-    found |= {name: by["InferenceGym"] for name, by in network["rates"].items()}
+    found |= {name: by[OURS] for name, by in network["rates"].items()}
     found[f"vector environment in process, {ROWS:,} rows"] = report["vector"][VECTOR_INTERFACE]
     found[f"`HTTPVectorEnv`, {FEW_ROWS} rows"] = network["arrays"][f"remote vector, {FEW_ROWS:,} rows"]
     found[f"`HTTPVectorEnv`, {ROWS:,} rows"] = network["arrays"][f"remote vector, {ROWS:,} rows"]
@@ -478,11 +542,11 @@ def paths(report: Mapping[str, Any]) -> list[str]:
 def shared_processors(network: Mapping[str, Any], cpus: int) -> str:
     """Sentence on the processor time that clients and server share on this machine."""
     load = "8 WebSocket clients"
-    client, server, bar = network["client_us"], network["costs"][load]["InferenceGym"], BARS[f"{load} (steps/s)"][0]
+    client, server = network["client_us"], network["costs"][load][OURS]
     return (
         f"Clients and servers share the {cpus} processors. OpenEnv's client itself takes {client:.0f} us per step, so "
         f"with a server that takes {server:.0f} us no more than {number(cpus * 1e6 / (client + server))} steps/s are "
-        f"possible here, and at {number(bar)} the clients would leave the server {cpus * 1e6 / bar - client:.0f} us."
+        "possible here."
     )
 
 

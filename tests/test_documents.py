@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -130,13 +131,13 @@ def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
 
 
 def readme_commands() -> list[tuple[Snippet, str]]:
-    (block,) = (each for each in every("bash", "README.md") if "inferencegym simulate" in each.text)
+    (block,) = (each for each in every("bash", "docs/first-steps.md") if "inferencegym simulate" in each.text)
     return [(block, line.partition("  #")[0].strip()) for line in block.reduced().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the README's commands take for granted: a request log, results of an engine, an episode."""
+    """A folder with what these commands take for granted: a request log, results of an engine, an episode."""
     folder = tmp_path_factory.mktemp("reader")
     log = (ROOT / "server/web/data/azure-conversation.csv").read_text(encoding="utf-8").splitlines()
     (folder / "requests.csv").write_text("\n".join(log[:120]) + "\n", encoding="utf-8")
@@ -156,7 +157,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for _, line in readme_commands()], ids=lambda line: line.split()[1])
-def test_every_command_of_the_readme_does_what_it_says(command: str, readers_folder: Path) -> None:
+def test_every_command_of_the_first_steps_does_what_it_says(command: str, readers_folder: Path) -> None:
     assert shell(command, readers_folder).strip()
 
 
@@ -334,3 +335,14 @@ def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
         for result in (compare_traffic(task, ["planner"]) for task in list_traffic_tasks())
         for number in result["optimum"].values()
     ]
+
+
+def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: Path) -> None:
+    results = ROOT / "benchmarks" / "results"
+    shutil.copy(results / "performance.json", tmp_path)
+    script = ROOT / "benchmarks" / "bench_speed.py"
+    shell(f"python {script} --again --out {tmp_path / 'performance'}", tmp_path)
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert text == (results / "performance.md").read_text(encoding="utf-8")
+    for interface in ("InferenceEnv", "gymnasium.make", "gymnasium.make_vec", "HTTP", "WebSocket", "/step/batch"):
+        assert interface in text
