@@ -1,7 +1,7 @@
 """Simulator against a real engine: vLLM for CPU with a small random model, on this machine.
 
     python benchmarks/engine_fidelity.py             writes results/engine_fidelity.json and .md
-    python benchmarks/engine_fidelity.py --counts    with the times of the last results: for a machine that others use
+    python benchmarks/engine_fidelity.py --counts    engine_counts.*: with the times of the last results, counts alone
     python benchmarks/engine_fidelity.py --quick     two loads, printed only
 
 `scripts/install_engine.sh` installs the engine (--venv says where). It is measured first (`inferencegym measure`), then
@@ -118,11 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drafting = () if options.quick or options.without_drafts else DRAFTING
         last = json.loads((RESULTS / "engine_fidelity.json").read_text(encoding="utf-8")) if options.counts else None
         result = compare(options.venv, Path(folder), options.seconds, loads, drafting, last)
-    print(text := markdown(result))
+    print(text := counts(result) if options.counts else markdown(result))
     if options.quick:
         return
-    write_text(RESULTS / "engine_fidelity.json", json.dumps(result, indent=1) + "\n")
-    write_text(RESULTS / "engine_fidelity.md", text)
+    name = "engine_counts" if options.counts else "engine_fidelity"
+    write_text(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    write_text(RESULTS / f"{name}.md", text)
 
 
 def compare(
@@ -305,10 +306,26 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for row in result["rows"]:
         real, simulated = row["engine"], row["simulator"]
-        counts = [f"{real[name]:.0f} / {simulated[name]:.0f}" for name in COUNTS]
         ratios = [f"{simulated[name] / real[name] - 1.0:+.0%}" for name in RATIOS]
-        lines.append("| " + " | ".join((row["load"]["name"], *counts, *ratios)) + " |")
+        lines.append("| " + " | ".join((row["load"]["name"], *_counts(row), *ratios)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def counts(result: Mapping[str, Any]) -> str:
+    """The document's part of a run for counts alone."""
+    lines = [
+        "<!-- written by benchmarks/engine_fidelity.py; do not edit -->",
+        "",
+        "| load | " + " | ".join(COUNT_HEADS[name] for name in COUNTS) + " |",
+        "|" + "---|" * (1 + len(COUNTS)),
+    ]
+    for row in result["rows"]:
+        lines.append("| " + " | ".join((row["load"]["name"], *_counts(row))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['engine'][name]:.0f} / {row['simulator'][name]:.0f}" for name in COUNTS]
 
 
 def iteration_ms(times: EngineTimes, sequences: int) -> float:

@@ -301,6 +301,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
+    "engine-counts": written("engine_counts"),
     "live-first-come": written("live_first_come"),
     "live-causes": written("live_causes"),
     "results": written("tasks"),
