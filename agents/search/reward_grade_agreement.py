@@ -2,9 +2,10 @@
 
 The policies are a ladder of competence: the best adaptive policy that in a share of all five-second stretches takes
 other actions instead (the naive defaults, or a constant action drawn at random), the share going from none to all,
-constant actions at growing distances from the best one, and every agent that ships. Most rungs have a small share: a
-grade that asks for a mean TTFT below a target is cut to 0 by a few bad stretches, and below that all policies tie,
-though the reward still tells them apart. Constants drawn over the whole range are reported apart for the same reason.
+constant actions at growing distances from the best one, and every agent that ships for the task. Most rungs have a
+small share: a grade that asks for a mean TTFT below a target is cut to 0 by a few bad stretches, and below that all
+policies tie, though the reward still tells them apart. Constants drawn over the whole range are reported apart for the
+same reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from agents.episodes import run_episodes
-from agents.evaluate import spearman
+from agents.evaluate import agents_for, spearman
 from agents.policies.constant import NAIVE_ROW
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent, FloatArray
@@ -100,7 +101,7 @@ def ladder_of_policies(task: TaskSpec) -> tuple[FloatArray, FloatArray]:
         (DilutedAgent(adaptive, np.tile(NAIVE_ROW, (RUNGS, 1)), shares, n), RUNGS),
         (DilutedAgent(adaptive, random_settings(RUNGS, task), shares, n, seed=1), RUNGS),
         (ActionsAgent(settings_around(centre, RUNGS, task), n), RUNGS),
-        *[(make_agent(name, task), 1) for name in SHIPPED],
+        *[(make_agent(name, task), 1) for name in agents_for(task, ["all"]) if name in SHIPPED],
     ]
     returns, grades = [], []
     for agent, copies in agents:
