@@ -9,6 +9,7 @@ PORT ?= 7860
 WORKERS ?= 1
 VENV ?= .venv
 ENGINE_VENV ?= .venv-engine
+SITE_VENV ?= .venv-site
 BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which build of torch: uv takes the one for this machine's GPU, or the small one where there is none. Another choice:
 # name a file (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
@@ -29,11 +30,11 @@ COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PINNED := $(PIP_INSTALL) --require-hashes
 
-.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents format bench mutants openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents site format bench mutants openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | bench | mutants | soak | engine | openenv | gymnasium | sbom | audit | pins | build | clean'
+	@echo '  make check | format | site | bench | mutants | soak | engine | openenv | gymnasium | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,15 @@ documents: $(STAMPS)/dev $(STAMPS)/package
 	$(PYTHON) scripts/check_links.py
 	$(PYTHON) scripts/check_data_notices.py
 	$(PYTHON) scripts/render_docs.py --check
+
+# The documents as a static site in build/site, every link checked; its generator has an environment of its own.
+site: $(STAMPS)/dev $(SITE_VENV)/.installed
+	$(PYTHON) -m scripts.build_site --generator $(SITE_VENV)/bin/zensical
+
+$(SITE_VENV)/.installed: requirements-site.txt | $(PYTHON)
+	@$(PYTHON) -m venv $(SITE_VENV)
+	@$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-site.txt
+	@touch $@
 
 # With the training libraries installed, so that their types are checked too.
 types: $(STAMPS)/rl

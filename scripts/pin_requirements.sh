@@ -6,6 +6,7 @@
 #   requirements-dev.txt    the server, tests, linters, OpenEnv's client and validator, Ray, operator times: what
 #                           contributors and CI install. One file, because the types and the tests need all of it
 #   requirements-engine.txt vLLM for CPU, for the tests marked `engine`: scripts/install_engine.sh
+#   requirements-site.txt   Zensical, which makes pages of the documents: `make site`, in an environment of its own
 #   requirements-rl.txt     Stable-Baselines3 alone: it requires torch, of which the right build (CPU, CUDA, ROCm) and so
 #                           the hash differ from machine to machine. `make rl` installs torch by version before it
 #
@@ -40,6 +41,7 @@ compile requirements.txt --constraints requirements-dev.txt "${server[@]}" pypro
 compile requirements-build.txt --constraints requirements-dev.txt scripts/pins/build.in
 # What it requires besides torch is in requirements-dev.txt.
 compile requirements-rl.txt --no-deps scripts/pins/rl.in
+compile requirements-site.txt scripts/pins/site.in
 # The engine of the tests marked `engine`, in an environment of its own: another project's pins need not agree with ours.
 "$UV" pip compile --quiet --generate-hashes --python-version 3.11 --python-platform linux --allow-unsafe \
     --no-emit-index-url --no-emit-find-links --custom-compile-command "make pins" --output-file requirements-engine.txt \
