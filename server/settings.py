@@ -27,7 +27,7 @@ READ_ELSEWHERE: Final = frozenset(
     for name in (
         *("TABLE", "TASKS", "TRAFFIC_TASKS"),
         *("LLM_URL", "LLM_KEY", "LLM_MODEL"),
-        *("URL", "DEMO_STEPS", "DEMO_TASK"),
+        *("URL", "DEMO_REPOSITORY", "DEMO_STEPS", "DEMO_TASK"),
     )
 )
 """Variables of this prefix that other packages read: the simulator, the language-model agent, the notebook."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,8 @@ from typing import Any
 import matplotlib
 import pytest
 
-from tests.servers import RunningServer
+from tests.checkout import copy_of_the_tree
+from tests.servers import RunningServer, free_port
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "InferenceGym_Demo.ipynb"
 
@@ -37,6 +42,43 @@ def test_what_the_notebook_installs_covers_what_it_imports() -> None:
     imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.MULTILINE)}
     comes_with = {"numpy": "gymnasium", "torch": "stable-baselines3", "stable_baselines3": "stable-baselines3"}
     assert {comes_with.get(name, name) for name in imported - sys.stdlib_module_names} <= installed
+
+
+@pytest.mark.slow
+def test_without_the_address_of_a_server_the_notebook_clones_and_starts_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Colab: an empty folder, and a repository to clone."""
+    repository = copy_of_the_tree(tmp_path / "repository")
+    for command in ("init --quiet", "add --all", "-c user.name=a -c user.email=a@b.c commit --quiet -m all"):
+        subprocess.run(["git", *command.split()], cwd=repository, check=True)
+    (tmp_path / "content").mkdir()
+    monkeypatch.chdir(tmp_path / "content")
+    monkeypatch.delenv("INFERENCEGYM_URL", raising=False)
+    monkeypatch.setenv("INFERENCEGYM_DEMO_REPOSITORY", repository.as_uri())
+    monkeypatch.setenv("INFERENCEGYM_PORT", str(free_port()))
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path / "data"))
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Remembered(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Remembered)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for number in (2, 3):
+            exec(compile(source(cells()[number]), f"cell {number + 1}", "exec"), namespace)
+        assert namespace["URL"] == f"http://localhost:{os.environ['INFERENCEGYM_PORT']}"
+        assert {1, 2, 3} <= set(namespace["tasks"])
+        assert namespace["started_server"]() == namespace["URL"]  # again: the one that runs
+        namespace["server"].close()
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(30)
 
 
 @pytest.mark.slow
