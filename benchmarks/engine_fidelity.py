@@ -30,7 +30,7 @@ from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
 from live.measure import MeasureSettings, engine_facts, measure_engine, timed_requests
-from live.metrics import MetricsPage, read_page
+from live.metrics import MetricsPage
 from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.measured import FloatArray
 from simulator.offline.discrete_event import Fleet, Requests, serve
@@ -169,17 +169,17 @@ def measured_before(api: EngineApi, settings: MeasureSettings, last: Mapping[str
     """The engine with iteration times that were measured earlier; its clients are on the same machine."""
     times, error = EngineTimes.of_dict(last["times"]), float(last["held_out_median"])
     fit = EngineFit(times, ttft_offset_ms=0.0, median_error=error, p90_error=np.nan, phases=[], spans=0)
-    return MeasuredEngine(engine_facts(api, metrics(api), settings, []), fit, [], [], [])
+    return MeasuredEngine(engine_facts(api, api.metrics(), settings, []), fit, [], [], [])
 
 
 def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, seed: int) -> dict[str, Any]:
     """One load on the engine and on the reference, at the pace that the machine has before and after it."""
     slower = [slowdown(api, control, measured)]
     set_knobs(api, control, load)
-    before = metrics(api)
+    before = api.metrics()
     phase = timed_requests(load.name, play_open(api, load.requests(seed)))
     time.sleep(0.5)  # the last iteration's statistics
-    after = metrics(api)
+    after = api.metrics()
     state = json.loads(Path(f"{control}.state").read_text(encoding="utf-8"))
     if state["problem"] or state["in_force"]["kv_budget"] != load.kv_budget:
         raise SystemExit(f"{load.name}: the engine did not take its knobs: {state}")
@@ -213,11 +213,6 @@ def set_knobs(api: EngineApi, control: Path, load: Load) -> None:
     write_text(control, json.dumps({"set": knobs}))
     time.sleep(0.2)
     play_open(api, [EngineRequest(0.0, 16, 4)])
-
-
-def metrics(api: EngineApi) -> MetricsPage:
-    """The engine's metrics."""
-    return read_page(api.get_text("/metrics"))
 
 
 def accepted(before: MetricsPage, after: MetricsPage, tokens: float, drafts: int) -> list[float]:

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 import httpx
 
 from inferencegym.errors import RemoteError, ServerUnavailableError, short_text
+from live.metrics import MetricsPage, read_page
 
 TOKEN_IDS: Final = (100, 1100)
 """First and last token id of the prompts: ordinary words in every usual vocabulary."""
@@ -128,6 +129,10 @@ class EngineApi:
     def post_json(self, path: str, body: dict[str, Any], timeout_s: float = 10.0) -> Any:
         """JSON that a POST request answers; raises :class:`RemoteError` if there is none."""
         return _json(self._ask("POST", path, body, timeout_s))
+
+    def metrics(self) -> MetricsPage:
+        """The engine's metrics page; raises :class:`RemoteError` if there is none."""
+        return read_page(self.get_text("/metrics"))
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
         try:

@@ -16,12 +16,10 @@ from inferencegym.errors import InvalidActionError, InvalidConfigError, NotReset
 from inferencegym.models import SPEC_LENGTHS, QuantTier, ServeAction, ServeObservation
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec
 from live.driver import EngineRequest, RequestTiming
-from live.engines.engine import Engine, Load, Orders, Reading
+from live.engines.engine import ACTION_KNOBS, Engine, Load, Orders, Reading
 from live.second import Judge, MemoryFacts
 from simulator.tables import FloatArray, ServingTables
 
-LIVE: Final = ("kv_budget", "spec_length", "batch_size")
-"""Knobs of the action that an engine may change while it runs."""
 DRAIN_S: Final = 60.0
 """Longest wait for an engine to drop the requests of the episode before."""
 
@@ -196,7 +194,7 @@ class EngineEnv(InferenceEnv):
         result = super().play(possible)
         self._saturated = {
             name: {"asked": asked, "applied": float(getattr(possible, name))}
-            for name in LIVE
+            for name in ACTION_KNOBS
             if name in self.task.active_actions and (asked := float(getattr(action, name))) != getattr(possible, name)
         }
         for entry in self._episode_log[played:]:
@@ -236,7 +234,7 @@ class EngineEnv(InferenceEnv):
             self._restart(action)
             self._running = wanted
         changes: dict[str, Any] = {}
-        for name in LIVE:
+        for name in ACTION_KNOBS:
             low, high = limits.get(name, (None, None))
             if low is not None and high is not None:
                 value = min(max(float(getattr(action, name)), low), high)

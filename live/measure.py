@@ -18,7 +18,7 @@ import numpy as np
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, RemoteError, refusal
 from live.driver import EngineApi, EngineRequest, RequestTiming, play_closed, play_open
-from live.metrics import MetricsPage, read_page
+from live.metrics import MetricsPage
 from simulator.hardware.engine_times import EngineFacts
 from simulator.offline.engine_fit import MeasuredEngine, TimedRequests, measured_engine
 from simulator.tables import FloatArray
@@ -159,7 +159,7 @@ def _cache_labels(page: MetricsPage) -> dict[str, str]:
 def _page(api: EngineApi) -> MetricsPage | None:
     """The metrics page; None where the engine has none, so that everything must be told."""
     try:
-        return read_page(api.get_text("/metrics"))
+        return api.metrics()
     except RemoteError:
         return None
 
@@ -332,13 +332,13 @@ class _Watch:
         return most if 0 < most < clients and often else None
 
     def _counters(self) -> dict[str, float]:
-        page = read_page(self._api.get_text("/metrics"))
+        page = self._api.metrics()
         return {name: page.total(name) for name in self.COUNTERS if name in page.samples}
 
     def _look(self) -> None:
         while not self._stop.wait(WATCH_S):
             try:
-                page = read_page(self._api.get_text("/metrics"))
+                page = self._api.metrics()
                 running, waiting = (int(page.total(f"vllm:num_requests_{name}")) for name in ("running", "waiting"))
                 self._seen.append((running, waiting, page.highest("vllm:kv_cache_usage_perc")))
             except RemoteError:

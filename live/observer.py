@@ -20,15 +20,14 @@ from inferencegym.errors import InferenceGymError, InvalidConfigError, RemoteErr
 from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, REPLICAS, SCALING_FIELDS, ServeAction
 from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
 from inferencegym.tasks import TaskSpec
-from live.engines.engine import Engine, Orders, Reading
+from live.engines.engine import ACTION_KNOBS, Engine, Orders, Reading
 from simulator.load import EMA_WEIGHT
 from simulator.tables import ServingTables
 from simulator.whatif import serve_requests, steady_requests
 
 EXPECTED_S: Final = 20.0
 """Seconds of steady load that the simulator plays to say what a setting gives."""
-KNOBS: Final = ("kv_budget", "spec_length", "batch_size")
-"""Knobs that a controller may set. Replicas are advised only."""
+_AT: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}
 
 
 def quantile_s(before: Mapping[float, float], after: Mapping[float, float], q: float) -> float | None:
@@ -68,7 +67,7 @@ class EngineObserver:
         self.row = np.array([0.0] * (len(OBSERVATION_FIELDS) + len(FLEET_FIELDS)) + scaling)
         self._set("arrival_rate", self.task.arrival_rate_rps)
         for k, each in enumerate(self.task.classes):
-            self.row[list(OBSERVATION_FIELDS).index("priority_interactive") + k] = each.share
+            self.row[_AT["priority_interactive"] + k] = each.share
 
     def observe(self, reading: Reading, now_s: float, knobs: ServeAction) -> FloatArray:
         """The observation after a reading at ``now_s``, with the knobs in force since the last one."""
@@ -78,7 +77,7 @@ class EngineObserver:
         self._set("kv_cache_occupancy", reading.kv_occupancy)
         if before is not None:
             self._since(before, reading, max(seconds, 1e-3))
-            self._set("timestep", self.row[list(OBSERVATION_FIELDS).index("timestep")] + 1)
+            self._set("timestep", self._get("timestep") + 1)
         fleet = self.row[len(OBSERVATION_FIELDS) :][: len(FLEET_FIELDS)]
         setting = to_row(knobs)
         fleet[-1] = fleet[-1] + 1 if (fleet[: len(setting)] == setting).all() else 1.0
@@ -108,11 +107,11 @@ class EngineObserver:
             self._set("spec_accept_rate", ((now.accepted_tokens or 0.0) - (before.accepted_tokens or 0.0)) / drafted)
 
     def _get(self, name: str) -> float:
-        return float(self.row[list(OBSERVATION_FIELDS).index(name)])
+        return float(self.row[_AT[name]])
 
     def _set(self, name: str, value: float) -> None:
         bounds = OBSERVATION_FIELDS[name]
-        self.row[list(OBSERVATION_FIELDS).index(name)] = min(max(value, bounds.low), bounds.high)
+        self.row[_AT[name]] = min(max(value, bounds.low), bounds.high)
 
     def seen(self) -> dict[str, float]:
         """The observation by name."""
@@ -178,11 +177,11 @@ class Adviser:
         """Read the engine and ask the policy. Raises :class:`RemoteError` if the engine gives no metrics."""
         reading = self._engine.read()
         in_force = dict(self._engine.in_force())
-        known = {name: in_force[name] for name in KNOBS if name in in_force}
+        known = {name: in_force[name] for name in ACTION_KNOBS if name in in_force}
         knobs = ServeAction.from_dict({**NAIVE_ACTION.to_dict(), **{n: _whole(n, v) for n, v in known.items()}})
         row = self._observer.observe(reading, now_s, knobs)
         wanted = from_row(snap(self._agent.act(row[None]), self._mask, self._fleet)[0])
-        advice = {name: float(getattr(wanted, name)) for name in KNOBS}
+        advice = {name: float(getattr(wanted, name)) for name in ACTION_KNOBS}
         if wanted.replicas is not None:
             advice["replicas"], in_force["replicas"] = float(wanted.replicas), float(self._replicas)
         return Advice(now_s, self._observer.seen(), in_force, advice, self._expected(wanted, reading))
@@ -233,8 +232,8 @@ class Bounds:
         if not self.ranges:
             raise InvalidConfigError("a controller needs bounds for at least one knob, such as batch_size=8:64")
         for name, (low, high) in self.ranges.items():
-            if name not in KNOBS:
-                raise refusal(f"bounds.{name}", (low, high), f"of one of {', '.join(KNOBS)}")
+            if name not in ACTION_KNOBS:
+                raise refusal(f"bounds.{name}", (low, high), f"of one of {', '.join(ACTION_KNOBS)}")
             if not low <= high:
                 raise refusal(f"bounds.{name}", (low, high), "a lower and a higher value")
 

@@ -100,7 +100,7 @@ def test_an_engine_that_is_not_there_is_said() -> None:
 def test_what_the_engine_does_not_state_must_be_told() -> None:
     with running_engine(StandIn(linear())) as url:
         api = EngineApi(url).check()
-        page = read_page(api.get_text("/metrics"))
+        page = api.metrics()
     with pytest.raises(InvalidConfigError, match="--kv-bytes-per-token"):
         engine_facts(api, page, MeasureSettings(), [])
     with pytest.raises(InvalidConfigError, match="--block-tokens"):

@@ -9,9 +9,9 @@ from typing import Final, Protocol, Self
 from inferencegym.errors import InvalidActionError
 from live.driver import EngineRequest, RequestTiming
 
-KNOBS: Final = ("batch_size", "kv_budget", "spec_length", "prefill_tokens")
-"""What engines can change while they run: the first three are those of the environment's action, the fourth bounds the
-tokens of an iteration."""
+ACTION_KNOBS: Final = ("kv_budget", "spec_length", "batch_size")
+"""Knobs of the environment's action that engines can change while they run; some also ``prefill_tokens``, which bounds
+the tokens of an iteration."""
 
 Knobs = Mapping[str, float]
 

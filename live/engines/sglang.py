@@ -14,7 +14,6 @@ from inferencegym.errors import InvalidConfigError, RemoteError, refusal
 from live.driver import EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
-from live.metrics import read_page
 
 ROLES: Final = ("prefill", "decode")
 BATCH: Final = "pp_max_micro_batch_size"
@@ -48,7 +47,7 @@ class SglangEngine:
         return {"batch_size": self._batch}
 
     def read(self) -> Reading:
-        page = read_page(self.api.get_text("/metrics"))
+        page = self.api.metrics()
         return Reading(
             queue_requests=page.total("sglang:num_queue_reqs"),
             running_requests=page.total("sglang:num_running_reqs"),

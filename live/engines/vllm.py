@@ -14,7 +14,6 @@ from live.driver import EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
 from live.engines.vllm_server import PLUGIN
-from live.metrics import read_page
 
 PROTOCOL: Final = 1
 """Version of the control file's form, which the scheduler class states."""
@@ -55,7 +54,7 @@ class VllmEngine:
         return int(state["kv_blocks"]), int(state["block_tokens"])
 
     def read(self) -> Reading:
-        page = read_page(self.api.get_text("/metrics"))
+        page = self.api.metrics()
         drafts = "vllm:spec_decode_num_draft_tokens_total" in page.samples
         return Reading(
             queue_requests=page.total("vllm:num_requests_waiting"),
