@@ -20,17 +20,21 @@ import numpy as np
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import Evaluation, evaluate, evaluation_of, interval, paired
+from agents.policies.stored import POLICY_DIR
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
 from env.batch import ServingBatch
 from env.reference import ReferenceBatch
-from inferencegym.tasks import TaskSpec, get_calibration, get_task, list_tasks
+from inferencegym.models import ACTION_FIELDS
+from inferencegym.tasks import TaskSpec, get_calibration, list_tasks
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 FIGURE = HERE / "figures" / "autoscaling.png"
 AGENTS = ("naive", "best_static", "hpa", "kpa", "scheduled", "planner", "best_adaptive")
+COMBINED = (("naive", "best_adaptive"), ("heuristic", "best_static"), ("heuristic", "best_adaptive"))
+"""Agents whose five knobs are played with the replicas of another."""
 ERRORS = (0.0, 0.2, 0.4)
 DRAWN = {"best_static": "best constant", "hpa": "HPA", "best_adaptive": "tuned planner"}
 EPISODE_SEED = HELD_OUT_SEEDS[0]
@@ -41,31 +45,29 @@ def scaling_tasks() -> list[TaskSpec]:
     return [task for task in list_tasks(include_recorded=True) if task.fleet.max_replicas is not None]
 
 
-class OneSetting:
-    """Five knobs that stay, with the replicas of an autoscaler."""
+class Combined:
+    """Five knobs of one agent, with the replicas of another."""
 
-    def __init__(self, replicas: Agent, knobs: FloatArray) -> None:
-        self._replicas, self._knobs = replicas, knobs
+    def __init__(self, knobs: Agent, replicas: Agent) -> None:
+        self._knobs, self._replicas = knobs, replicas
 
     def reset(self, n_rows: int) -> None:
+        self._knobs.reset(n_rows)
         self._replicas.reset(n_rows)
 
     def act(self, observation: FloatArray) -> FloatArray:
-        actions = np.array(self._replicas.act(observation))
-        actions[:, : len(self._knobs)] = self._knobs
-        return actions
+        knobs, replicas = self._knobs.act(observation), self._replicas.act(observation)
+        return np.column_stack([knobs[:, : len(ACTION_FIELDS)], replicas[:, len(ACTION_FIELDS)]])
 
 
 def agents_of(task: TaskSpec) -> dict[str, Agent]:
-    """The agents that run on a task, by name; and the tuned planner with the knobs of the naive agent."""
+    """The agents that run on a task, by name; and what the knobs and the replicas are worth without each other."""
     chosen = {name: make_agent(name, task) for name in AGENTS if name != "scheduled" or task.day is not None}
-    chosen["best_adaptive, naive knobs"] = OneSetting(make_agent("best_adaptive", task), naive_knobs())
+    if (POLICY_DIR / f"ppo_task{task.task_id}.npz").exists():
+        chosen["ppo"] = make_agent("ppo", task)
+    for knobs, replicas in COMBINED:
+        chosen[f"{knobs}, replicas of {replicas}"] = Combined(make_agent(knobs, task), make_agent(replicas, task))
     return chosen
-
-
-def naive_knobs() -> FloatArray:
-    """The five knobs of the naive agent."""
-    return make_agent("naive", get_task(1)).act(np.zeros((1, 1)))[0]
 
 
 def on_task(task: TaskSpec, n_reference: int) -> dict[str, Any]:
