@@ -93,11 +93,12 @@ class PpoSettings:
     clip_range: float = 0.2
     reward: str = "grade"
     reward_scale: float = 0.1
+    compressed: bool = False
+    """Learn from -1 - log(-r) where a reward r is below -1: on tasks that scale each request of a long queue lowers the
+    grade again in every second, without a bound."""
     hidden: tuple[int, ...] = (128, 128)
     teacher: str = "heuristic"
     """Agent that pretraining may imitate; empty for none."""
-    scaling_teacher: str = "planner"
-    """The same on tasks that scale."""
     start_share: float = 0.3
     """Largest share of all steps that pretraining may take; else there is none."""
     smoothing: float = 0.05
@@ -107,6 +108,19 @@ class PpoSettings:
     passes: int = 3_000
     """Gradient steps of pretraining."""
     torch_threads: int = 1
+
+
+def settings_for(task: TaskSpec, **chosen: Any) -> PpoSettings:
+    """The settings for a task, but for those chosen.
+
+    On a task that scales decisions come sooner, for a replica takes seconds to start; the schedule is twice as long,
+    and rewards are compressed.
+    """
+    if task.fleet.max_replicas is None:
+        return PpoSettings(**chosen)
+    stages = (Stage(8, 0.3, 0.02), Stage(4, 0.7, 0.003))
+    usual: dict[str, Any] = {"stages": stages, "schedule_steps": 1_200_000, "teacher": "planner", "compressed": True}
+    return PpoSettings(**{**usual, **chosen})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +196,7 @@ def train(
     done, best = (0 if model is None else model.num_timesteps), files.best_policy()
     if model is None and not settings.from_scratch:
         last = settings.stages[-1]
-        with opened(make_envs(last.hold), settings.reward_scale) as venv:
+        with opened(make_envs(last.hold), settings) as venv:
             model = _learner(venv, settings, last, seed, (steps, scheduled), out)
             done = model.num_timesteps = pretrain(model, venv, settings, steps, seed)
             start = Scorer(score_on or venv.get_attr("task")[:1], last, files, score_every, provenance, best)
@@ -193,7 +207,7 @@ def train(
     for stage, end in zip(settings.stages, ends, strict=True):
         if model is not None and done >= end:
             continue
-        with opened(make_envs(stage.hold), settings.reward_scale) as venv:
+        with opened(make_envs(stage.hold), settings) as venv:
             # Training seeds are 63-bit hashes: no seed that a person would choose, or that is held out, is among them.
             # Those of a later part differ from those before.
             venv.seed_rows([episode_seed(episode_seed(seed, done + 1), row + 1) for row in range(venv.num_envs)])
@@ -215,9 +229,9 @@ def train(
 
 
 @contextmanager
-def opened(envs: AutoresetVectorEnv, scale: float) -> Iterator[ScaledRewards]:
-    """The environments with scaled rewards, closed at the end."""
-    venv = ScaledRewards(envs, scale)
+def opened(envs: AutoresetVectorEnv, settings: PpoSettings) -> Iterator[ScaledRewards]:
+    """The environments with the rewards that are learned from, closed at the end."""
+    venv = ScaledRewards(envs, settings.reward_scale, settings.compressed)
     try:
         yield venv
     finally:
@@ -324,19 +338,19 @@ def pretrain(model: PPO, venv: ScaledRewards, settings: PpoSettings, steps: int,
     """
     task: TaskSpec = venv.get_attr("task")[0]
     config: EpisodeConfig = venv.get_attr("config")[0]
-    teacher = settings.teacher if task.fleet.max_replicas is None else settings.scaling_teacher
     search = ConstantSearch(task, config, settings.n_envs, seed)
     rows = max(2, settings.n_envs // 2)
-    demonstration_steps = rows * config.n_steps * (1 + bool(teacher))
+    demonstration_steps = rows * config.n_steps * (1 + bool(settings.teacher))
     if search.steps + demonstration_steps > settings.start_share * steps:
         return 0
     # Both are graded on the same loads, which the search has not met: a lucky draw must not decide.
     seeds = [episode_seed(seed, row + 1) for row in range(rows)]
     candidates: list[Agent] = [ActionsAgent(search.best(), rows)]
-    if teacher:
-        candidates.append(OnLevels(make_agent(teacher, task), task))
+    if settings.teacher:
+        candidates.append(OnLevels(make_agent(settings.teacher, task), task))
     grades = [float(run_episodes(task, agent, seeds, config=config).scores().mean()) for agent in candidates]
-    imitate(model, demonstrate(task, config, seeds, candidates[int(np.argmax(grades))]), settings, venv.scale)
+    shown = demonstrate(task, config, seeds, candidates[int(np.argmax(grades))])
+    imitate(model, replace(shown, rewards=venv.learned(shown.rewards)), settings)
     return search.steps + demonstration_steps
 
 
@@ -437,13 +451,13 @@ class OnLevels:
         return codec.decode(codec.encode(knobs))
 
 
-def imitate(model: PPO, demonstrations: Demonstrations, settings: PpoSettings, reward_scale: float) -> None:
+def imitate(model: PPO, demonstrations: Demonstrations, settings: PpoSettings) -> None:
     """Fit the policy to the levels of demonstrations, and the value function to their returns."""
     policy: Any = model.policy
     togo = np.zeros_like(demonstrations.rewards)
     after = np.zeros(demonstrations.rewards.shape[1])
     for t in reversed(range(len(togo))):
-        after = demonstrations.rewards[t] * reward_scale + model.gamma * after
+        after = demonstrations.rewards[t] + model.gamma * after
         togo[t] = after
     x = torch.as_tensor(demonstrations.observations.reshape(-1, demonstrations.observations.shape[-1]))
     y = torch.as_tensor(demonstrations.levels.reshape(-1, demonstrations.levels.shape[-1]))
@@ -475,15 +489,22 @@ def soften(model: PPO, fresh: PPO, share: float) -> None:
 
 
 class ScaledRewards(SB3VecEnv):
-    """Vector environment with rewards times a constant; reported returns stay as they are."""
+    """Vector environment whose rewards are compressed if asked for, then scaled; reported returns stay as they are."""
 
-    def __init__(self, envs: AutoresetVectorEnv, scale: float) -> None:
+    def __init__(self, envs: AutoresetVectorEnv, scale: float, compressed: bool = False) -> None:
         super().__init__(envs)
-        self.scale = scale
+        self._scale, self._compressed = scale, compressed
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         observation, reward, done, infos = super().step_wait()
-        return observation, reward * np.float32(self.scale), done, infos
+        return observation, self.learned(reward).astype(np.float32), done, infos
+
+    def learned(self, reward: NDArray[Any]) -> NDArray[Any]:
+        """What is learned from for a reward."""
+        if self._compressed:
+            reward = np.where(reward < -1.0, -1.0 - np.log(np.maximum(-reward, 1.0)), reward)
+        scaled: NDArray[Any] = reward * np.float32(self._scale)
+        return scaled
 
 
 class EpisodeRecorder(BaseCallback):
@@ -617,7 +638,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=600_000, help="decisions in all (default 600000)")
     parser.add_argument("--out", type=Path, default=Path("runs/ppo_demo"), help="folder (default runs/ppo_demo)")
     options = parser.parse_args(arguments)
-    task, settings = get_task(options.task), PpoSettings(from_scratch=True)
+    task = get_task(options.task)
+    settings = settings_for(task, from_scratch=True)
     make_envs = partial(local_envs, task.task_id, settings)
     trained = train(make_envs, options.out, steps=options.steps, settings=settings, label=f"task {task.task_id}")
     own = f"ppo:{trained.out / 'policy.npz'}"

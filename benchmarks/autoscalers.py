@@ -2,6 +2,8 @@
 
     python benchmarks/autoscalers.py                    writes results/autoscalers.json, .md and figures/autoscaling.png
     python benchmarks/autoscalers.py --reference 30     plays more episodes in the discrete-event reference
+    inferencegym train --task autoscale --from-scratch --out runs/autoscale
+    python benchmarks/autoscalers.py --ppo runs/autoscale/policy.npz
 
 Every agent plays the same 30 held-out seeds; differences to the best constant action are paired. Scores beside them are
 of the discrete-event reference, on fewer seeds. The forecast's error is that of other days: the same task with another
@@ -20,7 +22,6 @@ import numpy as np
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import Evaluation, evaluate, evaluation_of, interval, paired
-from agents.policies.stored import POLICY_DIR
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
@@ -60,19 +61,19 @@ class Combined:
         return np.column_stack([knobs[:, : len(ACTION_FIELDS)], replicas[:, len(ACTION_FIELDS)]])
 
 
-def agents_of(task: TaskSpec) -> dict[str, Agent]:
+def agents_of(task: TaskSpec, ppo: Path | None = None) -> dict[str, Agent]:
     """The agents that run on a task, by name; and what the knobs and the replicas are worth without each other."""
     chosen = {name: make_agent(name, task) for name in AGENTS if name != "scheduled" or task.day is not None}
-    if (POLICY_DIR / f"ppo_task{task.task_id}.npz").exists():
-        chosen["ppo"] = make_agent("ppo", task)
+    if ppo and task.day is not None:
+        chosen["ppo"] = make_agent(f"ppo:{ppo}", task)
     for knobs, replicas in COMBINED:
         chosen[f"{knobs}, replicas of {replicas}"] = Combined(make_agent(knobs, task), make_agent(replicas, task))
     return chosen
 
 
-def on_task(task: TaskSpec, n_reference: int) -> dict[str, Any]:
+def on_task(task: TaskSpec, n_reference: int, ppo: Path | None) -> dict[str, Any]:
     """Scores of all agents on a task."""
-    agents = agents_of(task)
+    agents = agents_of(task, ppo)
     fluid = {name: evaluate(agent, task, name=name) for name, agent in agents.items()}
     rows = []
     for name, found in fluid.items():
@@ -97,7 +98,7 @@ def mean_replicas(task: TaskSpec, agent: Agent) -> float:
     return float(run_episodes(task, agent, HELD_OUT_SEEDS).actions[..., 5].mean())
 
 
-def forecast_errors(task: TaskSpec) -> list[dict[str, Any]]:
+def forecast_errors(task: TaskSpec, ppo: Path | None) -> list[dict[str, Any]]:
     """Mean scores of the agents on days that stray from the forecast by another standard deviation."""
     assert task.day is not None
     rows = []
@@ -105,7 +106,7 @@ def forecast_errors(task: TaskSpec) -> list[dict[str, Any]]:
         other = replace(task, day=replace(task.day, forecast_error=error))
         calibration = get_calibration(task.task_id)
         scores: dict[str, Evaluation] = {}
-        for name, agent in agents_of(task).items():
+        for name, agent in agents_of(task, ppo).items():
             played = run_episodes(other, agent, HELD_OUT_SEEDS, calibration=calibration)
             scores[name] = evaluation_of(name, played)
         rows.append({"forecast_error": error, "scores": {n: interval(e.scores).to_dict() for n, e in scores.items()}})
@@ -190,6 +191,9 @@ def main() -> None:
     """Play, write the tables, draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", type=int, default=5, help="episodes played in the discrete-event reference")
+    parser.add_argument(
+        "--ppo", type=Path, metavar="FILE", help="policy trained on the task with a forecast, to play too"
+    )
     parser.add_argument("--figure", action="store_true", help="draw the figure alone")
     args = parser.parse_args()
     tasks = scaling_tasks()
@@ -198,8 +202,8 @@ def main() -> None:
         draw(with_forecast)
         return
     found = {
-        "tasks": [on_task(task, args.reference) for task in tasks],
-        "forecast_errors": forecast_errors(with_forecast),
+        "tasks": [on_task(task, args.reference, args.ppo) for task in tasks],
+        "forecast_errors": forecast_errors(with_forecast, args.ppo),
     }
     (RESULTS / "autoscalers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "autoscalers.md").write_text(markdown(found), encoding="utf-8")

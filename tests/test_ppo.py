@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,12 +27,14 @@ from agents.ppo_demo import (
     MakeEnvs,
     OnLevels,
     PpoSettings,
+    ScaledRewards,
     Stage,
     demonstrate,
     export,
     imitate,
     local_envs,
     rise,
+    settings_for,
     soften,
     train,
 )
@@ -260,12 +263,44 @@ def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other
     model = train(make_envs(3), tmp_path, steps=200, settings=SCRATCH, progress=False).model
     knobs = np.array([[0.5, 4.0, 64.0, 1.0, 2.0]])
     demonstrations = demonstrate(task, task.config({"episode_length": 20}), [1, 2], ActionsAgent(knobs, 2))
-    imitate(model, demonstrations, PpoSettings(passes=400), reward_scale=0.1)
+    imitate(model, replace(demonstrations, rewards=0.1 * demonstrations.rewards), PpoSettings(passes=400))
     seen = torch.as_tensor(demonstrations.observations[5])
     with torch.no_grad():
         parts = model.policy.get_distribution(seen).distribution
     assert [int(part.probs.argmax(dim=1)[0]) for part in parts] == action_codec(ACTION).encode(knobs)[0].tolist()
     assert all(0.9 < float(part.probs.max()) < 0.99 for part in parts)
+
+
+def test_rewards_of_tasks_that_scale_are_compressed_below_minus_one_and_kept_above() -> None:
+    raw, inner = (
+        VectorInferenceEnv(2, "autoscale", reward="grade", action="natural", autoreset_mode="SameStep") for _ in "ab"
+    )
+    scaled = ScaledRewards(inner, 0.1, compressed=True)
+    raw.reset(seed=[1, 2])
+    scaled.seed_rows([1, 2])
+    scaled.reset()
+    # One replica with a single slot drowns; six with many do not.
+    actions = np.array([[0.5, 0, 1, 0, 0, 1], [0.9, 0, 256, 0, 0, 6]])
+    learned, paid = [], []
+    for _ in range(300):
+        learned.append(scaled.step(actions)[1])
+        paid.append(raw.step(actions)[1])
+    assert np.min(paid) < -50.0
+    for got, reward in zip(np.ravel(learned).tolist(), np.ravel(paid).tolist(), strict=True):
+        expected = reward if reward >= -1.0 else -1.0 - math.log(-reward)
+        assert got == pytest.approx(0.1 * expected, rel=1e-5)
+
+
+def test_training_on_a_task_that_scales_gives_a_policy_with_six_knobs(tmp_path: Path) -> None:
+    task = get_task("autoscale")
+    settings = settings_for(task, n_envs=4, rollout_steps=200, from_scratch=True)
+    trained = train(partial(local_envs, task.task_id, settings), tmp_path, steps=400, settings=settings, progress=False)
+    agent = make_ppo(task, str(tmp_path / "policy.npz"))
+    agent.reset(3)
+    knobs = agent.act(np.ones((3, 24)))
+    assert knobs.shape == (3, 6)
+    assert 1.0 <= knobs[:, 5].min() <= knobs[:, 5].max() <= 6.0
+    assert trained.scores[-1].validation >= 0.0
 
 
 def test_softening_mixes_the_network_with_a_random_one(tmp_path: Path) -> None:

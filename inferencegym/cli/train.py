@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidConfigError("--steps and --envs must be at least 1")
     task = get_task(args.task)
     try:
-        from agents.ppo_demo import ACTION, OBSERVATION, PpoSettings, local_envs, rise, train
+        from agents.ppo_demo import ACTION, OBSERVATION, local_envs, rise, settings_for, train
     except ModuleNotFoundError as error:
         raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
     make_folder(args.out)
-    settings = PpoSettings(n_envs=args.envs, from_scratch=args.from_scratch, reward=args.reward)
+    settings = settings_for(task, n_envs=args.envs, from_scratch=args.from_scratch, reward=args.reward)
 
     def make_envs(hold: int) -> AutoresetVectorEnv:
         if not args.url:
