@@ -2,7 +2,7 @@
 
     python benchmarks/autoscalers.py                    writes results/autoscalers.json, .md and figures/autoscaling.png
     python benchmarks/autoscalers.py --reference 30     plays more episodes in the discrete-event reference
-    inferencegym train --task autoscale --from-scratch --out runs/autoscale
+    inferencegym train --task autoscale --from-scratch --steps 1200000 --out runs/autoscale
     python benchmarks/autoscalers.py --ppo runs/autoscale/policy.npz
 
 Every agent plays the same 30 held-out seeds; differences to the best constant action are paired. Scores beside them are
