@@ -28,8 +28,6 @@ TaskId = int | str
 TASK_IDS = [task.task_id for task in list_tasks()]
 HARDWARE_IDS = [task.task_id for task in list_tasks(include_recorded=True) if task.hardware is not None]
 """The tasks on other cards."""
-SOLVED_IDS = [each for each in HARDWARE_IDS if each != "l40s-chat-8b"]
-"""Those whose stored policies are of the task as it is; docs/hardware.md says what happened to the other."""
 HEADROOM: list[tuple[TaskId, float]] = [(2, 0.015), (3, 0.05), ("h100-chat-8b", 0.008), ("b200-gpt-oss-120b", 0.001)]
 """Least mean gain of the best adaptive policy over the best constant action."""
 
@@ -77,7 +75,7 @@ def test_the_naive_agent_leaves_most_of_the_grade_to_be_won_on_other_hardware(ta
     assert paired(held_out("best_static", task_id).scores, held_out("naive", task_id).scores).low >= 0.2
 
 
-@pytest.mark.parametrize("task_id", SOLVED_IDS)
+@pytest.mark.parametrize("task_id", HARDWARE_IDS)
 def test_the_stored_policies_are_of_the_task_as_it_is(task_id: TaskId) -> None:
     """Else: inferencegym calibrate --quick --task ID. A policy that was searched with other knobs is worth less."""
     for name in ("best_static", "best_adaptive"):
@@ -89,11 +87,11 @@ def test_the_stored_policies_are_of_the_task_as_it_is(task_id: TaskId) -> None:
         assert constants["fastest_action"][knob] == ACTION_FIELDS[knob].default
 
 
-@pytest.mark.parametrize("task_id", SOLVED_IDS)
+@pytest.mark.parametrize("task_id", HARDWARE_IDS)
 def test_the_policies_of_a_search_are_worth_no_less_than_the_heuristic_on_other_hardware(task_id: TaskId) -> None:
     static, adaptive = held_out("best_static", task_id).scores, held_out("best_adaptive", task_id).scores
     assert paired(static, held_out("heuristic", task_id).scores).low > -0.005
-    # The search for h200-70b found nothing better than a constant action.
+    # The searches for h200-70b and l40s-chat-8b found nothing better than a constant action.
     assert paired(adaptive, static).low >= 0.0
 
 
@@ -158,7 +156,7 @@ def test_pool_speculation_and_prefill_placement_have_to_follow_the_load_on_the_h
     assert cost_of_freezing(knob, float(static[index])) > 0.0
 
 
-@pytest.mark.parametrize("task_id", [*TASK_IDS, *slowly(SOLVED_IDS)])
+@pytest.mark.parametrize("task_id", [*TASK_IDS, *slowly(HARDWARE_IDS)])
 def test_rewards_point_the_same_way_as_grades(task_id: TaskId) -> None:
     assert reward_grade_correlation(get_task(task_id)) >= 0.88
 
