@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
+
+
+@lru_cache(maxsize=8)
+def tasks_and_rules(base_url: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+    """Tasks and rules of a server, read once per process."""
+    with InferenceGymHTTP(base_url) as client:
+        return client.get("/tasks?all=true")["tasks"], client.get("/info")["rules"]
 
 
 def serving_briefing(task: Mapping[str, Any], rules: Sequence[str], config: Mapping[str, Any] | None = None) -> str:

@@ -16,13 +16,12 @@ Inspect is not imported: a solver is a function of a state and of ``generate``, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
+from agents.integrations.text_episode import parse_answer, state_text
 from inferencegym.client import AsyncInferenceGymHTTP
-from inferencegym.errors import InvalidActionError
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction, ServeObservation
+from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION
 
 SECONDS_PER_ANSWER: Final = 10
 BRIEFING: Final = (
@@ -62,9 +61,9 @@ def model_solver(base_url: str, message: Message, seconds_per_answer: int = SECO
             rewards: list[float] = []
             invalid, done = 0, False
             while not done:
-                state.messages.append(message(problem + _state_text(observation, knobs)))
+                state.messages.append(message(problem + state_text(observation, knobs)))
                 state = await generate(state)
-                knobs, problem = _parse_answer(state.output.completion, knobs)
+                knobs, problem = parse_answer(state.output.completion, knobs)
                 invalid += bool(problem)
                 for _ in range(seconds_per_answer):
                     observation, reward, done, _info = await env.step(knobs)
@@ -82,19 +81,3 @@ def model_solver(base_url: str, message: Message, seconds_per_answer: int = SECO
         return state
 
     return solve
-
-
-def _state_text(observation: ServeObservation, knobs: dict[str, Any]) -> str:
-    return f"State: {json.dumps(vars(observation))}\nKnobs: {json.dumps(knobs)}"
-
-
-def _parse_answer(answer: str, knobs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The knobs after an answer, and the message about it: empty when it was a valid action."""
-    start, end = answer.find("{"), answer.rfind("}")
-    try:
-        chosen = json.loads(answer[start : end + 1])
-        return ServeAction.from_dict({**knobs, **chosen}).to_dict(), ""
-    except (ValueError, TypeError) as error:
-        # InvalidActionError is a ValueError whose text names field and range.
-        kind = "" if isinstance(error, InvalidActionError) else "not one JSON object: "
-        return knobs, f"Your last answer was not used ({kind}{error}).\n"

@@ -12,11 +12,12 @@ do not meet. What ``fleet_tools_at`` returns can be pickled, as AsyncGRPOTrainer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from agents.briefing import serving_briefing
+from agents.briefing import serving_briefing, tasks_and_rules
+from agents.integrations.text_episode import rounded
 from inferencegym.client.http import DEFAULT_URL, InferenceGymHTTP
 from inferencegym.errors import InvalidActionError
 from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
@@ -68,7 +69,7 @@ class FleetTools:
         played = self._client.state()["config"]
         self._knobs = NAIVE_ACTION.to_dict()
         self._length, self.total_reward, self.done = played["episode_length"], 0.0, False
-        tasks, rules = _told(self._base_url)
+        tasks, rules = tasks_and_rules(self._base_url)
         task = next(one for one in tasks if str(one["id"]) == str(task_id))
         briefing = serving_briefing(task, rules, played)
         how = f"Set knobs with set_knobs, then let up to {MAX_SECONDS} seconds pass with run; observe looks."
@@ -154,20 +155,13 @@ class FleetTools:
 
     def _describe(self) -> str:
         assert self._seen is not None
-        return json.dumps({name: _short(value) for name, value in vars(self._seen).items()})
+        return json.dumps({name: rounded(value) for name, value in vars(self._seen).items()})
 
     def _playing(self) -> InferenceGymHTTP:
         if self._client is None:
             # As reset() of a client would say it, before there is one.
             raise RuntimeError("no episode is being played: reset first")
         return self._client
-
-
-@lru_cache(maxsize=8)
-def _told(base_url: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
-    """Tasks and rules of a server, read once per process."""
-    with InferenceGymHTTP(base_url) as client:
-        return client.get("/tasks?all=true")["tasks"], client.get("/info")["rules"]
 
 
 def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
@@ -178,9 +172,3 @@ def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
 def episode_return(environments: Sequence[FleetTools], **_: Any) -> list[float]:
     """A reward function for trainers that ask none of ``get_reward``: what it says of every rollout."""
     return [environment.get_reward() for environment in environments]
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_short(item) for item in value]
-    return round(value, 3) if isinstance(value, float) else value

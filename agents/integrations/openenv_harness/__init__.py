@@ -1,0 +1,116 @@
+"""OpenEnv harness: the serving fleet as a session with one tool, for trainers and collectors that drive whole episodes.
+
+    factory = FleetSessionFactory("http://localhost:7860", hold=20)
+    MCPHarnessAdapter().run_white_box(model_step, factory.create(task={"task_id": 3}, seed=7))
+
+A call of the tool ``set_knobs`` is a step: so many seconds with those knobs. See README.md in this folder (extra
+``openenv``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from agents.briefing import serving_briefing, tasks_and_rules
+from agents.integrations.text_episode import HOLD_S, rounded
+from inferencegym.client.http import DEFAULT_URL
+from inferencegym.client.openenv import InferenceGymEnv
+from inferencegym.client.openenv_types import without_gradio
+from inferencegym.errors import InferenceGymError, InvalidConfigError
+from inferencegym.messages import plain_schema
+from inferencegym.models import ServeActionMessage
+
+with without_gradio():
+    from openenv.core.env_server.mcp_types import Tool
+    from openenv.core.harness import ResourceSessionFactory, StepEnvSessionAdapter, ToolResult, VerifyResult
+
+TOOL: Final = Tool(
+    name="set_knobs",
+    description="Set knobs of the fleet and let it serve for one step; knobs that are left out stay as they are.",
+    input_schema=plain_schema(ServeActionMessage),
+)
+
+
+class FleetSession(StepEnvSessionAdapter):  # type: ignore[misc]
+    """One episode; a call that is refused is told to the model, and no time passes."""
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Play a step; see :data:`TOOL`."""
+        try:
+            return super().call_tool(name, arguments)
+        except InferenceGymError as error:
+            return ToolResult(error=str(error))
+
+
+class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore[misc]
+    """Makes a session of its own for every rollout.
+
+    ``hold`` are the seconds of a step, ``reward`` what they pay, ``episode_length`` the seconds of an episode (None:
+    the task's own). A task may name other ones under ``config``.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        hold: int = HOLD_S,
+        reward: str = "grade",
+        episode_length: int | None = None,
+    ) -> None:
+        self._base_url = base_url
+        self._config: dict[str, Any] = {"hold": hold, "reward": reward}
+        if episode_length is not None:
+            self._config["episode_length"] = episode_length
+
+    def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> FleetSession:
+        """Start the episode of a task: its id, or a row with ``task_id`` and perhaps ``config``."""
+        row: Mapping[str, Any] = task if isinstance(task, Mapping) else {"task_id": task}
+        config = {**self._config, **row.get("config", {})}
+        tasks, rules = tasks_and_rules(self._base_url)
+        entry = next((one for one in tasks if str(one["id"]) == str(row.get("task_id"))), None)
+        if entry is None:
+            raise InvalidConfigError(f"task_id={row.get('task_id')!r} is unknown: GET /tasks?all=true lists them")
+        return FleetSession(
+            InferenceGymEnv(base_url=self._base_url),
+            task=entry,
+            seed=seed,
+            episode_id=episode_id,
+            tool_specs=[TOOL],
+            action_builder=lambda _, knobs: knobs,
+            initial_messages_builder=lambda first, chosen: [
+                {
+                    "role": "user",
+                    "content": f"{serving_briefing(chosen, rules, config)}\nIt shows now: {_shown(first.observation)}",
+                }
+            ],
+            tool_result_builder=_result,
+            verify_builder=_verified,
+            reset_kwargs={"task_id": entry["id"], "config": config},
+        )
+
+
+def _shown(observation: Any) -> dict[str, Any]:
+    seen: dict[str, Any] = rounded(observation.model_dump(exclude={"metadata", "info", "done", "reward"}))
+    return seen
+
+
+def _result(_name: str, _knobs: dict[str, Any], result: Any, _state: Any) -> ToolResult:
+    ending = {name: value for name, value in result.observation.metadata.items() if name in ("score", "feedback")}
+    data = {"observation": _shown(result.observation), "reward": result.reward, "done": result.done, **ending}
+    return ToolResult(data=data, done=bool(result.done), metadata={"reward": result.reward})
+
+
+def _verified(_transcript: list[Any], _final: Any, last: Any, state: Any) -> VerifyResult:
+    """The environment's rewards over the seconds of the whole episode; with ``reward="grade"`` that is the score.
+
+    Seconds that were not played pay nothing, so that it does not pay to stop before a flood.
+    """
+    if last is None:
+        return VerifyResult(env_reward=0.0)
+    metrics = {"steps": state.step_count}
+    if "score" in last.observation.metadata:
+        metrics["score"] = last.observation.metadata["score"]
+    return VerifyResult(
+        env_reward=state.cumulative_reward / state.episode_length, done=bool(last.done), metrics=metrics
+    )
