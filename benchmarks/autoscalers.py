@@ -66,8 +66,10 @@ def agents_of(task: TaskSpec, ppo: Path | None = None) -> dict[str, Agent]:
     chosen = {name: make_agent(name, task) for name in AGENTS if name != "scheduled" or task.day is not None}
     if ppo and task.day is not None:
         chosen["ppo"] = make_agent(f"ppo:{ppo}", task)
+    # Prefill on GPUs of its own doubles what every replica costs, which the heuristic does not weigh: it may not do so.
+    together = replace(task, active_actions=tuple(k for k in task.active_actions if k != "prefill_disagg"))
     for knobs, replicas in COMBINED:
-        chosen[f"{knobs}, replicas of {replicas}"] = Combined(make_agent(knobs, task), make_agent(replicas, task))
+        chosen[f"{knobs}, replicas of {replicas}"] = Combined(make_agent(knobs, together), make_agent(replicas, task))
     return chosen
 
 
