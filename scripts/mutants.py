@@ -337,22 +337,24 @@ class Map:
             found = set[str]().union(*by_line.values())
         if is_compiled(mutant.path):
             found = self._of_importers(mutant.path)
-        chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files)
+        stem = Path(mutant.path).stem
+        chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files, stem)
         chosen += sorted(name for name in found & set(self.seconds) if name.startswith(GUARDS))
         if mutant.path.startswith("server/"):
             left = max(0.0, limit_s - sum(self.seconds[name] for name in chosen))
-            chosen += self._within(self.with_server - found, left, n_files)
+            chosen += self._within(self.with_server - found, left, n_files, stem)
         return chosen
 
-    def _within(self, tests: set[str], limit_s: float, n_files: int) -> list[str]:
-        """As many of the tests as the limit allows, of the files that hold most of them.
+    def _within(self, tests: set[str], limit_s: float, n_files: int, stem: str) -> list[str]:
+        """As many of the tests as the limit allows, of files named after the module, then of those that hold most tests.
 
         They are run file by file: another order would make the fixtures of a file again and again.
         """
         by_file: dict[str, list[str]] = {}
         for name in sorted(tests & set(self.seconds), key=lambda name: self.seconds[name]):
             by_file.setdefault(name.split("::")[0], []).append(name)
-        likely = sorted(by_file.values(), key=len, reverse=True)[:n_files]
+        ranked = sorted(by_file.items(), key=lambda file: (stem in file[0], len(file[1])), reverse=True)
+        likely = [names for _, names in ranked[:n_files]]
         share = limit_s / max(1, len(likely))
         chosen = []
         for names in sorted(likely, key=lambda names: sum(self.seconds[name] for name in names)):
