@@ -346,7 +346,7 @@ class Map:
         return chosen
 
     def _within(self, tests: set[str], limit_s: float, n_files: int, stem: str) -> list[str]:
-        """As many of the tests as the limit allows, of files named after the module, then of those that hold most tests.
+        """As many of the tests as the limit allows: of files named after the module, then of those that hold most.
 
         They are run file by file: another order would make the fixtures of a file again and again.
         """
