@@ -46,14 +46,18 @@ PICTURES: Final = {".png", ".gif", ".svg", ".jpg"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="folder of the site")
-    parser.add_argument("--generator", type=Path, default=Path("zensical"), help="path of Zensical")
+    parser.add_argument("--generator", default="zensical", help="command or path of Zensical")
     options = parser.parse_args()
+    found = shutil.which(options.generator)
+    if found is None:
+        parser.error(f"no program {options.generator}: `make site` installs Zensical and calls this")
+    generator = Path(found).absolute()  # it runs in another folder
     source = options.out.with_name(options.out.name + "-source")
     for folder in (source, options.out):
         shutil.rmtree(folder, ignore_errors=True)
     collect(source / "documents")
     (source / "mkdocs.yml").write_text(settings(), encoding="utf-8")
-    built = subprocess.run([options.generator, "build", "--clean", "--strict"], cwd=source, check=False)
+    built = subprocess.run([generator, "build", "--clean", "--strict"], cwd=source, check=False)
     if built.returncode:
         return built.returncode
     shutil.move(source / "site", options.out)
