@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 
 from pydantic import BaseModel
 
-from inferencegym import __version__
-from inferencegym.errors import DataFormatError, InvalidActionError
+from inferencegym import __author__, __url__, __version__
+from inferencegym.errors import DataFormatError, InvalidActionError, refusal
 from inferencegym.installation import install_hint
 from inferencegym.messages import Message, read
 from inferencegym.tasks import TaskId
@@ -28,6 +28,10 @@ try:
     import orjson
 except ModuleNotFoundError as error:  # an installation that is a client alone
     raise ModuleNotFoundError(install_hint(error) or str(error), name=error.name) from error
+
+TRAIN: Final = "train"
+TEST: Final = "test"
+"""OpenEnv's splits: the tasks of GET /tasks, and the others of GET /tasks?all=true, on recorded traffic and more."""
 
 RECORD_VERSION: Final = 3
 """Version of the stored form of records. 1 kept the names of an action's fields, 2 had no id of the reset."""
@@ -231,6 +235,35 @@ class Family:
     reward_range: tuple[float | None, float | None] = (None, None)
     baseline: Callable[[], Mapping[str, Any]] | None = None
     manifest: Path | None = None
+    about: Path | None = None
+    """Markdown that tells a stranger what it is and how to play it on a server."""
+
+    def metadata(self) -> dict[str, Any]:
+        """What OpenEnv shows of an environment, with the fields of its ``EnvironmentMetadata``."""
+        return {
+            "name": self.title,
+            "description": self.description,
+            "readme_content": None if self.about is None else self.about.read_text(encoding="utf-8"),
+            "version": __version__,
+            "author": __author__,
+            "documentation_url": __url__,
+        }
+
+    def splits(self) -> dict[str, list[TaskEntry]]:
+        """Tasks by :data:`TRAIN` and :data:`TEST`; a split without tasks is left out."""
+        found: dict[str, list[TaskEntry]] = {TRAIN: [], TEST: []}
+        for task in self.tasks():
+            found[TEST if task.recorded else TRAIN].append(task)
+        return {split: tasks for split, tasks in found.items() if tasks}
+
+    def task_at(self, split: str, index: int) -> TaskEntry:
+        """The task at a place of a split, counted from 0. Raises InvalidConfigError."""
+        found = self.splits()
+        if split not in found:
+            raise refusal("split", split, "one of " + ", ".join(found))
+        if not 0 <= index < len(found[split]):
+            raise refusal("index", index, f"an integer from 0 to {len(found[split]) - 1}")
+        return found[split][index]
 
     @property
     def action_fields(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "1.0.0"
+__author__ = "InferenceGym contributors"
+__url__ = "https://github.com/inferencegym/inferencegym"
 
 # The facade is lazy: an eager one would be an import cycle, and clients must not pay for the simulator.
 _FACADE = {

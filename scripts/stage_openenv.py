@@ -1,19 +1,24 @@
 """Copy the files for `openenv push` into a folder of their own, in the layout that OpenEnv expects.
 
-    python scripts/stage_openenv.py DIRECTORY && openenv push DIRECTORY --repo-id NAME/inference_gym
+    python -m scripts.stage_openenv DIRECTORY && openenv push DIRECTORY --repo-id NAME/inference_gym
 
 `openenv push` wants a package at its root (`__init__.py`, `client.py`) beside the manifest, and uploads everything it
-finds. The folder gets the files that the image is built from, these two files, the oracle that the manifest names, and
-the validator's plan; no tests, benchmarks, virtual environments or build products.
+finds. The folder gets the files that the image is built from, these two files, the oracle that the manifest names, the
+validator's plan and `discovery.json`; no tests, benchmarks, virtual environments or build products. Its README is the
+Space's: that of this repository speaks of a clone. `openenv catalog build` finds the folder in a repository where it
+lies at CATALOGUE_PATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from scripts.set_home import home
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "live", "server", "simulator")
@@ -26,7 +31,6 @@ FILES = (
     "Dockerfile",
     "ENVIRONMENT.md",
     "LICENSE",
-    "README.md",
     "TASK_AUTHORING.md",
     *(f"benchmarks/figures/{name}.png" for name in FIGURES),
     "benchmarks/figures/race.gif",
@@ -38,7 +42,32 @@ FILES = (
     "setup.py",
 )
 PLAN = ROOT / "scripts/openenv_plan.json"
+CATALOGUE_PATH = "envs/inference_gym"
+"""Where OpenEnv's catalogue expects an environment in a repository of several."""
+TOOLS = "server/api/mcp.py"
+"""Where the tools for language models are declared."""
+DISCOVERY = {
+    "tags": ["llm-inference", "reinforcement-learning", "systems-control"],
+    "representative_queries": [
+        "control the batch size, KV cache and precision of an LLM serving fleet under live traffic",
+        "train an agent to autoscale LLM inference and keep time-to-first-token objectives",
+    ],
+    "license": "MIT",
+    "license_source": f"{CATALOGUE_PATH}/LICENSE",
+    "agent_tools": {
+        "protocol": "mcp",
+        "names": ["begin", "observe", "set_knobs", "run", "grade"],
+        "source": f"{CATALOGUE_PATH}/{TOOLS}",
+    },
+}
+"""What OpenEnv's catalogue reads beside the manifest."""
+ABOUT = ROOT / "env/serving/about.md"
+PICTURE = (
+    "[![You race the built-in policies in the browser](benchmarks/figures/page-desktop.png)]"
+    "(benchmarks/figures/race.gif)"
+)
 WRITTEN = {
+    "discovery.json": json.dumps(DISCOVERY, indent=2) + "\n",
     "__init__.py": '"""InferenceGym as an OpenEnv package; the code is in the packages beside this file."""\n',
     "client.py": '"""OpenEnv\'s client of this environment; see inferencegym/client/__init__.py."""\n\n'
     "from inferencegym.client import (\n"
@@ -55,10 +84,20 @@ def stage(destination: Path) -> list[Path]:
     staged = [name for name in _tracked() if name in FILES or name.split("/")[0] in FOLDERS]
     for name in staged:
         _copy(ROOT / name, destination / name)
-    for name, text in WRITTEN.items():
+    written = {**WRITTEN, "README.md": space_readme()}
+    for name, text in written.items():
         (destination / name).write_text(text, encoding="utf-8")
     _copy(PLAN, destination / "validation/runtime.json")
-    return sorted(Path(name) for name in [*staged, *WRITTEN, "validation/runtime.json"])
+    return sorted(Path(name) for name in [*staged, *written, "validation/runtime.json"])
+
+
+def space_readme() -> str:
+    """README of the Space: the settings that this repository's begins with, what the server tells, and a picture."""
+    settings = (ROOT / "README.md").read_text(encoding="utf-8").split("---\n")[1]
+    # The documents lie beside it, wherever the repository is.
+    text = ABOUT.read_text(encoding="utf-8").replace(f"({home()}/blob/main/", "(")
+    title, rest = text.split("\n\n", 1)
+    return f"---\n{settings}---\n\n{title}\n\n{PICTURE}\n\n{rest}"
 
 
 def _tracked() -> list[str]:

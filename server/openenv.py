@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from env.family import Family, outcome
+from env.family import TRAIN, Family, outcome
 from inferencegym.error_text import write_error
 from inferencegym.errors import (
     InferenceGymError,
@@ -35,7 +35,7 @@ from inferencegym.errors import (
 from inferencegym.messages import Message
 from inferencegym.tasks import TaskId
 from server.api.mcp import PARSE_ERROR, SERVER_ERROR, McpTools, rpc_error
-from server.api.openenv_http import TRAIN, Index, InfoRoutes, splits
+from server.api.openenv_http import Index, InfoRoutes
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import MAX_VALUES, SMALL, count_values, parse_object, to_json
@@ -159,16 +159,10 @@ class ResetArguments(Message):
             raise InvalidRequestError("task_id", self.task_id, "left out when split and index are given")
 
     def chosen_task(self, family: Family) -> TaskId | None:
-        """Id of the requested task; None for the family's first. Raises InvalidRequestError."""
+        """Id of the requested task; None for the family's first. Raises InvalidConfigError."""
         if self.split is None and self.index is None:
             return self.task_id
-        found = {name: tasks for name, tasks in splits(family).items() if tasks}
-        split, index = self.split or TRAIN, self.index or 0
-        if split not in found:
-            raise InvalidRequestError("split", split, "one of " + ", ".join(found))
-        if not 0 <= index < len(found[split]):
-            raise InvalidRequestError("index", index, f"an integer from 0 to {len(found[split]) - 1}")
-        return found[split][index].task_id
+        return family.task_at(self.split or TRAIN, self.index or 0).task_id
 
 
 class StepMetadata(BaseModel):

@@ -48,6 +48,7 @@ from tests.servers import PATIENCE_S, PATIENT, ROOT, RunningServer, reset_when_t
 
 with without_gradio():
     from openenv.core import GenericEnvClient
+    from openenv.core.env_server.types import EnvironmentMetadata
 
 
 @pytest.fixture(scope="module")
@@ -876,8 +877,12 @@ def test_the_task_api_lists_what_the_manifest_declares(server: RunningServer) ->
 
 
 def test_metadata_and_mcp_answer_for_both_environments(server: RunningServer) -> None:
-    for prefix in ("", "/traffic"):
-        assert server.get(f"{prefix}/metadata")["description"]
+    for prefix, title in (("", "InferenceGym"), ("/traffic", "Traffic controller")):
+        told = EnvironmentMetadata.model_validate(server.get(f"{prefix}/metadata"))
+        assert [name for name, value in told.model_dump().items() if not value] == []
+        assert told.name == title
+        assert told.readme_content is not None
+        assert told.readme_content.startswith(f"# {title}\n")
         assert server.post(f"{prefix}/mcp", {})["jsonrpc"] == "2.0"
 
 

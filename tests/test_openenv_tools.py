@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ from inferencegym.client.openenv_types import without_gradio
 from inferencegym.models import ServeAction
 from inferencegym.tasks import EpisodeConfig, get_task
 from tests.servers import ROOT, RunningServer
+
+IDENTITY = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
 
 
 def script(name: str) -> ModuleType:
@@ -46,8 +50,8 @@ def test_openenv_push_accepts_the_staged_package_and_uploads_all_of_it(staged: P
     push._prepare_staging_directory(staged, name, uploaded, ignored)  # noqa: SLF001
     before = {path.relative_to(staged) for path in staged.rglob("*") if path.is_file()}
     assert {path.relative_to(uploaded) for path in uploaded.rglob("*") if path.is_file()} == before
-    for kept in ("README.md", "Dockerfile"):
-        assert (uploaded / kept).read_text(encoding="utf-8") == (ROOT / kept).read_text(encoding="utf-8")
+    for kept, source in (("README.md", staged), ("Dockerfile", ROOT)):
+        assert (uploaded / kept).read_text(encoding="utf-8") == (source / kept).read_text(encoding="utf-8")
 
 
 def test_the_staged_package_passes_openenvs_validation(staged: Path) -> None:
@@ -73,6 +77,43 @@ def test_the_staged_package_holds_what_its_image_is_built_from_and_nothing_heavy
     assert (staged / manifest["validation"]["capabilities"]["oracle"]["location"]).is_file()
 
 
+def test_the_spaces_readme_has_the_settings_of_a_space_and_every_link_of_it_leads_to_a_file(staged: Path) -> None:
+    text = (staged / "README.md").read_text(encoding="utf-8")
+    _, settings, body = text.split("---\n", 2)
+    assert yaml.safe_load(settings)["app_port"] == 7860
+    assert "make " not in body  # a Space has no clone
+    pages = sorted(set(re.findall(r"\]\(([^)]+)\)", body)))
+    assert "benchmarks/figures/page-desktop.png" in pages
+    assert [page for page in pages if not (staged / page).is_file()] == []
+
+
+def test_openenvs_catalogue_lists_the_staged_package_and_finds_it_by_what_it_is_for(
+    staged: Path, tmp_path: Path
+) -> None:
+    repository, catalogue = tmp_path / "repository", tmp_path / "catalogue.json"
+    shutil.copytree(staged, repository / "envs/inference_gym")
+    for arguments in (["init", "--quiet"], ["add", "--all"], [*IDENTITY, "commit", "--quiet", "--message", "first"]):
+        subprocess.run(["git", *arguments], cwd=repository, check=True)
+    openenv = Path(sys.executable).with_name("openenv")
+    where = ["--repository", repository, "--repository-uri", "https://github.com/someone/environments.git"]
+    build = [openenv, "catalog", "build", *where, "--publisher", "example.org", "--output", catalogue]
+    built = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert "1 records" in built.stderr, built.stderr
+    assert "complete=true" in built.stderr
+    assert "warning" not in built.stderr
+    query = ["key value cache of an LLM serving fleet", "--catalog", catalogue, "--json"]
+    said = subprocess.run([openenv, "discover", *query], capture_output=True, text=True, check=True).stdout
+    [found] = json.loads(said)["results"]
+    assert (found["displayName"], found["data"]["license"]) == ("inference_gym", "MIT")
+    assert found["capabilities"] == ["begin", "observe", "set_knobs", "run", "grade"]
+
+
+def test_the_catalogues_tools_are_those_of_the_server(staged: Path, server: RunningServer) -> None:
+    declared = json.loads((staged / "discovery.json").read_text(encoding="utf-8"))["agent_tools"]["names"]
+    listed = server.post("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})["result"]["tools"]
+    assert [tool["name"] for tool in listed] == declared
+
+
 def test_the_staged_clients_are_importable_from_the_packages_root(staged: Path) -> None:
     program = "import client; print(client.InferenceGymEnv.__module__, client.InferenceGymAction.__name__)"
     said = subprocess.run([sys.executable, "-c", program], cwd=staged, capture_output=True, text=True, check=True)
@@ -80,8 +121,8 @@ def test_the_staged_clients_are_importable_from_the_packages_root(staged: Path) 
 
 
 def test_staging_into_a_directory_in_use_is_refused(staged: Path) -> None:
-    command = [sys.executable, ROOT / "scripts/stage_openenv.py", staged]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.stage_openenv", staged]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (refused.returncode, "not empty" in refused.stderr) == (2, True)
 
 

@@ -267,4 +267,5 @@ FAMILY: Final = Family(
     http=HttpShape(step_info=step_info_schema()),
     info=_info,
     manifest=_manifest(),
+    about=Path(__file__).with_name("about.md"),
 )

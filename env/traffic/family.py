@@ -79,4 +79,5 @@ FAMILY: Final = Family(
     ),
     reward_range=(None, 1.0),
     manifest=Path(inferencegym.__file__).parent / "data" / "traffic_openenv.yaml",
+    about=Path(__file__).with_name("about.md"),
 )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.family import Family, TaskEntry
-from inferencegym import __version__
 from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
 from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
@@ -26,18 +24,6 @@ from server.sessions.manager import new_session_id
 M = TypeVar("M", bound=Message)
 # Any index of a list may be asked for, so that it can be said which are there.
 Index = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
-
-TRAIN: Final = "train"
-TEST: Final = "test"
-"""The Task API's splits: the tasks of GET /tasks, and the others of GET /tasks?all=true."""
-
-
-def splits(family: Family) -> dict[str, list[TaskEntry]]:
-    """Tasks of a family by split."""
-    found: dict[str, list[TaskEntry]] = {TRAIN: [], TEST: []}
-    for task in family.tasks():
-        found[TEST if task.recorded else TRAIN].append(task)
-    return found
 
 
 class SplitRequest(Message):
@@ -87,7 +73,7 @@ class InfoRoutes:
         listed = {"type": "array", "items": any_object}
         names = {"type": "array", "items": {"type": "string"}}
         return [
-            self._route("GET", "/metadata", self.metadata, "Name, description and version", any_object),
+            self._route("GET", "/metadata", self.metadata, "Name, description, version, author, readme", any_object),
             self._route("GET", "/schema", self.schema, "Schemas of action, observation and state", any_object),
             self._route("POST", "/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", any_object),
             self._route("GET", "/list_environments", self.environments, "Names for the Task API", names),
@@ -136,11 +122,14 @@ class InfoRoutes:
         return self._route(method, path, endpoint, summary, answer, schema, (400, 404), parameters=[env_name])
 
     async def metadata(self, _request: Request) -> Response:
-        family = self._family
-        return reply({"name": family.title, "description": family.description, "version": __version__})
+        return reply(self._metadata)
 
     async def schema(self, _request: Request) -> Response:
         return reply(self._schemas)
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return self._family.metadata()
 
     @cached_property
     def _schemas(self) -> dict[str, Any]:
@@ -179,7 +168,7 @@ class InfoRoutes:
 
     async def splits(self, request: Request) -> Response:
         self._check_name(request)
-        return reply([{"name": name, "type": name} for name, tasks in splits(self._family).items() if tasks])
+        return reply([{"name": name, "type": name} for name in self._family.splits()])
 
     async def tasks(self, request: Request) -> Response:
         wanted = await self._read(request, SplitRequest)
@@ -202,7 +191,7 @@ class InfoRoutes:
 
     def _described(self, split: str) -> list[Mapping[str, Any]]:
         """All tasks of a split; an unknown split has none."""
-        return [task.description for task in splits(self._family).get(split, [])]
+        return [task.description for task in self._family.splits().get(split, [])]
 
     async def _read(self, request: Request, model: type[M]) -> M:
         self._check_name(request)
