@@ -975,7 +975,7 @@ def commit(p: Params, s: State, x: Scratch, m: Metrics, b: int, t: int, gain: fl
     m.admitted[b] = admitted
     m.completed[b] = completed
     m.running_requests[b] = running
-    m.tokens_per_sec[b] = written / p.dt_s
+    m.tokens_per_sec[b] = written / p.dt_s if written > EPS_REQUESTS else 0.0
     if x.staying_share < 1.0:
         keep_draining(p, s, x, b)
     measure_cache(p, s, x, m, b, written)
@@ -1487,6 +1487,8 @@ def report(p: Params, load: Load, knobs: Knobs, s: State, x: Scratch, m: Metrics
     m.ttft_p99_ms[b] *= load.noise[w, t, 0]
     m.tpot_ms[b] = min(p.dt_ms / gain, p.max_tpot_steps * p.dt_ms) * load.noise[w, t, 1]
     missed = x.missed_requests + m.rejected[b]
+    if missed < EPS_REQUESTS:
+        missed = 0.0  # the far end of a distribution is nobody
     judged = x.judged_requests + m.rejected[b]
     share = min(1.0, missed / judged) if judged > EPS_REQUESTS else 0.0
     if m.oom[b] > 0.0:

@@ -74,6 +74,17 @@ def test_a_thousand_random_steps_keep_every_number_finite_and_in_range(task_id: 
     assert env.done
 
 
+@pytest.mark.parametrize("task_id", TASKS)
+def test_nothing_that_is_shown_is_a_millionth_of_a_millionth(task_id: int) -> None:
+    # Far ends of distributions: a queue that is nearly served leaves 4.9e-23 of a request late.
+    env = InferenceEnv(task_id=task_id)
+    env.reset(seed=1)
+    while not env.done:
+        observation, _, _, info = env.step({"batch_size": 256, "kv_budget": 0.9})
+        flat = [v for f in asdict(observation).values() for v in (f if isinstance(f, list) else [f])]
+        assert [v for v in (*flat, *info["metrics"].values()) if 0.0 < abs(v) < 1e-12] == []
+
+
 def test_floods_come_on_time_in_a_long_episode() -> None:
     env = InferenceEnv(task_id=3, config={"episode_length": 1000})
     env.reset(seed=0)

@@ -135,7 +135,7 @@ def test_observations_carry_info_where_the_reset_asks_for_it() -> None:
     environment = InferenceGymEnvironment()
     assert environment.reset(seed=7, task_id=3, config=SHORT, info=True).info is None
     seen = environment.step(InferenceGymAction(quant_tier="INT8"))
-    assert seen.info["action_applied"]["quant_tier"] == int(QuantTier.INT8)
+    assert seen.info["action_applied"]["quant_tier"] == QuantTier.INT8.value
     environment.reset(seed=7, task_id=3, config=SHORT)
     assert environment.step(InferenceGymAction()).info is None
 
