@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -196,7 +197,7 @@ def stock() -> Iterator[str]:
         assert thread.is_alive()
         thread.join(0.02)
     yield f"http://127.0.0.1:{port}"
-    running.should_exit = True
+    running.handle_exit(signal.SIGTERM, None)
     thread.join(10)
 
 
