@@ -303,6 +303,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-fidelity": written("engine_fidelity"),
     "engine-counts": written("engine_counts"),
     "live-first-come": written("live_first_come"),
+    "live-policies": written("live_policies"),
     "live-causes": written("live_causes"),
     "results": written("tasks"),
     "learning": written("learning"),
