@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from env.inference_env import InferenceEnv
 from env.vector_env import VectorInferenceEnv
 from inferencegym.cli.main import main
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError, UnknownTaskError
+from inferencegym.families import FAMILIES
 from inferencegym.tasks import (
     HARDWARE_CALIBRATION_FILE,
     Calibration,
@@ -55,6 +57,14 @@ def test_every_listed_task_has_constants_of_every_table() -> None:
     assert {str(task.task_id) for task in own} == {key for key in stored if "@" not in key}
     for task in own:
         assert stored[str(task.task_id)]["table_sha256"] == table_index()[str(task.hardware)]["sha256"]
+
+
+def test_a_score_of_a_task_with_hardware_of_its_own_depends_on_the_bytes_of_its_table() -> None:
+    task = get_task("h100-chat-8b")
+    table = table_path(str(task.hardware)).read_bytes()
+    constants = FAMILIES["serving"].constants(task.task_id)
+    assert constants["hardware"] == hashlib.sha256(table).hexdigest()
+    assert "hardware" not in FAMILIES["serving"].constants(1)  # on the table in use, which has a checksum of its own
 
 
 @pytest.mark.parametrize("task_id", [1, 2, 3])

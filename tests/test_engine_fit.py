@@ -39,10 +39,12 @@ def law(times: EngineTimes) -> Law:
     return seconds
 
 
-def loop(clients: int, prompt: int, output: int, times: EngineTimes = TIMES, slower: float = 1.0) -> TimedRequests:
+def loop(
+    clients: int, prompt: int, output: int, times: EngineTimes = TIMES, slower: float = 1.0, per_client: int = 3
+) -> TimedRequests:
     """A closed loop on the known engine as its clients see it, half a millisecond of jitter included."""
     rng = np.random.default_rng([clients, prompt])
-    n = max(6, 3 * clients)
+    n = max(6, per_client * clients)
     lengths = [tuple(int(rng.integers(mean // 2, 3 * mean // 2)) for mean in (prompt, output)) for _ in range(n)]
     seconds = law(times)
     served = serve_virtually(lambda *work: slower * seconds(*work), lengths, clients, WAY_MS / 1e3)
@@ -90,6 +92,24 @@ def test_a_row_that_costs_more_beyond_a_batch_is_seen() -> None:
     assert len(found.knots) > 1
     assert found.step_ms + found.rows_ms(16) + 16 * found.sequence_ms == pytest.approx(12.0 + 16 * 0.3, rel=0.05)
     assert found.rows_ms(400) == pytest.approx(64 * 0.05 + 336, rel=0.1)
+
+
+def test_a_long_phase_weighs_no_more_than_a_short_one() -> None:
+    # Two phases alike but for their pace, the slower one with forty times the requests: the fit is between them.
+    first, *others = load()
+    assert len(first.sent_s) == 6
+    longer = loop(1, 32, 64, slower=1.2, per_client=240)
+    short, both = (
+        fit_engine_times(each, FACTS.max_batched_tokens).times for each in (load(), [first, longer, *others])
+    )
+    alone, between = (found.step_ms + found.rows_ms(1) + found.sequence_ms for found in (short, both))
+    assert 1.02 < between / alone < 1.12
+
+
+def test_the_head_and_its_sampled_tokens_cost_in_proportion_to_their_number() -> None:
+    model = known()
+    assert model.head_ms(7) == pytest.approx(7 * TIMES.sequence_ms)
+    assert model.head_ms(0) == 0.0
 
 
 def test_the_fitted_engine_plays_a_load_that_it_has_not_seen(fit: EngineFit) -> None:

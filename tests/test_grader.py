@@ -208,3 +208,10 @@ def test_a_list_in_a_log_differs_by_its_length_or_by_the_entry_that_differs(
     with pytest.raises(ForgedLogError) as refused:
         compare_entries(4, claimed, true)
     assert (refused.value.step, refused.value.field) == (4, field)
+
+
+@pytest.mark.parametrize("claimed", [{"a": 1.0}, {"a": [("b", 1.0)]}, {"a": None}, {}])
+def test_an_object_in_a_log_is_no_number_and_no_list(claimed: dict[str, Any]) -> None:
+    with pytest.raises(ForgedLogError, match="an object") as refused:
+        compare_entries(4, claimed, {"a": {"b": 1.0}})
+    assert (refused.value.step, refused.value.field) == (4, "a")

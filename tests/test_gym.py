@@ -44,7 +44,15 @@ from inferencegym.spaces.actions import (
     snap,
     to_row,
 )
-from inferencegym.spaces.formats import LEVELS, ObservationCodec, action_codec, schedule_features
+from inferencegym.spaces.forecast import forecast_rps
+from inferencegym.spaces.formats import (
+    FORECAST_AHEAD_S,
+    LEVELS,
+    ObservationCodec,
+    action_codec,
+    knob_levels,
+    schedule_features,
+)
 from inferencegym.tasks import get_calibration, get_task, list_tasks
 from inferencegym.traffic import list_traffic_tasks
 from tests.servers import RunningServer, running_server
@@ -139,6 +147,26 @@ def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
 
 
 # ---------------------------------------------------------------- formats
+
+
+def test_a_normalised_state_of_the_traffic_controller_is_that_of_the_documentation() -> None:
+    plain, scaled = (gymnasium.make(TRAFFIC[2], observation=kind) for kind in ("raw", "normalised"))
+    for env in (plain, scaled):
+        env.reset()
+    for _ in range(16):
+        seen, relative = (env.step(1)[0] for env in (plain, scaled))
+    # CPU and memory as they are, 100 requests/s of capacity, a queue of 500, ten times 50 ms, 50 steps, crashed.
+    assert relative == pytest.approx(seen / np.array([1.0, 1.0, 100.0, 500.0, 500.0, 50.0, 1.0]), rel=1e-6)
+    assert seen[3] > 0
+    assert relative.max() > 0
+
+
+def test_the_values_of_the_discrete_format_are_those_of_the_documentation() -> None:
+    kv_budget, spec_length, _, prefill_disagg, quant_tier, replicas = knob_levels(4)
+    assert kv_budget == pytest.approx([0.05 * k for k in range(2, 21)])
+    assert (list(prefill_disagg), list(quant_tier)) == ([0, 1], [0, 1, 2])
+    assert (list(spec_length), list(replicas)) == ([0, 1, 2, 4, 8], [1, 2, 3, 4])
+    assert len(knob_levels()) == 5
 
 
 def test_the_batch_sizes_of_the_discrete_format_part_octaves_in_halves_and_above_32_in_quarters() -> None:
@@ -242,6 +270,17 @@ def test_the_schedule_tells_of_the_flood_that_comes_the_one_that_is_on_and_the_o
     seen, _ = envs.reset(seed=0)
     assert envs.observation_space.contains(seen)
     np.testing.assert_array_equal(seen[:, 14:], [features[0]] * 2)
+
+
+def test_the_schedule_of_a_day_is_its_forecast_for_the_seconds_ahead() -> None:
+    task = get_task("autoscale")
+    n_steps = task.episode_length
+    features = schedule_features(task, n_steps)
+    assert features.shape == (n_steps + 1, len(FORECAST_AHEAD_S))
+    day = forecast_rps(task, np.arange(2.0 * n_steps))
+    for t in (0, 17, n_steps - 1, n_steps):
+        ahead = [day[t + seconds] / day.max() for seconds in FORECAST_AHEAD_S]
+        assert features[t] == pytest.approx(np.minimum(ahead, 1.0), rel=1e-6)
 
 
 # ---------------------------------------------------------------- one episode, many faces

@@ -88,6 +88,33 @@ def test_a_draining_replica_finishes_its_requests_and_takes_no_others() -> None:
     assert {first.model, other.model} == {INT8}
 
 
+def test_a_removed_replica_finishes_its_requests_takes_no_others_and_is_gone() -> None:
+    fleet = Fleet(FP16, 8, ROOMY, replicas=2)
+    load = requests((0.0, 1000, 600), (0.0, 1000, 600), *[(1.0 + 0.01 * i, 100, 50) for i in range(20)])
+    simulation = Simulation(fleet, load)
+    simulation.run_until(500.0)
+    assert [replica.load() for replica in simulation.replicas] == [1, 1]
+    simulation.reconfigure(dataclasses.replace(fleet, replicas=1), POOLS)
+    (removed,) = (replica for replica in simulation.replicas if replica.leaving)
+    (staying,) = (replica for replica in simulation.replicas if not replica.leaving)
+    assert not removed.gone
+    simulation.run_until(2_000.0)
+    assert removed.load() == 1
+    assert staying.load() > 1
+    simulation.run()
+    assert removed.gone
+    assert removed.down
+    assert not staying.gone
+    assert simulation.written_tokens == 2 * 600 + 20 * 50
+    # Asked for again: it is a new replica that comes, not the one that went.
+    simulation.reconfigure(fleet, POOLS)
+    assert len(simulation.replicas) == 3
+
+
+def test_a_fleet_has_one_replica_unless_told() -> None:
+    assert len(Simulation(Fleet(FP16, 8, ROOMY), requests((0.0, 10, 10))).replicas) == 1
+
+
 def test_a_pool_that_shrinks_preempts_what_it_no_longer_holds() -> None:
     fleet = Fleet(FP16, 8, ROOMY)
     simulation = Simulation(fleet, requests(*[(0.0, 1000, 500)] * 8))

@@ -68,6 +68,10 @@ def test_the_first_state_is_the_published_one() -> None:
     }
 
 
+def test_episodes_have_the_published_number_of_steps() -> None:
+    assert [TrafficEnv(task).episode_length for task in ("task_easy", "task_medium", "task_hard")] == [30, 40, 50]
+
+
 def test_the_first_info_is_the_published_one() -> None:
     info = started().step({"action": "throttle_70"})[3]
     assert info == {
