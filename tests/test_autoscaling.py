@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_a_task_that_does_not_scale_has_five_knobs_and_ignores_the_sixth(task_id
     assert not set(SCALING_FIELDS) & set(env.info()["fleet"])
     with pytest.raises(InvalidActionError, match="5"):
         batch_of(task_id, [1], 2).step(rows(1.0))
+
+
+def test_info_tells_the_replicas_asked_for_from_those_in_service_and_those_that_drain() -> None:
+    env = InferenceEnv(task_id="autoscale")
+    env.reset(seed=1)
+    batch = batch_of("autoscale", [1], 2)
+    loading_s = math.ceil(float(batch.fleet.params.constants["start_s"][0]))  # FP16, the default
+    seen = [env.step({"replicas": replicas})[3]["fleet"] for replicas in [5] * (loading_s + 2) + [2] * 60]
+    shown = [tuple(fleet[name] for name in SCALING_FIELDS) for fleet in seen]
+    assert tuple(SCALING_FIELDS) == ("replicas", "replicas_ready", "replicas_draining")
+    assert set(shown[: loading_s - 1]) == {(5, 2, 0.0)}
+    assert shown[loading_s + 1] == (5, 5, 0.0)
+    assert shown[loading_s + 2] == (2, 2, 3.0)
+    assert shown[-1] == (2, 2, 0.0)
+    assert [fleet["seconds_since_change"] for fleet in seen[loading_s + 1 : loading_s + 4]] == [loading_s + 2, 1, 2]
 
 
 def test_more_replicas_than_the_task_has_are_refused_and_none_leaves_the_fleet_as_it_starts() -> None:
