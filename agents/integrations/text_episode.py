@@ -45,6 +45,7 @@ class TextEpisode:
         self.done, self.invalid_answers = False, 0
         self.score: float | None = None
         """The episode's, once it is over."""
+        self._paid = 0.0
 
     def answer(self, text: str) -> tuple[str, float]:
         """Play the seconds of one step with an answer: what the model sees next, and its share of the reward."""
@@ -53,7 +54,16 @@ class TextEpisode:
         observation, reward, self.done, info = self._client.step(self._knobs)
         if self.done:
             self.score = info["score"]
+        self._paid += reward / self._length
         return problem + state_text(observation, self._knobs), reward / self._length
+
+    def grade(self) -> float:
+        """The score; of an episode that was left early, what its seconds paid, cut to the range of a score.
+
+        So it never pays to stop: the seconds that were not played pay nothing, and debts are not carried into a batch
+        in which whole episodes have none.
+        """
+        return min(max(self._paid, 0.0), 1.0) if self.score is None else self.score
 
     def close(self) -> None:
         """Close the connection."""
