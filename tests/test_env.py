@@ -8,7 +8,9 @@ from dataclasses import asdict, fields
 import numpy as np
 import pytest
 
+from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
+from env.serving.family import describe_task
 from inferencegym.errors import (
     EpisodeDoneError,
     InvalidActionError,
@@ -391,3 +393,19 @@ def test_a_longer_episode_starts_with_the_shorter_one() -> None:
     short.reset(seed=8)
     long.reset(seed=8)
     assert play(short) == play(long, steps=50)
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_the_text_about_a_score_names_every_weight_of_it(task_id: int) -> None:
+    task = get_task(task_id)
+    text = describe_task(task)["score"]
+    weights = task.grade.get("weights", (0.5, 0.5) if task.grade["kind"] == "latency_memory" else ())
+    assert len(text) > 40
+    assert [weight for weight in weights if f"{weight:g} * " not in text] == []
+
+
+def test_a_reset_names_as_many_seeds_as_rows() -> None:
+    batch = ServingBatch(get_task(1), 2)
+    for seeds, rows in (([1], None), ([1, 2, 3], None), ([1, 2], [0])):
+        with pytest.raises(ValueError, match="argument"):
+            batch.reset(seeds, rows)

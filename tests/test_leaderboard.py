@@ -186,8 +186,14 @@ def test_a_line_in_another_form_is_named_with_status_2(
     assert f"board.jsonl:2: {next(iter(damage))}" in capsys.readouterr().err
 
 
-def test_the_largest_seed_is_a_seed(made: list[dict[str, Any]]) -> None:
-    assert Submission.from_dict({**made[0], "seed": 2**63 - 1}).seed == 2**63 - 1
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_the_smallest_and_the_largest_seed_are_seeds(made: list[dict[str, Any]], seed: int) -> None:
+    assert Submission.from_dict({**made[0], "seed": seed}).seed == seed
+
+
+def test_a_single_score_has_no_spread() -> None:
+    [standing] = rank([submission("once", 1, 0.5)], [1])
+    assert (standing.mean, standing.sd, standing.n_seeds) == (0.5, 0.0, 1)
 
 
 def test_a_line_of_old_that_names_no_constants_counts_while_its_score_is_replayed(

@@ -203,6 +203,22 @@ def test_every_task_plays_in_the_reference_and_workers_change_nothing(task: Task
     assert (runs[0] <= OBSERVATION_HIGH).all()
 
 
+def test_latencies_carry_the_noise_that_the_seed_drew() -> None:
+    task = get_task(1)
+    batches = [ReferenceBatch(task, 1, task.config({"episode_length": 3}), n_workers=1) for _ in range(2)]
+    for batch in batches:
+        batch.reset([11])
+    drawn = batches[0].fleet.noise[0].copy()
+    batches[1].fleet.noise[:] = 1.0
+    assert (drawn != 1.0).all()
+    for second in range(3):
+        for batch in batches:
+            batch.step(np.array([[0.9, 0, 128, 0, 0]]))
+        noisy, plain = (batch.metric for batch in batches)
+        for name, which in (("ttft_p50_ms", 0), ("ttft_p99_ms", 0), ("tpot_ms", 1)):
+            assert noisy[name][0] == pytest.approx(plain[name][0] * drawn[second, which])
+
+
 def test_a_row_that_restarts_plays_its_new_seed() -> None:
     task = get_task(2)
     batch = ReferenceBatch(task, 2, task.config({"episode_length": 4}), n_workers=1)
