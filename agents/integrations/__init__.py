@@ -1,1 +1,4 @@
-"""Adapters to training frameworks: Stable-Baselines3, RLlib, Ray, TRL, SkyRL, verifiers, OpenEnv's harness, Inspect."""
+"""Adapters to training frameworks.
+
+Stable-Baselines3, RLlib, Ray, TRL, SkyRL, verifiers, NeMo Gym, OpenEnv's harness, Inspect.
+"""

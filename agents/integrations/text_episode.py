@@ -58,16 +58,21 @@ class TextEpisode:
         return problem + state_text(observation, self._knobs), reward / self._length
 
     def grade(self) -> float:
-        """The score; of an episode that was left early, what its seconds paid, cut to the range of a score.
-
-        So it never pays to stop: the seconds that were not played pay nothing, and debts are not carried into a batch
-        in which whole episodes have none.
-        """
-        return min(max(self._paid, 0.0), 1.0) if self.score is None else self.score
+        """The score; of an episode that was left early, what its seconds paid: see :func:`grade_of`."""
+        return grade_of(self.score, self._paid)
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def grade_of(score: float | None, paid: float) -> float:
+    """The score of an episode; of one that was left early (None), what its seconds paid, cut to the range of a score.
+
+    So it never pays to stop: the seconds that were not played pay nothing, and debts are not carried into a batch in
+    which whole episodes have none.
+    """
+    return min(max(paid, 0.0), 1.0) if score is None else score
 
 
 def state_text(observation: ServeObservation, knobs: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ class FleetTools:
         self._length = 1
         self.total_reward = 0.0
         self.done = False
+        self.score: float | None = None
 
     def reset(
         self,
@@ -69,6 +70,7 @@ class FleetTools:
         played = self._client.state()["config"]
         self._knobs = NAIVE_ACTION.to_dict()
         self._length, self.total_reward, self.done = played["episode_length"], 0.0, False
+        self.score = None
         tasks, rules = tasks_and_rules(self._base_url)
         task = next(one for one in tasks if str(one["id"]) == str(task_id))
         briefing = serving_briefing(task, rules, played)
@@ -127,6 +129,7 @@ class FleetTools:
             gained += reward
             played += info["seconds"]
             if self.done:
+                self.score = info["score"]
                 break
         self.total_reward += gained
         ending = " The episode is over." if self.done else ""

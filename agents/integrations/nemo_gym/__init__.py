@@ -1,0 +1,1 @@
+"""NeMo Gym resources server: see README.md in this folder."""
