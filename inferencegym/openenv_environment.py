@@ -127,7 +127,7 @@ class FamilyEnvironment(Environment):  # type: ignore[misc]
         ending = outcome(self._episode.info()) if done else {}
         observation = self._observed(reward, ending)
         self._apply_rubric(action, observation)
-        return self._apply_transform(observation)
+        return observation if self.transform is None else self.transform(observation)
 
     @property
     def state(self) -> Any:

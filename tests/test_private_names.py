@@ -28,10 +28,12 @@ FOLDERS = (*PACKAGES, "scripts", "benchmarks", "tests")
 HOOKS = {
     # Abstract in OpenEnv: every client defines them.
     "EnvClient": {"_step_payload", "_parse_result", "_parse_state"},
+    # OpenEnv's docstrings tell subclasses to call them in `reset` and `step`.
+    "Environment": {"_apply_rubric", "_reset_rubric"},
     # Stable-Baselines3 documents these five as the ones to override.
     "BaseCallback": {"_on_training_start", "_on_rollout_start", "_on_step", "_on_rollout_end", "_on_training_end"},
 }
-"""Names with an underscore that a package asks its users to override."""
+"""Names with an underscore that a package asks its users to override or to call."""
 
 
 def is_private(name: str) -> bool:
