@@ -223,6 +223,13 @@ def test_unknown_paths_and_methods_are_answered_in_the_same_form(client: TestCli
     assert detail_of(client.get("/tasks", params={"all": "maybe"}), 422)["field"] == "all"
 
 
+def test_the_openapi_document_has_the_knobs_of_a_fixed_configuration_and_no_page(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    body = paths["/shadow"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"kv_budget", "batch_size", "spec_length"} <= set(json.dumps(body["properties"]["fixed"]).split('"'))
+    assert "/docs" not in paths
+
+
 def test_the_openapi_document_describes_bodies_and_answers(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     assert document["info"]["version"] == "1.0.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from server.app import create_app
-from server.net.metrics import BUCKETS_S, COUNTERS, GAUGES, Metrics
+from server.net.metrics import BUCKETS_S, COUNTERS, GAUGES, Metrics, resident_bytes
 from server.sessions.manager import Counters
 from server.settings import Settings
 from tests.servers import running_server
@@ -167,3 +168,15 @@ def until(url: str, *, n_resets: int) -> str:
             return text
         assert time.monotonic() < deadline, text
         time.sleep(0.2)
+
+
+def test_memory_is_what_is_resident_and_without_proc_the_most_there_ever_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    [line] = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmRSS"))
+    assert resident_bytes() == pytest.approx(int(line.split()[1]) * 1024, rel=0.05)
+
+    def absent(*_: Any, **__: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    peak_bytes = resident_bytes()
+    assert peak_bytes == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from agents.families import SERVING_POLICIES, TRAFFIC_POLICIES
 from inferencegym.tasks import list_tasks
+from server.api.policies import EpisodeCache, compressed
 from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks()]
@@ -120,3 +122,23 @@ def test_a_task_that_is_not_there_is_refused_with_those_that_are(server: Running
     assert server.client.get("/policies", params={"task_id": "99"}).status_code == 422
     assert server.client.post("/play", json={"agent": "naive", "config": {"delta": 9}}).status_code == 422
     assert server.client.post("/traffic/play", json={"agent": "planner", "task_id": "x"}).status_code == 400
+
+
+def test_of_answers_that_are_kept_the_one_that_was_asked_for_longest_ago_goes_first() -> None:
+    played: list[str] = []
+
+    async def ask(cache: EpisodeCache, name: str) -> None:
+        def play() -> dict[str, str]:
+            played.append(name)
+            return {"of": name}
+
+        assert json.loads(gzip.decompress(await cache.get(name, play))) == {"of": name}
+
+    async def ask_all(names: str) -> None:
+        # Room for two answers of this size.
+        cache = EpisodeCache(2 * len(compressed(lambda: {"of": "a"})))
+        for name in names:
+            await ask(cache, name)
+
+    asyncio.run(ask_all("abacab"))
+    assert "".join(played) == "abcb"

@@ -32,6 +32,7 @@ from simulator.offline.table import (
     table_metadata,
     table_row,
 )
+from simulator.tables import load_tables
 
 TIERS = tuple(profiles()["model"]["weights_gb"])
 DATA = Path(__file__).parents[1] / "simulator" / "data"
@@ -277,3 +278,11 @@ def test_the_committed_table_composes_into_real_batches() -> None:
     errors = {summary.group: summary for summary in table_vs_argonne()}
     assert errors["TensorRT-LLM, fits the cache"].median < 0.03
     assert errors["vLLM, held out, fits the cache"].median < 0.06
+
+
+def test_the_axes_of_a_new_table_are_those_of_the_tables_that_ship() -> None:
+    table = load_tables()
+    assert [int(tokens) for tokens in table.axes["prompt_len_bucket"]] == list(PROMPT_TOKENS)
+    assert [int(size) for size in table.axes["batch_size"]] == list(BATCH_SIZES)
+    assert list(table.axes["kv_budget"]) == list(KV_BUDGETS)
+    assert [int(drafts) for drafts in table.axes["spec_length"]] == list(SPEC_LENGTHS)
