@@ -262,8 +262,10 @@ def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
 
 def test_settings_may_go_without_drafts() -> None:
     tables = registered_tables(["h100_sxm"], "llama-3.1-8b")
-    found = make_plan(flood(20), LENIENT, tables, policies=[])
-    without = make_plan(flood(20), LENIENT, tables, drafts=False, policies=[])
+    # An objective for which drafts are worth trying.
+    fast = [LENIENT[0], parse_objective("tpot_p50=6")]
+    found = make_plan(flood(20), fast, tables, policies=[])
+    without = make_plan(flood(20), fast, tables, drafts=False, policies=[])
     drafting = [plan for plan in found.tried if plan.action and plan.action["spec_length"]]
     assert {plan.action and plan.action["spec_length"] for plan in without.tried} == {0}
     assert any("EAGLE" in note for note in notes(replace(found, plans=drafting[:1])))
