@@ -314,6 +314,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "performance": written("performance"),
     "openenv-speed": written("openenv"),
     "mutants": written("mutants"),
+    "mutants-second": written("mutants_second"),
 }
 
 
