@@ -20,7 +20,7 @@ def room_folder(room: str) -> Path:
 
 def install_extra(extra: str) -> str:
     """How to install an extra, as a half sentence for error messages: the package lies in no registry yet."""
-    return f"install the extra '{extra}', in a clone: pip install '.[{extra}]'"
+    return f"install the extra '{extra}', in a clone: pip install -e '.[{extra}]'"
 
 
 def install_hint(error: ModuleNotFoundError) -> str | None:

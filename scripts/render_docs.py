@@ -298,6 +298,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
+    "first-results": written("first_results"),
     "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),

@@ -133,7 +133,7 @@ def test_without_openenv_its_client_names_the_extra_to_install(name: str) -> Non
     assert refused.returncode == 1
     last = refused.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: OpenEnv cannot be imported")
-    assert last.endswith("in a clone: pip install '.[openenv]'")
+    assert last.endswith("in a clone: pip install -e '.[openenv]'")
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:

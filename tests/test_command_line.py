@@ -110,7 +110,7 @@ def test_a_shadow_report_without_matplotlib_is_refused_before_the_log_is_played(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = refusal(capsys, "shadow", "--trace", tmp_path / "nowhere.csv", "--html", tmp_path / "out.html")
-    assert "pip install '.[report]'" in line
+    assert "pip install -e '.[report]'" in line
 
 
 def test_a_number_of_seeds_is_whole_and_within_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -409,3 +409,9 @@ def test_a_reset_names_as_many_seeds_as_rows() -> None:
     for seeds, rows in (([1], None), ([1, 2, 3], None), ([1, 2], [0])):
         with pytest.raises(ValueError, match="argument"):
             batch.reset(seeds, rows)
+
+
+def test_a_flag_of_an_action_is_a_boolean_and_not_a_number_that_python_takes_for_one() -> None:
+    with pytest.raises(InvalidActionError) as refused:
+        ServeAction(0.5, 0, 8, 1, QuantTier.FP16).validate()  # type: ignore[arg-type]
+    assert refused.value.field == "prefill_disagg"

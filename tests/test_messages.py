@@ -41,6 +41,7 @@ class Drawing(Message):
     weights: dict[str, float] = Field({})
     shape: Annotated[Circle | Box, Field(discriminator="kind")] | None = None
     ranges: list[Range] = Field([])
+    scale: Annotated[float, Allowed("a scale")] | None = None
 
 
 class Refused(Exception):
@@ -66,6 +67,7 @@ def refused(value: object, **options: Any) -> str:
         ({"copies": 0}, "copies=0: an integer from 1 to 9"),
         ({"copies": 2.5}, "copies=2.5: an integer from 1 to 9"),
         ({"tier": True}, "tier=True: one of 0, 1, 2"),
+        ({"scale": "x"}, "scale='x': a scale"),
         # Of a union, the branch that came furthest
         ({"sizes": "x"}, "sizes='x': a number or an array"),
         ({"sizes": [1, "x"]}, "sizes[1]='x': a size"),
@@ -112,6 +114,8 @@ def test_numbers_without_a_fraction_are_integers() -> None:
         ({"type": "number"}, "a number"),
         ({"type": "integer", "minimum": 1, "exclusiveMaximum": 10}, "an integer from 1 to 9"),
         ({"type": "integer", "minimum": 1, "maximum": 10}, "an integer from 1 to 10"),
+        ({"type": "integer", "minimum": 1, "maximum": 1_000_000}, "an integer from 1 to 1000000"),
+        ({"type": "number", "minimum": 0.25, "maximum": 8.0}, "a number from 0.25 to 8"),
         ({"type": "number", "minimum": 1, "maximum": 10}, "a number from 1 to 10"),
         ({"type": "number", "minimum": 1}, "a number of at least 1"),
         ({"type": "number", "maximum": 10}, "a number of at most 10"),

@@ -96,7 +96,7 @@ def test_without_a_render_mode_nothing_is_drawn_and_matplotlib_is_not_needed(mon
         with pytest.raises(InvalidConfigError) as refused:
             ig.InferenceGymEnv(3, render_mode=mode)
         assert refused.value.field == "render_mode"
-        assert "pip install '.[report]'" in str(refused.value)
+        assert "pip install -e '.[report]'" in str(refused.value)
 
 
 def test_an_unknown_render_mode_is_refused() -> None:

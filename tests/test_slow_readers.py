@@ -127,6 +127,10 @@ def test_a_request_without_room_for_its_answer_plays_nothing(bounded: RunningSer
             sent = head("/step/batch", "192.0.2.1", MEDIA_TYPE, len(body)) + body
             assert status_of(held.enter_context(dial(bounded, sent))) == 200
         assert ask(bounded, following, "192.0.2.1") == 429
+        # As JSON the same rows take more bytes, and are counted before they are played too.
+        as_json = {"session_id": session, "actions": np.ones((1, ROWS, 5)).tolist(), "repeat": 16_384 // ROWS}
+        refused = bounded.client.post("/step/batch", json=as_json, headers={"X-Forwarded-For": "192.0.2.1"})
+        assert refused.status_code == 429
     until(lambda: ask(bounded, body, "192.0.2.1") == 200)
     step = {"session_id": session, "actions": np.ones((1, ROWS, 5)).tolist()}
     assert bounded.post("/step/batch", step)["step"] == STEPS + 1

@@ -20,7 +20,7 @@ import pytest
 from redis.asyncio import BlockingConnectionPool
 
 from env.family import EpisodeRecord
-from inferencegym.errors import StoreError
+from inferencegym.errors import StoreError, UnknownSessionError
 from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
@@ -320,6 +320,25 @@ def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) ->
                 file.unlink()
             assert (await manager.step(live.session_id, {}, 2)).number == 2
             assert (await store.position(live.session_id) or ("", 0))[1] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_another_client_restarted_comes_back_as_that_clients(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+
+    async def scenario() -> None:
+        async with sqlite_store(path) as store:
+            manager = SessionManager(store, FAMILIES, Settings(store_url=f"sqlite://{path}"))
+            live, _ = await manager.reset(SERVING, seed=3, caller="first")
+            await manager.reset(SERVING, seed=4, session_id=live.session_id, caller="second")
+            await store.close()
+            for file in tmp_path.glob("sessions.db*"):
+                file.unlink()
+            await manager.step(live.session_id, {}, 1)
+            assert await manager.latest("second") == live.session_id
+            with pytest.raises(UnknownSessionError):
+                await manager.latest("first")
 
     asyncio.run(scenario())
 

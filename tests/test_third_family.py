@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,11 @@ def test_the_commands_evaluate_verify_and_rank_it(tmp_path: Path, capsys: pytest
     assert main(["leaderboard", "add", str(board), "--play", "two_point", "--task", "mild-night", "--seeds", "2"]) == 0
     assert main(["leaderboard", "check", str(board), "--seeds", "2"]) == 0
     assert "two_point" in capsys.readouterr().out
+
+
+def test_a_family_without_policies_is_served_without_their_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, FAMILY.name, dataclasses.replace(FAMILY, policies={}))
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        assert client.get("/thermostat/policies").status_code == 404
+        assert client.post("/thermostat/play", json={}).status_code == 404
+        played(client)

@@ -322,7 +322,7 @@ def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(
 ) -> None:
     done = client_only.run("inferencegym", *command.split(), check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"in a clone: pip install '.[{extra}]'" in done.stderr
+    assert f"in a clone: pip install -e '.[{extra}]'" in done.stderr
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(
 )
 def test_an_error_of_the_library_names_the_missing_extra(client_only: Fresh, program: str, extra: str) -> None:
     done = client_only.run("python", "-c", program, check=False)
-    assert f"in a clone: pip install '.[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f"in a clone: pip install -e '.[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
