@@ -42,7 +42,7 @@ class User:
 
 
 EPISODE: Final = """\
-python - <<'END'
+.venv/bin/python - <<'END'
 import gymnasium, inferencegym.gym
 envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64, action="discrete")
 envs.reset(seed=0)
@@ -62,8 +62,8 @@ END"""
 USERS: Final = (
     User(
         "RL researcher",
-        ("python3.11 -m venv env && . env/bin/activate && pip install -q '.[sim]'",),
-        (f". env/bin/activate && {EPISODE}", ". env/bin/activate && inferencegym evaluate --task 3 --agent heuristic"),
+        ("python3.11 -m venv .venv && .venv/bin/pip install -q -e '.[sim]'",),
+        (EPISODE, ".venv/bin/inferencegym evaluate --task 3 --agent heuristic --seeds 30"),
     ),
     User(
         "OpenEnv user",
@@ -88,9 +88,9 @@ USERS: Final = (
     ),
     User(
         "operator",
-        ("python3.11 -m venv env && . env/bin/activate && pip install -q '.[sim,tools]'",),
+        ("python3.11 -m venv .venv && .venv/bin/pip install -q -e '.[sim,tools]'",),
         (
-            ". env/bin/activate && inferencegym plan --trace server/web/data/azure-conversation.csv "
+            ".venv/bin/inferencegym plan --trace server/web/data/azure-conversation.csv "
             "--model llama-3.1-8b --objective ttft_p99=500 | grep a100-40gb | head -1",
         ),
     ),
@@ -170,7 +170,7 @@ def typed(command: str, clone: Path, port: int) -> Iterator[subprocess.Popen[str
 
 def first_line(command: str) -> str:
     """A command as the table shows it: a program that it is given is named, and stands in the documents."""
-    line = command.replace(". env/bin/activate && ", "").replace(".venv/bin/", "").partition("\n")[0]
+    line = command.replace(".venv/bin/", "").partition("\n")[0]
     return line.replace("python - <<'END'", "python episode.py").partition(" | ")[0]
 
 
