@@ -1,7 +1,7 @@
 """From nothing to a first result: what each kind of user types in a fresh clone, and how long it takes.
 
-    python benchmarks/first_results.py                    all five, some minutes each; writes results/first_results.md
-    python benchmarks/first_results.py --only operator    one of them, printed only
+    python benchmarks/first_results.py                    everyone, some minutes each; writes results/first_results.md
+    python benchmarks/first_results.py --only operator    one of them, repeatable; the others keep their rows
 
 Every user gets a clone of the last commit in a folder of its own, with no environment and no cache of packages. What is
 measured is this machine with its way to a package index; which step takes the time is much the same elsewhere.
@@ -26,6 +26,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "first_results.md"
+HEAD: Final = "| user | types | seconds | then sees |\n|---|---|---|---|"
 HEALTHY_WITHIN_S: Final = 900.0
 ADDRESS: Final = "http://localhost:7860"
 """What users type; here the server listens on a free port."""
@@ -67,7 +68,7 @@ USERS: Final = (
     ),
     User(
         "OpenEnv user",
-        (".venv/bin/pip install -q '.[openenv]'",),
+        (".venv/bin/pip install -q -e '.[openenv]'",),
         (OPENENV, ".venv/bin/openenv validate --url http://localhost:7860 | tail -1"),
         serves=True,
     ),
@@ -82,7 +83,7 @@ USERS: Final = (
     ),
     User(
         "trainer of language models",
-        (".venv/bin/pip install -q '.[trl]'",),
+        (".venv/bin/pip install -q -e '.[trl]'",),
         (".venv/bin/python -m agents.integrations.trl_grpo --url http://localhost:7860",),
         serves=True,
     ),
@@ -99,18 +100,19 @@ USERS: Final = (
 
 
 def main() -> int:
-    """Measure the users asked for; returns 1 if a command of theirs failed."""
+    """Measure the users asked for. Raises RuntimeError if a command of theirs fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=[user.name for user in USERS], help="this user only, printed")
-    wanted = parser.parse_args().only
-    rows = []
+    names = [user.name for user in USERS]
+    parser.add_argument("--only", action="append", choices=names, help="this user, repeatable (default: all)")
+    wanted = parser.parse_args().only or names
+    known = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    rows = {name: line for name in names for line in known if line.startswith(f"| {name} |")}
     for user in USERS:
-        if wanted in (None, user.name):
-            rows.append(row(user))
-            print(rows[-1], flush=True)
-    if wanted is None:
-        head = "| user | types | seconds | then sees |\n|---|---|---|---|\n"
-        RESULTS.write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
+        if user.name in wanted:
+            rows[user.name] = row(user)
+            print(rows[user.name], flush=True)
+    lines = [HEAD, *(rows[name] for name in names if name in rows)]
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 
