@@ -84,7 +84,7 @@ USERS: Final = (
     User(
         "trainer of language models",
         (".venv/bin/pip install -q -e '.[trl]'",),
-        (".venv/bin/python -m agents.integrations.trl_grpo --url http://localhost:7860",),
+        (".venv/bin/python -m agents.integrations.trl_grpo --url http://localhost:7860 | grep reward | tail -1",),
         serves=True,
     ),
     User(
