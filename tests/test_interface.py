@@ -1,0 +1,28 @@
+"""The HTTP interface is the recorded one: a change of what clients rely on is seen before it is released."""
+
+from __future__ import annotations
+
+import copy
+
+from scripts import golden_interface as golden
+
+
+def test_the_http_interface_is_the_recorded_one() -> None:
+    found = list(golden.differences(golden.recorded(), golden.current()))
+    assert not found, "if this is meant, python -m scripts.golden_interface --write:\n" + "\n".join(found[:20])
+
+
+def test_a_changed_bound_a_new_field_and_a_path_that_is_gone_are_named() -> None:
+    recorded = golden.recorded()["/openapi.json"]
+    changed = copy.deepcopy(recorded)
+    seed = changed["/reset"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    seed["sed"] = {"type": "integer"}
+    (one,) = (each for each in golden.differences(recorded, changed))
+    assert one.startswith("/reset > post > requestBody > ")
+    assert one.endswith(" > properties > sed: is new")
+    del changed["/health"]
+    assert "/health: is gone" in golden.differences(recorded, changed)
+    (bound,) = golden.differences({"seed": {"minimum": 0}}, {"seed": {"minimum": 1}})
+    assert bound == "seed > minimum: recorded 0, now 1"
+    (length,) = golden.differences({"required": ["a"]}, {"required": ["a", "b"]})
+    assert length == 'required: recorded ["a"], now ["a", "b"]'
