@@ -367,15 +367,18 @@ def draw(tasks: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    titles = ("agents and canaries", "ladder", "best timetables of a search", "near the solver's policies")
-    figure, panels = pyplot.subplots(1, len(titles), figsize=(16.0, 4.4), constrained_layout=True)
+    titles = {"ladder": "ladder", "search": "best timetables of a search", "near": "near the solver's policies"}
+    kinds = [kind for kind in KINDS if any(kind in result for result in tasks.values())]
+    n_panels = 1 + len(kinds)
+    figure, panels = pyplot.subplots(1, n_panels, figsize=(4.0 * n_panels, 4.4), constrained_layout=True, squeeze=False)
+    panels = panels[0]
     for i, (task_id, result) in enumerate(tasks.items()):
         grades = [(row["fluid"]["score"], row["reference"]["score"]) for row in result["agents"].values()]
         shown = [tuple(zip(*grades, strict=True))]
-        shown += [(result[kind]["fluid"], result[kind]["reference"]) if kind in result else ((), ()) for kind in KINDS]
+        shown += [(result[kind]["fluid"], result[kind]["reference"]) if kind in result else ((), ()) for kind in kinds]
         for axes, (fluid, reference) in zip(panels, shown, strict=True):
             axes.scatter(fluid, reference, color=f"C{i}", label=f"task {task_id}", s=24, linewidths=0)
-    for axes, title in zip(panels, titles, strict=True):
+    for axes, title in zip(panels, ("agents and canaries", *(titles[kind] for kind in kinds)), strict=True):
         low, high = axes.get_xlim()
         axes.plot((low, high), (low, high), color="black", linewidth=0.8)
         axes.set(title=title, xlabel="grade in the fluid model")
