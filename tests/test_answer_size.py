@@ -151,3 +151,13 @@ def test_a_line_of_the_log_is_short_whatever_was_sent(capsys: pytest.CaptureFixt
     assert [json.loads(line)["status"] for line in lines] == [404, 404, 500]
     assert "broken" in json.loads(lines[2])["traceback"], "what the line says is still there"
     assert max(map(len, lines)) < 2 * MOST_BYTES
+
+
+def test_a_log_of_errors_has_every_refused_request_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with TestClient(create_app(Settings(store_url="memory://", access_log="errors"))) as client:
+        session_id = client.post("/reset", json={"config": {"episode_length": 1}}).json()["session_id"]
+        answers = [client.post("/step", json={"session_id": session_id}) for _ in range(2)]
+        answers += [client.get("/health"), client.get("/nowhere")]
+    assert [answer.status_code for answer in answers] == [200, 400, 200, 404]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"event":"request"' in line]
+    assert [line["status"] for line in lines] == [400, 404]

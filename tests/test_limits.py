@@ -175,3 +175,6 @@ def test_a_head_over_64_kib_is_refused_however_it_arrives(counted: RunningServer
         assert status(head % (filling * (60_000 // len(filling)))) == 200
         # A name and its value count without the four bytes between and after them.
         assert status(head % (filling * (110_000 // len(filling)))) == refused
+    both = b"GET /health?%s HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n"
+    assert status(both % (b"a" * 30_000, b"a" * 30_000)) == 200
+    assert status(both % (b"a" * 30_000, b"a" * 40_000)) == 431, "a query and headers count together"
