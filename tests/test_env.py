@@ -170,6 +170,20 @@ def test_a_refused_action_names_its_field_and_changes_nothing(action: dict[str, 
     assert env.state() == before
 
 
+def test_what_the_table_or_the_task_lacks_is_refused_and_changes_nothing() -> None:
+    for env, action, allowed in (
+        (InferenceEnv(task_id=3, config={"hardware": "a100-qwen3-8b"}), {"quant_tier": 1}, "0 (BF16)"),
+        (InferenceEnv(task_id="autoscale"), {"replicas": 7}, "from 1 to 6"),
+    ):
+        env.reset()
+        before = env.state()
+        with pytest.raises(InvalidActionError) as refused:
+            env.step(action)
+        assert refused.value.field == next(iter(action))
+        assert allowed in refused.value.allowed
+        assert env.state() == before
+
+
 def test_knobs_that_a_task_does_not_offer_are_forced_and_shown() -> None:
     env = InferenceEnv(task_id=1)
     env.reset()

@@ -54,7 +54,7 @@ from inferencegym.spaces.formats import (
     schedule_features,
 )
 from inferencegym.tasks import get_calibration, get_task, list_tasks
-from inferencegym.traffic import list_traffic_tasks
+from inferencegym.traffic import STATE_FIELDS, list_traffic_tasks
 from tests.servers import RunningServer, running_server
 
 SERVING = [ig.registered_id(task.gym_id) for task in list_tasks(include_recorded=True)]
@@ -144,6 +144,15 @@ def test_traffic_observations_stay_within_their_bounds(env_id: str) -> None:
             over = terminated or truncated
         assert terminated == bool(info["crashed"])
         assert 0.0 <= info["final_score"] <= 1.0
+
+
+@pytest.mark.parametrize(("capacity", "highest_ms"), [(100, 50 * (1 + 2**3)), (400, 50 * (1 + 0.5**2))])
+def test_the_highest_latency_of_traffic_is_that_of_its_peak_and_a_full_queue(capacity: int, highest_ms: float) -> None:
+    # 200 requests per second at most; a queue of 500 costs half a millisecond each, rounding at most one.
+    env = gymnasium.make(TRAFFIC[2], config={"server_capacity": capacity})
+    high = dict(zip(STATE_FIELDS, env.observation_space.high, strict=True))
+    assert (high["request_rate"], high["queue_length"]) == (200, 500)
+    assert high["avg_latency"] == pytest.approx(highest_ms + 250 + 1)
 
 
 # ---------------------------------------------------------------- formats
@@ -265,6 +274,8 @@ def test_the_schedule_tells_of_the_flood_that_comes_the_one_that_is_on_and_the_o
     np.testing.assert_allclose(
         features[first + lasts + 9], [0.0, (lasts + 9) / interval, 1.0 - 10 / interval], atol=1e-6
     )
+    # Also where the episode ends within a flood, and just before one.
+    np.testing.assert_allclose(schedule_features(task, first)[-2:, :2], [[0.0, 1.0 - 1 / interval], [1.0, 1.0]])
     assert not schedule_features(get_task(1), 50).any()
     envs = ig.VectorInferenceEnv(2, 3, observation="scheduled")
     seen, _ = envs.reset(seed=0)

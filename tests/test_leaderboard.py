@@ -12,6 +12,7 @@ from env.inference_env import InferenceEnv
 from grader.leaderboard import Simulator, Submission, rank
 from inferencegym import __version__
 from inferencegym.cli.main import main
+from inferencegym.errors import DataFormatError
 from inferencegym.families import FAMILIES
 from inferencegym.verification import constants_sha256
 from simulator.tables import load_tables
@@ -169,6 +170,8 @@ def test_a_line_that_is_there_twice_counts_once(
         {"seed": -1},
         {"seed": 2**63},
         {"seed": True},
+        {"task": True},
+        {"task": 1.5},
         {"agent": " x"},
         {"agent": ""},
         {"actions": [1]},
@@ -184,6 +187,13 @@ def test_a_line_in_another_form_is_named_with_status_2(
     path = write(tmp_path / "board.jsonl", [made[0], {**made[1], **damage}])
     assert main(["leaderboard", "check", path]) == 2
     assert f"board.jsonl:2: {next(iter(damage))}" in capsys.readouterr().err
+
+
+def test_of_several_wrong_keys_the_first_by_name_is_told(made: list[dict[str, Any]]) -> None:
+    with pytest.raises(DataFormatError, match="actions is missing"):
+        Submission.from_dict({})
+    with pytest.raises(DataFormatError, match="able is not a key of a submission"):
+        Submission.from_dict({**made[0], **{name: 1 for name in ("zeal", "more", "able", "seal", "task_id")}})
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
