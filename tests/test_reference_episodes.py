@@ -43,6 +43,19 @@ def test_setting_the_same_knobs_every_second_changes_nothing() -> None:
     assert once.preemptions.sum() > 0
 
 
+def test_a_new_replica_serves_once_it_has_started() -> None:
+    fleet = Fleet(FP16, 1, ROOMY, start_ms=5_000.0)
+    simulation = Simulation(fleet, requests((0.0, 100, 10_000), (1.0, 100, 200)))
+    simulation.run_until(2_000.0)
+    simulation.reconfigure(dataclasses.replace(fleet, replicas=2), POOLS)
+    simulation.run_until(7_000.0 - 1e-6)
+    first, new = simulation.replicas
+    assert (first.in_flight(), new.in_flight(), new.down) == (1, 0, True)
+    assert np.isnan(simulation.start_ms[1])
+    simulation.run_until(7_000.0 + 1e-3)
+    assert (new.in_flight(), new.down, simulation.start_ms[1]) == (1, False, 7_000.0)
+
+
 def test_a_restart_hands_requests_to_the_other_replica_which_recomputes_prompt_and_output() -> None:
     fleet = Fleet(FP16, 8, ROOMY, replicas=2, restart_ms=10_000.0)
     simulation = Simulation(fleet, requests((0.0, 1000, 600)))

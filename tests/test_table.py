@@ -210,6 +210,14 @@ def test_output_lengths_have_the_stated_mean_in_every_stretch() -> None:
     assert lengths.max() <= LONGEST_OUTPUT
 
 
+@pytest.mark.parametrize("hardware", ["a100-40gb", "h100-llama-3.1-8b"])
+def test_tables_that_ship_have_the_axes_that_are_built(hardware: str) -> None:
+    axes = load_tables(table_path(hardware)).axes
+    assert axes["prompt_len_bucket"].tolist() == list(PROMPT_TOKENS)
+    assert axes["batch_size"].tolist() == list(BATCH_SIZES)
+    assert axes["spec_length"].tolist() == list(SPEC_LENGTHS)
+
+
 def test_a_table_is_the_same_whether_one_process_builds_it_or_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +239,8 @@ def test_a_table_holds_an_engines_own_tokens_per_draft_length(tmp_path: Path, mo
     path = build_table(
         tmp_path / "own.parquet", source, profile, jobs=1, progress=False, saturated=False, spec_tokens=own
     )
+    # Without a saturated engine nothing depends on the KV budget: one row for each of the others.
+    assert pq.read_table(path).num_rows == 1 * 1 * 5 * 1 * 3
     stated = json.loads(pq.read_schema(path).metadata[METADATA_KEY])
     assert stated["spec_tokens_per_step"] == {"0": 1.0, "1": 1.8, "2": 2.5, "4": 3.9, "8": 5.0}
 
