@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
 from benchmarks.load import memory_mb
+from server.net.bounded_transport import PIECE_BYTES, BoundedTransport
 from tests.servers import PATIENCE_S, RunningServer, running_server, until
 
 PEERS: Final = 8
@@ -113,3 +115,45 @@ def test_a_peer_that_never_reads_is_disconnected_after_a_while(tmp_path: Path, k
         flood(senders, FLOODS[kind])
         until(lambda: "inferencegym_websockets 0.0" in server.client.get("/metrics").text)
         server.stop()
+
+
+class Wire(asyncio.Transport):
+    """A connection that reads and delivers everything."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Reader(asyncio.Protocol):
+    """Keeps the pieces that it was given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+
+def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between_two() -> None:
+    reader, read = Reader(), bytes(range(256)) * 16
+
+    async def connection() -> list[int]:
+        transport = BoundedTransport(Wire(), reader, close_timeout_s=1.0)
+        given = []
+        for part in (read[:3000], read[3000:]):  # the second read comes before the first one's next turn
+            transport.received(part)
+            given.append(len(reader.pieces))
+        while sum(map(len, reader.pieces)) < len(read):
+            await asyncio.sleep(0)
+            given.append(len(reader.pieces))
+        return given
+
+    assert asyncio.run(connection()) == [1, 1, 2, 3, 4]
+    assert [len(piece) for piece in reader.pieces] == [PIECE_BYTES] * 4
+    assert b"".join(reader.pieces) == read
