@@ -193,7 +193,7 @@ def test_of_several_wrong_keys_the_first_by_name_is_told(made: list[dict[str, An
     with pytest.raises(DataFormatError, match="actions is missing"):
         Submission.from_dict({})
     with pytest.raises(DataFormatError, match="able is not a key of a submission"):
-        Submission.from_dict({**made[0], **{name: 1 for name in ("zeal", "more", "able", "seal", "task_id")}})
+        Submission.from_dict({**made[0], **dict.fromkeys(("zeal", "more", "able", "seal", "task_id"), 1)})
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
