@@ -121,6 +121,25 @@ def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
     asyncio.run(scenario())
 
 
+def test_environments_stay_in_memory_up_to_the_limits() -> None:
+    async def scenario() -> None:
+        async with manager_on("memory://", live_sessions=2) as manager:
+            for kept, evicted in ((1, 0), (2, 0), (2, 1)):
+                await manager.reset(SERVING)
+                assert (len(manager), manager.counters.evictions) == (kept, evicted)
+        async with manager_on("memory://", live_steps=100) as manager:
+            first, _ = await manager.reset(SERVING)
+            for _ in range(100):
+                await manager.step(first.session_id, {})
+            second, _ = await manager.reset(SERVING)
+            assert (len(manager), manager.steps_held, manager.counters.evictions) == (2, 100, 0)
+            await manager.step(second.session_id, {})
+            await manager.reset(SERVING)
+            assert (len(manager), manager.steps_held, manager.counters.evictions) == (2, 1, 1)
+
+    asyncio.run(scenario())
+
+
 def test_a_new_process_goes_on_where_the_old_one_ended(shared_url: str) -> None:
     async def scenario() -> None:
         actions = actions_of(SERVING, 20)
@@ -247,6 +266,19 @@ def test_a_step_that_others_are_always_quicker_than_ends_as_a_conflict_and_is_co
             with pytest.raises(StepConflictError):
                 await manager.step(live.session_id, {})
             assert (manager.counters.conflicts, manager.counters.steps) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_step_too_far_ahead_and_one_with_another_action_are_conflicts_and_are_counted() -> None:
+    async def scenario() -> None:
+        async with manager_on("memory://") as manager:
+            live, _ = await manager.reset(SERVING, seed=5)
+            await manager.step(live.session_id, {"batch_size": 8}, 1)
+            for conflicts, (action, number) in enumerate((({}, 3), ({"batch_size": 16}, 1)), start=1):
+                with pytest.raises(StepConflictError):
+                    await manager.step(live.session_id, action, number)
+                assert (manager.counters.conflicts, manager.counters.steps) == (conflicts, 1)
 
     asyncio.run(scenario())
 
