@@ -11,6 +11,9 @@ the tests notice; ``--again`` tries the survivors of the last sample once more.
    no more of them than take ``--seconds``. What the tests of a real server run in its own process is not seen by
    coverage, so for code of the server these tests come last. A compiled module is compiled with its fault.
 
+A survivor that changes nothing which a caller could observe is called equivalent, by a person: its entry in the file of
+results gets the key ``equivalent`` with the reason, and the table (``--table`` writes it again) counts it apart.
+
 The tools that exist did not fit (November 2026). mutmut 3.8.1, maintained, changes neither module-level code nor
 functions with decorators (properties, validators, endpoints), and wraps the others in functions that choose the mutant
 as they are called, so that compiled modules cannot have any; cosmic-ray 8.7.0, maintained, runs one and the same
@@ -379,7 +382,7 @@ def read_map(jobs: int) -> Map:
     sources = hashlib.sha256()
     for path in sorted(path for name in _packages() for path in (ROOT / name).rglob("*.py")):
         sources.update(path.read_bytes())
-    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if not path.stem.startswith(NOT_OF_THE_CODE)]
+    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.stem not in NOT_OF_THE_CODE]
     kept = {}
     for path in files:
         digest = hashlib.sha256(sources.digest() + path.read_bytes()).hexdigest()[:16]
@@ -512,18 +515,31 @@ def attempt_all(mutants: list[Mutant], known: Map, arguments: argparse.Namespace
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Mutants of each area, and how many the tests killed when the sample was drawn and after it was tried again."""
-    lines = ["| area | mutants | killed at first | killed with the tests of today |", "|---|---|---|---|"]
+    """Mutants of each area, and how many the tests killed when the sample was drawn and after it was tried again.
+
+    Where some are equivalent, they are counted, and the shares of the others follow.
+    """
     counted = [one for one in results if one["outcome"] != "does not build"]
+    heads = ["killed at first", "killed with the tests of today"]
+    equivalent = any("equivalent" in one for one in counted)
+    if equivalent:
+        heads += ["equivalent", *(f"{head}, of the others" for head in heads)]
+    lines = [f"| area | mutants | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for area in [*dict.fromkeys(one["area"] for one in counted), "all"]:
         tried = [one for one in counted if area in (one["area"], "all")]
-        first, now = (
-            sum(outcome == "killed" for outcome in outcomes)
-            for outcomes in ((one.get("first", one["outcome"]) for one in tried), (one["outcome"] for one in tried))
-        )
-        cells = [f"{killed} ({killed / len(tried):.0%})" for killed in (first, now)]
+        others = [one for one in tried if "equivalent" not in one]
+        cells = _killed(tried)
+        if equivalent:
+            cells += [str(len(tried) - len(others)), *_killed(others)]
         lines.append(f"| {area} | {len(tried)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _killed(tried: list[dict[str, Any]]) -> list[str]:
+    """How many were killed at first, and by the tests of today."""
+    first = sum(one.get("first", one["outcome"]) == "killed" for one in tried)
+    now = sum(one["outcome"] == "killed" for one in tried)
+    return [f"{killed} ({killed / len(tried):.0%})" for killed in (first, now)]
 
 
 def main() -> int:
@@ -536,6 +552,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=6, help="files they are taken from (default: 6)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time (default: one a core)")
     parser.add_argument("--again", action="store_true", help="the survivors of the last sample, after new tests")
+    parser.add_argument("--table", action="store_true", help="only write the table again, from the last results")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the table, without its ending")
     parser.add_argument("--record", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--only", type=Path, help=argparse.SUPPRESS)
@@ -550,9 +567,15 @@ def main() -> int:
     areas = arguments.area or list(AREAS)
     stored = arguments.out.with_suffix(".json")
     last = json.loads(stored.read_text(encoding="utf-8"))["mutants"] if stored.exists() else []
+    if arguments.table:
+        print(text := table(last))
+        arguments.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        return 0
     again = {}
     if arguments.again:
-        survivors = ((index, one) for index, one in enumerate(last) if one["outcome"] == "survived")
+        survivors = (
+            (index, one) for index, one in enumerate(last) if one["outcome"] == "survived" and "equivalent" not in one
+        )
         again = {index: found for index, one in survivors if (found := _again(one))}
     mutants = list(again.values()) if arguments.again else sample(arguments.per_area, arguments.seed, areas)
     known = read_map(arguments.jobs)
