@@ -79,6 +79,25 @@ def test_the_higher_class_is_admitted_first() -> None:
     assert out.first_token_s[2] < out.first_token_s[1]
 
 
+def test_a_lower_class_that_is_to_start_next_takes_no_prompt_tokens_from_a_higher_one() -> None:
+    # The first fills an iteration of 2,048 tokens; the second is to fill the next one when the third comes.
+    load = requests((0.0, 2048, 1), (0.001, 2048, 1), (0.002, 100, 1), priority=[1, 1, 0])
+    out = serve(Fleet(CHUNKED, 8, ROOMY), load)
+    first = CHUNKED.step_ms(0, 0, [Chunk(2048)], n_first=1)
+    second = CHUNKED.step_ms(0, 0, [Chunk(100), Chunk(1948)], n_first=1)
+    third = CHUNKED.step_ms(0, 0, [Chunk(100, 1948)], n_first=1)
+    assert out.first_token_s * 1e3 == pytest.approx([first, first + second + third, first + second])
+
+
+@pytest.mark.parametrize(
+    "fleet", [Fleet(CHUNKED, 2, ROOMY), Fleet(CHUNKED, 8, 1200)], ids=["slots for two", "cache for two"]
+)
+def test_a_lower_class_that_is_to_start_next_takes_no_room_from_a_higher_one(fleet: Fleet) -> None:
+    load = requests((0.0, 500, 20), (0.001, 500, 20), (0.002, 500, 20), priority=[1, 1, 0])
+    out = serve(fleet, load)
+    assert out.first_token_s[2] < out.finish_s[0] < out.first_token_s[1]
+
+
 def test_a_full_queue_refuses_the_youngest_of_the_lowest_class() -> None:
     load = requests(*[(0.001 * i, 100, 50) for i in range(6)], priority=[0, 1, 2, 0, 2, 1])
     out = serve(Fleet(CHUNKED, 1, ROOMY, queue_limit=3), load)

@@ -256,7 +256,6 @@ class _Replica:
         self.transit_blocks = 0
         self.transit_tokens = 0
         self.assigned: deque[int] = deque()  # will start with the next iteration
-        self.assigned_blocks = 0
         self.preempted: deque[int] = deque()
         self.chunks: list[
             tuple[_Prefill, int]
@@ -536,7 +535,6 @@ class Simulation:
         for request in replica.assigned:
             replica.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         replica.assigned.clear()
-        replica.assigned_blocks = 0
 
     def _requeue(self, requests: Sequence[int]) -> None:
         """Put requests, first come first, before all others of their class in the shared queue."""
@@ -620,22 +618,26 @@ class Simulation:
             line.popleft()
             self.waiting -= 1
             self._assign(replica, request)
-            replica.assigned_blocks += self._prompt_blocks(request)
             replica.reserved_blocks += self.fleet.blocks(self.goal[request] + self.growth)
             self._rouse(replica)
 
     def _has_room(self, replica: _Replica, request: int) -> bool:
-        if replica.down or replica.draining or replica.leaving or replica.load() >= self.fleet.batch_size:
+        if replica.down or replica.draining or replica.leaving:
             return False
         if replica.preempted and not self._precedes(request, replica.preempted[0]):
             return False
+        # What is assigned or preempted of lower classes starts after this request and takes no room from it.
+        own = self.priority[request]
+        ahead = [other for other in replica.assigned if self.priority[other] <= own]
+        if replica.in_flight() + len(ahead) >= self.fleet.batch_size:
+            return False
         # What the next iteration cannot take stays in the shared queue: any replica may get to it first.
-        promised = replica.prefill_tokens() + sum(self.length[r] for r in replica.assigned)
-        if promised >= replica.model.profile.max_batched_tokens:
+        promised_tokens = replica.prefill_tokens() + sum(self.length[other] for other in ahead)
+        if promised_tokens >= replica.model.profile.max_batched_tokens:
             return False
         if self.reserve:
             return replica.reserved_blocks + self.fleet.blocks(self.goal[request] + self.growth) <= replica.pool_blocks
-        return self._fits(replica, request, replica.assigned_blocks)
+        return self._fits(replica, request, sum(map(self._prompt_blocks, ahead)))
 
     def _precedes(self, request: int, preempted: int) -> bool:
         """Whether a request that has not run may start before a preempted one runs again."""
@@ -661,7 +663,6 @@ class Simulation:
         if holder is None:
             self.waiting -= 1
         else:
-            holder.assigned_blocks -= self._prompt_blocks(request)
             holder.reserved_blocks -= self.fleet.blocks(self.goal[request] + self.growth)
         self._refuse(request)
 
@@ -701,12 +702,8 @@ class Simulation:
         return need + bound <= pool_blocks or need + replica.decode_blocks(self.ahead) <= pool_blocks
 
     def _start_prefill(self, replica: _Replica) -> _Prefill:
-        line = self._line(replica)
-        request = line.popleft()
-        blocks = self._prompt_blocks(request)
-        if line is replica.assigned:
-            replica.assigned_blocks -= blocks
-        prefill = _Prefill(request, self.length[request], blocks)
+        request = self._line(replica).popleft()
+        prefill = _Prefill(request, self.length[request], self._prompt_blocks(request))
         if np.isnan(self.start_ms[request]):
             self.start_ms[request] = self.now
             prefill.done = min(int(self.prefix_hit * self.reused[request]), prefill.need - 1)
