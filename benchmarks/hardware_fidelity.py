@@ -2,6 +2,7 @@
 
     python benchmarks/hardware_fidelity.py           writes results/hardware_fidelity.json and .md
     python benchmarks/hardware_fidelity.py --json    prints the JSON and writes nothing
+    python benchmarks/hardware_fidelity.py --widths  prints what widths of the output lengths do to TTFT under load
 
 Two sources: loads that AccelMark served on an A100-80GB and an A100-40GB (see benchmarks/validation/hardware_runs.py),
 and ``silicon_sample.csv`` of aiconfigurator-core (extra ``hardware``), closed loops on an H100, H200 and B200. All
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from fidelity import ORDER, QUANTITY
-from validation.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons
+from validation.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons, width_errors
 from validation.silicon import ClosedLoop, closed_loops, played
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -183,10 +185,26 @@ def _goals(rows: Sequence[dict[str, Any]], goals: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def print_widths() -> None:
+    """Log errors of TTFT under load by width of the output lengths, on the systems that the widths are fitted to."""
+    for system in (SYSTEMS_80GB[0], SYSTEM_40GB):
+        rows = []
+        for width in np.arange(1.0, 2.01, 0.1):
+            found = width_errors(system, float(width))
+            rows.append({"width": round(width, 1), **{" ".join(key): round(error, 3) for key, error in found.items()}})
+        print(f"{system.card}, vLLM {system.version}\n{pd.DataFrame(rows).to_string(index=False)}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the dynamics by card and band of utilisation.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
+    parser.add_argument(
+        "--widths", action="store_true", help="print the errors by width of the output lengths, write nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.widths:
+        print_widths()
+        return
     loops, left_out = closed_loops()
     found = summary(accelmark_points(), silicon_points(loops), left_out)
     if options.json:

@@ -39,7 +39,7 @@ def test_int8_was_fitted_to_nothing_and_still_serves_at_the_measured_rate() -> N
 
 
 def test_output_lengths_have_the_mean_of_the_run_and_its_cap() -> None:
-    lengths = output_lengths(1000, 3, 345.7)
+    lengths = output_lengths(1000, 3, 345.7, 1.3)
     assert lengths.mean() == pytest.approx(345.7, abs=1.0)
     assert lengths.max() == OUTPUT_CAP
-    assert not np.array_equal(lengths, output_lengths(1000, 4, 345.7))
+    assert not np.array_equal(lengths, output_lengths(1000, 4, 345.7, 1.3))

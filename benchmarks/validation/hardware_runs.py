@@ -7,8 +7,8 @@ the served engine of vLLM 0.20.1 is created without a limit, so its default of 1
 offline engine is given 512.
 
 Calibration: the BF16 runs of suite A under either version fitted the engine profiles (TPOT, throughput and the
-interactive TTFT), and the median TTFT at 100 requests/s the width of the output lengths. Nothing was fitted to the
-rest. The quantised rows of vLLM 0.20.1 ran without CUDA graphs, which no profile models.
+interactive TTFT), and their TTFT under load the width of the output lengths (:func:`width_errors`). Nothing was fitted
+to the rest. The quantised rows of vLLM 0.20.1 ran without CUDA graphs, which no profile models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from simulator.offline.table import BATCH_SIZES, KV_BUDGETS, PROMPT_TOKENS, SPEC
 from simulator.requests import RequestLog
 from simulator.tables import AXES, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
 from simulator.whatif import STEP_S, Served, serve_requests, ttft_samples, weighted_quantile
-from validation.accelmark import TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
+from validation.accelmark import OUTPUT_LOG_SIGMA, TEMPLATE_TOKENS, TIER_OF_PRECISION, output_lengths
 
 ACCELMARK = {"a100-80gb": "accelmark_a100_80gb.csv", "a100-40gb": "accelmark_a100_40gb.csv"}
 SEED = 42
@@ -53,6 +53,13 @@ class System(NamedTuple):
 
     card: str
     version: str
+
+
+class Outputs(NamedTuple):
+    """Output lengths of a run: mean (tokens), and standard deviation of the logarithm before the cap."""
+
+    mean: float
+    log_sigma: float
 
 
 ENGINES = {
@@ -142,22 +149,33 @@ def _rows(system: System) -> list[dict[str, str]]:
 
 def _compare(row: dict[str, str], system: System, step_s: float) -> Iterator[HardwareComparison]:
     name = f"{row['scenario']} {float(row['target_qps']):g}/s" if row["target_qps"] else row["scenario"]
-    for metric, predicted in _figures(row, system, step_s).items():
+    for metric, predicted in _figures(row, system, step_s, _outputs(row, system)).items():
         yield HardwareComparison(
             *system, row["suite"], row["precision"], name, metric, float(row[metric]), float(predicted)
         )
 
 
-def _figures(row: dict[str, str], system: System, step_s: float) -> dict[str, float]:
+def width_errors(system: System, log_sigma: float) -> dict[tuple[str, str], float]:
+    """Log errors of TTFT by requests/s and metric, with output lengths of this width: suite A in BF16 under load."""
+    found = {}
+    for row in _rows(system):
+        if (row["suite"], row["precision"]) == ("suite_A", "BF16") and row["target_qps"] in ("25.0", "100.0"):
+            figures = _figures(row, system, STEP_S, _outputs(row, system)._replace(log_sigma=log_sigma))
+            for metric in ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"):
+                found[row["target_qps"], metric] = math.log(figures[metric] / float(row[metric]))
+    return found
+
+
+def _figures(row: dict[str, str], system: System, step_s: float, outputs: Outputs) -> dict[str, float]:
     """The metrics that the row states, computed with the dynamics."""
-    scenario, mean = row["scenario"], _mean_output(row, system)
+    scenario = row["scenario"]
     if scenario == "offline":
-        served = _serve(row, system, step_s, _log(np.zeros(OFFLINE_REQUESTS), mean, 0), slots=OFFLINE_SLOTS)
+        served = _serve(row, system, step_s, _log(np.zeros(OFFLINE_REQUESTS), outputs, 0), slots=OFFLINE_SLOTS)
         return {"out_tok_s": served.report().output_tokens_per_s, "elapsed_s": served.makespan_s()}
     if scenario == "burst":
-        return _burst_figures(row, system, step_s, mean)
+        return _burst_figures(row, system, step_s, outputs)
     if scenario == "online":
-        logs = [_log(at, mean, run) for run, at in enumerate(online_arrivals(row, system))]
+        logs = [_log(at, outputs, run) for run, at in enumerate(online_arrivals(row, system))]
         runs = [_serve(row, system, step_s, log) for log in logs]
         return {
             **_ttft(runs, "ttft_ms_", (50, 90, 99)),
@@ -166,7 +184,7 @@ def _figures(row: dict[str, str], system: System, step_s: float) -> dict[str, fl
         }
     clients = int(float(row["concurrency"]))
     n = INTERACTIVE_REQUESTS if scenario == "interactive" else SUSTAINED_REQUESTS
-    served = _serve(row, system, step_s, _log(np.zeros(n), mean, 0), clients=clients)
+    served = _serve(row, system, step_s, _log(np.zeros(n), outputs, 0), clients=clients)
     if scenario == "interactive":
         return {
             **_ttft([served], "ttft_ms_", (50, 90, 99)),
@@ -216,10 +234,10 @@ def _poisson(generator: random.Random, rate: float, n: int) -> FloatArray:
     return np.array(list(itertools.accumulate(generator.expovariate(rate) for _ in range(n))))
 
 
-def _burst_figures(row: dict[str, str], system: System, step_s: float, mean: float) -> dict[str, float]:
+def _burst_figures(row: dict[str, str], system: System, step_s: float, outputs: Outputs) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, windows in zip(("steady", "burst"), burst_arrivals(row), strict=True):
-        runs = [_serve(row, system, step_s, _log(at, mean, i)) for i, at in enumerate(windows)]
+        runs = [_serve(row, system, step_s, _log(at, outputs, i)) for i, at in enumerate(windows)]
         figures |= _ttft(runs, f"{name}_ttft_ms_", (50, 99))
     return figures
 
@@ -239,20 +257,20 @@ def _serve(
     return serve_requests(action, log, tables, closed_clients=clients, step_s=step_s)
 
 
-def _log(arrival_s: FloatArray, mean_output: float, seed: int) -> RequestLog:
+def _log(arrival_s: FloatArray, outputs: Outputs, seed: int) -> RequestLog:
     prompts = [float(row["prompt"]) + TEMPLATE_TOKENS for row in measured.rows("sharegpt_prompt_lengths_accelmark.csv")]
     n = len(arrival_s)
     # A window longer than the suite's 300 requests goes through them again.
     return RequestLog(
         arrival_s,
         np.resize(prompts[:ONLINE_REQUESTS], n),
-        output_lengths(n, seed, mean_output).astype(np.float64),
+        output_lengths(n, seed, outputs.mean, outputs.log_sigma).astype(np.float64),
         np.zeros(n, dtype=np.int64),
     )
 
 
-def _mean_output(row: dict[str, str], system: System) -> float:
-    """Output tokens per answered request of the same suite's sustained run."""
+def _outputs(row: dict[str, str], system: System) -> Outputs:
+    """Output lengths: the mean is that of the same suite's sustained run, output tokens per answered request."""
     run: dict[str, Any] = next(
         other
         for other in _rows(system)
@@ -260,4 +278,4 @@ def _mean_output(row: dict[str, str], system: System) -> float:
     )
     mean = float(run["out_tok_s"]) * 60.0 / float(run["req_per_min"])
     assert math.isfinite(mean)
-    return mean
+    return Outputs(mean, OUTPUT_LOG_SIGMA[system.version])
