@@ -80,7 +80,7 @@ def silicon_points(loops: Iterable[ClosedLoop]) -> list[Point]:
     found = []
     for loop, figures in played(loops):
         for quantity, (measured, simulated) in figures.items():
-            found.append(Point(loop.card, f"{loop.model}, {loop.engine}", loop.band, quantity, measured, simulated))
+            found.append(Point(loop.card, loop.group, loop.band, quantity, measured, simulated))
     return found
 
 
@@ -122,7 +122,7 @@ def summary(accelmark: Sequence[Point], silicon: Sequence[Point], left_out: Coun
         "silicon_by_group": grid(silicon, [(card, group, "") for card, group in silicon_groups]),
         "silicon_by_card": grid(silicon, [(card, "", "") for card in silicon_cards]),
         "silicon_vllm_by_card": grid(
-            [p for p in silicon if p.group.endswith(", vllm")], [(card, "", "") for card in silicon_cards]
+            [p for p in silicon if ", vllm" in p.group], [(card, "", "") for card in silicon_cards]
         ),
         "silicon_left_out": dict(left_out.most_common()),
         "points": [asdict(p) for p in accelmark],
@@ -140,7 +140,8 @@ def markdown(found: dict[str, Any]) -> str:
         _goals(found["accelmark_by_card"], GOALS | TTFT_GOALS),
         "**The same runs by engine version and precision, calibration rows included**",
         _table(found["accelmark_by_group"], ("card", "group")),
-        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted, by band of utilisation**",
+        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted but the bits of the KV cache, by band of "
+        "utilisation**",
         _table(found["silicon_by_band"], ("card", "band")),
         "Medians of the rows of vLLM, whose kernels the shipped tables have:",
         _goals(found["silicon_vllm_by_card"], GOALS),

@@ -283,6 +283,18 @@ def test_closed_loops_on_an_h100_take_as_long_as_they_were_measured_to() -> None
     assert np.median(errors) <= 0.10
 
 
+def test_closed_loops_on_a_b200_show_a_kv_cache_in_8_bits_and_agree() -> None:
+    mine = [x for x in closed_loops()[0] if x.card == "b200" and x.engine == "vllm"]
+    found = list(played(mine))
+    assert {loop.model: loop.kv_cache_dtype for loop, _ in found} == {
+        "llama-3.1-70b FP8": "fp8",
+        "llama-3.1-70b NVFP4": "fp8",
+        "gpt-oss-120b MXFP4 TP4": "bf16",  # its cache is never full, so nothing tells
+    }
+    for quantity, goal in (("TPOT", 0.10), ("throughput", 0.08)):
+        assert np.median([abs(figures[quantity][1] / figures[quantity][0] - 1.0) for _, figures in found]) <= goal
+
+
 # ---------------------------------------------------------------- the published table
 
 

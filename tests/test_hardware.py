@@ -21,7 +21,7 @@ from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, M
 from simulator.hardware.profiles import engine
 from simulator.hardware.raw_keys import RawKeys
 from simulator.hardware.sources import engine_of, source_of
-from simulator.offline.table import PROMPT_TOKENS, Slice, table_row
+from simulator.offline.table import PROMPT_TOKENS, Slice, kv_capacity_tokens, table_row
 from simulator.tables import load_tables
 
 RAW = Path(aiconfigurator_core.__file__).parent / "systems" / "data"
@@ -119,6 +119,40 @@ def test_memory_is_that_of_one_card_of_the_replica() -> None:
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token / 2
     assert half.weights_gb["FP8"] == pytest.approx(whole.weights_gb["FP8"] / 2, rel=0.01)
     assert (whole.cards_per_replica, half.cards_per_replica) == (1, 2)
+
+
+def test_a_kv_cache_in_8_bits_holds_twice_the_tokens_and_reads_long_contexts_faster() -> None:
+    wide, narrow = (
+        AiconfiguratorSource(Deployment("b200_sxm", "llama-3.1-70b", tiers=("FP8",), kv_cache_dtype=dtype))
+        for dtype in ("bf16", "fp8")
+    )
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token / 2
+    assert kv_capacity_tokens(narrow, "FP8", 1.0, 0) == pytest.approx(
+        2 * kv_capacity_tokens(wide, "FP8", 1.0, 0), abs=2
+    )
+    long = [source.operators("FP8", engine("vllm_v1_8k")).decode_ms(64, 8192) for source in (wide, narrow)]
+    assert 0.5 * long[0] < long[1] < 0.8 * long[0]
+    # At a short context the weights are nearly all.
+    short = [source.operators("FP8", engine("vllm_v1_8k")).decode_ms(1, 128) for source in (wide, narrow)]
+    assert short[1] == pytest.approx(short[0], rel=0.02)
+
+
+def test_a_table_with_a_kv_cache_in_8_bits_is_built_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = ["build-table", "--system", "l40s", "--model", "gpt-oss-20b", "--kv-cache-dtype"]
+    assert main([*wanted, "fp8"]) == 0
+    built, shipped = (
+        load_tables(tmp_path / "l40s-gpt-oss-20b-fp8-kv.parquet"),
+        load_tables(table_path("l40s-gpt-oss-20b")),
+    )
+    assert built.meta["kv_bytes_per_token"] == shipped.meta["kv_bytes_per_token"] / 2
+    assert built.meta["aiconfigurator"]["deployment"]["kv_cache_dtype"] == "fp8"
+    assert "kv_cache_dtype" not in shipped.meta["aiconfigurator"]["deployment"]
+    assert source_of(built.meta).kv_bytes_per_token == built.meta["kv_bytes_per_token"]
+    assert main([*wanted, "fp4"]) == 2
+    assert "'fp4' is unknown: one of bf16, fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="vllm", help="with --system: engine of the kernels (default vllm)")
     parser.add_argument("--tiers", help="with --system: precisions, best first (default: all that are measured)")
     parser.add_argument(
+        "--kv-cache-dtype", default="bf16", help="with --system: what keys and values are kept in, bf16 or fp8"
+    )
+    parser.add_argument(
         "--profile", help="host overheads: a profile of profiles.json, or a JSON file with the fields of one"
     )
     parser.add_argument(
@@ -65,8 +68,9 @@ def _deployment(args: argparse.Namespace) -> tuple[Source, Path]:
     from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
 
     tiers = tuple(args.tiers.split(",")) if args.tiers else None
-    source = AiconfiguratorSource(Deployment(args.system, args.model, args.engine, args.tp, tiers))
+    source = AiconfiguratorSource(Deployment(args.system, args.model, args.engine, args.tp, tiers, args.kv_cache_dtype))
     name = f"{args.system}-{args.model}" + (f"-tp{args.tp}" if args.tp > 1 else "")
+    name += f"-{args.kv_cache_dtype}-kv" if args.kv_cache_dtype != "bf16" else ""
     return source, args.out or Path(f"{name}.parquet")
 
 

@@ -37,6 +37,8 @@ from simulator.hardware.profiles import EngineProfile, Hardware
 from simulator.hardware.raw_keys import RawKeys
 
 ENGINES: Final = ("vllm", "trtllm", "sglang")
+KV_CACHE_DTYPES: Final = {"bf16": "bfloat16", "fp8": "fp8"}
+"""The library's name of each."""
 ACTIVATION_TOKENS: Final = 8192
 """Tokens of one iteration whose activations are held: the token budget of the default profile."""
 MIN_POOL_GB: Final = 8.0
@@ -55,13 +57,24 @@ LAST_CONTEXT: Final = 17
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model on ``tp`` cards of a system, under one engine's kernels; names are those of ``hardware.json``."""
+    """A model on ``tp`` cards of a system, under one engine's kernels; names are those of ``hardware.json``.
+
+    ``kv_cache_dtype`` is what keys and values are kept in, one of ``KV_CACHE_DTYPES``.
+    """
 
     system: str
     model: str
     engine: str = "vllm"
     tp: int = 1
     tiers: tuple[str, ...] | None = None
+    kv_cache_dtype: str = "bf16"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields as the metadata of tables has them, without a KV cache in 16 bits."""
+        fields = asdict(self)
+        if self.kv_cache_dtype == "bf16":
+            del fields["kv_cache_dtype"]
+        return fields
 
 
 class _Terms(NamedTuple):
@@ -86,6 +99,7 @@ class Kernels:
             "moe_tp_size": deployment.tp,
             "moe_ep_size": 1,
             "gemm_quant_mode": gemm,
+            "kvcache_quant_mode": KV_CACHE_DTYPES[deployment.kv_cache_dtype],
         }
         with _quiet():
             database = get_database_view(system, engine, "current", database_mode="SILICON")
@@ -358,7 +372,7 @@ class AiconfiguratorSource(Source):
                 "library": found["name"],
                 "version": version(found["name"]),
                 "licence": "Apache-2.0",
-                "deployment": asdict(self._deployment),
+                "deployment": self._deployment.to_dict(),
                 "engine_version": next(iter(self._kernels.values())).version,
             },
             "profile": asdict(profile),
@@ -417,6 +431,11 @@ def _check(deployment: Deployment) -> None:
             raise InvalidConfigError(f"{name}={value!r} is unknown: choose one of {', '.join(allowed)}", name)
     if deployment.engine not in ENGINES:
         raise InvalidConfigError(f"engine={deployment.engine!r} is unknown: one of {', '.join(ENGINES)}", "engine")
+    if deployment.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise InvalidConfigError(
+            f"kv_cache_dtype={deployment.kv_cache_dtype!r} is unknown: one of {', '.join(KV_CACHE_DTYPES)}",
+            "kv_cache_dtype",
+        )
     if deployment.tp not in (1, 2, 4, 8):
         raise InvalidConfigError(f"tp={deployment.tp} is not allowed: 1, 2, 4 or 8", "tp")
     for tier in deployment.tiers or ():
