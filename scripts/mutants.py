@@ -338,25 +338,29 @@ class Map:
         found = set[str]().union(*(by_line.get(line, ()) for line in range(mutant.line, mutant.last_line + 1)))
         if not found:  # what runs when the module is imported
             found = set[str]().union(*by_line.values())
-        if is_compiled(mutant.path):
+        if is_compiled(mutant.path) or not found:
             found = self._of_importers(mutant.path)
-        stem = Path(mutant.path).stem
-        chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files, stem)
+        chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files, mutant.path)
         chosen += sorted(name for name in found & set(self.seconds) if name.startswith(GUARDS))
         if mutant.path.startswith("server/"):
             left = max(0.0, limit_s - sum(self.seconds[name] for name in chosen))
-            chosen += self._within(self.with_server - found, left, n_files, stem)
+            chosen += self._within(self.with_server - found, left, n_files, mutant.path)
         return chosen
 
-    def _within(self, tests: set[str], limit_s: float, n_files: int, stem: str) -> list[str]:
-        """As many of the tests as the limit allows: of files named after the module, then of those that hold most.
+    def _within(self, tests: set[str], limit_s: float, n_files: int, path: str) -> list[str]:
+        """As many of the tests as the limit allows: of files that name the module, then of those that hold most.
 
         They are run file by file: another order would make the fixtures of a file again and again.
         """
         by_file: dict[str, list[str]] = {}
         for name in sorted(tests & set(self.seconds), key=lambda name: self.seconds[name]):
             by_file.setdefault(name.split("::")[0], []).append(name)
-        ranked = sorted(by_file.items(), key=lambda file: (stem in file[0], len(file[1])), reverse=True)
+        stem, module = Path(path).stem, path.removesuffix(".py").replace("/", ".")
+        ranked = sorted(
+            by_file.items(),
+            key=lambda file: (stem in file[0] or module in (ROOT / file[0]).read_text(encoding="utf-8"), len(file[1])),
+            reverse=True,
+        )
         likely = [names for _, names in ranked[:n_files]]
         share = limit_s / max(1, len(likely))
         chosen = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from env.inference_env import InferenceEnv
-from grader.leaderboard import Simulator, Submission, rank
+from grader.leaderboard import MAX_NAME, Simulator, Submission, checked_name, rank
 from inferencegym import __version__
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError
@@ -199,6 +199,13 @@ def test_of_several_wrong_keys_the_first_by_name_is_told(made: list[dict[str, An
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_the_smallest_and_the_largest_seed_are_seeds(made: list[dict[str, Any]], seed: int) -> None:
     assert Submission.from_dict({**made[0], "seed": seed}).seed == seed
+
+
+def test_the_longest_name_of_an_agent_is_a_name_and_a_longer_one_is_none() -> None:
+    assert checked_name("a" * MAX_NAME) == "a" * MAX_NAME
+    for name in ("a" * (MAX_NAME + 1), "", " a", "a\n", "a\u200b"):
+        with pytest.raises(DataFormatError, match=f"1 to {MAX_NAME} printable characters"):
+            checked_name(name)
 
 
 def test_a_single_score_has_no_spread() -> None:
