@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from grader.episode import checked_metric
+from grader.episode import MAX_METRIC, checked_metric
 from inferencegym.errors import InvalidActionError, MalformedLogError, short_repr
 from inferencegym.traffic import ACCEPT_SHARES, TrafficTask, get_traffic_task, parse_action
 from simulator.traffic_score import EpisodeTotals, final_score, latency_factor, short_queue_limit
@@ -17,6 +17,8 @@ _FROM_STATE: Final = ("cpu_usage", "memory_usage", "queue_length", "avg_latency"
 METRICS: Final = (*_FROM_INFO, *_FROM_STATE)
 """Names of the metrics in a log entry."""
 SCORED: Final = ("incoming_requests", "allowed_requests", "queue_length", "avg_latency", "crashed")
+HIGHEST: Final = {**dict.fromkeys(SCORED, MAX_METRIC), "avg_latency": 1e18}
+"""Upper bounds. The smallest server at a hundred times a task's rates takes 60,000 ms * (1 + 20,000^3) = 4.8e17 ms."""
 """Parts of a score; all but ``crashed`` are numbers of at least 0."""
 
 
@@ -118,7 +120,7 @@ def _checked_metrics(i: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping):
         raise _malformed(i, "metrics must be an object", "metrics")
     for name in SCORED[:-1]:
-        checked_metric(i, name, metrics.get(name), first=1)
+        checked_metric(i, name, metrics.get(name), HIGHEST[name], first=1)
     if metrics["allowed_requests"] > metrics["incoming_requests"]:
         raise _malformed(
             i, "metrics.allowed_requests must not exceed metrics.incoming_requests", "metrics.allowed_requests"

@@ -273,9 +273,14 @@ class MetricsSnapshot:
     gpu_memory_gb: Annotated[float, pydantic.Field(description="memory in use on one replica (decimal GB)")]
     cost_per_1k: Annotated[float, pydantic.Field(description="normalised cost per 1,000 output tokens")]
     spec_accept_rate: Annotated[float, pydantic.Field(description="accepted draft tokens / drafted tokens")]
-    eviction_events: int
-    slo_violations: int
-    oom: bool = False
+    eviction_events: Annotated[int, pydantic.Field(description="preempted requests (requests)")]
+    slo_violations: Annotated[
+        int,
+        pydantic.Field(
+            description="requests beyond their objective or rejected; more where memory runs out (requests)"
+        ),
+    ]
+    oom: Annotated[bool, pydantic.Field(description="whether the configuration exceeds the memory")] = False
 
 
 @dataclass

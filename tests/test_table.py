@@ -20,6 +20,7 @@ from simulator.hardware.profiles import PROFILES_PATH, engine, profiles
 from simulator.offline.table import (
     BATCH_SIZES,
     COLUMNS,
+    ITERATION_BATCHES,
     KV_BUDGETS,
     LONGEST_OUTPUT,
     METADATA_KEY,
@@ -212,7 +213,9 @@ def test_output_lengths_have_the_stated_mean_in_every_stretch() -> None:
 
 @pytest.mark.parametrize("hardware", ["a100-40gb", "h100-llama-3.1-8b"])
 def test_tables_that_ship_have_the_axes_that_are_built(hardware: str) -> None:
-    axes = load_tables(table_path(hardware)).axes
+    tables = load_tables(table_path(hardware))
+    axes = tables.axes
+    assert tables.iteration_batches.tolist() == list(ITERATION_BATCHES)
     assert axes["prompt_len_bucket"].tolist() == list(PROMPT_TOKENS)
     assert axes["batch_size"].tolist() == list(BATCH_SIZES)
     assert axes["spec_length"].tolist() == list(SPEC_LENGTHS)

@@ -32,6 +32,7 @@ from inferencegym.traffic import (
     get_traffic_task,
     list_traffic_tasks,
 )
+from inferencegym.verification import verify_log
 
 TASK_IDS = [task.task_id for task in list_traffic_tasks()]
 ACTION = st.sampled_from(ACTION_NAMES)
@@ -411,6 +412,17 @@ def test_no_step_follows_a_crash() -> None:
         grade_traffic("task_easy", log)
     assert refused.value.step == 4
     assert "crashed" in grade_traffic("task_easy", log[:4])["feedback"]
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_an_episode_of_the_most_extreme_configuration_can_be_graded_and_verified(task_id: str) -> None:
+    config = {"server_capacity": 1, "base_latency": 60_000, "crash_load_ratio": 1000, "traffic_scale": 100}
+    env = started(task_id, **config)
+    play(env, ["allow_all"])
+    assert env.episode_log[-1]["metrics"]["avg_latency"] > 1e15
+    entries = json.loads(json.dumps(env.episode_log))
+    assert verify_log(FAMILY, task_id, 0, config, entries).episode_log == env.episode_log
+    assert 0.0 <= grade_traffic(task_id, entries)["score"] <= 1.0
 
 
 @pytest.mark.parametrize("task_id", ["task_easy", "task_medium", "task_hard"])

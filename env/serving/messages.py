@@ -60,13 +60,22 @@ MetricsMessage: Final = create_model("MetricsMessage", __doc__="Metrics of one s
 class WorkloadMessage(BaseModel):
     """The traffic of one step."""
 
-    arrival_rate: float
-    mean_prompt_len: float
-    prompt_len_bucket: int
-    queue_depth: int
-    priority_distribution: list[float]
-    is_burst: bool
-    phase: Literal["warmup", "steady", "burst", "cooldown"]
+    arrival_rate: Annotated[
+        float, Field(description="arrivals, exponential moving average over ten steps (requests/s)")
+    ]
+    mean_prompt_len: Annotated[
+        float, Field(description="mean prompt length of the last ten seconds' arrivals (tokens)")
+    ]
+    prompt_len_bucket: Annotated[int, Field(description="bucket of that length: 0 below 64 tokens, 7 from 4,096 on")]
+    queue_depth: Annotated[int, Field(description="requests waiting in the queue (requests)")]
+    priority_distribution: Annotated[
+        list[float], Field(description="shares of the last 50 steps' arrivals: interactive, batch, best effort")
+    ]
+    is_burst: Annotated[bool, Field(description="whether a flood is on")]
+    phase: Annotated[
+        Literal["warmup", "steady", "burst", "cooldown"],
+        Field(description="the first 10 s, a flood, the 10 s after one, or none of these"),
+    ]
 
 
 class FleetMessage(BaseModel):

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, Field
 
-from grader.episode import MAX_METRIC
-from grader.traffic_grader import SCORED
+from grader.traffic_grader import HIGHEST, SCORED
 from inferencegym.messages import plain_schema
 from inferencegym.models import bounds
 from inferencegym.traffic import ACCEPT_SHARES, STATE_FIELDS, TrafficActionMessage
@@ -52,8 +51,11 @@ def step_info_schema() -> dict[str, Any]:
 
 def log_entry_schema() -> dict[str, Any]:
     """JSON schema of a step of a log or an answer of step; the order of steps cannot be expressed in it."""
-    number, step = {"type": "number", "minimum": 0, "maximum": MAX_METRIC}, {"type": "integer", "minimum": 1}
-    scored: dict[str, Any] = {name: {"type": "boolean"} if name == "crashed" else number for name in SCORED}
+    step = {"type": "integer", "minimum": 1}
+    scored: dict[str, Any] = {
+        name: {"type": "boolean"} if name == "crashed" else {"type": "number", "minimum": 0, "maximum": HIGHEST[name]}
+        for name in SCORED
+    }
     in_state = {name: scored[name] for name in scored if name in STATE_FIELDS}
     in_info = {name: scored[name] for name in scored if name not in STATE_FIELDS}
     in_info |= {"accept_rate": {"enum": list(ACCEPT_SHARES.values())}, "episode_step": step}
