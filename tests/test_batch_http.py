@@ -260,6 +260,17 @@ def test_steps_of_no_session_are_refused_before_their_actions_are_looked_at(serv
     assert (answer.status_code, answer.json()["detail"]["code"]) == (404, "unknown_session")
 
 
+def test_an_answer_in_another_format_is_no_answer() -> None:
+    for body in (
+        b"",
+        b"IGB1",
+        b"XXXX" + bytes(200),
+        b'{"detail": "an error of a proxy, longer than the head of an answer is"}',
+    ):
+        with pytest.raises(ValueError, match="not in the binary format of POST /step/batch"):
+            decode_answer(body)
+
+
 def test_damaged_binary_bodies_are_refused(server: RunningServer) -> None:
     session_id = server.post("/reset/batch", {"n": 2})["session_id"]
     good = encode_request(BatchSteps(session_id, random_actions(2, 2), 2))

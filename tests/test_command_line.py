@@ -11,7 +11,7 @@ import pytest
 from agents.integrations.ray_workers import Job
 from inferencegym.cli.main import main
 from inferencegym.errors import DataFormatError
-from inferencegym.files import atomic_write, make_folder, require_writable
+from inferencegym.files import atomic_write, make_folder, require_writable, write_text
 from simulator.offline import bench_import, table
 
 LOG = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},200,50\n" for i in range(20))
@@ -151,3 +151,12 @@ def test_a_folder_is_writable_whatever_lies_in_it(tmp_path: Path) -> None:
         (tmp_path / name / "file").mkdir(parents=True)
         assert make_folder(tmp_path / name) == tmp_path / name
         assert [path.name for path in (tmp_path / name).iterdir()] == ["file"]
+
+
+def test_files_that_are_written_leave_no_handle_open(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(20):
+        write_text(tmp_path / "notes.txt", str(number))
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "19"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

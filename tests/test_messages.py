@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import pytest
 from pydantic import Field, model_validator
 
-from inferencegym.errors import MISSING
+from inferencegym.errors import MISSING, short_repr
 from inferencegym.messages import CHOICE, WHOLE, Allowed, FieldError, Message, parse_json, read, words
 
 
@@ -162,3 +162,12 @@ def test_json_that_is_not_strict_is_refused(text: str | bytes, said: str) -> Non
 def test_infinity_may_be_left_to_the_message_which_names_the_field() -> None:
     value = parse_json('{"sizes": -Infinity}', Refused, finite=False)
     assert refused(value).startswith("sizes=-inf")
+
+
+def test_a_constant_is_told_as_json_writes_it() -> None:
+    assert [words({"const": value}, {}) for value in ("a", 1, None)] == ['"a"', "1", "null"]
+
+
+def test_a_value_is_told_to_a_depth_of_three_levels_within_it() -> None:
+    assert short_repr([[["shown"]]]) == "[[['shown']]]"
+    assert short_repr([[[["deeper"]]]]) == "[[[[...]]]]"

@@ -25,6 +25,7 @@ from inferencegym.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
 from server.sessions.sqlite import SqliteStore
+from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.servers import ROOT
@@ -721,6 +722,21 @@ def test_restarts_by_ever_other_callers_leave_no_more_keys_than_one(redis_server
         assert await store.make_room("client199", 10, 600) == 0
         assert await store.make_room("client200", 10, 600) == 1
         await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_is_restarted_is_its_callers_latest(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for url in ("memory://", f"sqlite://{tmp_path}/sessions.db"):
+            store = make_store(Settings(store_url=url))
+            await store.open()
+            await store.put("a", START, "me")
+            await store.put("b", START, "me")
+            assert await store.latest("me") == "b"
+            await store.put("a", START, "me")
+            assert await store.latest("me") == "a"
+            await store.close()
 
     asyncio.run(scenario())
 

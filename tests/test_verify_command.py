@@ -46,6 +46,16 @@ def test_an_honest_log_is_verified_and_its_score_printed(
     assert f"task 3, seed 11: verified, {LENGTH} steps, score 0." in capsys.readouterr().out
 
 
+def test_a_log_may_claim_the_score_that_its_steps_have(
+    tmp_path: Path, honest: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", write(tmp_path / "log.json", honest), "--json"]) == 0
+    score = json.loads(capsys.readouterr().out)["score"]
+    assert 0.0 < score < 1.0
+    assert main(["verify", write(tmp_path / "log.json", {**honest, "score": score})]) == 0
+    assert main(["verify", write(tmp_path / "log.json", {**honest, "score": score * (1 + 1e-6)})]) == 1
+
+
 @pytest.mark.parametrize("capacity", [100.0, 90.0])
 def test_the_verdict_says_whether_the_configuration_is_the_tasks_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: float
