@@ -193,11 +193,12 @@ def _row_differences(where: str, expected: Row, got: Row) -> Iterator[str]:
             yield f"{where}, {field}: expected {expected[field]!r}, got nothing"
         elif field not in expected:
             yield f"{where}, {field}: expected nothing, got {got[field]!r}"
-        elif not _same(expected[field], got[field]):
+        elif not same(expected[field], got[field]):
             yield f"{where}, {field}: expected {expected[field]!r}, got {got[field]!r}"
 
 
-def _same(expected: Any, got: Any) -> bool:
+def same(expected: Any, got: Any) -> bool:
+    """Whether two recorded values are of one kind and, to the tolerance, equal."""
     if type(expected) is float and type(got) is float:
         return math.isclose(expected, got, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
     return type(expected) is type(got) and bool(expected == got)
@@ -248,7 +249,8 @@ def unpack(columns: Mapping[str, Any]) -> list[Row]:
     return [{name: column[i] for name, column in values.items() if column[i] is not None} for i in range(n_rows)]
 
 
-def _rounded_row(row: Row) -> Row:
+def rounded_row(row: Row) -> Row:
+    """A row as it is recorded: floats with so many significant digits."""
     return {name: _rounded(value) for name, value in row.items()}
 
 
@@ -261,8 +263,8 @@ def write(path: Path = EPISODES_FILE) -> None:
     texts = []
     for episode in planned():
         rows, grades = play(episode)
-        rounded = {n: _rounded_row(grade) for n, grade in grades.items()}
-        texts.append(_text({**episode, "grades": rounded, "reset": _rounded_row(rows[0]), "columns": pack(rows[1:])}))
+        rounded = {n: rounded_row(grade) for n, grade in grades.items()}
+        texts.append(_text({**episode, "grades": rounded, "reset": rounded_row(rows[0]), "columns": pack(rows[1:])}))
     path.write_text('{"episodes": [\n' + ",\n".join(texts) + "\n]}\n", encoding="utf-8")
 
 

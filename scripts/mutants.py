@@ -95,6 +95,8 @@ class Mutant:
     start: int
     before: str
     after: str
+    in_function: bool
+    """Whether it runs when a function is called, not when the module is imported."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {' '.join(self.before.split())} -> {' '.join(self.after.split())}"
@@ -143,11 +145,15 @@ def faults(area: str, path: str, text: str) -> Iterator[Mutant]:
     def end_of(node: ast.expr | ast.stmt) -> int:
         return at(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
+    bodies = [n.body for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    called = {line for body in bodies for line in range(body[0].lineno, (body[-1].end_lineno or 0) + 1)}
+
     def changed(node: ast.expr | ast.stmt, after: str, start: int | None = None, stop: int | None = None) -> Mutant:
         start = at(node.lineno, node.col_offset) if start is None else start
         stop = end_of(node) if stop is None else stop
         line = text.count("\n", 0, start) + 1
-        return Mutant(area, path, line, text.count("\n", 0, stop) + 1, start, text[start:stop], after)
+        last = text.count("\n", 0, stop) + 1
+        return Mutant(area, path, line, last, start, text[start:stop], after, line in called)
 
     def between(node: ast.expr, left: ast.expr, right: ast.expr, operator: ast.AST) -> Iterator[Mutant]:
         old, new = OPERATORS.get(type(operator), ("", ""))
@@ -335,9 +341,11 @@ class Map:
     def tests_of(self, mutant: Mutant, limit_s: float, n_files: int) -> list[str]:
         """Tests that may notice the mutant, the quickest first, within the limit."""
         by_line = self.lines.get(mutant.path, {})
-        found = set[str]().union(*(by_line.get(line, ()) for line in range(mutant.line, mutant.last_line + 1)))
-        if not found:  # what runs when the module is imported
-            found = set[str]().union(*by_line.values())
+        found = set[str]()
+        if mutant.in_function:
+            found = found.union(*(by_line.get(line, ()) for line in range(mutant.line, mutant.last_line + 1)))
+        if not found:  # it runs when the module is imported, which is before the tests or in whichever came first
+            found = found.union(*by_line.values())
         if is_compiled(mutant.path) or not found:
             found = self._of_importers(mutant.path)
         chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files, mutant.path)

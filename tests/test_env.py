@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -423,6 +424,14 @@ def test_a_reset_names_as_many_seeds_as_rows() -> None:
     for seeds, rows in (([1], None), ([1, 2, 3], None), ([1, 2], [0])):
         with pytest.raises(ValueError, match="argument"):
             batch.reset(seeds, rows)
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 4097, 2.5, True, "2"])
+def test_a_number_of_replicas_that_no_fleet_has_is_refused(replicas: Any) -> None:
+    assert ServeAction(1.0, 0, 32, False, QuantTier.FP16, 4096).validate()
+    with pytest.raises(InvalidActionError) as refused:
+        ServeAction(1.0, 0, 32, False, QuantTier.FP16, replicas).validate()
+    assert refused.value.field == "replicas"
 
 
 def test_a_flag_of_an_action_is_a_boolean_and_not_a_number_that_python_takes_for_one() -> None:

@@ -155,6 +155,11 @@ def test_the_highest_latency_of_traffic_is_that_of_its_peak_and_a_full_queue(cap
     assert high["avg_latency"] == pytest.approx(highest_ms + 250 + 1)
 
 
+def test_the_queue_of_a_traffic_server_is_scaled_by_what_it_holds_also_where_that_is_one_request() -> None:
+    env = gymnasium.make(TRAFFIC[2], observation="normalised", config={"max_queue": 1})
+    assert dict(zip(STATE_FIELDS, env.observation_space.high, strict=True))["queue_length"] == 1.0
+
+
 # ---------------------------------------------------------------- formats
 
 

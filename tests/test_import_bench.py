@@ -330,6 +330,12 @@ def test_appended_vllm_results_are_several_runs(tmp_path: Path) -> None:
         (b'{"benchmarks": [{"requests": {"successful": [1, 2]}}]}', "benchmarks[0].requests.successful[0]=1 is not"),
         (b'{"a":' + b"[" * 100_000, "is nested too deeply"),
         (guidellm_csv().replace("[1, 2", "[[1, 2").encode(), "is not JSON"),
+        (
+            guidellm_csv().replace('"[1, 2, 3, 4, 5, 6, 7, 8, 9, 200, 300]"', "[1]").encode(),
+            "not a list of percentiles",
+        ),
+        (b'{"benchmarks": []}', "holds no finished run"),
+        (aiperf_jsonl().splitlines()[0].encode(), "fewer than two successful"),
     ],
 )
 def test_a_bad_result_is_refused_before_anything_is_written(

@@ -165,6 +165,7 @@ BAD: list[tuple[str, str | bytes, str]] = [
     ("x.json", '{"benchmarks": []}', "no benchmarks"),
     ("x.json", '{"benchmarks": [{}, {}]}', "choose one with --run 0 to 1"),
     ("x.json", '{"start_times": [1], "input_lens": [1, 2], "output_lens": [1]}', "lists of one length"),
+    ("x.json", '[{"timestamp": 0, "input_length": 5, "output_length": 2}, 7]', "is not a JSON object"),
     ("x.parquet", b"PAR1 but nothing else", "is not parquet"),
 ]
 
@@ -448,3 +449,49 @@ def test_a_packed_trace_keeps_its_reuse_curve(tmp_path: Path) -> None:
     kept, _ = load_trace(str(save_trace(tmp_path / "t.npz", log, {})))
     np.testing.assert_allclose(kept.reuse_hit, log.reuse_hit, atol=1e-6)
     assert kept.reused_tokens.tolist() == log.reused_tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"arrival_s": [0.0, 2.0, 1.0]}, "arrival_s must not decrease"),
+        ({"arrival_s": [-1.0, 0.0, 1.0]}, "arrival_s must be at least 0"),
+        ({"arrival_s": [0.0, 1.0, np.inf]}, "arrival_s must be 3 finite numbers"),
+        ({"arrival_s": []}, "0 requests: there must be 1 to"),
+        ({"prompt_tokens": [5.0, 0.5, 5.0]}, "prompt and output tokens at least 1"),
+        ({"output_tokens": [5.0, 0.0, 5.0]}, "prompt and output tokens at least 1"),
+        ({"output_tokens": [5.0, 5.0]}, "output_tokens must be 3 finite numbers"),
+        ({"class_index": [0, 3, 0]}, "class_index must be from 0 to 2"),
+        ({"class_index": [0, -1, 0]}, "class_index must be from 0 to 2"),
+        ({"reused_tokens": [0.0, 5.5, 0.0]}, "between 0 and the prompt's tokens"),
+        ({"reused_tokens": [0.0, -1.0, 0.0]}, "between 0 and the prompt's tokens"),
+        ({"reuse_hit": [0.0, 1.1]}, "shares between 0 and 1"),
+        ({"reuse_hit": [-0.1, 1.0]}, "shares between 0 and 1"),
+    ],
+)
+def test_requests_that_nobody_can_have_sent_are_refused(changed: dict[str, list[float]], said: str) -> None:
+    columns = {
+        "arrival_s": [0.0, 0.0, 1.0],
+        "prompt_tokens": [5.0, 1.0, 5.0],
+        "output_tokens": [5.0, 5.0, 1.0],
+        "class_index": [0, 2, 1],
+        "reused_tokens": [0.0, 1.0, 5.0],
+        "reuse_hit": [0.0, 1.0],
+    }
+    RequestLog(**{name: np.array(values) for name, values in columns.items()})
+    with pytest.raises(DataFormatError, match=said):
+        RequestLog(**{name: np.array(values) for name, values in (columns | changed).items()})
+
+
+def test_a_packed_trace_of_another_version_is_to_be_imported_again(tmp_path: Path) -> None:
+    log = log_of([(0.0, 10, 5, [])], known=False)
+    path = save_trace(tmp_path / "old.npz", log, {"version": 0})
+    with pytest.raises(DataFormatError, match="trace version 0 is not 1; import it again"):
+        load_trace(str(path))
+
+
+def test_a_window_takes_the_first_requests_up_to_its_limit() -> None:
+    log = log_of([(float(s), 10 + s, 5, []) for s in range(6)], known=False)
+    cut = importers.cut_log(log, 1.0, 5.0, limit=3)
+    assert cut.arrival_s.tolist() == [0.0, 1.0, 2.0]
+    assert cut.prompt_tokens.tolist() == [11.0, 12.0, 13.0]

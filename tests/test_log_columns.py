@@ -250,3 +250,32 @@ def test_what_was_understood_is_printed_first(tmp_path: Path, capsys: pytest.Cap
         "spend.jsonl: table; arrival from startTime (ISO 8601); prompt from prompt_tokens; "
         "output from completion_tokens; status from status"
     )
+
+
+def test_a_folder_is_read_as_conversations_and_as_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"is a folder without \.json files"):
+        import_log(tmp_path)
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(conversation(name, "local", [turn(1.0, [1])])))
+    assert len(import_log(tmp_path).log.arrival_s) == 2
+    with pytest.raises(DataFormatError, match="is a folder; azure is read from a file"):
+        import_log(tmp_path, "azure")
+    odd = conversation("c", "local", [turn(1.0, [1])]) | {"block_size": 32}
+    (tmp_path / "c.json").write_text(json.dumps(odd))
+    with pytest.raises(DataFormatError, match="has blocks of 64 and 32 tokens; there must be one size"):
+        import_log(tmp_path)
+
+
+def test_a_benchmark_that_the_report_does_not_hold_is_refused(tmp_path: Path) -> None:
+    request = {"request_start_time": 100.0, "prompt_tokens": 256, "output_tokens": 128}
+    one = {"requests": {"successful": [request, request], "errored": []}}
+    (tmp_path / "g.json").write_text(json.dumps({"benchmarks": [one, one]}))
+    assert len(import_log(tmp_path / "g.json", run=1).log.arrival_s) == 2
+    for run in (-1, 2):
+        with pytest.raises(DataFormatError, match=f"there is no benchmark {run}; choose 0 to 1"):
+            import_log(tmp_path / "g.json", run=run)
+
+
+def test_a_format_that_nobody_reads_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="one of auto, table, azure"):
+        import_log(tmp_path, "excel")

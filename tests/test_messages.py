@@ -171,3 +171,13 @@ def test_a_constant_is_told_as_json_writes_it() -> None:
 def test_a_value_is_told_to_a_depth_of_three_levels_within_it() -> None:
     assert short_repr([[["shown"]]]) == "[[['shown']]]"
     assert short_repr([[[["deeper"]]]]) == "[[[[...]]]]"
+
+
+def test_a_long_value_is_told_by_its_first_forty_parts_or_two_hundred_characters() -> None:
+    forty = list(range(40))
+    assert short_repr(forty, 1000) == repr(forty)
+    assert short_repr([*forty, 40], 1000) == f"{repr(forty)[:-1]}, ...]"
+    assert short_repr((*forty, 40), 1000) == f"{repr(tuple(forty))[:-1]}, ...)"
+    assert short_repr(dict.fromkeys(range(41)), 1000).endswith("39: None, ...}")
+    assert [len(short_repr("x" * n, 1000)) for n in (198, 199, 10**6)] == [200, 200, 200]
+    assert [len(short_repr(10**n, 1000)) for n in (199, 200)] == [200, 200]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
 from simulator.hardware import measured
-from simulator.hardware.measured_model import MeasuredModel, MeasuredSource, operator_model, support
+from simulator.hardware.measured_model import MAX_ROWS, MeasuredModel, MeasuredSource, operator_model, support
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk
 from simulator.hardware.profiles import engine, hardware, profiles
 
@@ -134,6 +134,8 @@ def test_support_tells_measured_interpolated_modelled_and_extrapolated_apart() -
     assert support("FP16", 16, 130, 130, 0) == INTERPOLATED
     assert support("INT8", 16, 128, 128, 0) == INTERPOLATED
     assert support("FP16", 16, 128, 128, 2) == MODELLED
+    # The longest prompt whose attention was measured, and one that is longer by a token.
+    assert [support("FP16", 1, 128, 16_384 + more, 0) for more in (0, 1)] == [INTERPOLATED, EXTRAPOLATED]
     assert support("FP16", 512, 8192, 8192, 0) == EXTRAPOLATED  # 549 GB of cache: measured by nobody
 
 
@@ -170,3 +172,16 @@ def test_unknown_names_are_refused_with_what_is_allowed() -> None:
         assert refused.value.field == field
     with pytest.raises(InvalidConfigError):
         measured.spec_acceptance("nobody", "eagle")
+
+
+def test_beyond_what_was_measured_times_grow_with_the_rows() -> None:
+    most = MAX_ROWS
+    assert KERNELS_80GB.linear_ms(2 * most) == pytest.approx(2 * KERNELS_80GB.linear_ms(most))
+    assert KERNELS_80GB.linear_ms(most + most // 2) == pytest.approx(1.5 * KERNELS_80GB.linear_ms(most))
+
+
+def test_beyond_the_largest_measured_batch_decode_attention_grows_with_the_batch() -> None:
+    # On the measured card itself the bandwidth's ratio is 1: what lies over the launch's floor is not changed.
+    largest = int(measured.columns("aic_a100_attn_generation.csv")["batch_size"].max())
+    ratio = KERNELS_80GB.decode_attention_ms(2 * largest, 512) / KERNELS_80GB.decode_attention_ms(largest, 512)
+    assert ratio == pytest.approx(2.0)

@@ -125,7 +125,9 @@ def test_a_removed_replica_finishes_its_requests_takes_no_others_and_is_gone() -
 
 
 def test_a_fleet_has_one_replica_unless_told() -> None:
-    assert len(Simulation(Fleet(FP16, 8, ROOMY), requests((0.0, 10, 10))).replicas) == 1
+    fleet = Fleet(FP16, 8, ROOMY)
+    assert len(Simulation(fleet, requests((0.0, 10, 10))).replicas) == 1
+    assert (fleet.restart_ms, fleet.start_ms, fleet.slowdown) == (0.0, 0.0, 1.0)
 
 
 def test_a_pool_that_shrinks_preempts_what_it_no_longer_holds() -> None:

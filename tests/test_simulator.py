@@ -112,6 +112,13 @@ def test_out_of_memory_halves_the_throughput(simulator: TraceSimulator) -> None:
     assert simulator.simulate(action(batch=512, kv=1.0), WORKLOAD).tokens_per_sec == pytest.approx(at["tps"][0] / 2)
 
 
+def test_requests_beyond_the_pool_are_counted_whole(simulator: TraceSimulator) -> None:
+    for kv in (0.2, 0.3, 0.4):
+        m = simulator.simulate(action(batch=256, kv=kv), WORKLOAD)
+        assert m.eviction_events == m.slo_violations > 0
+        assert {type(m.eviction_events), type(m.slo_violations)} == {int}
+
+
 def test_the_naive_default_just_fits_into_memory(simulator: TraceSimulator) -> None:
     m = simulator.simulate(action(batch=32, kv=1.0), WORKLOAD)
     assert not m.oom

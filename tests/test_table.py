@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from validation.validate import argonne_errors, fit_overheads, table_vs_argonne
 
 from inferencegym.cli.main import main
+from inferencegym.errors import TableError
 from inferencegym.tasks import table_index
 from simulator.catalogue import table_path
 from simulator.hardware import measured
@@ -299,3 +302,40 @@ def test_the_axes_of_a_new_table_are_those_of_the_tables_that_ship() -> None:
     assert [int(size) for size in table.axes["batch_size"]] == list(BATCH_SIZES)
     assert list(table.axes["kv_budget"]) == list(KV_BUDGETS)
     assert [int(drafts) for drafts in table.axes["spec_length"]] == list(SPEC_LENGTHS)
+
+
+def without_a_column(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["decode_ms"])
+
+
+def without_a_row(table: pa.Table) -> pa.Table:
+    return table.slice(1)
+
+
+def without_metadata(table: pa.Table) -> pa.Table:
+    return table.replace_schema_metadata(None)
+
+
+def without_the_name_of_a_precision(table: pa.Table) -> pa.Table:
+    stated = json.loads(table.schema.metadata[METADATA_KEY])
+    del stated["weights_gb"]["INT4"]
+    return table.replace_schema_metadata({METADATA_KEY: json.dumps(stated)})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_a_column, "lacks the column 'decode_ms'; rebuild it with"),
+        (without_a_row, "is not a full grid: 5399 rows for"),
+        (without_metadata, "carries no InferenceGym metadata; rebuild it with"),
+        (without_the_name_of_a_precision, "has 3 precisions, of which it names 2"),
+    ],
+)
+def test_a_damaged_table_is_refused_with_what_it_lacks(
+    tmp_path: Path, damage: Callable[[pa.Table], pa.Table], said: str
+) -> None:
+    whole = pq.read_table(DATA / "traces_llama3_8b.parquet")
+    pq.write_table(damage(whole), tmp_path / "damaged.parquet")
+    with pytest.raises(TableError, match=r"damaged\.parquet") as refused:
+        load_tables(tmp_path / "damaged.parquet")
+    assert said in str(refused.value)

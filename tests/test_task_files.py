@@ -21,6 +21,7 @@ from inferencegym.tasks import (
     TASKS_ENV,
     Burst,
     Calibration,
+    Fleet,
     TaskSpec,
     get_calibration,
     list_tasks,
@@ -32,6 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGNORMAL = {"prompt_len_dist": "lognormal", "prompt_len_mu": 5, "prompt_len_sigma": 1}
 OFTEN = {"burst_interval_steps": 40, "burst_duration_steps": 10, "burst_multiplier": 4}
 IN_TURN = {"burst_period_steps": 30, "arrival_rate_burst": 20}
+DAY = {"relative_rates": [1, 2]}
+SCALES = {"kind": "autoscaling", "weights": [0.5, 0.3, 0.2], "missed_share_limit": 0.1, "changes_limit": 20}
+AUTOSCALING = {"grade": {**SCALES, "least_replicas": 2}}
 CONSTANTS = {"floor_tps": 1, "optimal_tps": 2, "max_throughput_tps": 3, "price": 0.1}
 
 ODD_VALUES: list[Any] = [
@@ -133,6 +137,10 @@ def test_floods_come_in_turn_or_often_as_their_keys_say(tmp_path: Path) -> None:
     # Four times 6/s for 10 s in every 40 s.
     often = load(tmp_path, **OFTEN, burst_offset_steps=5).burst
     assert often == Burst(rate_rps=24, interval_steps=40, duration_steps=10, offset_steps=5)
+    # Unless they say when, the first flood ends the first interval.
+    first = load(tmp_path, **OFTEN).burst
+    assert first is not None
+    assert first.offset_steps == 30
     assert load(tmp_path, **OFTEN, burst_enabled=False).burst is None
 
 
@@ -141,6 +149,22 @@ def test_outputs_are_lognormal_with_the_mean_and_the_variation_of_the_entry(tmp_
     dist = load(tmp_path, output_mean_tokens=180, output_cv=1).classes[0].output
     assert dist.sigma == pytest.approx(math.sqrt(math.log(2)))
     assert math.exp(dist.mu) == pytest.approx(180 / math.sqrt(2))
+
+
+def test_every_default_of_a_task_is_the_documented_one(tmp_path: Path) -> None:
+    task = load(tmp_path)
+    for fleet in (task.fleet, Fleet()):
+        assert (fleet.n_replicas, fleet.queue_limit, fleet.base_accept_rate, fleet.max_replicas) == (1, 512, 0.65, None)
+        assert (fleet.restart_s, fleet.start_s, fleet.load_gb_per_s) == (2.0, 2.0, 4.0)
+    assert (task.episode_length, task.cost_budget, task.trace_speed, task.recorded) == (200, 5.0, 1.0, False)
+    assert task.classes[0].output.sigma == pytest.approx(math.sqrt(math.log(1 + 0.6**2)))
+    assert [(c.prompt.low, c.prompt.high, c.output.high) for c in task.classes] == [(1.0, 8192.0, 2048.0)] * 3
+    bimodal = load(tmp_path, prompt_len_dist="bimodal", class_prompt=["short", "long", "short"])
+    assert [(c.prompt.low, c.prompt.high) for c in bimodal.classes] == [(32.0, 128.0), (4096.0, 8192.0), (32.0, 128.0)]
+    assert (task.grade["kind"], task.grade["weights"]) == ("four_term", [0.4, 0.3, 0.2, 0.1])
+    day = load(tmp_path, day=DAY).day
+    assert day is not None
+    assert (day.forecast_error, day.surges, day.surge_multiplier, day.surge_duration_steps) == (0.0, 0.0, 1.0, 1)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -229,6 +253,12 @@ def test_outputs_are_lognormal_with_the_mean_and_the_variation_of_the_entry(tmp_
         (four_term(0.4, 0.3, 0.3), "grade.weights=[0.4, 0.3, 0.3] is not allowed: it must be an array of 4"),
         (four_term(0.4, 0.3, 0.2, 0.2), "grade.weights=[0.4, 0.3, 0.2, 0.2] is not allowed: it must be an array of 4"),
         (four_term(0.4, 0.3, 0.2, "0.1"), "grade.weights[3]='0.1' is not allowed: it must be a number from 0 to 1"),
+        # Scaling
+        (AUTOSCALING, "max_replicas is missing: it must be a number of replicas, which a grade of autoscaling needs"),
+        ({**AUTOSCALING, "max_replicas": 2}, "grade.least_replicas=2 is not allowed: it must be less than max_replicas"),
+        ({"max_replicas": 3, "n_replicas": 4}, "n_replicas=4 is not allowed: it must be at most max_replicas"),
+        ({"day": {"relative_rates": [1]}}, "day.relative_rates=[1] is not allowed: it must be an array of 2 to 96"),
+        ({**LOGNORMAL, "day": DAY, "trace": "gone.npz"}, "day='given' is not allowed: it must be left out with a trace"),
         # Trace and constants
         ({"trace": "gone.npz"}, "trace='gone.npz' is not allowed: it must be a packed trace, as `inferencegym import-"),
         ({"trace": "mine.json"}, "trace='mine.json' is not allowed: it must be a packed trace, as `inferencegym impor"),
