@@ -43,7 +43,7 @@ LOADS: Final[dict[str, dict[str, Any]]] = {
     "a pool that preempts": {"kv_pool_tokens": 4_000},
     "a full queue": {"batch_size": 4, "queue_limit": 6},
     "drafts": DRAFTS,
-    "drafts that classes take differently, two replicas": {**DRAFTS, "acceptance_scale": (1.2, 1.0, 0.6), "replicas": 2},
+    "drafts that classes take differently, two cards": {**DRAFTS, "acceptance_scale": (1.2, 1.0, 0.6), "replicas": 2},
     "prefill apart": {"disaggregated": True},
     "prefill apart, drafts and a pool that preempts": {**DRAFTS, "disaggregated": True, "kv_pool_tokens": 5_000},
     "large blocks, refilled as vLLM does": {

@@ -1,4 +1,4 @@
-"""Golden runs of the discrete-event reference and of what-ifs, see ``scripts/golden_runs.py``: they stay as they are."""
+"""Golden runs of the discrete-event reference and of what-ifs (``scripts/golden_runs.py``): they stay as they are."""
 
 from __future__ import annotations
 
