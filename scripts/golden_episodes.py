@@ -292,7 +292,7 @@ def planned() -> Iterator[Episode]:
     for serving in serving_tasks:
         for seed, config in zip(SEEDS, ({}, SERVING_CONFIG), strict=True):
             n_steps = serving.config(config).episode_length
-            actions = _serving_actions(_generator(serving.task_id, seed), n_steps)
+            actions = _serving_actions(_generator(serving.task_id, seed), n_steps, serving.fleet.max_replicas)
             yield _episode("serving", serving.task_id, seed, config, actions)
     for traffic in list_traffic_tasks():
         n_steps = get_traffic_task(traffic.task_id).episode_length
@@ -310,7 +310,7 @@ def _episode(family: str, task_id: TaskId, seed: int, config: Mapping[str, Any],
     return {"family": family, "task_id": task_id, "seed": seed, "config": dict(config), "actions": actions}
 
 
-def _serving_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
+def _serving_actions(rng: np.random.Generator, n_steps: int, max_replicas: int | None) -> list[Any]:
     """Knobs from the whole action space, held for 2 to 14 seconds each.
 
     Half of the time precision and prefill placement do not change; otherwise a fleet would restart without end.
@@ -329,6 +329,8 @@ def _serving_actions(rng: np.random.Generator, n_steps: int) -> list[Any]:
             "prefill_disagg": disagg,
             "quant_tier": tier,
         }
+        if max_replicas is not None:
+            knobs["replicas"] = int(rng.integers(1, max_replicas + 1))
         held.append([n, knobs])
         left -= n
     return held

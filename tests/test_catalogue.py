@@ -67,6 +67,12 @@ def test_a_score_of_a_task_with_hardware_of_its_own_depends_on_the_bytes_of_its_
     assert "hardware" not in FAMILIES["serving"].constants(1)  # on the table in use, which has a checksum of its own
 
 
+def test_a_score_of_a_task_with_a_trace_depends_on_the_bytes_of_the_trace() -> None:
+    trace = Path(str(get_task("azure-code").trace)).read_bytes()
+    assert FAMILIES["serving"].constants("azure-code")["trace"] == hashlib.sha256(trace).hexdigest()
+    assert FAMILIES["serving"].constants(1)["trace"] is None
+
+
 @pytest.mark.parametrize("task_id", [1, 2, 3])
 def test_the_constants_of_a_task_on_another_table_are_those_of_the_task_as_it_is(task_id: int) -> None:
     """Else: python -m scripts.build_catalogue --constants."""

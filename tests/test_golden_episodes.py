@@ -67,6 +67,13 @@ def test_golden_fleets_restart_for_precision_and_for_prefill_placement() -> None
         assert restarts >= 20
 
 
+def test_golden_fleets_of_tasks_that_scale_change_their_size() -> None:
+    for task_id in ("autoscale", "autoscale-azure"):
+        replicas = [row["info.action_applied.replicas"] for row in rows_of("serving", task_id)]
+        assert sum(a < b for a, b in pairwise(replicas)) >= 5
+        assert sum(a > b for a, b in pairwise(replicas)) >= 5
+
+
 def test_golden_episodes_meet_the_floods_of_the_bursty_tasks() -> None:
     for task_id in (2, 3, "azure-code"):
         assert steps_with("serving", lambda row: row["workload.is_burst"], task_id) >= 25

@@ -414,6 +414,40 @@ def test_no_step_follows_a_crash() -> None:
     assert "crashed" in grade_traffic("task_easy", log[:4])["feedback"]
 
 
+def answers(task_id: str) -> list[dict[str, Any]]:
+    """What a client that keeps its answers has of an episode, as JSON."""
+    env, kept = started(task_id), []
+    while not env.done:
+        state, reward, done, info = env.step(ACTION_NAMES[len(kept) % len(ACTION_NAMES)])
+        kept.append({"state": state.to_dict(), "reward": reward, "done": done, "info": info})
+    copy: list[dict[str, Any]] = json.loads(json.dumps(kept))
+    return copy
+
+
+@pytest.mark.parametrize("task_id", TASK_IDS)
+def test_answers_of_steps_score_what_the_log_of_the_episode_scores(task_id: str) -> None:
+    env = started(task_id)
+    play(env, list(ACTION_NAMES))
+    assert grade_traffic(task_id, answers(task_id)) == grade_traffic(task_id, env.episode_log)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"info": {"accept_rate": 0.5, "episode_step": 3}}, "info.accept_rate"),
+        ({"state": [1, 2]}, "timestep"),
+        ({"info": None}, "timestep"),
+        ({"state": {}}, "metrics.queue_length"),
+    ],
+)
+def test_a_damaged_answer_is_refused_with_step_and_field(change: dict[str, Any], field: str) -> None:
+    kept = answers("task_easy")
+    kept[2] |= change
+    with pytest.raises(MalformedLogError) as refused:
+        grade_traffic("task_easy", kept)
+    assert (refused.value.step, refused.value.field) == (2, field)
+
+
 @pytest.mark.parametrize("task_id", TASK_IDS)
 def test_an_episode_of_the_most_extreme_configuration_can_be_graded_and_verified(task_id: str) -> None:
     config = {"server_capacity": 1, "base_latency": 60_000, "crash_load_ratio": 1000, "traffic_scale": 100}
