@@ -351,10 +351,11 @@ class Map:
             found = self._of_importers(mutant.path)
         chosen = self._within({name for name in found if not name.startswith(GUARDS)}, limit_s, n_files, mutant.path)
         chosen += sorted(name for name in found & set(self.seconds) if name.startswith(GUARDS))
-        if mutant.path.startswith("server/"):
-            left = max(0.0, limit_s - sum(self.seconds[name] for name in chosen))
-            chosen += self._within(self.with_server - found, left, n_files, mutant.path)
-        return chosen
+        # What a function keeps for later is computed in whichever test came first, and what a real server runs is not
+        # seen: with the time that is left, other tests of the module, or of servers.
+        others = self.with_server if mutant.path.startswith("server/") else set[str]().union(*by_line.values())
+        left = max(0.0, limit_s - sum(self.seconds[name] for name in chosen))
+        return chosen + self._within(others - set(chosen), left, n_files, mutant.path)
 
     def _within(self, tests: set[str], limit_s: float, n_files: int, path: str) -> list[str]:
         """As many of the tests as the limit allows: of files that name the module, then of those that hold most.

@@ -314,6 +314,17 @@ def test_a_session_restarts_in_its_place_only_with_its_own_shape(server: Running
     assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "session_conflict")
 
 
+def test_steps_of_the_episodes_before_a_restart_are_not_answered_again(server: RunningServer) -> None:
+    begun = server.post("/reset/batch", {"n": 2, "seed": 4})
+    steps = {"session_id": begun["session_id"], "actions": random_actions(1, 2).tolist()}
+    server.post("/step/batch", {**steps, "step": 1})
+    second = server.post("/step/batch", {**steps, "step": 2})
+    assert server.post("/step/batch", {**steps, "step": 2}) == second
+    server.post("/reset/batch", {"session_id": begun["session_id"], "n": 2, "seed": 4})
+    answer = server.client.post("/step/batch", json={**steps, "step": 2})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "step_conflict")
+
+
 @dataclass
 class HeldPlay:
     """A server in this process whose first long play stops until it is released."""

@@ -350,6 +350,17 @@ def test_a_bad_result_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == [bad]
 
 
+def test_a_document_longer_than_the_most_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r.json").write_text(text := json.dumps(benchmark(None, 1, 8, seed=1)))
+    monkeypatch.setattr("simulator.offline.source.MAX_DOCUMENT_CHARS", len(text))
+    assert len(read_runs(tmp_path / "r.json")) == 1
+    (tmp_path / "r.json").write_text(text + " ")
+    with pytest.raises(DataFormatError, match=f"has more than {len(text):,} characters"):
+        read_runs(tmp_path / "r.json")
+
+
 # ---------------------------------------------------------------- the table
 
 

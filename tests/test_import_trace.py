@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -488,6 +489,24 @@ def test_a_packed_trace_of_another_version_is_to_be_imported_again(tmp_path: Pat
     path = save_trace(tmp_path / "old.npz", log, {"version": 0})
     with pytest.raises(DataFormatError, match="trace version 0 is not 1; import it again"):
         load_trace(str(path))
+
+
+class Opened:
+    """Leaves a trace of its own where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_packed_trace_runs_no_code_of_whoever_made_it(tmp_path: Path) -> None:
+    path, ran = tmp_path / "evil.npz", tmp_path / "ran"
+    np.savez(path, arrival_s=np.array([Opened(ran)], dtype=object))
+    with pytest.raises(DataFormatError, match="is not a packed trace"):
+        load_trace(str(path))
+    assert not ran.exists()
 
 
 def test_a_window_takes_the_first_requests_up_to_its_limit() -> None:

@@ -46,6 +46,12 @@ def test_a_trusted_proxy_is_believed_on_a_socket_for_both_kinds_of_addresses(pee
     assert address(peer) == "10.1.2.3"
 
 
+def test_a_proxy_of_any_trusted_network_is_believed() -> None:
+    for peer in ("10.1.2.3", "192.168.3.4"):
+        assert address(peer, "9.9.9.9, 8.8.8.8, 192.168.7.7", "10.0.0.0/8, 192.168.0.0/16") == "8.8.8.8"
+    assert address("172.16.0.1", "9.9.9.9", "10.0.0.0/8, 192.168.0.0/16") == "172.16.0.1"
+
+
 @pytest.mark.parametrize("trusted", ["", "10.0.0.0/8"])
 def test_an_ipv4_caller_has_one_address_whichever_socket_it_comes_through(trusted: str) -> None:
     assert address("::ffff:8.8.8.8", "9.9.9.9", trusted) == address("8.8.8.8", "9.9.9.9", trusted) == "8.8.8.8"
