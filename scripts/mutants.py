@@ -8,8 +8,8 @@ the tests notice; ``--again`` tries the survivors of the last sample once more.
    a source or a test changes).
 2. Faults are drawn from each area's sources: the same ``--seed`` draws the same from the same sources.
 3. For each, the tests that run the changed lines are run in a copy of the tree until one fails: the quickest first, and
-   no more of them than take ``--seconds``. What the tests of a real server run in its own process is not seen by
-   coverage, so for code of the server these tests come last. A compiled module is compiled with its fault.
+   no more of them than take ``--seconds``; then others of the module, or of servers. What a test's processes ran counts
+   as run by all tests of its file. A compiled module is compiled with its fault.
 
 A survivor that changes nothing which a caller could observe is called equivalent, by a person: its entry in the file of
 results gets the key ``equivalent`` with the reason, and the table (``--table`` writes it again) counts it apart.
@@ -34,17 +34,21 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkout import copy_of_the_tree
+
+if TYPE_CHECKING:
+    import coverage
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutants"
@@ -303,28 +307,47 @@ class Chooser:
 
 
 def record(test_file: str, destination: Path) -> int:
-    """Run one test file under coverage and write which lines each test ran."""
+    """Run one test file under coverage and write which lines each test ran.
+
+    Lines that processes of its own ran (servers, commands) belong to all tests of the file.
+    """
     import coverage
 
-    measuring = coverage.Coverage(data_file=None, source=[str(ROOT / name) for name in _packages()])
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    sources = [str(ROOT / name) for name in _packages()]
+    measuring = coverage.Coverage(data_file=None, source=sources)
     measuring.start()
     recorder = Recorder()
-    status = pytest.main([test_file, "-q", "-m", QUICK, "-p", "no:cacheprovider"], plugins=[recorder])
-    measuring.stop()
-    data = measuring.get_data()
-    lines = {}
-    for path in data.measured_files():
-        found = {str(line): sorted(set(tests) - {""}) for line, tests in data.contexts_by_lineno(path).items()}
-        lines[Path(path).relative_to(ROOT).as_posix()] = {line: tests for line, tests in found.items() if tests}
+    with tempfile.TemporaryDirectory() as folder:
+        of_processes = Path(folder) / "processes.ini"
+        listed = "".join(f"\n    {source}" for source in sources)
+        of_processes.write_text(
+            f"[run]\ndata_file = {folder}/data\nparallel = true\nsigterm = true\nsource ={listed}\n", encoding="utf-8"
+        )
+        os.environ["COVERAGE_PROCESS_START"] = str(of_processes)
+        status = pytest.main([test_file, "-q", "-m", QUICK, "-p", "no:cacheprovider"], plugins=[recorder])
+        measuring.stop()
+        lines = dict(_lines_of(measuring.get_data()))
+        for path in Path(folder).glob("data.*"):
+            data = coverage.CoverageData(str(path))
+            data.read()
+            for source, ran in _lines_of(data):
+                for line in ran:
+                    lines.setdefault(source, {}).setdefault(line, set()).add(f"tests/{Path(test_file).name}{SETUP}")
     kept = {
         "seconds": {name: round(took, 3) for name, took in recorder.seconds.items() if name not in recorder.failed},
         "failed": sorted(recorder.failed),
         "with_server": sorted(recorder.with_server),
-        "lines": lines,
+        "lines": {source: {line: sorted(tests - {""}) for line, tests in ran.items()} for source, ran in lines.items()},
     }
-    destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(kept), encoding="utf-8")
     return int(status)
+
+
+def _lines_of(data: coverage.CoverageData) -> Iterator[tuple[str, dict[str, set[str]]]]:
+    for path in data.measured_files():
+        found = {str(line): set(contexts) for line, contexts in data.contexts_by_lineno(path).items()}
+        yield Path(path).relative_to(ROOT).as_posix(), found
 
 
 def _packages() -> list[str]:
