@@ -146,6 +146,13 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) ->
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("result.json", "old")]
 
 
+def test_a_file_that_is_written_can_be_read_by_everybody(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "result.json") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "result.json").stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
 def test_a_folder_is_writable_whatever_lies_in_it(tmp_path: Path) -> None:
     for name in ("file", "folder"):
         (tmp_path / name / "file").mkdir(parents=True)

@@ -434,6 +434,24 @@ def test_a_number_of_replicas_that_no_fleet_has_is_refused(replicas: Any) -> Non
     assert refused.value.field == "replicas"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_budget", True), ("kv_budget", "1"), ("kv_budget", 1.1), ("kv_budget", 0.05), ("kv_budget", math.nan),
+        ("spec_length", True), ("spec_length", 3), ("spec_length", "2"),
+        ("batch_size", True), ("batch_size", 0), ("batch_size", 513), ("batch_size", 1.5), ("batch_size", None),
+        ("prefill_disagg", 1), ("prefill_disagg", None), ("quant_tier", 0), ("quant_tier", "INT8"),
+    ],
+)  # fmt: skip
+def test_a_knob_of_another_type_or_range_is_refused_by_name(field: str, value: Any) -> None:
+    naive = {name: getattr(NAIVE_ACTION, name) for name in ("kv_budget", "spec_length", "batch_size")}
+    knobs: dict[str, Any] = {**naive, "prefill_disagg": False, "quant_tier": QuantTier.FP16}
+    assert ServeAction(**knobs).validate()
+    with pytest.raises(InvalidActionError) as refused:
+        ServeAction(**{**knobs, field: value}).validate()
+    assert refused.value.field == field
+
+
 def test_a_flag_of_an_action_is_a_boolean_and_not_a_number_that_python_takes_for_one() -> None:
     with pytest.raises(InvalidActionError) as refused:
         ServeAction(0.5, 0, 8, 1, QuantTier.FP16).validate()  # type: ignore[arg-type]

@@ -530,6 +530,17 @@ def test_a_store_restores_only_what_it_lacks(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_the_directories_above_a_database_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "yet" / "sessions.db"
+
+    async def scenario() -> None:
+        for _ in range(2):
+            async with sqlite_store(path):
+                assert path.exists()
+
+    asyncio.run(scenario())
+
+
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory should be")

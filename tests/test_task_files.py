@@ -227,6 +227,8 @@ def test_every_default_of_a_task_is_the_documented_one(tmp_path: Path) -> None:
         ({**OFTEN, "burst_duration_steps": 41}, "burst_duration_steps=41 is not allowed: it must be at most burst_int"),
         ({**OFTEN, "burst_interval_steps": 9.5}, "burst_interval_steps=9.5 is not allowed: it must be an integer"),
         ({**IN_TURN, "burst_offset_steps": -1}, "burst_offset_steps=-1 is not allowed: it must be an integer from 0"),
+        # A mistake in several ways
+        ({"prompt_len_dist": "uniform", **OFTEN, **IN_TURN, "burst_enabled": True}, "burst_period_steps=30 is not all"),
         # Fleet and rules
         ({"n_replicas": 2.5}, "n_replicas=2.5 is not allowed: it must be an integer from 1 to 4096"),
         ({"n_replicas": "2"}, "n_replicas='2' is not allowed: it must be an integer from 1 to 4096"),

@@ -56,6 +56,16 @@ def test_a_log_may_claim_the_score_that_its_steps_have(
     assert main(["verify", write(tmp_path / "log.json", {**honest, "score": score * (1 + 1e-6)})]) == 1
 
 
+def test_a_log_may_claim_the_highest_score_and_none_above(tmp_path: Path) -> None:
+    env = TrafficEnv("task_easy")
+    env.reset(config={"server_capacity": 1000.0})
+    while not env.done:
+        env.step("allow_all")
+    assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1.0})]) == 0
+    assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1})]) == 0
+    assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1.0 + 1e-13})]) == 1
+
+
 @pytest.mark.parametrize("capacity", [100.0, 90.0])
 def test_the_verdict_says_whether_the_configuration_is_the_tasks_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: float
