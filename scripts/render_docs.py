@@ -315,7 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "performance": written("performance"),
     "openenv-speed": written("openenv"),
     "mutants": written("mutants"),
-    "mutants-second": written("mutants_second"),
+    "mutants-before": written("mutants_before"),
 }
 
 

@@ -6,6 +6,7 @@ import copy
 
 from starlette.testclient import TestClient
 
+from inferencegym.errors import InferenceGymError
 from scripts import golden_interface as golden
 from server.app import create_app
 from server.settings import Settings
@@ -40,3 +41,38 @@ def test_info_describes_every_field_of_what_is_sent_and_told() -> None:
         assert schema["properties"]
         for name, field in schema["properties"].items():
             assert field["description"], name
+
+
+STATUS_OF_CODE = {
+    "episode_done": 400,
+    "unauthorized": 401,
+    "foreign_origin": 403, "unknown_host": 403,
+    "unknown_session": 404, "unknown_policy": 404,
+    "body_timeout": 408,
+    "not_reset": 409, "session_conflict": 409, "step_conflict": 409,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "data_format": 422, "forged_log": 422, "invalid_action": 422, "invalid_batch": 422, "invalid_config": 422,
+    "invalid_json": 422, "invalid_request": 422, "malformed_log": 422, "unknown_task": 422,
+    "rate_limited": 429,
+    "head_too_large": 431,
+    "error": 500,
+    "remote": 502, "server_unavailable": 502,
+    "capacity": 503, "job_lost": 503, "overloaded": 503, "store": 503, "table": 503,
+}  # fmt: skip
+"""docs/server.md, "Errors"; 502 is what a client says of another server."""
+
+
+def test_every_error_has_the_documented_status() -> None:
+    found: dict[str, set[int]] = {}
+    classes: list[type[InferenceGymError]] = [InferenceGymError]
+    while classes:
+        error = classes.pop()
+        classes += error.__subclasses__()
+        if error.__module__.split(".")[0] in ("inferencegym", "server"):
+            found.setdefault(error.code, set()).add(error.http_status)
+    # The traffic controller's plan has a status of its own for a task that it does not know.
+    assert found.pop("unknown_task") == {422, 400}
+    assert {code: statuses.pop() for code, statuses in found.items() if len(statuses) == 1} == {
+        code: status for code, status in STATUS_OF_CODE.items() if code != "unknown_task"
+    }

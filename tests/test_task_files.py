@@ -144,6 +144,14 @@ def test_floods_come_in_turn_or_often_as_their_keys_say(tmp_path: Path) -> None:
     assert load(tmp_path, **OFTEN, burst_enabled=False).burst is None
 
 
+def test_prompts_are_as_their_kind_says_whatever_other_keys_say(tmp_path: Path) -> None:
+    uniform = load(tmp_path, prompt_len_min=10, prompt_len_max=20, prompt_len_mu=5, prompt_len_sigma=1)
+    lognormal = load(tmp_path, **LOGNORMAL, prompt_len_min=10, prompt_len_max=20)
+    assert [(c.prompt.kind, c.prompt.low, c.prompt.high) for c in uniform.classes] == [("uniform", 10, 20)] * 3
+    assert [(c.prompt.kind, c.prompt.mu, c.prompt.sigma) for c in lognormal.classes] == [("lognormal", 5, 1)] * 3
+    assert load(tmp_path, expected_baseline=[0.2, 0.4]).expected_baseline == (0.2, 0.4)
+
+
 def test_outputs_are_lognormal_with_the_mean_and_the_variation_of_the_entry(tmp_path: Path) -> None:
     # With cv = 1, sigma^2 = ln 2, and the median is the mean over the square root of 2.
     dist = load(tmp_path, output_mean_tokens=180, output_cv=1).classes[0].output
