@@ -199,6 +199,13 @@ def test_the_longest_requests_that_paths_are_for_are_taken(client: TestClient) -
     assert client.post("/step/batch", json={"session_id": batch, "actions": actions, "last": True}).status_code == 200
 
 
+def test_a_long_media_type_is_told_by_its_first_eighty_characters(client: TestClient) -> None:
+    for length in (80, 81, 5000):
+        answer = client.post("/reset", content=b"{}", headers={"Content-Type": "x" * length})
+        assert answer.status_code == 415
+        assert f"Content-Type '{'x' * 80}' is not accepted" in answer.json()["detail"]["message"]
+
+
 def test_texts_may_hold_any_number_of_commas_and_brackets(client: TestClient) -> None:
     log = "arrival_s,prompt_tokens,output_tokens\n" + "1.5,100,100\n" * 10_000 + '"[,{:\\'
     refused = client.post("/shadow", json={"log": log, "policies": ["nobody"]})

@@ -7,9 +7,15 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 
+import pytest
+from starlette.testclient import TestClient
+
+from server.app import create_app
 from server.net.logs import FLUSH_EVERY_S, FLUSH_LINES, JsonFormatter, LineLog
+from server.settings import Settings
 
 
 class Pipe(io.StringIO):
@@ -67,6 +73,17 @@ def test_lines_after_a_flush_go_out_in_their_turn() -> None:
 
     asyncio.run(scenario())
     assert [json.loads(line)["n"] for line in pipe.flushed.splitlines()] == [0, 1, 2]
+
+
+def test_a_request_is_logged_with_the_milliseconds_that_it_took(capfd: pytest.CaptureFixture[str]) -> None:
+    with TestClient(create_app(Settings(store_url="memory://", access_log="all"))) as client:
+        began = time.perf_counter()
+        client.post("/play", json={"task_id": 1, "agent": "naive"})
+        took_ms = 1000 * (time.perf_counter() - began)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    [line] = [line for line in lines if line.get("path") == "/play"]
+    assert 1.0 < line["ms"] <= took_ms
+    assert (line["event"], line["level"], line["method"], line["status"]) == ("request", "info", "POST", 200)
 
 
 def test_a_record_is_one_line_of_json_with_its_traceback() -> None:

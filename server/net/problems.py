@@ -58,7 +58,7 @@ NEXT_OF_BATCHES: Final[dict[str, str]] = {
 RETRY_AFTER_S: Final = 1
 
 
-_STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed", 401: "unauthorized", 403: "forbidden"}
+_STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
 def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
