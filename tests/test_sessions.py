@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -30,7 +30,7 @@ from inferencegym.traffic import list_traffic_tasks
 from server.net.errors import RateLimitedError
 from server.sessions import quota
 from server.sessions.manager import SessionManager, StepResult
-from server.sessions.store import stored_episode
+from server.sessions.store import SessionStore, stored_episode
 from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
@@ -524,6 +524,29 @@ def test_an_idle_episode_makes_room_for_its_own_client_only(store_url: str, monk
             kept = [await manager.store.position(one) is not None for one in mine]
             assert kept == [False, True, True, True], "the longest idle one went"
             assert await manager.store.position(other)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("kept", "taken_before_the_store_is_asked_again"), [(39, 1), (38, 2), (10, 4), (0, 4)])
+def test_a_quota_asks_the_store_again_after_a_tenth_of_the_limit_or_when_there_may_be_no_room(
+    kept: int, taken_before_the_store_is_asked_again: int
+) -> None:
+    asked: list[str] = []
+
+    class Store:
+        async def make_room(self, client: str, limit: int, idle_s: float) -> int:
+            assert (limit, idle_s) == (40, 600.0)
+            asked.append(client)
+            return kept
+
+    async def scenario() -> None:
+        quota_of_a_process = quota.UnfinishedQuota(cast(SessionStore, Store()), 40)
+        for _ in range(taken_before_the_store_is_asked_again):
+            await quota_of_a_process.take("a")
+        assert asked == ["a"]
+        await quota_of_a_process.take("a.other")
+        assert asked == ["a", "a"]
 
     asyncio.run(scenario())
 

@@ -66,6 +66,16 @@ def test_a_log_may_claim_the_highest_score_and_none_above(tmp_path: Path) -> Non
     assert main(["verify", write(tmp_path / "log.json", {**saved(env), "score": 1.0 + 1e-13})]) == 1
 
 
+def test_a_log_may_claim_the_lowest_score(tmp_path: Path) -> None:
+    env = InferenceEnv()
+    env.reset(seed=1, task_id=1, config={"episode_length": 10})
+    for _ in range(10):
+        env.step({"batch_size": 1})
+    log = {"task": 1, "seed": 1, "config": {"episode_length": 10}, "steps": env.episode_log}
+    for claimed, status in ((0, 0), (0.0, 0), (-0.0001, 1), (0.0001, 1)):
+        assert main(["verify", write(tmp_path / "log.json", {**log, "score": claimed})]) == status
+
+
 @pytest.mark.parametrize("capacity", [100.0, 90.0])
 def test_the_verdict_says_whether_the_configuration_is_the_tasks_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: float
