@@ -181,24 +181,24 @@ def differences(episode: Mapping[str, Any]) -> Iterator[str]:
     if len(rows) != len(expected_rows):
         yield f"{who}: {len(rows) - 1} steps were played, expected {len(expected_rows) - 1}"
     for step, (expected, got) in enumerate(zip(expected_rows, rows, strict=False)):
-        yield from _row_differences(f"{who}, step {step}", expected, got)
+        yield from row_differences(f"{who}, step {step}", expected, got)
     for n in sorted({*grades, *episode["grades"]}, key=int):
         where = f"{who}, log of {n} steps"
-        yield from _row_differences(where, episode["grades"].get(n, {}), grades.get(n, {}))
+        yield from row_differences(where, episode["grades"].get(n, {}), grades.get(n, {}))
 
 
-def _row_differences(where: str, expected: Row, got: Row) -> Iterator[str]:
+def row_differences(where: str, expected: Row, got: Row) -> Iterator[str]:
+    """Differences of two rows, as text that starts with ``where``."""
     for field in {**expected, **got}:
         if field not in got:
             yield f"{where}, {field}: expected {expected[field]!r}, got nothing"
         elif field not in expected:
             yield f"{where}, {field}: expected nothing, got {got[field]!r}"
-        elif not same(expected[field], got[field]):
+        elif not _same(expected[field], got[field]):
             yield f"{where}, {field}: expected {expected[field]!r}, got {got[field]!r}"
 
 
-def same(expected: Any, got: Any) -> bool:
-    """Whether two recorded values are of one kind and, to the tolerance, equal."""
+def _same(expected: Any, got: Any) -> bool:
     if type(expected) is float and type(got) is float:
         return math.isclose(expected, got, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
     return type(expected) is type(got) and bool(expected == got)

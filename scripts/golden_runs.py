@@ -22,7 +22,7 @@ import numpy as np
 from env.batch import ServingBatch
 from inferencegym.models import SPEC_LENGTHS, QuantTier, ServeAction
 from inferencegym.tasks import TaskId, get_task
-from scripts.golden_episodes import pack, rounded_row, same, unpack
+from scripts.golden_episodes import pack, rounded_row, row_differences, unpack
 from simulator.hardware.measured import spec_acceptance
 from simulator.hardware.measured_model import MeasuredModel
 from simulator.hardware.profiles import engine, hardware
@@ -185,9 +185,7 @@ def differences(expected: list[dict[str, Any]], got: list[dict[str, Any]]) -> It
     if len(expected) != len(got):
         yield f"{len(expected)} rows were recorded, {len(got)} are there"
     for number, (before, now) in enumerate(zip(expected, got, strict=False)):
-        for name in sorted(before.keys() | now.keys()):
-            if not same(before.get(name), now.get(name)):
-                yield f"row {number}, {name}: expected {before.get(name)!r}, got {now.get(name)!r}"
+        yield from row_differences(f"row {number}", before, now)
 
 
 def main() -> int:
