@@ -16,11 +16,11 @@ WORKDIR /src
 # The requirements change seldom, so their layers are built once.
 COPY requirements-build.txt requirements.txt ./
 RUN python3 -m venv /opt/build \
-    && /opt/build/bin/pip install --no-cache-dir --require-hashes -r requirements-build.txt
+    && /opt/build/bin/pip install --no-cache-dir --no-compile --require-hashes -r requirements-build.txt
 # Files are byte-compiled here, because the running server may not write. The packages' own tests, and Arrow's headers
 # and network protocols are dead weight.
 RUN python3 -m venv --without-pip /opt/venv \
-    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --require-hashes \
+    && /opt/build/bin/uv pip install --python /opt/venv/bin/python --no-cache --compile-bytecode --require-hashes \
         -r requirements.txt \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} + \
     && find /opt/venv/lib/python3.11/site-packages/pyarrow -maxdepth 1 \
@@ -32,17 +32,19 @@ COPY simulator/ simulator/
 COPY env/ env/
 COPY grader/ grader/
 COPY agents/ agents/
+COPY ops/ ops/
 COPY live/ live/
 COPY server/ server/
-RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheel . \
-    && /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /opt/wheel/*.whl
+COPY cli/ cli/
+RUN /opt/build/bin/uv build --python /opt/build/bin/python --no-cache --no-build-isolation --wheel --out-dir /opt/wheel \
+    && /opt/build/bin/uv pip install --python /opt/venv/bin/python --no-cache --compile-bytecode --no-deps --no-index \
+        /opt/wheel/*.whl
 
 
 # What docker-compose.yml uses for development: the compiler stays, the checkout is mounted on /src and built in place.
 FROM builder AS development
 
-RUN /opt/build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --require-hashes \
-        -r requirements-build.txt
+RUN /opt/build/bin/uv pip install --python /opt/venv/bin/python --no-cache --require-hashes -r requirements-build.txt
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp

@@ -14,27 +14,28 @@ BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Which build of torch: uv takes the one for this machine's GPU, or the small one where there is none. Another choice:
 # name a file (`make rl TORCH=path/to/wheel`), or point pip at a place that has one (PIP_FIND_LINKS).
 TORCH ?= torch==2.13.0
-# What benchmarks/bench_speed.py compares with; no requirement file holds it.
+# What benchmarks/speed/interfaces.py compares with; no requirement file holds it.
 PEERS ?= envpool==1.2.5
 TESTS ?= tests
+QUICK := not slow and not soak and not engine
 
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
-PACKAGES := inferencegym simulator env grader agents live server
+PACKAGES := inferencegym simulator env grader agents ops live server cli
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' inferencegym/__init__.py)
-# A module is compiled when its .pxd lies beside it; changing either of the two rebuilds.
+# A module is compiled when its .pxd lies beside it, kernel and events with those of their folder; changing one rebuilds.
 DECLARATIONS := $(foreach package,$(PACKAGES),$(shell find $(package) -name '*.pxd' 2>/dev/null))
-COMPILED_SOURCES := $(DECLARATIONS) $(DECLARATIONS:.pxd=.py)
-# Requirement files are hashed, so pip takes nothing but what they pin. Which there are: scripts/pin_requirements.sh.
+COMPILED_SOURCES := $(sort $(DECLARATIONS) $(DECLARATIONS:.pxd=.py) $(wildcard simulator/kernel/*.py simulator/events/*.py))
+# pip installs uv, and uv all else, in a third of pip's time. Requirement files: scripts/pin_requirements.sh.
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
-PINNED := $(PIP_INSTALL) --require-hashes
+INSTALL := $(BIN)/uv pip install --quiet --python $(PYTHON)
 
-.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents site format bench mutants openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents site format bench openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
-	@echo '  make check | format | site | bench | mutants | soak | engine | openenv | gymnasium | sbom | audit | pins | build | clean'
+	@echo '  make check | format | site | bench | soak | engine | openenv | gymnasium | sbom | audit | pins | build | clean'
 
 # --- Installing ----------------------------------------------------------------------------------------------------
 
@@ -53,38 +54,38 @@ test-servers:
 	@scripts/install_test_servers.sh
 
 $(STAMPS)/build: requirements-build.txt | $(PYTHON)
-	@$(PINNED) -r requirements-build.txt
+	@$(PIP_INSTALL) --no-compile --require-hashes -r requirements-build.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/server: requirements.txt $(STAMPS)/build
-	@echo 'Installing what the server needs into $(VENV) (once, about a minute)'
-	@$(PINNED) -r requirements.txt
+	@echo 'Installing what the server needs into $(VENV) (once)'
+	@$(INSTALL) --require-hashes -r requirements.txt
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/server
 	@echo 'Installing the tests and linters, OpenEnv and Ray (once, some minutes)'
-	@$(PINNED) -r requirements-dev.txt
+	@$(INSTALL) -r requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/rl: requirements-rl.txt $(STAMPS)/dev
 	@echo 'Installing what trains agents ($(TORCH) and Stable-Baselines3)'
 	@if [ "$(origin TORCH)" != file ] || [ -n "$$PIP_FIND_LINKS" ]; then $(PIP_INSTALL) '$(TORCH)'; \
-	elif ! $(BIN)/uv pip install --quiet --python $(PYTHON) --torch-backend=auto '$(TORCH)'; then \
+	elif ! $(INSTALL) --torch-backend=auto '$(TORCH)'; then \
 		echo 'torch made for this machine cannot be had: installing the default, on Linux several GB'; \
 		$(PIP_INSTALL) '$(TORCH)'; \
 	fi
-	@$(PINNED) -r requirements-rl.txt
+	@$(INSTALL) -r requirements-rl.txt
 	@touch $@
 
 $(STAMPS)/peers: $(STAMPS)/dev
 	@echo 'Installing what `make bench` compares with (EnvPool: 750 MB)'
-	@$(PIP_INSTALL) '$(PEERS)'
+	@$(INSTALL) '$(PEERS)'
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml setup.py openenv.yaml $(COMPILED_SOURCES) $(STAMPS)/server
 	@echo 'Building the package'
-	@# The one warning kept quiet says that an editable install shadows folders of the same name: they are the package.
-	@PYTHONWARNINGS=ignore $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@$(PYTHON) -m scripts.kernel_types
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # --- Running -------------------------------------------------------------------------------------------------------
@@ -95,26 +96,25 @@ serve: $(STAMPS)/package
 
 # What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
-	@status=0; for benchmark in $(sort $(wildcard benchmarks/bench_*.py)); do \
-		echo "== $$benchmark"; $(PYTHON) "$$benchmark" || status=1; \
+	@status=0; for benchmark in interfaces openenv_server ray_workers events; do \
+		echo "== $$benchmark"; $(PYTHON) -m benchmarks.speed.$$benchmark || status=1; \
 	done; exit $$status
-
-# Faults put into a random sample of lines, and how many the quick tests notice: MUTANTS='--area grader', '--again', ...
-mutants: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m scripts.mutants $(MUTANTS)
-	$(PYTHON) scripts/render_docs.py
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 
 # The quick tests first, on two processes; the slow ones only when those pass. What they start (Redis, Chromium) is
 # installed before where that is allowed; elsewhere the tests that need it are skipped, and the last lines say so.
+# TESTS=PATH runs those of a path. It may have quick tests only, or slow ones only (pytest's status 5: none collected);
+# with neither, the command fails.
 test: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak and not engine' -n 2 --dist loadfile
-	$(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine'
+	@quick=0; $(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile || quick=$$?; \
+	[ $$quick = 0 ] || [ $$quick = 5 ] || exit $$quick; \
+	slow=0; $(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine' || slow=$$?; \
+	[ $$slow != 5 ] || exit $$quick; exit $$slow
 	@scripts/install_test_servers.sh --check
 
 test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
-	$(PYTHON) -m pytest $(TESTS) -m 'not slow and not soak and not engine' -n 2 --dist loadfile
+	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile
 
 # They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.
 soak: test-servers $(STAMPS)/rl $(STAMPS)/package
@@ -149,9 +149,9 @@ documents: $(STAMPS)/dev $(STAMPS)/package
 site: $(STAMPS)/dev $(SITE_VENV)/.installed
 	$(PYTHON) -m scripts.build_site --generator $(SITE_VENV)/bin/zensical
 
-$(SITE_VENV)/.installed: requirements-site.txt | $(PYTHON)
-	@$(PYTHON) -m venv $(SITE_VENV)
-	@$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-site.txt
+$(SITE_VENV)/.installed: requirements-site.txt $(STAMPS)/build
+	@$(PYTHON) -m venv --without-pip $(SITE_VENV)
+	@$(BIN)/uv pip install --quiet --python $(SITE_VENV)/bin/python -r requirements-site.txt
 	@touch $@
 
 # With the training libraries installed, so that their types are checked too.

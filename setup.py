@@ -1,15 +1,14 @@
 """Build steps that pyproject.toml cannot express: one published package, compiled modules, the packaged manifest.
 
-In a clone the rooms (``simulator``, ``env``, ``grader``, ``agents``, ``live``, ``server``) are folders beside
-``inferencegym``, imported by these names. As top-level packages of an installed distribution they would overwrite those
-of others, so a wheel holds them inside: ``inferencegym.simulator`` and so on. The build copies them there and writes
-the longer name wherever a source names a room's module. An editable install and ``build_ext --inplace`` leave the
-clone's names.
+In a clone the rooms (:data:`ROOMS`) are folders beside ``inferencegym``, imported by these names. As top-level
+packages of an installed distribution they would overwrite those of others, so a wheel holds them inside:
+``inferencegym.simulator`` and so on. The build copies them there and writes the longer name wherever a source names a
+room's module. An editable install and ``build_ext --inplace`` leave the clone's names.
 
-A module is compiled when a ``NAME.pxd`` with its C types lies next to ``NAME.py``. The Python file stays the only
-source: it runs unchanged without the extension, and ships beside it. Where a wheel is built without a C compiler the
-modules stay interpreted, with ``inferencegym.plain_cython`` where Cython is not installed either, and the command line
-says so; a build in a clone fails instead.
+A module is compiled when a ``NAME.pxd`` with its C types lies next to ``NAME.py``, together with the modules beside it
+whose names it imports only where it is not compiled (:func:`whole_source`). The Python files stay the only source: they
+run unchanged without the extension, and ship beside it. Where a wheel is built without a C compiler the
+modules stay interpreted, and the command line says so; a build in a clone fails instead.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 PACKAGE = "inferencegym"
-ROOMS = ("simulator", "env", "grader", "agents", "live", "server")
+ROOMS = ("simulator", "env", "grader", "agents", "ops", "live", "server", "cli")
 MANIFEST = "openenv.yaml"
 # What a build leaves beside the sources.
 GENERATED = {".c", ".so", ".pyd", ".pyc"}
 
 # Fused multiply-add exists on some processors only, so a contracted product rounds differently there. Without
 # contraction, -ffast-math and -march=native, compiled code rounds as plain Python does, on every processor.
-COMPILE_ARGS = ["-O3", "-ffp-contract=off", "-g0"]
+#
+# The kernel is many small functions; GCC inlines too few of them with its own limit of 30 instructions.
+COMPILE_ARGS = ["-O3", "-ffp-contract=off", "--param=max-inline-insns-auto=300", "-g0"]
 
 DIRECTIVES = {
     "language_level": 3,
@@ -54,10 +55,8 @@ IMPORT = re.compile(rf"\bfrom (?=(?:{'|'.join(ROOMS)})(?:\.\w+)* c?import\b)")
 """``from env.batch import ...`` and the ``cimport`` of declaration files, also in examples and in programs as text."""
 MENTION = re.compile(rf"(?:(?<=[\"'`])|(?<=-m )|(?<=app: ))(?=({'|'.join(ROOMS)})\.(\w+))")
 """A dotted name at the start of a string or of a quoted word, after ``python -m``, and as the manifests' ``app``."""
-CYTHON = re.compile(r"^import cython$", re.MULTILINE)
-WITHOUT_CYTHON = (
-    f"try:\n    import cython\nexcept ModuleNotFoundError:\n    from {PACKAGE} import plain_cython as cython"
-)
+PLAIN_CYTHON = f"from {PACKAGE} import plain_cython as cython"
+"""What the sources import, so that they run where Cython is not installed; the compiler reads ``import cython``."""
 DECLARATION = re.compile(rf"^\s*(?:from|cimport|import)\s+(?:{'|'.join(ROOMS)})\b.*", re.MULTILINE)
 
 
@@ -68,7 +67,6 @@ def published_name(name: str) -> str:
 
 def published_source(text: str) -> str:
     """The text with the published names of the rooms' modules. A name that is no module of a room stays."""
-    text = CYTHON.sub(WITHOUT_CYTHON, text)
     text = IMPORT.sub(f"from {PACKAGE}.", text)
     return MENTION.sub(lambda found: f"{PACKAGE}." if _is_module(found[1], found[2]) else "", text)
 
@@ -130,6 +128,36 @@ def extensions(published: bool) -> list[Extension]:
     return found
 
 
+def parts(source: Path) -> list[Path]:
+    """The modules that are compiled into one: those beside it that it imports ``if not cython.compiled``, and itself.
+
+    One C file holds them all, so that the C compiler inlines calls between them.
+    """
+    found: list[Path] = []
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if _is_for_python(node):
+            names = [item.module for item in ast.walk(node) if isinstance(item, ast.ImportFrom) and item.module]
+            beside = [source.with_name(f"{name.rpartition('.')[2]}.py") for name in names]
+            found += [part for path in beside if path.is_file() for part in parts(path)]
+    return list(dict.fromkeys([*found, source]))
+
+
+def whole_source(source: Path) -> str:
+    """The text of a compiled module's :func:`parts`, without what they import from each other."""
+    texts = ["from __future__ import annotations"]
+    for path in parts(source):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.parse("\n".join(lines)).body:
+            if not _is_for_python(node) and "__future__" not in _imported(node):
+                first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+                texts.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return "\n".join(texts).replace(PLAIN_CYTHON, "import cython") + "\n"
+
+
+def _is_for_python(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "not cython.compiled"
+
+
 class BuildSources(build_py):
     """Copies packages, their data files and the root's openenv.yaml, which OpenEnv looks for in the package.
 
@@ -150,7 +178,7 @@ class BuildSources(build_py):
         built = Path(self.build_lib) / PACKAGE
         shutil.copyfile(ROOT / MANIFEST, built / MANIFEST)
         for path in sorted(built.rglob("*")):
-            if path.suffix in {".py", ".pxd", ".yaml"}:
+            if path.suffix in {".py", ".pxd", ".yaml", ".md"}:
                 path.write_text(published_source(path.read_text(encoding="utf-8")), encoding="utf-8")
             if path.suffix in {".py", ".pxd"}:
                 check_published(path)
@@ -168,7 +196,7 @@ class BuildSources(build_py):
 
 
 def _is_data_of(package: Path, path: Path) -> bool:
-    if not path.is_file() or path.suffix in GENERATED or (package / MANIFEST) == path:
+    if not path.is_file() or path.suffix in GENERATED or (package.name, path) == (PACKAGE, package / MANIFEST):
         return False
     owner = next(folder for folder in path.parents if folder == package or (folder / "__init__.py").is_file())
     return owner == package and not (path.suffix == ".py" and path.parent == package)
@@ -181,6 +209,7 @@ class BuildExtensions(build_ext):
         self.in_clone = bool(self.inplace or self.editable_mode)
         self.distribution.ext_modules = list(extensions(published=not self.in_clone))
         super().finalize_options()
+        self.parallel = os.cpu_count()
 
     def run(self) -> None:
         if not self.in_clone:
@@ -190,17 +219,29 @@ class BuildExtensions(build_ext):
     def build_extensions(self) -> None:
         from Cython.Build import cythonize
 
-        if not self.in_clone:
-            for extension in self.extensions:
-                extension.sources = [str(Path(self.build_lib, *extension.name.split(".")).with_suffix(".py"))]
-        # The generated C files go under build/, away from the sources.
+        for extension in self.extensions:
+            path = Path(*extension.name.split(".")).with_suffix(".py")
+            extension.sources = [str(self._translated(path if self.in_clone else Path(self.build_lib, path), path))]
         translated = cythonize(  # type: ignore[no-untyped-call]
-            self.extensions, build_dir="build/cython", compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1
+            self.extensions,
+            include_path=["build/cython"],  # declarations are looked up by a module's full name
+            compiler_directives=DIRECTIVES,
+            nthreads=os.cpu_count() or 1,
         )
         sources = {extension.name: extension.sources for extension in translated}
         for extension in self.extensions:
             extension.sources = sources[extension.name]
         super().build_extensions()
+
+    def _translated(self, source: Path, name: Path) -> Path:
+        """What Cython reads, under build/: the whole source and its declarations, written where they have changed."""
+        target = Path("build/cython", name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        declared = source.with_suffix(".pxd").read_text(encoding="utf-8")
+        for path, text in ((target, whole_source(source)), (target.with_suffix(".pxd"), declared)):
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                path.write_text(text, encoding="utf-8")
+        return target
 
 
 class EditableInstall(editable_wheel):

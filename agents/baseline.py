@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 from agents.policies.constant import ConstantAgent
-from agents.policies.stored import policy_dir, policy_path, read_constant_policy
-from agents.policies.vllm_defaults import vllm_defaults
-from agents.protocol import BASELINES
+from agents.policies.stored import policy_dir, policy_path
+from agents.registry import AGENTS, make_agent
 from env.inference_env import InferenceEnv
 from grader.grader import GraderModule
 from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import TaskId, TaskSpec, list_tasks
-from simulator.tables import tables_of
 
 BASELINE_ACTION: Final = NAIVE_ACTION
 """The plan's baseline: whole KV pool, no speculation, batch size 32, prefill on the same GPU as decoding, FP16.
@@ -23,12 +20,8 @@ It is no engine's default: that is :func:`agents.policies.vllm_defaults.vllm_def
 
 BASELINE_SEED: Final = 0
 
-
-class NaiveAgent(ConstantAgent):
-    """Agent that takes :data:`BASELINE_ACTION` at every step."""
-
-    def __init__(self) -> None:
-        super().__init__(BASELINE_ACTION)
+BASELINES: Final = ("naive", "vllm_defaults", "random_search")
+"""Agents that keep one setting and that others are compared with."""
 
 
 def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED, action: ServeAction = BASELINE_ACTION) -> dict[str, Any]:
@@ -36,7 +29,7 @@ def run_baseline(task_id: TaskId, seed: int = BASELINE_SEED, action: ServeAction
     env = InferenceEnv(task_id=task_id, seed=seed)
     env.reset()
     while not env.done:
-        env.play(action)
+        env.play(env.check(action))
     grade = GraderModule().score(task_id, env.episode_log)
     return {
         "task_id": env.task_id,
@@ -51,7 +44,7 @@ def run_all_baselines() -> dict[str, Any]:
 
     ``scores``, ``breakdown`` and ``action_config`` are the naive agent's, the first two keyed ``task1``, ``task2``,
     ...; ``expected_range`` is the range that the task's data declare for it. ``baselines`` has all of
-    :data:`agents.protocol.BASELINES` with their ``description``, and by task ``scores``, ``breakdown`` and
+    :data:`BASELINES` with their ``description``, and by task ``scores``, ``breakdown`` and
     ``action_config``; a task for which no random search is stored (one that was not calibrated) is left out there.
     """
     tasks = list_tasks()
@@ -71,19 +64,11 @@ def run_all_baselines() -> dict[str, Any]:
 def _on_all(name: str, tasks: list[TaskSpec]) -> dict[str, Any]:
     played = {}
     for task in tasks:
-        if name == "random_search" and not _stored(task).exists():
+        if name == "random_search" and not policy_path(name, task.task_id, policy_dir(task)).exists():
             continue
-        played[f"task{task.task_id}"] = run_baseline(task.task_id, BASELINE_SEED, _action(name, task))
+        agent = make_agent(name, task)
+        assert isinstance(agent, ConstantAgent)
+        played[f"task{task.task_id}"] = run_baseline(task.task_id, BASELINE_SEED, agent.action)
     columns = {"scores": "score", "breakdown": "breakdown", "action_config": "action_config"}
     by_task = {column: {key: result[field] for key, result in played.items()} for column, field in columns.items()}
-    return {"description": BASELINES[name], **by_task}
-
-
-def _action(name: str, task: TaskSpec) -> ServeAction:
-    if name == "random_search":
-        return read_constant_policy(_stored(task))
-    return BASELINE_ACTION if name == "naive" else vllm_defaults(tables_of(task.hardware))
-
-
-def _stored(task: TaskSpec) -> Path:
-    return policy_path("random_search", task.task_id, policy_dir(task))
+    return {"description": AGENTS[name].description, **by_task}

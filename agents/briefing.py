@@ -62,7 +62,7 @@ def _replicas(task: Mapping[str, Any]) -> list[str]:
     if "max_replicas" not in task:
         return []
     return [
-        f"- replicas: replicas asked for; an integer from 1 to {task['max_replicas']}; a new one starts for "
+        f"- replicas: requested number of replicas; an integer from 1 to {task['max_replicas']}; a new one starts for "
         f"{task['start_s']:g} seconds and loads its weights"
     ]
 

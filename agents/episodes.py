@@ -10,9 +10,11 @@ import numpy as np
 
 from agents.protocol import Agent, FloatArray
 from env.batch import ServingBatch
+from env.dynamics import DynamicsFactory, FluidFleet
 from grader.episode import Episode, Scored
-from grader.grader import SCORES, unit
-from inferencegym.spaces.actions import ACTION_SIZE, action_size, snap
+from grader.grader import final
+from grader.kinds import RULES
+from inferencegym.spaces.actions import ACTION_SIZE, action_size
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
@@ -36,7 +38,7 @@ class EpisodeResults:
     def scores(self, calibration: Calibration | None = None) -> FloatArray:
         """The grade of every row, (B,)."""
         score, _ = self._scored(calibration)
-        return unit(score)
+        return final(score)
 
     def breakdown(self) -> dict[str, FloatArray]:
         """Each component of the grade, (B,)."""
@@ -44,8 +46,8 @@ class EpisodeResults:
         return parts
 
     def _scored(self, calibration: Calibration | None) -> Scored:
-        rule = SCORES[str(self.task.grade["kind"])]
-        return rule(self.task, calibration or get_calibration(self.task.task_id), self._episodes())
+        rule = RULES[str(self.task.grade["kind"])]
+        return rule.score(self.task, calibration or get_calibration(self.task.task_id), self._episodes())
 
     def _episodes(self) -> Episode:
         """Input of the grader for all rows; each row is contiguous, so that it is summed as if it were alone."""
@@ -67,15 +69,17 @@ def run_episodes(
     calibration: Calibration | None = None,
     config: EpisodeConfig | None = None,
     keep: Sequence[str] = (),
-    batch_type: Callable[..., ServingBatch] = ServingBatch,
+    dynamics: DynamicsFactory = FluidFleet,
     after_step: Callable[[], None] = lambda: None,
 ) -> EpisodeResults:
     """Run whole episodes of an agent: one row per seed, or ``n_rows`` rows that share the seeds' workloads.
 
-    ``keep`` names further metrics to record. ``batch_type`` plays the episodes: the fluid model, or the discrete-event
-    reference (:class:`env.reference.ReferenceBatch`). ``after_step`` is called after every step, to show progress.
+    ``keep`` names further metrics to record. ``dynamics`` serves the requests: the fluid model, or the discrete-event
+    engine (:class:`env.reference.ReferenceFleet`). ``after_step`` is called after every step, to show progress.
     """
-    batch = batch_type(task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds))
+    batch = ServingBatch(
+        task, n_rows or len(seeds), config, calibration=calibration, n_loads=len(seeds), dynamics=dynamics
+    )
     length, hold = batch.config.episode_length, batch.hold
     metrics = {name: np.empty((length, batch.n_rows)) for name in (*GRADED, *keep)}
     actions = np.empty((length, batch.n_rows, action_size(task.fleet)))
@@ -85,7 +89,7 @@ def run_episodes(
     agent.reset(batch.n_rows)
     for t in range(0, length, hold):
         seconds = min(hold, length - t)
-        taken = snap(agent.act(batch.full_observation()), batch.mask, task.fleet)
+        taken = batch.snap(agent.act(batch.full_observation()))
         # Agents that set five knobs leave the replicas as they are at the start.
         actions[t : t + seconds, :, : taken.shape[1]] = taken
         batch.step(actions[t])

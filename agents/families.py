@@ -1,82 +1,66 @@
 """Built-in policies of the environment families, by name: what POST /play, GET /policies and the page offer.
 
-Agents are imported when one is asked for: a server that nobody asks never loads them.
+Those of the serving fleet are the described agents of :mod:`agents.registry`, which is imported on first use: a server
+that plays none never loads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from agents.protocol import BASELINES
+from env.families import ROLLOUTS, SERVING, TRAFFIC
 from env.family import EpisodeEnv, Family, Policy
+from env.rollouts import agents as rollouts
+from env.traffic import agents as traffic
+from env.traffic.report import compare_traffic
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.tasks import TaskId
 
-SERVING_POLICIES: Final[Mapping[str, str]] = {
-    **BASELINES,
-    "random": "Every knob drawn anew each second.",
-    "hill_climb": "Changes one knob at a time and keeps changes that helped; uses no model.",
-    "heuristic": "Rules an operator would write: capacity planning, and a second setting for floods.",
-    "ppo": "A small network trained with PPO.",
-    "best_static": "The best constant setting that a search found for the task.",
-    "best_adaptive": "The best switching policy that a search found for the task.",
-}
-"""Policies that any client may ask a server to play; others would read files or call models elsewhere."""
 
-TRAFFIC_POLICIES: Final[Mapping[str, str]] = {
-    "allow_all": "Lets everything through.",
-    "throttle_70": "Always lets 70 % through.",
-    "throttle_40": "Always lets 40 % through.",
-    "drop_aggressive": "Always lets 20 % through.",
-    "random": "Every action drawn anew each second.",
-    "adaptive": "Lets through as much as the server can handle.",
-    "planner": "The optimal sequence of actions, planned from the first step.",
-}
+@dataclass(frozen=True, slots=True)
+class Players:
+    """Policies of one family, as the server, the page and the command line offer them."""
+
+    policies: Callable[[], Mapping[str, str]] = dict
+    """Policies by name that any client may ask to be played, each with a description."""
+    make: Callable[[str, EpisodeEnv], Policy] | None = None
+    """Makes a policy by name for an episode. Raises InvalidConfigError if the task has none of this name."""
+    stored: Callable[[], Collection[str]] = tuple
+    """Names of the policies that were searched or trained for one task each."""
+    compare: Callable[[TaskId, Sequence[str], Sequence[int]], dict[str, Any]] | None = None
+    """Scores agents for `inferencegym evaluate`; None: whole episodes of ``policies`` are played one by one."""
+    baseline: Callable[[], Mapping[str, Any]] | None = None
+    """Scores of the reference agents, for GET /baseline; None: the family has no such endpoint."""
+
+
+def serving_policies() -> Mapping[str, str]:
+    """Descriptions of the agents that any client may ask for; others would read files or call models elsewhere."""
+    from agents.registry import AGENTS
+
+    return {name: agent.description for name, agent in AGENTS.items() if agent.description}
+
+
+def stored_serving_policies() -> Collection[str]:
+    """Names of the agents that need a policy that was found for their task."""
+    from agents.registry import AGENTS
+
+    return [name for name, agent in AGENTS.items() if agent.stored]
 
 
 def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     """An agent of :mod:`agents.registry` (``naive``, ``random:7``, ...) for one serving episode."""
     from agents.registry import make_agent
     from env.inference_env import InferenceEnv
-    from inferencegym.spaces.actions import action_mask, from_row, snap
     from inferencegym.tasks import get_task
-    from simulator.tables import tables_of
 
     assert isinstance(env, InferenceEnv)
-    task = get_task(env.task_id)
-    agent, mask = make_agent(spec, task), action_mask(task.active_actions)
-    tier = list(ACTION_FIELDS).index("quant_tier")
+    agent = make_agent(spec, get_task(env.task_id))
     agent.reset(1)
-    last_tier = tables_of(task.hardware).n_tiers - 1
-
-    def act(_: Any) -> ServeAction:
-        knobs = snap(agent.act(env.observation_row(fleet=True)[None, :]), mask, task.fleet)[0]
-        knobs[tier] = min(knobs[tier], last_tier)  # a table may have fewer precisions than the knob
-        return from_row(knobs)
-
-    return act
-
-
-def make_traffic_policy(name: str, env: EpisodeEnv) -> Policy:
-    """An agent of :mod:`agents.policies.traffic` for one traffic episode."""
-    from agents.policies.traffic import TRAFFIC_AGENTS
-    from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, get_traffic_task, traffic_config
-
-    if name not in TRAFFIC_AGENTS:
-        raise InvalidConfigError(f"agent {name!r} does not play traffic tasks: one of {', '.join(TRAFFIC_AGENTS)}")
-    task = get_traffic_task(env.task_id)
-    agent = TRAFFIC_AGENTS[name]()
-    agent.reset(task, traffic_config(env.config_dict()), [env.seed])
-
-    def act(observation: Any) -> str:
-        flat = np.array([[float(getattr(observation, field)) for field in STATE_FIELDS]])
-        return ACTION_NAMES[int(agent.act(flat)[0])]
-
-    return act
+    return lambda _: agent.act(env.observation_row(fleet=True)[None])
 
 
 def run_policy(
@@ -87,11 +71,12 @@ def run_policy(
     Returns the environment, its observations (one before the first step, then one after each) and the phase of the
     traffic at each step. Raises :class:`InvalidConfigError` where the policy cannot play the task.
     """
-    if family.make_policy is None:
+    players = players_of(family)
+    if players.make is None:
         raise InvalidConfigError(f"agent {name!r} is unknown: the {family.name} environment has no built-in policies")
     env = family.make()
     observation = env.reset(seed=seed, task_id=task_id, config=config)
-    act = family.make_policy(name, env)
+    act = players.make(name, env)
     seen, phases = [env.observation_dict()], list[str]()
     while not env.done:
         observation, _, _ = env.play(act(observation))
@@ -111,12 +96,11 @@ def compare_serving(task_id: TaskId, names: Sequence[str], seeds: Sequence[int])
     return compare(get_task(task_id), names, seeds)
 
 
-def compare_traffic_agents(task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Agents of a traffic task against its optimum: :func:`agents.traffic_report.compare_traffic`."""
-    from agents.traffic_report import compare_traffic
-    from inferencegym.traffic import get_traffic_task
+def serving_baseline() -> Mapping[str, Any]:
+    """Scores of the reference agents on tasks 1 to 3."""
+    from agents.baseline import run_all_baselines
 
-    return compare_traffic(get_traffic_task(task_id), names, seeds)
+    return run_all_baselines()
 
 
 def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
@@ -126,7 +110,7 @@ def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seed
     """
     from agents.evaluate import interval
 
-    asked = list(family.policies) if "all" in names else list(dict.fromkeys(names))
+    asked = list(players_of(family).policies()) if "all" in names else list(dict.fromkeys(names))
     agents = []
     for name in asked:
         episodes = [run_policy(family, name, task_id, seed)[0] for seed in seeds]
@@ -138,3 +122,36 @@ def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seed
         "interval": "95 % Student t over seeds",
         "agents": agents,
     }
+
+
+# ---------------------------------------------------------------- rollouts
+
+ROLLOUT_POLICIES: Final[Mapping[str, str]] = {
+    **rollouts.POLICIES,
+    "ppo": "A small network trained with PPO on drawn workloads.",
+}
+"""Policies of the rollouts environment, by name, each with a description."""
+
+
+def make_rollout_policy(name: str, env: EpisodeEnv) -> Policy:
+    """A controller for one episode. Raises InvalidConfigError for an unknown name."""
+    if name == "ppo":
+        from agents.policies.rollouts import RolloutPolicy
+
+        return RolloutPolicy()
+    return rollouts.make_policy(name, env)
+
+
+# ---------------------------------------------------------------- registry
+
+PLAYERS: Final[dict[str, Players]] = {
+    SERVING: Players(serving_policies, make_serving_policy, stored_serving_policies, compare_serving, serving_baseline),
+    TRAFFIC: Players(lambda: traffic.POLICIES, traffic.make_policy, compare=compare_traffic),
+    ROLLOUTS: Players(lambda: ROLLOUT_POLICIES, make_rollout_policy),
+}
+"""Policies of the families by the family's name."""
+
+
+def players_of(family: Family) -> Players:
+    """The policies of a family; none where it has no entry in :data:`PLAYERS`."""
+    return PLAYERS.get(family.name, Players())

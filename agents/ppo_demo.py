@@ -8,7 +8,7 @@ steps take a minute or two on two cores.
 
 What makes it work here:
 
-- Steps pay their share of the grade (``reward="grade"``). What the plan's formula pays is not what is graded.
+- Steps pay their share of the grade (``reward="grade"``). The plan's formula pays for something else.
 - A step holds its knobs for some seconds, many at first and fewer later. Noise that moves five knobs every second keeps
   a fleet from ever serving normally, so that every small change looks as bad as every other; settings held for twenty
   seconds can be told apart, and what they taught is then refined.
@@ -52,7 +52,7 @@ from agents.protocol import Agent
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
 from env.batch import ServingBatch
-from env.vector_env import VectorInferenceEnv
+from env.vector import VectorInferenceEnv
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import action_mask, snap
@@ -100,7 +100,7 @@ class PpoSettings:
     teacher: str = "heuristic"
     """Agent that pretraining may imitate; empty for none."""
     start_share: float = 0.3
-    """Largest share of all steps that pretraining may take; else there is none."""
+    """Largest share of all steps that pretraining may take; where it would take more, it is left out."""
     smoothing: float = 0.05
     """Probability that pretraining leaves to all levels of a knob together (label smoothing)."""
     kept_share: float = 0.3
@@ -426,7 +426,7 @@ def demonstrate(task: TaskSpec, config: EpisodeConfig, seeds: Sequence[int], age
     agent.reset(len(seeds))
     for _ in range(config.n_steps):
         observation = batch.full_observation()
-        knobs = snap(agent.act(observation), batch.mask, task.fleet)
+        knobs = batch.snap(agent.act(observation))
         observations.append(seen.encode(observation))
         levels.append(actions.encode(knobs))
         batch.step(knobs)
@@ -500,7 +500,7 @@ class ScaledRewards(SB3VecEnv):
         return observation, self.learned(reward).astype(np.float32), done, infos
 
     def learned(self, reward: NDArray[Any]) -> NDArray[Any]:
-        """What is learned from for a reward."""
+        """Rollout settings for a reward."""
         if self._compressed:
             reward = np.where(reward < -1.0, -1.0 - np.log(np.maximum(-reward, 1.0)), reward)
         scaled: NDArray[Any] = reward * np.float32(self._scale)

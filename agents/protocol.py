@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +35,3 @@ class Agent(Protocol):
 
 AgentFactory = Callable[[TaskSpec, str], Agent]
 """Factory of an agent for a task; the text is the part of its name after the colon (``random:7``), or empty."""
-
-BASELINES: Final[Mapping[str, str]] = {
-    "naive": "The plan's baseline, not an engine's defaults: batch size 32, FP16, the whole KV pool, never changed.",
-    "vllm_defaults": "What vLLM does by default: 256 slots, 90 % of the memory, FP16, never changed.",
-    "random_search": "The best of as many random constant settings as a learner's 50,000 steps pay for.",
-}
-"""Agents that keep one setting and that others are compared with, and what they are."""

@@ -1,7 +1,7 @@
 """Registry of agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
-A new agent is one line: ``register("ppo", PpoAgent.for_task)``. The command line also takes one of the user's own,
-``package.module:Class`` (:func:`load_own_agents`); servers do not.
+A new agent is one line: ``register("mine", lambda task, _: MyAgent(task), "What it does.")``. The command line also
+takes one of the user's own, ``package.module:Class`` (:func:`load_own_agents`); servers do not.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from agents.baseline import NaiveAgent
 from agents.policies.autoscalers import HpaAgent, KpaAgent, PlannerAgent, ScheduledAgent
-from agents.policies.constant import ConstantAgent, RandomAgent
+from agents.policies.constant import ConstantAgent, NaiveAgent, RandomAgent
 from agents.policies.heuristic import HeuristicAgent
 from agents.policies.hill_climb import HillClimbAgent
 from agents.policies.ppo import make_ppo
@@ -29,15 +29,31 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
-from simulator.tables import tables_of
-
-AGENTS: Final[dict[str, AgentFactory]] = {}
-"""Name of each agent -> factory."""
+from simulator.hardware.tables import tables_of
 
 
-def register(name: str, factory: AgentFactory) -> None:
-    """Register an agent under a name."""
-    AGENTS[name] = factory
+@dataclass(frozen=True, slots=True)
+class RegisteredAgent:
+    """A registered agent."""
+
+    factory: AgentFactory
+    description: str
+    """One sentence. Servers offer the agents that have one: /play, /policies, /shadow and the page."""
+    stored: bool
+    """True if its policy was searched or trained for one task, so that a log of requests alone has none."""
+
+
+AGENTS: Final[dict[str, RegisteredAgent]] = {}
+"""Registered agents by name."""
+
+
+def register(name: str, factory: AgentFactory, description: str = "", *, stored: bool = False) -> None:
+    """Register an agent under a name; the parameters are the fields of :class:`RegisteredAgent`.
+
+    Agents without a description stay with the command line and the library: they need an argument, read the files of
+    whoever starts them, or play the few tasks that scale.
+    """
+    AGENTS[name] = RegisteredAgent(factory, description, stored)
 
 
 def make_agent(spec: str, task: TaskSpec) -> Agent:
@@ -49,7 +65,7 @@ def make_agent(spec: str, task: TaskSpec) -> Agent:
     name, _, argument = spec.partition(":")
     if name not in AGENTS:
         raise InvalidConfigError(f"agent {spec!r} is unknown: one of {', '.join(AGENTS)}")
-    return AGENTS[name](task, argument)
+    return AGENTS[name].factory(task, argument)
 
 
 def load_own_agents(specs: Iterable[str]) -> None:
@@ -78,7 +94,7 @@ def _module(spec: str, name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise InvalidConfigError(f"agent {spec!r}: {name} needs a module that is missing: {error.name}") from error
         raise InvalidConfigError(
-            f"agent {spec!r} is unknown: it is none of {', '.join(AGENTS)}, and there is no module {error.name!r}; "
+            f"agent {spec!r} is unknown: it is not one of {', '.join(AGENTS)}, and there is no module {error.name!r}; "
             "name an agent of your own package.module:Class, in the folder that holds the package or with it installed"
         ) from error
     except Exception as error:  # whatever a user's module does when it is imported
@@ -107,10 +123,6 @@ def _own(module: ModuleType, task: TaskSpec, class_name: str) -> Agent:
     return agent(task) if takes_task else agent()  # type: ignore[call-arg]
 
 
-def _naive(task: TaskSpec, argument: str) -> Agent:
-    return NaiveAgent()
-
-
 def _constant(task: TaskSpec, argument: str) -> Agent:
     try:
         data = parse_json(argument, InvalidConfigError)
@@ -133,10 +145,6 @@ def _random_search(task: TaskSpec, argument: str) -> Agent:
     return ConstantAgent(read_constant_policy(_path("random_search", task, argument)))
 
 
-def _vllm_defaults(task: TaskSpec, argument: str) -> Agent:
-    return VllmDefaultsAgent(tables_of(task.hardware))
-
-
 def _best_adaptive(task: TaskSpec, argument: str) -> Agent:
     if task.fleet.max_replicas is not None:
         return read_autoscaler(_path("best_adaptive", task, argument)).agent(task)
@@ -147,29 +155,38 @@ def _path(name: str, task: TaskSpec, folder: str) -> Path:
     return policy_path(name, task.task_id, Path(folder) if folder else policy_dir(task))
 
 
-def _heuristic(task: TaskSpec, argument: str) -> Agent:
-    return HeuristicAgent(task)
-
-
-def _hill_climb(task: TaskSpec, argument: str) -> Agent:
-    return HillClimbAgent(task)
-
-
-def _ppo(task: TaskSpec, argument: str) -> Agent:
-    return make_ppo(task, argument)
-
-
-register("random", _random)
-register("naive", _naive)
-register("vllm_defaults", _vllm_defaults)
-register("random_search", _random_search)
+register(
+    "naive",
+    lambda *_: NaiveAgent(),
+    "The plan's baseline, not an engine's defaults: batch size 32, FP16, the whole KV pool, never changed.",
+)
+register(
+    "vllm_defaults",
+    lambda task, _: VllmDefaultsAgent(tables_of(task.hardware)),
+    "What vLLM does by default: 256 slots, 90 % of the memory, FP16, never changed.",
+)
+register(
+    "random_search",
+    _random_search,
+    "The best of as many random constant settings as a learner's 50,000 steps pay for.",
+    stored=True,
+)
+register("random", _random, "Every knob drawn anew each second.")
 register("constant", _constant)
-register("hill_climb", _hill_climb)
-register("heuristic", _heuristic)
+register(
+    "hill_climb",
+    lambda task, _: HillClimbAgent(task),
+    "Changes one knob at a time and keeps changes that helped; uses no model.",
+)
+register(
+    "heuristic",
+    lambda task, _: HeuristicAgent(task),
+    "Rules an operator would write: capacity planning, and a second setting for floods.",
+)
 register("hpa", lambda task, _: HpaAgent(task))
 register("kpa", lambda task, _: KpaAgent(task))
 register("scheduled", lambda task, _: ScheduledAgent(task))
 register("planner", lambda task, _: PlannerAgent(task))
-register("best_static", _best_static)
-register("best_adaptive", _best_adaptive)
-register("ppo", _ppo)
+register("ppo", make_ppo, "A small network trained with PPO.", stored=True)
+register("best_static", _best_static, "The best constant setting that a search found for the task.", stored=True)
+register("best_adaptive", _best_adaptive, "The best switching policy that a search found for the task.", stored=True)

@@ -13,7 +13,6 @@ from inferencegym.spaces.actions import (
     FORCED,
     action_mask,
     from_row,
-    mask_action,
     snap,
     to_row,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "FORCED",
     "action_mask",
     "from_row",
-    "mask_action",
     "snap",
     "to_row",
 ]

@@ -1,7 +1,7 @@
 """Batch of serving episodes: the only code that steps them, under the scalar and the vector environment.
 
-A step plays ``config.hold`` seconds with one action, fewer at the end of an episode whose length is no multiple: here
-and nowhere else, so that scalar and vector environments, sessions, replays and arrays over HTTP hold actions alike.
+A step plays ``config.hold`` seconds with one action, and fewer at the end of an episode if its length is not a
+multiple. Only this module does so, for scalar and vector environments, sessions, replays and arrays over HTTP.
 """
 
 from __future__ import annotations
@@ -13,28 +13,38 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from env.dynamics import DynamicsFactory, FluidFleet
 from env.observation import ObservationKernel
 from env.reward import PLAN_TERMS, GradeRewardKernel, RewardKernel
 from env.threads import CORES, RowRange, split_rows
-from grader.grader import SHARES
-from grader.shares import StepShares
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError, refusal
+from grader.kinds import RULES
+from grader.rule import StepShares
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError, refusal
 from inferencegym.models import PRIORITY_CLASSES, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_SIZE, action_mask, action_size
 from inferencegym.spaces.knobs import KnobKernel
 from inferencegym.spaces.observations import OBSERVATION_SIZE, first_fleet, fleet_size
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
-from simulator.arrays import METRICS, OVER_SECONDS
-from simulator.serving import CONVENTIONS, ServingFleet, params_of
-from simulator.tables import FloatArray, ServingTables, tables_of
+from simulator.hardware.tables import FloatArray, ServingTables, tables_of
+from simulator.kernel.arrays import METRICS, OVER_SECONDS
+from simulator.kernel.serving import CONVENTIONS, params_of
 from simulator.workload import load_source
 
 ROWS_PER_THREAD: Final = 128
-"""Rows per thread at least: one step of so many rows takes several times longer than starting it on a thread."""
-DRAWN_TOGETHER: Final = 64
-"""Episodes whose workloads are drawn together: enough to share the work, few enough to stay in cache."""
+"""Fewest rows per thread: one step of so many rows takes several times longer than starting a thread."""
 ROWS_PER_BLOCK: Final = 64
-"""Rows that take several steps together: few enough for their state to stay in the processor's cache."""
+"""Rows that take several steps as a block, whose state fits the processor's cache."""
+
+OBSERVED_METRICS: Final = {
+    "queue_requests": "queue_depth",
+    "kv_occupancy": "kv_cache_occupancy",
+    "ttft_p50_ms": "ttft_p50",
+    "tpot_ms": "tpot_p50",
+    "violation_share": "slo_violation_rate",
+    "gpu_memory_gb": "gpu_memory_used_gb",
+    "spec_accept_rate": "spec_accept_rate",
+}
+"""Metric -> observation field that shows it."""
 
 _METRIC_ROW: Final = {name: i for i, name in enumerate(METRICS)}
 
@@ -51,8 +61,11 @@ class ServingBatch:
     its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them). A large batch is split over at
     most ``n_threads`` threads (None: as many as there are cores); the result is the same.
 
-    What the seconds of the last step gave: ``seconds`` (B,) of them, ``second_metrics`` (H, len(METRICS), B) and
+    Seconds of the last step: ``seconds`` (B,) is their number, ``second_metrics`` (H, len(METRICS), B) and
     ``second_rewards`` (H, B), H being ``hold``; ``metric`` is of the last of them.
+
+    ``dynamics`` makes the :class:`env.dynamics.Dynamics` that serve the requests. ``metric`` has the metrics that they
+    provide. Raises :class:`InvalidConfigError` if the task's reward or grade needs a metric that they do not provide.
     """
 
     def __init__(
@@ -65,6 +78,7 @@ class ServingBatch:
         n_loads: int | None = None,
         record: int = 0,
         n_threads: int | None = None,
+        dynamics: DynamicsFactory = FluidFleet,
     ) -> None:
         if n_threads is not None and n_threads < 1:
             raise refusal("n_threads", n_threads, "at least 1")
@@ -76,7 +90,8 @@ class ServingBatch:
         self.n_loads = n_rows if n_loads is None else n_loads
         self.load_source = load_source(task, self.tables)
         params = params_of(task, self.tables, self.calibration.price)
-        self.fleet = ServingFleet(params, n_rows, self.config.episode_length, self.n_loads, record)
+        length = self.config.episode_length
+        self.fleet = dynamics(self.load_source, params, n_rows, length, self.n_loads, record)
         self.metric: Mapping[str, FloatArray] = self.fleet.metric
         self.mask = action_mask(task.active_actions)
         self.knobs = KnobKernel(self.mask.tolist(), self.fleet)
@@ -89,7 +104,7 @@ class ServingBatch:
         self._observe = self._observation_kernel()
         shares = None
         if self.config.reward == "grade":
-            shares = SHARES[str(task.grade["kind"])](task, self.calibration, self.config.episode_length)
+            shares = RULES[str(task.grade["kind"])].shares(task, self.calibration, self.config.episode_length)
         self.term_names = PLAN_TERMS if shares is None else shares.parts
         self.reward_terms = np.zeros((len(self.term_names), n_rows))
         self.hold = hold = min(self.config.hold, self.config.episode_length)
@@ -129,11 +144,8 @@ class ServingBatch:
         """
         chosen = range(self.n_loads) if rows is None else list(rows)
         started = [int(seed) for _, seed in zip(chosen, seeds, strict=True)]
-        length = self.config.episode_length
-        for at in range(0, len(started), DRAWN_TOGETHER):
-            some = chosen[at : at + DRAWN_TOGETHER]
-            self.fleet.set_load(some, self.load_source.draw(started[at : at + DRAWN_TOGETHER], length))
-            self.seeds[some] = started[at : at + DRAWN_TOGETHER]
+        self.fleet.draw(chosen, started)
+        self.seeds[chosen] = started
         self.fleet.reset_rows(range(self.n_rows) if rows is None else chosen)
         self._write_first(range(self.n_rows) if rows is None else chosen)
         return self.observation
@@ -141,7 +153,7 @@ class ServingBatch:
     def step(self, actions: NDArray[np.float64]) -> FloatArray:
         """Take one step with these actions (B, 5) and return the observations (B, 14).
 
-        Those of a task that scales may have ``replicas`` as a sixth number. Actions are clamped and snapped
+        Actions of an autoscaling task may have ``replicas`` as a sixth number. Actions are clamped and snapped
         (:func:`inferencegym.spaces.actions.snap`). Raises :class:`EpisodeDoneError` if a row has ended.
         """
         self._check_steps_left()
@@ -156,6 +168,12 @@ class ServingBatch:
                 "actions", actions.shape, f"an array of shape ({self.n_rows}, {action_size(self.task.fleet)})"
             )
         self.knobs.write(np.asarray(actions, dtype=np.float64), 0, self.n_rows)
+
+    def snap(self, actions: NDArray[np.float64]) -> FloatArray:
+        """The allowed actions nearest to these (B, 5 or 6): those that :meth:`step` plays."""
+        snapped = np.empty(actions.shape)
+        self.knobs.snap(np.asarray(actions, dtype=np.float64), snapped)
+        return snapped
 
     def step_many(self, actions: NDArray[np.float64], observations: NDArray[Any], rewards: NDArray[Any]) -> None:
         """Take K steps with these actions (K, B, 5), as K calls of :meth:`step` would, in less time.
@@ -174,7 +192,7 @@ class ServingBatch:
         split_rows(work, self._all_rows, ROWS_PER_BLOCK, self._n_threads)
 
     def _fits(self, actions: NDArray[np.float64]) -> bool:
-        # Five numbers leave the replicas of a fleet that scales as they are at the start.
+        # Five numbers keep the initial replicas of an autoscaling task.
         return bool(ACTION_SIZE <= actions.shape[-1] <= action_size(self.task.fleet))
 
     def _step_block(
@@ -229,24 +247,25 @@ class ServingBatch:
                 self.second_metrics[second, :, some] = self.fleet.metrics[:, some]
 
     def _play_second(self, lo: int, hi: int) -> None:
-        self.serve(lo, hi)
+        self.fleet.step(lo, hi)
         self._reward.compute(lo, hi)
         self._observe.write(lo, hi)
 
     def step_metrics(self) -> dict[str, FloatArray]:
-        """Metrics of the last step (B,), those of its seconds put together by :data:`OVER_SECONDS`; new arrays."""
+        """Metrics of the last step (B,), aggregated over its seconds by :data:`OVER_SECONDS`; new arrays."""
         if self.hold == 1:
-            return dict(zip(METRICS, self.fleet.metrics.copy(), strict=True))
+            return {name: values.copy() for name, values in self.metric.items()}
         played = np.arange(self.hold)[:, None] < self.seconds
         last = np.take_along_axis(self.second_metrics, self.seconds[None, None] - 1, axis=0)[0]
         total = np.where(played[:, None], self.second_metrics, 0.0).sum(axis=0)
         most = np.where(played[:, None], self.second_metrics, -np.inf).max(axis=0)
         found = {"sum": total, "mean": total / self.seconds, "max": most, "last": last}
-        return {name: found[how][i] for i, (name, how) in enumerate(OVER_SECONDS.items())}
+        return {name: found[OVER_SECONDS[name]][_METRIC_ROW[name]] for name in self.metric}
 
-    def serve(self, lo: int, hi: int) -> None:
-        """Serve one second in rows ``lo`` to ``hi`` and write their metrics."""
-        self.fleet.step(lo, hi)
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Observation fields of metrics that the dynamics do not provide; they are 0."""
+        return tuple(field for name, field in OBSERVED_METRICS.items() if name not in self.metric)
 
     def _check_steps_left(self, n_steps: int = 1) -> None:
         if self.seeds[0] < 0:
@@ -259,11 +278,10 @@ class ServingBatch:
             raise EpisodeDoneError(f"row {row}: {said}; reset it to start the next one")
 
     def _write_first(self, rows: Iterable[int]) -> None:
-        """Write the first observations: an idle fleet with the naive knobs."""
+        """Write the first observations: before any request, with the naive knobs."""
         index = np.fromiter(rows, dtype=np.int64)
         self.fleet.metrics[:, index] = 0.0
-        first = idle_metrics(self.fleet)
-        for name, value in first.items():
+        for name, value in self.fleet.idle().items():
             self.metric[name][index] = value
         if self.hold > 1:
             self.seconds[index] = 1
@@ -285,8 +303,7 @@ class ServingBatch:
         state = self.fleet.state.rows
         names = ("time", "prompt_window_requests", "prompt_window_tokens", "rate_ema", "cost_so_far", "class_window")
         arrays: dict[str, Any] = {name: state[name] for name in names}
-        metrics = ("queue_requests", "kv_occupancy", "ttft_p50_ms", "tpot_ms", "violation_share", "gpu_memory_gb")
-        arrays |= {name: self.metric[name] for name in (*metrics, "spec_accept_rate")}
+        arrays |= {name: self.fleet.metrics[_METRIC_ROW[name]] for name in OBSERVED_METRICS}
         fleet = self.fleet
         arrays |= {"kv_budget": fleet.kv_budget, "batch_size": fleet.batch_size, "spec_index": fleet.spec_index}
         arrays |= {"disagg": fleet.disagg, "tier": fleet.tier, "rollout_share": state["rollout_share"]}
@@ -300,10 +317,6 @@ class ServingBatch:
         found: FloatArray = self.second_metrics[:, _METRIC_ROW[name]]
         return found
 
-    def terms(self, row: int = 0) -> dict[str, float]:
-        """Terms of the last step's reward of one row by name, sums over its seconds."""
-        return dict(zip(self.term_names, self.reward_terms[:, row].tolist(), strict=True))
-
     def _grade_reward(self, shares: StepShares) -> GradeRewardKernel:
         constants = {
             "n_steps": float(self.config.episode_length),
@@ -314,12 +327,22 @@ class ServingBatch:
             "min_billed_ktokens_per_s": CONVENTIONS.min_billed_ktokens_per_s,
             **self._memory_limit(),
         }
-        names = ("tokens_per_sec", "ttft_p50_ms", "slo_violations", "cost_per_1k", "gpu_memory_gb")
-        arrays: dict[str, Any] = {name: self.metric[name] for name in names}
+        arrays = self._needed("tokens_per_sec", "ttft_p50_ms", "slo_violations", "cost_per_1k", "gpu_memory_gb")
         arrays |= {"batch_size": self.fleet.batch_size, "kv_budget": self.fleet.kv_budget}
         arrays |= {"replicas": self.fleet.replicas}
         arrays |= {"time": self.fleet.state.rows["time"]}
         return GradeRewardKernel(constants, {**arrays, "reward": self._second_reward, "terms": self._second_terms})
+
+    def _needed(self, *names: str) -> dict[str, Any]:
+        """Metrics that a reward reads; memory counts only where the task grades it."""
+        for name in names:
+            graded = name != "gpu_memory_gb" or "memory_limit_gb" in self.task.grade
+            if graded and name not in self.metric:
+                raise InvalidConfigError(
+                    f"task {self.task.task_id!r} is rewarded by {name}, which {type(self.fleet).__name__} does not "
+                    "give: play a task without it, or tell it what it does not report"
+                )
+        return {name: self.fleet.metrics[_METRIC_ROW[name]] for name in names}
 
     def _memory_limit(self) -> dict[str, float]:
         return {
@@ -339,8 +362,7 @@ class ServingBatch:
             "budget_per_step": self.task.cost_budget / self.task.episode_length,
             **self._memory_limit(),
         }
-        names = ("tokens_per_sec", "ttft_p50_ms", "violation_share", "cost_per_1k", "gpu_memory_gb")
-        arrays: dict[str, Any] = {name: self.metric[name] for name in names}
+        arrays = self._needed("tokens_per_sec", "ttft_p50_ms", "violation_share", "cost_per_1k", "gpu_memory_gb")
         return RewardKernel(constants, {**arrays, "reward": self._second_reward, "terms": self._second_terms})
 
 
@@ -348,20 +370,3 @@ def _runs(rows: NDArray[np.bool_]) -> list[RowRange]:
     """Ranges of consecutive rows that are set in a mask (B,)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], rows, [False]))))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
-
-
-def idle_metrics(fleet: ServingFleet) -> dict[str, float]:
-    """Metrics of an idle fleet with the naive knobs: one request at a time, an empty queue."""
-    params = fleet.params
-    tables, stats = params.tables, params.stats
-    scalars = params.constants
-    kv_pool_gb = scalars["memory_gb"] - scalars["weights_gb"][0] - scalars["activation_gb"] - scalars["workspace_gb"]
-    share = stats.shares / stats.shares.sum()
-    alone = float((stats.work_mean_ms[:, 0] * scalars["alone_ratio"][:, 0]) @ share)
-    used = scalars["weights_gb"][0] + scalars["activation_gb"] + 32 * scalars["sequence_gb"] + kv_pool_gb
-    return {
-        "ttft_p50_ms": scalars["ttft_offset_ms"] + alone,
-        "ttft_p99_ms": scalars["ttft_offset_ms"] + alone,
-        "tpot_ms": float(tables.decode_ms[0, 0, 0, 0]),
-        "gpu_memory_gb": float(used),
-    }

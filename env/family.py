@@ -2,7 +2,7 @@
 
 A family is a kind of environment (serving fleets, the traffic controller). The server, OpenEnv, Gymnasium, grading,
 verification, the leaderboard and the command line use nothing of it but its :class:`Family` record, so a new family is
-a folder in ``env/`` with its record and one line in :mod:`inferencegym.families`.
+a folder in ``env/`` with its record and one line in :mod:`env.families`.
 
 An :class:`EpisodeRecord` (family, task, seed, configuration and the actions played) determines an episode:
 :meth:`Family.replay` plays it again, bit for bit. Records are stored, sent between processes and verified.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -26,7 +27,7 @@ from inferencegym.tasks import TaskId
 
 try:
     import orjson
-except ModuleNotFoundError as error:  # an installation that is a client alone
+except ModuleNotFoundError as error:  # a client-only installation
     raise ModuleNotFoundError(install_hint(error) or str(error), name=error.name) from error
 
 TRAIN: Final = "train"
@@ -45,7 +46,7 @@ Action = bytes
 
 
 def outcome(grade: Grade) -> dict[str, Any]:
-    """What the info of an episode's last step holds of its grade: ``score``, ``breakdown`` and ``feedback``."""
+    """Part of a grade in the last step's info: ``score``, ``breakdown`` and ``feedback``."""
     return {name: grade[name] for name in ("score", "breakdown", "feedback")}
 
 
@@ -54,8 +55,11 @@ class EpisodeEnv(Protocol):
 
     seed: int
     session_id: str
-    actions: list[dict[str, Any]]
-    """Actions of the steps taken so far."""
+
+    @property
+    def actions(self) -> list[dict[str, Any]]:
+        """Actions of the steps taken so far."""
+        ...
 
     @property
     def last_reward(self) -> float:
@@ -64,7 +68,12 @@ class EpisodeEnv(Protocol):
 
     @property
     def episode_log(self) -> list[dict[str, Any]]:
-        """What was played so far, as graders accept it: an entry per step, or several where a step holds its action."""
+        """Log so far, as graders accept it: an entry per step, or several if a step holds its action."""
+        ...
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of the log so far."""
         ...
 
     @property
@@ -92,15 +101,15 @@ class EpisodeEnv(Protocol):
         """Start an episode."""
         ...
 
-    def check(self, action: Any) -> None:
-        """Refuse an action of the family that this episode cannot play: raises InvalidActionError.
+    def check(self, action: Any) -> Any:
+        """The action in the form of :meth:`play`. Raises InvalidActionError for one that this episode cannot play.
 
-        Sessions ask before they store a step, since what is stored must play.
+        Sessions check before they store a step, because every stored step must play.
         """
         ...
 
     def play(self, action: Any) -> tuple[Any, float, bool]:
-        """Take one step and return observation, reward and done."""
+        """Take one step with an action that :meth:`check` returned; return observation, reward and done."""
         ...
 
     def info(self) -> dict[str, Any]:
@@ -156,7 +165,7 @@ class GymFaces:
 
 @dataclass(frozen=True, slots=True)
 class GymCodec:
-    """Arrays for :class:`inferencegym.gym.EpisodeGymEnv`: spaces, and how observations and actions are converted."""
+    """Arrays for :class:`env.gym.EpisodeGymEnv`: spaces, and how observations and actions are converted."""
 
     action_space: Callable[[], Any]
     observation_space: Callable[[], Any]
@@ -177,7 +186,7 @@ class HttpShape:
     state_has_observation: bool = True
     """Whether GET /state nests the observation; otherwise its fields are fields of the state."""
     session_is_optional: bool = False
-    """Whether a step without session_id is for the caller's latest episode (by cookie, else address and client id)."""
+    """Whether a step without session_id plays the caller's latest episode (by cookie, else address and client id)."""
     health: Mapping[str, Any] | None = None
     """Fixed answer of GET /health under the family's prefix; None: the server's own."""
     manifest_type: str = "application/yaml"
@@ -185,7 +194,7 @@ class HttpShape:
     """JSON schema of a step's info."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """Record of an environment family: its environment, messages, tasks, grade, policies and descriptions."""
 
@@ -205,14 +214,17 @@ class Family:
     default_task: TaskId
     grade: Callable[[TaskId, Sequence[Entry]], Grade]
     constants: Callable[[TaskId], Mapping[str, Any]]
-    """Everything that a task's numbers depend on beside release and table, for the digest of :mod:`grader.verify`."""
+    """Everything on which a task's numbers depend, besides release and table, for the digest of :mod:`grader.verify`.
+    """
     check_config: Callable[[TaskId, Mapping[str, Any] | None], object]
     """The task's configuration with these settings, equal where scores can be compared. Raises UnknownTaskError or
     InvalidConfigError."""
     hold: Callable[[TaskId, Mapping[str, Any] | None], int] = lambda task_id, config: 1
-    """Most log entries that one step makes under a configuration: the seconds for which it holds its action."""
+    """Most log entries of one step under a configuration: the seconds for which it holds its action."""
     played_id: Callable[[TaskId, Mapping[str, Any] | None], TaskId] = lambda task_id, _config: task_id
     """Id of the task that a reset with these settings plays, where settings may choose another."""
+    listed_id: Callable[[TaskId], TaskId] = lambda task_id: task_id
+    """Id of the listed task of which a played task is a variant: scores are comparable only with that task's."""
     log_entries: Callable[[Any], Sequence[Entry]] = list
     """Steps of a log as entries; answers of POST /step are accepted as well."""
     table_sha256: Callable[[], str | None] = lambda: None
@@ -220,26 +232,19 @@ class Family:
     """Converts a message of ``action_model`` into the environment's action."""
     short_action: str | None = None
     """Field of an action whose bare value is accepted as an action."""
-    policies: Mapping[str, str] = field(default_factory=dict)
-    """Built-in policies by name that any client may ask to be played, with a description."""
-    make_policy: Callable[[str, EpisodeEnv], Policy] | None = None
-    """Makes a policy by name for an episode. Raises InvalidConfigError if the task has none of this name."""
     arrivals: Callable[[Any], Sequence[float]] | None = None
-    """Requests that arrived in each second of an episode; None where its metrics or observations say it."""
-    compare: Callable[[TaskId, Sequence[str], Sequence[int]], dict[str, Any]] | None = None
-    """Scores agents for `inferencegym evaluate`; None: whole episodes of ``policies`` are played one by one."""
+    """Requests that arrived in each second of an episode; None if its metrics or observations have them."""
     gym: GymFaces | GymCodec | None = None
     http: HttpShape = HttpShape()
     info: Callable[[], Mapping[str, Any]] = dict
     """Fields of GET /info beside the schemas: formula of the reward, calibration, provenance of data."""
     reward_range: tuple[float | None, float | None] = (None, None)
-    baseline: Callable[[], Mapping[str, Any]] | None = None
     manifest: Path | None = None
     about: Path | None = None
-    """Markdown that tells a stranger what it is and how to play it on a server."""
+    """Introduction in Markdown: the environment, and how to play it on a server."""
 
     def metadata(self) -> dict[str, Any]:
-        """What OpenEnv shows of an environment, with the fields of its ``EnvironmentMetadata``."""
+        """Description of an environment for OpenEnv, with the fields of its ``EnvironmentMetadata``."""
         return {
             "name": self.title,
             "description": self.description,
@@ -268,12 +273,12 @@ class Family:
     @property
     def action_fields(self) -> tuple[str, ...]:
         """Names of an action's fields, in the order of a record's values."""
-        return tuple(self.action_model.model_fields)
+        return _fields(self.action_model)
 
     def parse_action(self, action: object, before: Action | None = None) -> tuple[Any, Action]:
-        """Check an action; returns it as the environment takes it and as records keep it. Raises InvalidActionError.
+        """Check an action; returns it in the forms of the environment and of records. Raises InvalidActionError.
 
-        Optional fields that it leaves out stay as they are: as in ``before``, the record's action of the step before.
+        Optional fields that it leaves out keep their values from ``before``, the record's action of the previous step.
         In the first step they have their defaults.
         """
         if self.short_action is not None and not isinstance(action, Mapping):
@@ -285,8 +290,8 @@ class Family:
         return self.action_of(message), bytes(memoryview(orjson.dumps([*message.__dict__.values()])))
 
     def _optional(self, action: Action) -> dict[str, Any]:
-        fields = self.action_model.model_fields
-        return {name: value for name, value in self.action_json(action).items() if not fields[name].is_required()}
+        required = _required(self.action_model)
+        return {name: value for name, value in self.action_json(action).items() if name not in required}
 
     def action_json(self, action: Action) -> dict[str, Any]:
         """JSON form of a record's action. Raises DataFormatError if it is not an action of this family."""
@@ -294,16 +299,18 @@ class Family:
             values = orjson.loads(action)
         except orjson.JSONDecodeError:
             values = None
-        if not isinstance(values, list) or len(values) != len(self.action_fields):
-            raise DataFormatError(f"{action[:200]!r} is not a JSON array of {', '.join(self.action_fields)}")
-        return dict(zip(self.action_fields, values, strict=True))
+        names = self.action_fields
+        if not isinstance(values, list) or len(values) != len(names):
+            raise DataFormatError(f"{action[:200]!r} is not a JSON array of {', '.join(names)}")
+        return dict(zip(names, values, strict=True))
 
     def is_own_config(self, task_id: TaskId, config: Mapping[str, Any] | None) -> bool:
-        """Whether these settings equal the task's own configuration, so that scores can be compared.
+        """Whether a listed task is played in its own configuration, so that scores can be compared.
 
-        Raises UnknownTaskError or InvalidConfigError.
+        False for every variant, whether the task's id or a setting selects it. Raises UnknownTaskError or
+        InvalidConfigError.
         """
-        return self.check_config(task_id, config) == self.check_config(task_id, None)
+        return self.check_config(task_id, config) == self.check_config(self.listed_id(task_id), None)
 
     def episode(
         self, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
@@ -330,12 +337,23 @@ class Family:
 
     def play(self, env: EpisodeEnv, action: Action) -> None:
         """Play one action of a record."""
-        env.play(self.parse_action(self.action_json(action))[0])
+        env.play(env.check(self.parse_action(self.action_json(action))[0]))
+
+
+# Pydantic takes longer to look its fields up than to check an action.
+@cache
+def _fields(model: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(model.model_fields)
+
+
+@cache
+def _required(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(name for name, field in model.model_fields.items() if field.is_required())
 
 
 @dataclass(slots=True)
 class EpisodeRecord:
-    """Everything that determines an episode, complete, so that later changes of defaults cannot change it."""
+    """Everything that determines an episode, without defaults, so that later changes of defaults cannot change it."""
 
     family: str
     task_id: TaskId
@@ -343,7 +361,7 @@ class EpisodeRecord:
     config: Mapping[str, Any]
     actions: list[Action] = field(default_factory=list)
     release: str = __version__
-    """Version of the package that plays the episode: another one may simulate differently."""
+    """Version of the package that plays the episode: another version may simulate differently."""
     version: int = RECORD_VERSION
     reset_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Id of the reset: tells episodes with the same start apart, and does not change when a record is rewritten."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cython
+from inferencegym import plain_cython as cython
 
 
 class ObservationKernel:

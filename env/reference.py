@@ -1,114 +1,87 @@
-"""Episodes that the discrete-event reference plays instead of the fluid model: same actions, observations and grades.
+"""The discrete-event engine as dynamics of a batch: same tasks, actions, observations and grades as the fluid model.
 
-The reference follows every request and iteration, which takes seconds for an episode. It tells whether a policy that
-the fluid model scores high exploits an error of that model.
+It simulates every request and iteration, and so shows whether a policy with a high score in the fluid model exploits an
+error of that model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from env.batch import ServingBatch
-from env.threads import CORES
+from env.dynamics import RequestFleet, idle_metrics, memory_gb
 from inferencegym.models import SPEC_LENGTHS
-from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec
-from simulator.load import EpisodeRequests
-from simulator.offline.discrete_event import RollingRestart
-from simulator.offline.reference_episode import Knobs, ReferenceEpisode
-from simulator.serving import ServingParams
-from simulator.tables import FloatArray
-
-_EPISODES: Final[dict[int, ReferenceEpisode]] = {}
-"""Episodes of this worker process by row."""
+from simulator.events.episode import Knobs, ReferenceEpisode, Second
+from simulator.events.fleet import RollingRestart
+from simulator.kernel.serving import ServingParams
+from simulator.load.source import LoadSource
 
 
-class ReferenceBatch(ServingBatch):
-    """B episodes of one task in the discrete-event reference, spread over worker processes (None: one per core).
+class ReferenceFleet(RequestFleet):
+    """B fleets in the discrete-event engine.
 
-    Without ``by_class`` requests are served first come first served.
-    Requests are those of the fluid model, one by one. The fluid model steps along: the statistics of the offered load
-    that observations hold, and the GPU memory that the knobs take, are its own.
+    Without ``by_class`` the queue is first come, first served. ``rolling_restart`` sets what a replica does with its
+    requests before it restarts.
     """
+
+    given = (*Second.__annotations__, "oom", "gpu_memory_gb")
 
     def __init__(
         self,
-        task: TaskSpec,
+        source: LoadSource,
+        params: ServingParams,
         n_rows: int,
-        config: EpisodeConfig | None = None,
-        calibration: Calibration | None = None,
-        n_loads: int | None = None,
+        n_steps: int,
+        n_loads: int,
+        record: int = 0,
+        *,
         rolling_restart: RollingRestart = "recompute",
-        n_workers: int | None = None,
         by_class: bool = True,
     ) -> None:
-        super().__init__(task, n_rows, config, calibration=calibration, n_loads=n_loads, n_threads=1)
+        super().__init__(source, params, n_rows, n_steps, n_loads, record)
         self._rolling_restart: RollingRestart = rolling_restart
         self._by_class = by_class
-        # One process each: a row's episode stays in the worker that began it.
-        self._workers = [ProcessPoolExecutor(1) for _ in range(min(n_rows, n_workers or CORES))]
-        self._cost_so_far = np.zeros(n_rows)
+        self._episodes: dict[int, ReferenceEpisode] = {}
 
-    def reset(self, seeds: Sequence[int] | NDArray[np.int64], rows: Iterable[int] | None = None) -> FloatArray:
-        """Start episodes, as :meth:`ServingBatch.reset` does."""
-        chosen = list(range(self.n_rows) if rows is None else rows)
-        observation = super().reset(seeds, None if rows is None else chosen)
-        begun = [self._worker(row).submit(_start, row, *self._episode(row)) for row in chosen]
-        for each in begun:
-            each.result()
-        self._cost_so_far[chosen] = 0.0
-        return observation
+    def reset_rows(self, rows: Iterable[int]) -> None:
+        """Start these rows anew."""
+        chosen = list(rows)
+        super().reset_rows(chosen)
+        for row in chosen:
+            seed = int(self.seeds[row % self.n_loads])
+            requests = self.source.requests(seed, self.n_steps)
+            self._episodes[row] = ReferenceEpisode(self.params, requests, seed, self._rolling_restart, self._by_class)
 
-    def serve(self, lo: int, hi: int) -> None:
-        """Serve one second in rows ``lo`` to ``hi`` and write the reference's metrics over those of the fluid model."""
-        super().serve(lo, hi)
-        oom, noise = self.metric["oom"], self.fleet.noise
-        served = [self._worker(row).submit(_play, row, self._knobs(row), bool(oom[row])) for row in range(lo, hi)]
-        for row, each in zip(range(lo, hi), served, strict=True):
-            metrics = each.result()
-            ttft_noise, tpot_noise = noise[row % self.n_loads, self.time[row] - 1]
-            metrics["ttft_p50_ms"] *= ttft_noise
-            metrics["ttft_p99_ms"] *= ttft_noise
-            metrics["tpot_ms"] *= tpot_noise
-            for name, value in metrics.items():
-                self.metric[name][row] = value
-            self._cost_so_far[row] += metrics["cost_per_1k"]
-            self.fleet.state.rows["cost_so_far"][row] = self._cost_so_far[row]
+    def idle(self) -> Mapping[str, float]:
+        """Latencies of a request alone, and the memory of the naive knobs."""
+        return idle_metrics(self.params)
 
-    def _worker(self, row: int) -> ProcessPoolExecutor:
-        return self._workers[row % len(self._workers)]
+    def serve(self, rows: range) -> Sequence[Mapping[str, float]]:
+        """Metrics of the next second of these rows, with the noise that the seed drew."""
+        return [self._play(row) for row in rows]
 
-    def _episode(self, row: int) -> tuple[ServingParams, EpisodeRequests, int, RollingRestart, bool]:
-        seed = int(self.seeds[row % self.n_loads])
-        requests = self.load_source.requests(seed, self.config.episode_length)
-        return self.fleet.params, requests, seed, self._rolling_restart, self._by_class
+    def _play(self, row: int) -> Mapping[str, float]:
+        params, episode, knobs = self.params, self._episodes[row], self._knobs(row)
+        # A replica that has not restarted yet has its old weights.
+        tiers = {knobs.quant_tier, *episode.tiers()}
+        used_gb = max(
+            memory_gb(params, knobs.kv_budget, knobs.spec_length > 0, knobs.batch_size, tier) for tier in tiers
+        )
+        limit_gb = params.constants["memory_limit_gb"]
+        metrics = episode.play_second(knobs, used_gb > limit_gb)
+        rows = self.state.rows
+        rows["replicas_ready"][row], rows["replicas_draining"][row], rows["rollout_share"][row] = episode.replicas()
+        ttft_noise, tpot_noise = self.noise[row % self.n_loads, rows["time"][row]]
+        metrics["ttft_p50_ms"] *= ttft_noise
+        metrics["ttft_p99_ms"] *= ttft_noise
+        metrics["tpot_ms"] *= tpot_noise
+        return {**metrics, "oom": float(used_gb > limit_gb), "gpu_memory_gb": min(used_gb, limit_gb)}
 
     def _knobs(self, row: int) -> Knobs:
-        fleet = self.fleet
         return Knobs(
-            kv_budget=float(fleet.kv_budget[row]),
-            spec_length=SPEC_LENGTHS[fleet.spec_index[row]],
-            batch_size=round(float(fleet.batch_size[row])),
-            prefill_disagg=bool(fleet.disagg[row]),
-            quant_tier=int(fleet.tier[row]),
-            replicas=round(float(fleet.replicas[row])),
+            kv_budget=float(self.kv_budget[row]),
+            spec_length=SPEC_LENGTHS[self.spec_index[row]],
+            batch_size=round(float(self.batch_size[row])),
+            prefill_disagg=bool(self.disagg[row]),
+            quant_tier=int(self.tier[row]),
+            replicas=round(float(self.replicas[row])),
         )
-
-
-def _start(
-    row: int,
-    params: ServingParams,
-    requests: EpisodeRequests,
-    seed: int,
-    rolling_restart: RollingRestart,
-    by_class: bool,
-) -> None:
-    _EPISODES[row] = ReferenceEpisode(params, requests, seed, rolling_restart, by_class)
-
-
-def _play(row: int, knobs: Knobs, oom: bool) -> dict[str, float]:
-    return _EPISODES[row].play_second(knobs, oom)

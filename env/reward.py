@@ -7,7 +7,7 @@ budget per step). L grows with the logarithm because a linear one saturates in o
 the action; C is one half when the step spends just its share of the budget. With weights that sum to at most one on the
 negative side, R lies in [-1, 1] without clipping.
 
-The grade's is what :mod:`grader.shares` says that a step adds to the grade: its mean over a whole episode is the grade
+The grade's is what :mod:`grader.rule` says that a step adds to the grade: its mean over a whole episode is the grade
 before parts that are sums are cut to [0, 1]. It has no bounds.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cython
 import numpy as np
+
+from inferencegym import plain_cython as cython
 
 if not cython.compiled:  # compiled, the same names are the C library's (see reward.pxd)
     from math import log1p, sqrt
@@ -38,7 +39,7 @@ RUNNING = (
     "kv_squares",
     "replicas_before",
 )
-"""Arrays that :class:`GradeRewardKernel` keeps between steps: the two quantities of :mod:`grader.shares` that are no
+"""Arrays that :class:`GradeRewardKernel` keeps between steps: the two quantities of :mod:`grader.rule` that are no
 sums, then for batch size and KV budget the last value, and mean and sum of squared deviations of the changes so far;
 the replicas asked for last."""
 
@@ -81,7 +82,7 @@ class GradeRewardKernel:
 
     ``terms`` (P, B) are the step's parts of the grade and ``reward`` (B,) their weighted sum; time, metrics and knobs
     (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 8) are those of
-    :class:`grader.shares.StepShares`, ``shares`` its constants.
+    :class:`grader.rule.StepShares`, ``shares`` its constants.
 
     The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before. The first step of an
     episode starts them anew, whatever was played in the row before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +18,7 @@ Scored = tuple[FloatArray, dict[str, FloatArray]]
 """Scores (...,) and the parts of each."""
 
 MAX_METRIC: Final = 1e15
-"""More than anything measures. Whole numbers up to here are doubles, so that all readers draw the same line."""
+"""Upper bound of all metrics. Whole numbers up to here are exact as doubles, so all readers apply the same bound."""
 
 GRADED_METRICS: Final[dict[str, float]] = {
     "ttft_p50_ms": MAX_METRIC,
@@ -27,6 +28,8 @@ GRADED_METRICS: Final[dict[str, float]] = {
     "slo_violations": MAX_METRIC,
 }
 """Metrics that grading needs, with their upper bounds; all are at least 0."""
+UNREPORTED: Final = "gpu_memory_gb"
+"""The graded metric that engines do not report: absent from their logs, and required by grades that use it."""
 
 MAX_LOG_STEPS: Final = 10_000
 
@@ -43,7 +46,7 @@ class Episode:
     batch_size: FloatArray
     kv_budget: FloatArray
     replicas: FloatArray
-    """Replicas that each action asked for; no grade of a task that does not scale reads it."""
+    """Replicas requested by each action; used only by grades of autoscaling tasks."""
 
 
 def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
@@ -62,17 +65,6 @@ def read_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
     rows = [_read_step(i, step) for i, step in enumerate(log)]
     columns = np.array(rows, dtype=np.float64).T
     return Episode(*columns)
-
-
-def recorded_log(log: Sequence[Mapping[str, Any]]) -> Episode | None:
-    """:func:`read_log` without its checks, for a log that an environment wrote itself; None if it is empty."""
-    if not log:
-        return None
-    metrics, actions = [step["metrics"] for step in log], [step["action"] for step in log]
-    columns = [[values[name] for values in metrics] for name in GRADED_METRICS]
-    columns += [[action[name] for action in actions] for name in ("batch_size", "kv_budget")]
-    columns += [[action.get("replicas", 0) for action in actions]]
-    return Episode(*np.array(columns, dtype=np.float64))
 
 
 def _read_step(i: int, step: object) -> list[float]:
@@ -94,7 +86,10 @@ def _read_step(i: int, step: object) -> list[float]:
         parsed = ServeAction.from_dict(dict(action))
     except InvalidActionError as error:
         raise MalformedLogError(f"step {i}: action.{error}", i, f"action.{error.field}") from error
-    values = [checked_metric(i, name, metrics.get(name), high) for name, high in GRADED_METRICS.items()]
+    values = [
+        math.nan if name == UNREPORTED and name not in metrics else checked_metric(i, name, metrics.get(name), high)
+        for name, high in GRADED_METRICS.items()
+    ]
     return [*values, float(parsed.batch_size), parsed.kv_budget, float(parsed.replicas or 0)]
 
 
@@ -113,7 +108,7 @@ def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC, f
 
 
 def refuse_held(i: int, info: Mapping[str, Any]) -> None:
-    """Raise :class:`MalformedLogError` for the ``info`` of a step of several seconds, which is no entry of a log."""
+    """Raise :class:`MalformedLogError` for the ``info`` of a step of several seconds, which is not a log entry."""
     seconds = info.get("seconds", 1)
     if seconds != 1:
         raise MalformedLogError(

@@ -1,4 +1,4 @@
-"""Leaderboard that anybody can check by replay: a file of episodes, each with the actions that reached its score.
+"""Leaderboard that anybody can verify by replay: a file of episodes, each with the actions that reached its score.
 
 The file is JSON Lines, UTF-8, one episode per line::
 
@@ -13,8 +13,8 @@ made the score. The replay of the actions from the seed must give the score agai
 digits), or the line is refused; the score of the replay counts. Agents are ranked by their mean score over a task's
 held-out seeds; one that lacks some of these seeds is listed without a rank.
 
-A replay proves that these actions reach this score. It cannot prove how they were chosen: on published seeds they may
-have been searched for. Ask for the agent, and run it on your own seeds.
+A replay proves that these actions reach this score. It does not prove how they were chosen: they may be the result of a
+search on the published seeds. Ask for the agent, and run it on your own seeds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Simulator:
         return f"release {self.release} with table {table} and constants {constants}"
 
     def must_be(self, here: Simulator) -> None:
-        """Raise :class:`DataFormatError` if the simulator ``here`` cannot check the numbers of this one."""
+        """Raise :class:`DataFormatError` if the simulator ``here`` cannot verify numbers of this one."""
         unnamed = self.constants_sha256 is None
         differ = {
             "another release": self.release != here.release,
@@ -74,7 +74,7 @@ UNNAMED: Final = (
     "it is forged, or was played on other constants (a calibration changes them), which it does not name: check it "
     "where it was played, or play it again"
 )
-"""Message if a replay differs and the log does not name its constants, so that the cause is unknown."""
+"""Message if a replay differs and the log does not name its constants, so the cause is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

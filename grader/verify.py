@@ -23,9 +23,11 @@ from inferencegym.tasks import TaskId
 if TYPE_CHECKING:
     from env.family import EpisodeEnv, Family
 
-RELATIVE_TOLERANCE: Final = 1e-9
-"""Tolerance for digits that floats of a log may lose as text; the replay itself is exact."""
-ABSOLUTE_TOLERANCE: Final = 1e-12
+RELATIVE_TOLERANCE: Final = 1e-6
+"""Tolerance for a log from another processor, where the last bit of exp and log may differ; steps amplify this (1e-8
+was seen). On one machine the replay is exact.
+"""
+ABSOLUTE_TOLERANCE: Final = 1e-9
 
 Entry = Mapping[str, Any]
 ENTRY_KEYS: Final = ("timestep", "action", "reward", "metrics")
@@ -51,7 +53,7 @@ def verify_log(
 def replay_actions(
     family: Family, task_id: TaskId, seed: int, config: Mapping[str, Any] | None, actions: Sequence[Mapping[str, Any]]
 ) -> EpisodeEnv:
-    """Play actions in their JSON form, one per log entry: of those that a step holds, the first.
+    """Play actions in their JSON form, one per log entry; for a held step, the first one.
 
     Raises :class:`ForgedLogError` if they are not those of one episode.
     """

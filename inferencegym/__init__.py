@@ -11,7 +11,7 @@ __url__ = "https://github.com/inferencegym/inferencegym"
 # The facade is lazy: an eager one would be an import cycle, and clients must not pay for the simulator.
 _FACADE = {
     "InferenceEnv": "env.inference_env",
-    "VectorInferenceEnv": "env.vector_env",
+    "VectorInferenceEnv": "env.vector",
     "TraceSimulator": "simulator.trace_sim",
     "WorkloadGenerator": "simulator.workload",
     "GraderModule": "grader.grader",

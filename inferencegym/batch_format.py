@@ -104,7 +104,7 @@ def decode_request(body: bytes) -> BatchSteps:
         raise ValueError(f"flags {flags:#x}: they must be a sum of {HOLD} (hold) and {LAST} (last)")
     sent = 1 if flags & HOLD else n_steps
     wanted = REQUEST.size + sent * n_rows * ACTION_SIZE * size
-    # Actions of tasks that scale may have a number more, which the length tells.
+    # Actions of autoscaling tasks may have a sixth number; the length of the body shows it.
     scales = len(body) == wanted + sent * n_rows * size and sent * n_rows > 0
     if len(body) != wanted and not scales:
         raise ValueError(

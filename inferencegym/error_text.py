@@ -1,4 +1,4 @@
-"""Text form of errors for OpenEnv's WebSocket, whose error frame has a message but no field for our error codes."""
+"""Text form of errors for OpenEnv's WebSocket, whose error frame has a message but no error code."""
 
 from __future__ import annotations
 

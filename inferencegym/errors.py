@@ -5,6 +5,7 @@
     ``InvalidConfigError``      an episode or task setting is unknown or out of range (422)
     ``UnknownTaskError``        no task has this id (422)
     ``UnknownSessionError``     no session has this id (404)
+        ``OtherReleaseError``       the session's episode was started on another release (410)
     ``NotResetError``           a step came before the first reset (409)
     ``EpisodeDoneError``        a step came after the end of the episode (400)
     ``StepConflictError``       another action was already accepted for this step (409)
@@ -20,6 +21,7 @@
 
 from __future__ import annotations
 
+import re
 from reprlib import Repr
 from typing import ClassVar, Final
 
@@ -34,22 +36,29 @@ def short_repr(value: object, limit: int = 80) -> str:
 
 
 def short_text(text: str, limit: int = 80) -> str:
-    """Bounded text for error messages and logs: a name from outside is cut as :func:`short_repr` cuts a value."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """Bounded text for error messages and logs: shortens a name from outside as :func:`short_repr` does a value.
+
+    Control characters but newlines are escaped, since a terminal would obey them.
+    """
+    shown = text if len(text) <= limit else text[: limit - 3] + "..."
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", shown)
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 MAX_PATH_CHARS: Final = 200
 """Longest path of a field in an error."""
 MAX_MESSAGE_CHARS: Final = 2_000
-"""Longest message of an error: several times the longest that only says what is allowed."""
+"""Longest message of an error: several times the longest message without quoted values."""
 
 
 MISSING: Final = object()
-"""Stands for the value of a missing field in the functions that word an error."""
+"""Placeholder for the value of a missing field, in the functions below."""
 
 
 class UnknownField(str):
-    """What an error about an unknown field says is allowed: the known fields, and the one that was probably meant."""
+    """Advice of an error about an unknown field: the known fields, and the one that was probably meant."""
 
     __slots__ = ()
 
@@ -76,7 +85,7 @@ class InferenceGymError(Exception):
     http_status: ClassVar[int] = 500
 
     def __str__(self) -> str:
-        # Nobody can make an answer or a line of the log as long as what was sent, whatever a message quotes.
+        # Whatever a message quotes, a client cannot make answers or log lines as long as its request.
         return short_text(super().__str__(), MAX_MESSAGE_CHARS)
 
 
@@ -100,7 +109,7 @@ class InvalidActionError(InferenceGymError, ValueError):
 class InvalidConfigError(InferenceGymError, ValueError):
     """A setting of an episode, a task or the server is unknown or out of range. (HTTP 422)
 
-    ``field`` is the setting's name or path, None where it is no single one.
+    ``field`` is the setting's name or path, None if several are at fault.
     """
 
     code = "invalid_config"
@@ -132,6 +141,13 @@ class UnknownSessionError(InferenceGymError, LookupError):
 
     code = "unknown_session"
     http_status = 404
+
+
+class OtherReleaseError(UnknownSessionError):
+    """The session's episode was started on another release, which may play it differently: reset. (HTTP 410)"""
+
+    code = "other_release"
+    http_status = 410
 
 
 class NotResetError(InferenceGymError, RuntimeError):
@@ -167,8 +183,8 @@ class _AtStep(ValueError):
 class MalformedLogError(InferenceGymError, _AtStep):
     """An episode log does not have the documented form; the message names step and field. (HTTP 422)
 
-    ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None where the log
-    as a whole is at fault, ``field`` alone where a whole entry is.
+    ``step`` counts entries from 0, ``field`` is a path such as ``metrics.tokens_per_sec``; both are None if the whole
+    log is at fault, only ``field`` if a whole entry is.
     """
 
     code = "malformed_log"

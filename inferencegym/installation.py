@@ -1,4 +1,4 @@
-"""What this installation consists of: where the rooms lie, which extras are there, which modules are compiled."""
+"""State of this installation: folders of the rooms, missing extras, compiled modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Final
 
 DISTRIBUTION: Final = "openenv-inferencegym"
-ROOMS: Final = ("simulator", "env", "grader", "agents", "live", "server")
+INTERPRETED: Final = (
+    "inferencegym: running as plain Python: same results as compiled, tens of times slower. "
+    "Install a C compiler and Python's header files, then this package again (in a clone: make build)."
+)
+"""Warning where :func:`interpreted_modules` has any."""
+ROOMS: Final = ("simulator", "env", "grader", "agents", "ops", "live", "server", "cli")
 
 
 def room_folder(room: str) -> Path:
@@ -19,14 +24,14 @@ def room_folder(room: str) -> Path:
 
 
 def install_extra(extra: str) -> str:
-    """How to install an extra, as a half sentence for error messages: the package lies in no registry yet."""
+    """How to install an extra, as part of an error message: the package is not in a registry yet."""
     return f"install the extra '{extra}', in a clone: pip install -e '.[{extra}]'"
 
 
 def install_hint(error: ModuleNotFoundError) -> str | None:
-    """What is missing and which extra brings it, in one line; None for a module of no extra.
+    """One line that names a missing package and its extra; None if no extra has the module.
 
-    Reads the metadata of the installed distribution, so it knows nothing where the sources merely lie on the path.
+    Reads the metadata of the installed distribution, so it returns None if the sources are only on the path.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -43,7 +48,7 @@ def install_hint(error: ModuleNotFoundError) -> str | None:
 
 
 def interpreted_modules() -> list[str]:
-    """Modules that the build would have compiled and that run as plain Python: all of them, or none."""
+    """Modules that run as plain Python because the build did not compile them: all of them, or none."""
     folders = [Path(__file__).resolve().parent, *map(room_folder, ROOMS)]
     declarations = {declaration for folder in folders for declaration in folder.rglob("*.pxd")}
     return sorted(

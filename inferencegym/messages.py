@@ -49,7 +49,7 @@ class Allowed(str):
 
 
 class FieldError(ValueError):
-    """Error of a validator of a whole message: names the invalid field, its value and what is allowed."""
+    """Error in a validator of a whole message: names the invalid field, its value and what is allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = short_text(field)
@@ -85,24 +85,38 @@ def read(
     ``missing`` is passed to ``refusal`` as the value of a required field that is missing, and ``whole`` as the field's
     name if the value itself is not an object.
     """
+    refuse_many_unknown(model, value, refusal, at)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise explain(model, error.errors(include_url=False), refusal, at, missing, whole) from None
+
+
+def refuse_many_unknown(model: type[BaseModel], value: object, refusal: Refusal, at: str = "") -> None:
+    """Refuse an object of very many keys at the first unknown one.
+
+    Pydantic would describe them all, which takes seconds.
+    """
     if isinstance(value, dict) and len(value) > MANY_KEYS and model.model_config.get("extra") == "forbid":
-        # One unknown field is enough: pydantic would describe them all, which takes seconds for a great many.
         fields = model.model_fields
         unknown = next((name for name in value if name not in fields), None)
         if unknown is not None:
             name = short_text(str(unknown))
             raise refusal(_path(at, (name,)), value[unknown], unknown_field(name, list(fields)))
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _explain(model, error, refusal, at, missing, whole) from None
 
 
-def _explain(
-    model: type[BaseModel], error: ValidationError, refusal: Refusal, at: str, missing: object, whole: str
+def explain(
+    model: type[BaseModel],
+    problems: Sequence[ErrorDetails],
+    refusal: Refusal,
+    at: str = "",
+    missing: object = MISSING,
+    whole: str = "body",
 ) -> Exception:
-    """Turn a pydantic error into an exception; unknown fields first, since a misspelt field is also a missing one."""
-    problems = error.errors(include_url=False)
+    """The exception for pydantic's errors; arguments as for :func:`read`.
+
+    Unknown fields come first, since a misspelt field is also a missing one.
+    """
     problem = next((one for one in problems if one["type"] in _UNKNOWN), None) or _sharpest(model, problems)
     loc = tuple(short_text(part) if isinstance(part, str) else part for part in problem["loc"])
     found, context = problem["input"], problem.get("ctx", {})
@@ -131,7 +145,7 @@ _UNKNOWN: Final = ("extra_forbidden", "invalid_key")
 
 
 def _sharpest(model: type[BaseModel], problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first error; where no branch of a union fits, the error of the branch that fits to the greatest depth."""
+    """The first error; if no branch of a union fits, the error of the branch that fits deepest."""
     path = _known_part(model, problems[0]["loc"])
     same = [one for one in problems if _known_part(model, one["loc"])[: len(path)] == path]
     return max(same, key=lambda one: len(_known_part(model, one["loc"])))
@@ -160,19 +174,22 @@ def plain_schema(model: type[BaseModel]) -> dict[str, Any]:
     pydantic and FastAPI write bounds as doubles, and 2^63 as 9.223372036854776e+18, which is another number.
     """
     schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        if not isinstance(value, dict):
-            return int(value) if isinstance(value, float) and value.is_integer() else value
-        if "$ref" in value:
-            return {**plain(definitions[value["$ref"].rsplit("/", 1)[1]]), **plain(_without(value, "$ref"))}
-        return {key: plain(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}
-
-    made: dict[str, Any] = plain(schema)
+    made: dict[str, Any] = inlined(schema, schema.pop("$defs", {}))
     return made
+
+
+def inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A JSON schema with its definitions in place of references, without generated titles, whole bounds as integers."""
+    if isinstance(schema, list):
+        return [inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
+    if "$ref" in schema:
+        named = inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
+        return {**named, **inlined(_without(schema, "$ref"), definitions)}
+    return {
+        key: inlined(item, definitions) for key, item in schema.items() if key != "title" or not isinstance(item, str)
+    }
 
 
 def _without(value: Mapping[str, Any], key: str) -> dict[str, Any]:

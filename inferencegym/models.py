@@ -57,9 +57,9 @@ PHASES: Final = ("warmup", "steady", "burst", "cooldown")
 ACTION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
     for f in (
-        Field("kv_budget", 0.1, 1.0, "share", "share of the free GPU memory given to the KV cache pool", 1.0),
+        Field("kv_budget", 0.1, 1.0, "share", "share of the free GPU memory reserved for the KV cache pool", 1.0),
         Field("spec_length", 0, 8, "tokens", "draft tokens per verification step, 0 = off", 0, SPEC_LENGTHS),
-        Field("batch_size", 1, 512, "requests", "most requests that run at once on one replica", 32),
+        Field("batch_size", 1, 512, "requests", "maximum number of running requests per replica", 32),
         Field("prefill_disagg", 0, 1, "flag", "prefill on separate GPUs, which add to the cost", 0, (0, 1)),
         Field("quant_tier", 0, 2, "tier", "precision: 0 FP16, 1 INT8, 2 INT4", 0, (0, 1, 2)),
     )
@@ -93,31 +93,31 @@ REPLICAS: Final = Field(
     1,
     MAX_REPLICAS,
     "replicas",
-    "replicas asked for where the task scales; left out of a first step: as many as at the start",
+    "requested number of replicas, in autoscaling tasks; the initial number if left out of the first step",
 )
 """The sixth knob. Only tasks with ``max_replicas`` offer it, and their actions may have a sixth number."""
 
 FLEET_FIELDS: Final[dict[str, Field]] = {
     **ACTION_FIELDS,
     "restarting_share": Field(
-        "restarting_share", 0, 1, "share", "replicas that have still to restart for the precision and prefill in force"
+        "restarting_share", 0, 1, "share", "replicas that must still restart for the precision and prefill in force"
     ),
     "seconds_since_change": Field(
-        "seconds_since_change", 0, math.inf, "s", "since a knob was changed last, or the episode began"
+        "seconds_since_change", 0, math.inf, "s", "since the last change of a knob, or since the episode began"
     ),
 }
-"""What the fleet is set to and how long ago, in order: the knobs in force, running restarts, the age of the setting."""
+"""Fleet part of an observation, in order: knobs in force, running restarts, seconds since a change."""
 
 
 SCALING_FIELDS: Final[dict[str, Field]] = {
     f.name: f
     for f in (
-        Field("replicas", 1, MAX_REPLICAS, "replicas", "replicas asked for: those in service and those that load"),
+        Field("replicas", 1, MAX_REPLICAS, "replicas", "requested replicas: those in service and those that load"),
         Field("replicas_ready", 1, MAX_REPLICAS, "replicas", "replicas in service"),
-        Field("replicas_draining", 0, math.inf, "replicas", "removed replicas that still serve, an expected number"),
+        Field("replicas_draining", 0, math.inf, "replicas", "expected number of removed replicas that still serve"),
     )
 }
-"""What a fleet of tasks that scale tells beside :data:`FLEET_FIELDS`, in order."""
+"""Additional fleet fields of autoscaling tasks, after :data:`FLEET_FIELDS`, in order."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class ServeAction:
 
     def _is_plain(self) -> bool:
         kv, spec, batch = self.kv_budget, self.spec_length, self.batch_size
-        # Dataclasses check no types: these may be anything.
+        # Dataclasses do not check types, so these may be anything.
         flag: object = self.prefill_disagg
         tier: object = self.quant_tier
         replicas = self.replicas

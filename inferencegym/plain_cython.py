@@ -1,7 +1,7 @@
-"""Stand-in for the module ``cython`` where a compiled module runs as plain Python and Cython is not installed.
+"""Stand-in for the module ``cython`` where a compiled module runs as plain Python.
 
-It offers what the modules with a ``.pxd`` use: types are conversions, and there is no lock to release. A wheel's build
-writes the import of it beside theirs of ``cython`` (setup.py); a clone has Cython.
+It has the names that modules with a ``.pxd`` use: types are conversions, and there is no lock to release. They import
+it under the name ``cython``; the build makes that ``import cython`` for the compiler (setup.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ int: Final = builtins.int
 longlong: Final = builtins.int
 Py_ssize_t: Final = builtins.int
 nogil: Final[AbstractContextManager[None]] = nullcontext()
+gil: Final = nogil
 
 
 def cast(kind: Callable[[float], Number], value: float) -> Number:
-    """The value as C's conversion gives it: towards zero."""
+    """The value converted as in C: rounded towards zero."""
     return kind(value)

@@ -1,7 +1,7 @@
 """Picture of the episode so far: arrivals, queue, time to first token with its objective, and knobs.
 
-What ``render()`` of the scalar serving environments shows, local and remote: it is drawn from observations and actions
-alone. Needs matplotlib (extra ``report``), which is imported when an environment is made with a ``render_mode``.
+``render()`` of the scalar serving environments shows it, local and remote: only observations and actions are needed.
+Needs matplotlib (extra ``report``), which is imported when an environment is made with a ``render_mode``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PANELS: Final = {"arrival_rate": "arrivals/s", "queue_depth": "queue", "ttft_p5
 
 
 def episode_picture(render_mode: str | None, task: TaskSpec, episode_length: int) -> EpisodePicture | None:
-    """The picture for a ``render_mode``; None where nothing is drawn.
+    """The picture for a ``render_mode``; None without one.
 
     Raises :class:`InvalidConfigError` for an unknown mode, and where matplotlib or, for ``"human"``, a display is
     missing.
@@ -69,7 +69,7 @@ class EpisodePicture:
         self._show()
 
     def render(self) -> NDArray[np.uint8] | None:
-        """Pixels (height, width, 3); None where a window shows the picture."""
+        """Pixels (height, width, 3); None if a window shows the picture."""
         if self._window:
             return None
         self._draw()
@@ -108,7 +108,7 @@ class EpisodePicture:
         self.figure.suptitle(f"Task {self._task.task_id}: {self._task.name}", fontsize=10)
 
     def _draw_knobs(self, axis: Axes, seconds: NDArray[np.float64]) -> None:
-        """Each knob as a share of its highest value, over the seconds that it was in force."""
+        """Each knob as a share of its highest value, for each second."""
         knobs = np.array(self._knobs).reshape(-1, len(ACTION_FIELDS))
         for i, (name, field) in enumerate(ACTION_FIELDS.items()):
             label = name if field.high == 1 else f"{name} / {field.high:g}"

@@ -44,8 +44,8 @@ def check_seed(seed: object) -> int:
 def episode_seed(first: int, episode: int) -> int:
     """Seed of the ``episode``-th restart of a row that was first reset with ``first``; the 0-th is ``first`` itself.
 
-    A 63-bit hash of the pair: it practically never gives a small number, which is what people choose as a seed, so a
-    learner has not trained on held-out seeds.
+    A 63-bit hash of the pair: it practically never gives a small number. People choose small numbers as seeds, so a
+    learner never trains on held-out seeds.
     """
     if episode == 0:
         return first
@@ -76,8 +76,8 @@ class SeedSeries:
     ) -> tuple[list[int], list[int]]:
         """Rows that start an episode now (all, or those of the mask ``rows``) and their seeds.
 
-        A row with a seed starts a new series with it. A row without one (None) goes on to the next episode of its
-        series; if it has none yet, it starts one with a seed drawn from the operating system.
+        A row with a seed starts a new series. A row without one (None) takes the next seed of its series; if it has no
+        series yet, it starts one with a seed from the operating system.
         """
         n_rows = len(self._first)
         chosen = np.arange(n_rows) if rows is None else np.flatnonzero(rows)
@@ -109,7 +109,7 @@ def hashed(first: Sequence[int] | NDArray[Any], second: int | NDArray[Any]) -> N
     low, high = seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32)
     after = np.asarray(second).astype(np.uint32)
     pool = np.zeros((_POOL_WORDS, len(seeds)), dtype=np.uint32)
-    # SeedSequence takes one word for a seed below 2**32 and two for a larger one; ``after`` comes behind them.
+    # SeedSequence takes one word for a seed below 2**32 and two for a larger one, then the words of ``after``.
     pool[0] = low
     pool[1] = np.where(high == 0, after, high)
     pool[2] = np.where(high == 0, np.uint32(0), after)

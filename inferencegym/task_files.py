@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from inferencegym.errors import MISSING
+from inferencegym.grade_keys import FourTerm, Grade, ObjectiveMs, Share, sum_to_one
 from inferencegym.messages import WHOLE, Allowed, FieldError, Message
 from inferencegym.models import MAX_REPLICAS, PRIORITY_CLASSES
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
@@ -23,7 +24,7 @@ EpisodeLength = Annotated[int, Field(ge=1, le=MAX_EPISODE_LENGTH), WHOLE]
 
 
 class RewardOverrides(Message):
-    """Weights of the reward R = alpha*T - beta*L - gamma*V - delta*C; those left out, or null, stay as they are."""
+    """Weights of the reward R = alpha*T - beta*L - gamma*V - delta*C; a weight left out, or null, keeps its default."""
 
     alpha: Annotated[Weight | None, Field(description="weight of throughput")] = None
     beta: Annotated[Weight | None, Field(description="weight of latency")] = None
@@ -53,7 +54,7 @@ class ConfigOverrides(RewardOverrides):
     ] = None
     hold: Annotated[
         HoldSeconds | None,
-        Field(description="seconds that a step plays with one action (default 1): its reward is the sum of theirs"),
+        Field(description="seconds that a step plays with one action (default 1); the reward is their sum"),
     ] = None
     episode_length: Annotated[EpisodeLength | None, Field(description="seconds of the episode")] = None
     hardware: Annotated[
@@ -63,13 +64,6 @@ class ConfigOverrides(RewardOverrides):
 
 
 # ---------------------------------------------------------------- values of a task's entry
-
-
-def _sum_to_one(shares: list[float]) -> list[float]:
-    total = sum(shares)
-    if abs(total - 1) > 1e-9:
-        raise ValueError(f"an array of {len(shares)} shares from 0 to 1 that sum to 1: these sum to {total:g}")
-    return shares
 
 
 def _one_or_per_class(numbers: float | list[float]) -> float | list[float]:
@@ -94,64 +88,17 @@ Knob = Literal["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quan
 
 _KNOBS: Final[list[Knob]] = list(get_args(Knob))
 _SOME_KNOBS: Final = f"an array of 1 to {len(_KNOBS)} different ones of {', '.join(_KNOBS)}"
-_Share = Annotated[float, Field(ge=0, le=1)]
 _Tokens = Annotated[float, Field(ge=1, le=1e5)]
-_ObjectiveMs = Annotated[float, Field(ge=1, le=1e6)]
 _Steps = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
 _PER_CLASS: Final = Field(min_length=_CLASSES, max_length=_CLASSES)
 _Mix = Annotated[
-    list[_Share], _PER_CLASS, AfterValidator(_sum_to_one), Allowed(f"an array of {_CLASSES} shares that sum to 1")
+    list[Share], _PER_CLASS, AfterValidator(sum_to_one), Allowed(f"an array of {_CLASSES} shares that sum to 1")
 ]
-_ScoreRange = Annotated[list[_Share], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
-
-
-class Throughput(Message):
-    """Grade: throughput between the floor and the best that is known."""
-
-    kind: Literal["throughput"]
-
-
-class LatencyMemory(Message):
-    """Grade: TTFT against a target, and memory against a limit."""
-
-    kind: Literal["latency_memory"]
-    ttft_target_ms: _ObjectiveMs
-    memory_limit_gb: Annotated[float, Field(ge=1, le=1000)]
-    memory_slope_gb: Annotated[float, Field(ge=0.01, le=1000)]
-
-
-class FourTerm(Message):
-    """Grade: weighted throughput, objectives, cost and stability."""
-
-    kind: Literal["four_term"]
-    weights: Annotated[
-        list[_Share],
-        Field(min_length=4, max_length=4),
-        AfterValidator(_sum_to_one),
-        Allowed("an array of 4 shares that sum to 1"),
-    ]
-
-
-class Autoscaling(Message):
-    """Grade of tasks that scale: weighted objectives met, GPU cost and churn of replicas."""
-
-    kind: Literal["autoscaling"]
-    weights: Annotated[
-        list[_Share],
-        Field(min_length=3, max_length=3),
-        AfterValidator(_sum_to_one),
-        Allowed("an array of 3 shares that sum to 1"),
-    ]
-    missed_share_limit: Annotated[float, Field(ge=1e-4, le=1)]
-    least_replicas: Annotated[float, Field(ge=1, le=MAX_REPLICAS)]
-    changes_limit: Annotated[float, Field(ge=1, le=1e6)]
-
-
-Grade = Annotated[Throughput | LatencyMemory | FourTerm | Autoscaling, Field(discriminator="kind")]
+_ScoreRange = Annotated[list[Share], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
 
 class Day(Message):
-    """A day's shape of load, compressed into an episode, as forecast; how far a real day strays from it; surges."""
+    """Load of a day, compressed into an episode: the forecast, the deviation of the actual load, and surges."""
 
     relative_rates: Annotated[list[Annotated[float, Field(ge=0.01, le=1000)]], Field(min_length=2, max_length=96)]
     forecast_error: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -200,7 +147,7 @@ class TaskEntry(Message):
     prompt_len_sigma: Annotated[float, Field(ge=0, le=4)] | None = None
     prompt_len_clamp_min: _Tokens = 1.0
     prompt_len_clamp_max: _Tokens = 8192.0
-    short_request_frac: _Share | None = None
+    short_request_frac: Share | None = None
     short_prompt_min: _Tokens = 32.0
     short_prompt_max: _Tokens = 128.0
     long_prompt_min: _Tokens = 4096.0
@@ -218,13 +165,13 @@ class TaskEntry(Message):
     priority_mix: _Mix = Field([1.0, 0.0, 0.0])
     burst_priority_mix: _Mix | None = None
     priority_routing: bool | None = None
-    complexity_penalty: Annotated[list[_Share], _PER_CLASS] = Field([0.0, 0.0, 0.0])
-    slo_target_ms: _ObjectiveMs
-    slo_interactive_ms: _ObjectiveMs | None = None
-    slo_batch_ms: _ObjectiveMs | None = None
-    slo_best_effort_ms: _ObjectiveMs | None = None
+    complexity_penalty: Annotated[list[Share], _PER_CLASS] = Field([0.0, 0.0, 0.0])
+    slo_target_ms: ObjectiveMs
+    slo_interactive_ms: ObjectiveMs | None = None
+    slo_batch_ms: ObjectiveMs | None = None
+    slo_best_effort_ms: ObjectiveMs | None = None
     # Fleet
-    base_accept_rate: _Share = 0.65
+    base_accept_rate: Share = 0.65
     n_replicas: Annotated[int, Field(ge=1, le=4096), WHOLE] = 1
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 512
     restart_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
@@ -254,7 +201,7 @@ class TaskEntry(Message):
     @model_validator(mode="before")
     @classmethod
     def _recorded_trace_decides(cls, entry: Any) -> Any:
-        """Values of keys that a task with a trace may leave out, since the trace replaces what they say."""
+        """Values of keys that a task with a trace may leave out, because the trace replaces them."""
         if not isinstance(entry, dict) or entry.get("trace") is None:
             return entry
         return {
@@ -284,12 +231,9 @@ class TaskEntry(Message):
         self._require_whole_flood()
         if self.max_replicas is not None:
             self._require_order("n_replicas", "max_replicas")
-        if self.grade.kind == "autoscaling" and self.max_replicas is None:
-            raise FieldError("max_replicas", MISSING, "a number of replicas, which a grade of autoscaling needs")
-        if self.grade.kind == "autoscaling" and self.grade.least_replicas >= (self.max_replicas or 0):
-            raise FieldError("grade.least_replicas", self.grade.least_replicas, "less than max_replicas")
+        self.grade.check_task(self)
         if self.day is not None and self.trace is not None:
-            raise FieldError("day", "given", "left out with a trace, which decides the load")
+            raise FieldError("day", "given", "left out with a trace, which determines the load")
         return self
 
     def mean_output_tokens(self) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, short_repr
 from inferencegym.installation import room_folder
@@ -30,6 +30,9 @@ from inferencegym.task_files import (
 )
 from inferencegym.task_files import Day as DayEntry
 from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
+
+if TYPE_CHECKING:
+    from simulator.load.requests import RequestLog
 
 TaskId = int | str
 
@@ -93,12 +96,12 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day's shape of load in one episode: what a forecast says, and how a real day differs from it.
+    """Load of a day in one episode: the forecast, and how the actual load deviates from it.
 
     ``relative_rates`` are evenly spaced over the episode, first and last second included, with a straight line between
-    them; the task's rate is their mean. A real day strays from it by a slow factor whose logarithm has the standard
-    deviation ``forecast_error``, and has ``surges`` of ``surge_multiplier`` times the load for
-    ``surge_duration_steps`` each, on average, which no forecast knows.
+    them; the task's rate is their mean. The actual load deviates by a slow factor whose logarithm has the standard
+    deviation ``forecast_error``, and has ``surges`` of ``surge_multiplier`` times the load for ``surge_duration_steps``
+    each, on average, which are not in the forecast.
     """
 
     relative_rates: tuple[float, ...]
@@ -112,8 +115,8 @@ class Day:
 class Fleet:
     """The serving fleet: identical replicas behind one queue.
 
-    Where ``max_replicas`` is set the fleet scales: ``n_replicas`` are there at the start, and actions may ask for any
-    number from 1 to ``max_replicas``.
+    With ``max_replicas`` the fleet scales: it starts with ``n_replicas``, and actions may request any number from 1 to
+    ``max_replicas``.
     """
 
     n_replicas: int = 1
@@ -142,7 +145,7 @@ class RewardWeights:
 class EpisodeConfig:
     """Settings of an episode: weights of the plan's reward, length in seconds, which reward is paid, seconds of a step.
 
-    With ``hold`` above 1 a step plays so many seconds with one action, and the last one what is left.
+    With ``hold`` above 1 a step plays that many seconds with one action, and the last step the rest.
     """
 
     weights: RewardWeights
@@ -189,17 +192,19 @@ class TaskSpec:
     """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
     trace_speed: float = 1.0
     """How many times faster than recorded the requests of the trace arrive."""
+    log: RequestLog | None = field(default=None, repr=False)
+    """Requests in memory that replace drawn ones, played once from their first second: a user's own log."""
     recorded: bool = field(default=False)
     calibration: Calibration | None = None
-    """Constants that the task's entry carries itself; those in ``calibration_file`` come first."""
+    """Constants in the task's own entry; those in ``calibration_file`` take precedence."""
     calibration_file: str = str(CALIBRATION_FILE)
-    """Where the task's measured constants are kept: beside the task file, for tasks of one's own."""
+    """File of the task's measured constants; for user tasks it lies beside the task file."""
 
     @property
     def listed(self) -> bool:
-        """Whether the task is listed without being asked for.
+        """Whether task lists include the task by default.
 
-        Those of drawn traffic on the default table with a fleet of a fixed size are.
+        True for tasks with drawn traffic, the default table and a fixed number of replicas.
         """
         return not self.recorded and self.hardware is None and self.fleet.max_replicas is None
 
@@ -227,7 +232,7 @@ def episode_config(task: TaskSpec, overrides: Mapping[str, Any] | ConfigOverride
 
 
 def with_settings(config: Mapping[str, Any] | None, **settings: Any) -> dict[str, Any]:
-    """A configuration with settings added that were given as arguments of their own; None stands for not given.
+    """A configuration with settings added that were given as separate arguments; None means not given.
 
     Raises :class:`InvalidConfigError` for a setting that is given both ways.
     """
@@ -287,7 +292,7 @@ def card_memory_gb(task: TaskSpec) -> float:
 
 
 def task_of(task: TaskSpec, config: Mapping[str, Any] | ConfigOverrides | None) -> TaskSpec:
-    """The task that a reset with this configuration plays: ``hardware`` makes it ``ID@HARDWARE``."""
+    """The task for a reset with this configuration: ``hardware`` makes it ``ID@HARDWARE``."""
     hardware = None if config is None else _overrides(config).hardware
     return task if hardware is None else get_task(f"{str(task.task_id).partition(AT)[0]}{AT}{hardware}")
 
@@ -312,7 +317,7 @@ def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
 
 
 def list_tasks(include_recorded: bool = False) -> list[TaskSpec]:
-    """All tasks in the order of their files; those of recorded traces and of other hardware only when asked for."""
+    """All tasks in the order of their files; those of recorded traces and of other hardware only on request."""
     registry = _registry(os.environ.get(TASKS_ENV, ""))
     return [t for t in registry.values() if include_recorded or t.listed]
 
@@ -320,8 +325,8 @@ def list_tasks(include_recorded: bool = False) -> list[TaskSpec]:
 def load_task_file(path: str | Path) -> list[TaskSpec]:
     """Read a task file. Raises :class:`InvalidConfigError` naming file, task and key.
 
-    Constants that ``inferencegym calibrate`` measures for tasks of ``my_tasks.json`` lie in
-    ``my_tasks.calibration.json`` beside it; those of the tasks that ship, in ``calibration.json``.
+    Constants that ``inferencegym calibrate`` measures for tasks of ``my_tasks.json`` are in
+    ``my_tasks.calibration.json`` beside it; those of the shipped tasks in ``calibration.json``.
     """
     path = Path(path)
     constants = path.with_suffix(".calibration.json")
@@ -475,9 +480,9 @@ def _output_dist(mean: float, cv: float, high: float) -> LengthDist:
 class Calibration:
     """Measured constants of one task, as ``inferencegym calibrate`` writes them.
 
-    ``floor_tps`` is the throughput with no batching (batch_size 1), ``optimal_tps`` the best that the solver reached,
-    ``max_throughput_tps`` normalises the reward and ``price`` is the cost of a thousand tokens on one GPU that writes a
-    thousand per second.
+    ``floor_tps`` is the throughput without batching (batch_size 1), ``optimal_tps`` the best throughput that the solver
+    reached, ``max_throughput_tps`` normalises the reward, and ``price`` is the cost of a thousand tokens on one GPU at
+    1,000 tokens/s.
     """
 
     floor_tps: float
@@ -491,7 +496,7 @@ UNCALIBRATED: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 
 
 def get_calibration(task_id: TaskId) -> Calibration:
-    """Measured constants of a task; raises :class:`InvalidConfigError` if there are none.
+    """Measured constants of a task; raises :class:`InvalidConfigError` if they do not suit its grade.
 
     They lie in ``simulator/data/calibration.json``, beside the task's own file, or in its entry (key ``calibration``).
     """
@@ -500,16 +505,22 @@ def get_calibration(task_id: TaskId) -> Calibration:
     task = get_task(key) if key.partition(AT)[0] in registry else None
     path = Path(CALIBRATION_FILE if task is None else task.calibration_file)
     measured = _calibrations(str(path), path.stat().st_mtime_ns) if path.exists() else {}
-    if key in measured:
-        return measured[key]
-    if task is not None and task.calibration is not None:
-        return task.calibration
-    raise InvalidConfigError(f"task {task_id!r} is not calibrated: run `inferencegym calibrate --task {task_id}`")
+    found = measured.get(key) or (None if task is None else task.calibration)
+    if found is None:
+        raise InvalidConfigError(f"task {task_id!r} is not calibrated: run `inferencegym calibrate --task {task_id}`")
+    if task is not None and task.grade["kind"] == "throughput" and found.optimal_tps <= found.floor_tps:
+        raise refusal(
+            "calibration.optimal_tps",
+            found.optimal_tps,
+            f"above floor_tps, which is {found.floor_tps:g}: where batching gains nothing, grade something else than "
+            "throughput, or offer more load",
+        )
+    return found
 
 
 @lru_cache(maxsize=4)
 def _calibrations(path: str, version: int) -> dict[str, Calibration]:
-    """Constants in a calibration file; ``version``, its modification time, makes a changed file be read again."""
+    """Constants in a calibration file; ``version`` is its modification time, so that a changed file is read again."""
 
     def parse(_: str, entry: object) -> Calibration:
         return Calibration(**read_entry(CalibrationEntry, entry).model_dump())

@@ -30,7 +30,7 @@ def registered_id(gym_id: str) -> str:
 
 
 def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> None:
-    """Register entry points (``module:Class``) for ``make`` and ``make_vec``; a known id stays as it is."""
+    """Register entry points (``module:Class``) for ``make`` and ``make_vec``; does nothing if the id is registered."""
     if env_id not in gymnasium.registry:
         gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
 
@@ -39,10 +39,10 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     """Base of vectorised environments: Gymnasium's three autoreset modes over five methods that a subclass defines.
 
     ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
-    returns the next episode's first observation with reward 0. ``SAME_STEP`` (what Stable-Baselines3 does): the step
-    that ends an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]``
-    hold the last observation and info of the old one, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended
-    rows are restarted only by ``reset(options={"reset_mask": mask})``.
+    returns the next episode's first observation with reward 0. ``SAME_STEP`` (as Stable-Baselines3): the step that ends
+    an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]`` hold the last
+    observation and info of the old one, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are
+    restarted only by ``reset(options={"reset_mask": mask})``.
     """
 
     # Some versions of Gymnasium close environments in __del__, so one whose __init__ failed must count as closed.
@@ -74,7 +74,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     ) -> tuple[Float32Array, Info]:
         """Start all episodes, or those of ``options["reset_mask"]`` (B,).
 
-        ``seed`` is one per row, or a number ``s`` for ``s, s + 1, ...``; None goes on to each row's next episode.
+        ``seed`` is one per row, or a number ``s`` for ``s, s + 1, ...``; None continues each row's series of seeds.
         """
         mask = _reset_mask(options, self.num_envs)
         seeds = [int(seed) + i for i in range(self.num_envs)] if isinstance(seed, (int, np.integer)) else seed

@@ -1,7 +1,6 @@
-"""Gymnasium wrapper of the serving environments in which an action moves the knobs instead of setting them.
+"""Gymnasium wrapper of the serving environments whose actions are changes of the knobs instead of values.
 
-For a policy that remembers the last steps, ``gymnasium.wrappers.FrameStackObservation`` works on every environment
-here.
+To give a policy a memory, use ``gymnasium.wrappers.FrameStackObservation``, which works with all these environments.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from inferencegym.spaces.formats import action_codec
 class KnobDeltas(gymnasium.ActionWrapper[Any, NDArray[Any], NDArray[Any]], RecordConstructorArgs):
     """Wrapper whose actions are changes of the five knobs; an episode starts from the default values.
 
-    On ``action="discrete"`` an action is one of three choices for each knob: 0 a level down, 1 as it is, 2 a level up.
-    On ``action="box"`` it is five numbers in [-1, 1], and each knob moves by ``step`` times its number on the scale of
-    that format, which is 2 wide. Knobs stop at their ends. Give the policy ``observation="full"``, which shows where
-    the knobs are.
+    With ``action="discrete"`` an action has one of three choices for each knob: 0 a level down, 1 unchanged, 2 a level
+    up. With ``action="box"`` it has five numbers in [-1, 1], and each knob changes by ``step`` times its number on the
+    scale of that format (2 wide). Knobs stop at their bounds. Use ``observation="full"``, which includes the knobs in
+    force.
     """
 
     def __init__(self, env: gymnasium.Env[Any, NDArray[Any]], step: float = 0.1) -> None:
@@ -51,12 +50,12 @@ class KnobDeltas(gymnasium.ActionWrapper[Any, NDArray[Any], NDArray[Any]], Recor
         self._now: NDArray[Any] = self._start
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode; the knobs go back to their default values."""
+        """Start an episode; resets the knobs to their defaults."""
         self._now = self._start
         return super().reset(seed=seed, options=options)
 
     def action(self, action: NDArray[Any]) -> NDArray[Any]:
-        """The knobs after these changes, in the format of the environment below."""
+        """The knobs after these changes, in the format of the wrapped environment."""
         space = self.env.action_space
         if isinstance(space, spaces.MultiDiscrete):
             self._now = np.clip(self._now + (np.asarray(action) - 1), 0, space.nvec - 1)

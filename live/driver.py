@@ -1,7 +1,7 @@
 """Load generator for a serving engine: sends requests through the OpenAI completions API and times each of them.
 
-Prompts are random token ids, so no tokenizer is needed and no prompt shares a prefix with another. Every request writes
-exactly as many tokens as it is told. Times are seconds on one clock that starts with the load.
+Prompts are random token ids, so no tokenizer is needed and no two prompts share a prefix. Every request writes exactly
+the requested number of tokens. Times are seconds on one clock that starts with the load.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestTiming:
-    """What happened to a request so far, in seconds after the start; None where it has not happened yet.
+    """Times of a request so far, in seconds after the start; None for events that have not happened yet.
 
-    ``tokens`` were received. ``error`` is empty unless the request failed; one that was cancelled failed too.
+    ``tokens`` is the number of tokens received. ``error`` is empty unless the request failed or was cancelled.
     """
 
     request: EngineRequest
@@ -55,7 +55,7 @@ class RequestTiming:
     """Tokens received so far, by time: an engine may send several at once."""
 
     def receive(self, now_s: float, tokens: int) -> None:
-        """Write down that so many tokens have come by now, if they are more than before."""
+        """Record the number of tokens received by now, if it has grown."""
         if tokens > self.tokens:
             if self.first_token_s is None:
                 self.first_token_s = now_s
@@ -64,15 +64,15 @@ class RequestTiming:
 
     @property
     def completed(self) -> bool:
-        """Whether all its tokens have come."""
+        """Whether all tokens have been received."""
         return self.ended_s is not None and not self.error
 
     def ttft_ms(self) -> float | None:
-        """Time to first token (ms), from the moment at which the request was due."""
+        """Time to first token (ms), counted from when the request was due."""
         return None if self.first_token_s is None else 1e3 * (self.first_token_s - self.request.arrival_s)
 
     def tpot_ms(self) -> float | None:
-        """Mean time per output token after the first (ms); None until a token has followed it."""
+        """Mean time per output token after the first (ms); None until there is a second token."""
         if self.first_token_s is None or self.last_token_s is None:
             return None
         after = self.tokens - self.tokens_at[0][1]
@@ -82,9 +82,9 @@ class RequestTiming:
 class EngineApi:
     """The OpenAI API of one engine: which model it serves, and completions of token ids.
 
-    ``model`` and ``max_model_len`` (tokens) are asked for by :meth:`check`, which raises :class:`RemoteError` where the
-    address is that of no engine. With ``priorities`` a request carries its class as the engine's priority, the lower
-    the sooner: vLLM goes by it under ``--scheduling-policy priority`` alone, SGLang with
+    :meth:`check` fetches ``model`` and ``max_model_len`` (tokens), and raises :class:`RemoteError` if there is no
+    engine at the address. With ``priorities`` a request carries its class as the engine's priority; lower numbers are
+    served first: vLLM uses it only under ``--scheduling-policy priority``, SGLang with
     ``--enable-priority-scheduling --schedule-low-priority-values-first``.
     """
 
@@ -107,7 +107,7 @@ class EngineApi:
         self._priorities = priorities
 
     def check(self) -> Self:
-        """Ask which model is served."""
+        """Ask the engine which model it serves."""
         served = self.get_json("/v1/models").get("data") or [{}]
         chosen = next((entry for entry in served if self.model in (None, entry.get("id"))), None)
         if chosen is None or "id" not in chosen:
@@ -119,15 +119,15 @@ class EngineApi:
         return self
 
     def get_text(self, path: str, timeout_s: float = 10.0) -> str:
-        """Body of a GET request; raises :class:`RemoteError` if there is no good answer."""
+        """Answer to a GET request as text; raises :class:`RemoteError` without a successful answer."""
         return self._ask("GET", path, None, timeout_s).text
 
     def get_json(self, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
-        """JSON object that a GET request answers; raises :class:`RemoteError` if there is none."""
+        """Answer to a GET request as a JSON object; raises :class:`RemoteError` if it is not one."""
         return _json_object(self._ask("GET", path, None, timeout_s))
 
     def post_json(self, path: str, body: dict[str, Any], timeout_s: float = 10.0) -> Any:
-        """JSON that a POST request answers; raises :class:`RemoteError` if there is none."""
+        """Answer to a POST request as JSON; raises :class:`RemoteError` if it is not JSON."""
         return _json(self._ask("POST", path, body, timeout_s))
 
     def metrics(self) -> MetricsPage:
@@ -147,7 +147,7 @@ class EngineApi:
         return answer
 
     def body(self, request: EngineRequest) -> dict[str, Any]:
-        """Body of the completion that a request asks for."""
+        """Body of the completion request."""
         low, high = self._token_ids
         body: dict[str, Any] = {
             "model": self.model,
@@ -164,7 +164,7 @@ class EngineApi:
         return body
 
     def client(self) -> httpx.AsyncClient:
-        """Client for any number of requests at once."""
+        """HTTP client without a limit on concurrent requests."""
         return httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(SILENCE_S, connect=30.0),
@@ -172,7 +172,7 @@ class EngineApi:
         )
 
     async def complete(self, client: httpx.AsyncClient, timing: RequestTiming, started: float) -> None:
-        """Send a request now and write down what happens; ``started`` is the clock's zero (``time.monotonic()``)."""
+        """Send a request now and record its times; ``started`` is the clock's zero (``time.monotonic()``)."""
         timing.sent_s = time.monotonic() - started
         try:
             async with client.stream("POST", f"{self.url}/v1/completions", json=self.body(timing.request)) as answer:
@@ -201,7 +201,7 @@ async def _receive(answer: httpx.Response, timing: RequestTiming, started: float
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events of an OpenAI stream, without the last one, ``[DONE]``."""
+    """Server-sent events of an OpenAI stream, except the last one, ``[DONE]``."""
     async for line in answer.aiter_lines():
         if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
             yield json.loads(data)
@@ -225,10 +225,10 @@ def _json_object(answer: httpx.Response) -> dict[str, Any]:
 
 
 class OpenLoop:
-    """Requests sent when each is due, whatever the engine's state, by a thread of its own; a context manager.
+    """Sends each request when it is due, whatever the engine's state, from a separate thread; a context manager.
 
     ``timings`` has one entry per request, in the order given, and may be read at any time. Leaving the context cancels
-    what is not finished, and the engine drops it.
+    unfinished requests, and the engine drops them.
     """
 
     def __init__(self, api: EngineApi, requests: Sequence[EngineRequest]) -> None:
@@ -255,7 +255,7 @@ class OpenLoop:
         return time.monotonic() - self._started
 
     def advance(self, to_s: float) -> None:
-        """Wait until so many seconds have passed since the start."""
+        """Wait until this many seconds have passed since the start."""
         time.sleep(max(0.0, to_s - self.now_s()))
 
     def wait(self) -> list[RequestTiming]:
@@ -289,9 +289,9 @@ def play_open(api: EngineApi, requests: Sequence[EngineRequest]) -> list[Request
 
 
 def play_closed(api: EngineApi, requests: Sequence[EngineRequest], n_clients: int) -> list[RequestTiming]:
-    """Send requests from so many clients, each of which sends its next one when its last has ended.
+    """Send requests from this many clients; each sends its next request when its last has ended.
 
-    Arrival times that are given do not count: a request is due when its client sends it.
+    Given arrival times are ignored: a request is due when its client sends it.
     """
     return asyncio.run(_play_closed(api, requests, n_clients))
 

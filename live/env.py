@@ -5,59 +5,62 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from env.batch import ServingBatch
+from env.dynamics import RequestFleet
 from env.inference_env import InferenceEnv
 from inferencegym.errors import InvalidActionError, InvalidConfigError, NotResetError
 from inferencegym.models import SPEC_LENGTHS, QuantTier, ServeAction, ServeObservation
+from inferencegym.spaces.actions import from_row, to_row
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec
 from live.driver import EngineRequest, RequestTiming
 from live.engines.engine import ACTION_KNOBS, Engine, Load, Orders, Reading
 from live.second import Judge, MemoryFacts
-from simulator.tables import FloatArray, ServingTables
+from simulator.hardware.tables import FloatArray, ServingTables
+from simulator.kernel.serving import ServingParams
+from simulator.load.source import LoadSource
 
 DRAIN_S: Final = 60.0
-"""Longest wait for an engine to drop the requests of the episode before."""
+"""Longest wait (s) for an engine to drop the requests of the previous episode."""
 
 Restart = Callable[[ServeAction], None]
-"""Restarts an engine with the precision and prefill placement of an action, and returns when it answers."""
+"""Function that restarts an engine with the precision and prefill placement of an action, and returns once it
+answers."""
 
 
-class EngineBatch(ServingBatch):
-    """One episode on a real engine. The fluid model steps along, for the statistics of the load that are observed."""
+class EngineFleet(RequestFleet):
+    """One real engine as the fleet of an episode; each second takes a real second."""
 
     def __init__(
         self,
+        source: LoadSource,
+        params: ServingParams,
+        n_rows: int,
+        n_steps: int,
+        n_loads: int,
+        record: int = 0,
+        *,
         engine: Engine,
-        task: TaskSpec,
-        config: EpisodeConfig,
-        tables: ServingTables | None,
-        calibration: Calibration,
-        memory: MemoryFacts,
+        memory: MemoryFacts | None,
     ) -> None:
-        super().__init__(task, 1, config, tables, calibration)
-        stats = self.load_source.stats
         self._engine = engine
-        self._judge = Judge(stats.slo_ms.tolist(), calibration.price, self.tables.cards_per_replica, memory)
+        self._judge = Judge(params.stats.slo_ms.tolist(), params.price, params.tables.cards_per_replica, memory)
+        self.given = self._judge.given(engine.read())
+        super().__init__(source, params, n_rows, n_steps, n_loads, record)
         self._load: Load | None = None
         self._set: dict[str, float] = {}
         self._reading = Reading(0.0, 0.0, 0.0)
         self._started = 0.0
-        self._cost_so_far = 0.0
         self.late_s = 0.0
-        """How late the last second began: more than a few hundredths means that the policy is too slow."""
+        """Delay (s) with which the last second began: more than a few hundredths means that the policy is too slow."""
 
-    def reset(self, seeds: Sequence[int] | NDArray[np.int64], rows: Iterable[int] | None = None) -> FloatArray:
-        """Drop what runs of the episode before; the traffic of the new one starts with its first step."""
+    def reset_rows(self, rows: Iterable[int]) -> None:
+        """Drop running requests of the previous episode; the traffic of the new one starts with its first step."""
         self.close()
-        observation = super().reset(seeds, rows)
+        super().reset_rows(rows)
         self._set = {}
-        self._cost_so_far = 0.0
-        return observation
 
     def close(self) -> None:
         """Cancel the requests under way, and wait until the engine has dropped them."""
@@ -74,9 +77,9 @@ class EngineBatch(ServingBatch):
         """What happened to each request of the episode so far."""
         return () if self._load is None else self._load.timings
 
-    def serve(self, lo: int, hi: int) -> None:
-        """Play one second on the engine and write its metrics over those of the fluid model."""
-        start_s = float(self.time[0])
+    def serve(self, rows: range) -> Sequence[Mapping[str, float]]:
+        """Play one second on the engine."""
+        start_s = float(self.state.rows["time"][0])
         if self._load is None:
             self._load = self._engine.load(self._requests())
         self._set_knobs()
@@ -85,19 +88,13 @@ class EngineBatch(ServingBatch):
             self._load.__enter__()
             self._started = time.monotonic()
         self.late_s = max(0.0, time.monotonic() - self._started - start_s) if self._engine.seconds_pass else 0.0
-        super().serve(lo, hi)
         self._load.advance(start_s + 1.0)
         before, self._reading = self._reading, self._engine.read()
-        metrics = self._judge.second(
-            self._load.timings, before, self._reading, start_s + 1.0, float(self.fleet.kv_budget[0])
-        )
-        for name, value in metrics.items():
-            self.metric[name][0] = value
-        self._cost_so_far += metrics["cost_per_1k"]
-        self.fleet.state.rows["cost_so_far"][0] = self._cost_so_far
+        kv_budget = float(self.kv_budget[0])
+        return [self._judge.second(self._load.timings, before, self._reading, start_s + 1.0, kv_budget)]
 
     def _requests(self) -> list[EngineRequest]:
-        drawn = self.load_source.requests(int(self.seeds[0]), self.config.episode_length)
+        drawn = self.source.requests(int(self.seeds[0]), self.n_steps)
         columns = (drawn.arrival_s, drawn.prompt_tokens, drawn.output_tokens, drawn.class_index)
         return [
             EngineRequest(float(arrival_s), int(prompt), int(output), int(index))
@@ -105,29 +102,32 @@ class EngineBatch(ServingBatch):
         ]
 
     def _set_knobs(self) -> None:
-        fleet, limits = self.fleet, self._engine.limits()
-        wanted = {
-            "kv_budget": float(fleet.kv_budget[0]),
-            "spec_length": float(SPEC_LENGTHS[fleet.spec_index[0]]),
-            "batch_size": float(round(float(fleet.batch_size[0]))),
+        limits = self._engine.limits()
+        asked = {
+            "kv_budget": float(self.kv_budget[0]),
+            "spec_length": float(SPEC_LENGTHS[self.spec_index[0]]),
+            "batch_size": float(round(float(self.batch_size[0]))),
         }
-        wanted = {name: value for name, value in wanted.items() if name in limits}
-        if wanted != self._set:
-            self._engine.set(Orders(wanted))
-            self._set = wanted
+        asked = {name: value for name, value in asked.items() if name in limits}
+        if asked != self._set:
+            self._engine.set(Orders(asked))
+            self._set = asked
 
 
 class EngineEnv(InferenceEnv):
     """Environment of a serving task on a real engine; a context manager.
 
-    ``task`` is scaled to the engine (:mod:`live.scaling`), ``calibration`` measured on it, ``tables`` those that the
-    engine was measured to have, if it was. A step lasts a real second, or ``hold`` of them, and an action is in force
-    from its first. What lies outside the engine's limits is set to the limit: ``info["action_applied"]`` has what was
-    set and ``info["saturated"]`` what was asked. A change of precision or prefill placement raises
-    :class:`InvalidActionError`, unless ``restart`` does it. ``memory`` gives what the engine does not report.
+    ``task`` is scaled to the engine (:mod:`live.scaling`), ``calibration`` measured on it, ``tables`` are the engine's
+    own if it was measured. A step lasts one real second, or ``hold`` of them, and its action applies from the first.
+    Values outside the engine's limits are set to the limit: ``info["action_applied"]`` has the values set and
+    ``info["saturated"]`` the requested ones. A change of precision or prefill placement raises
+    :class:`InvalidActionError`, unless ``restart`` carries it out.
 
-    Entries of the log carry ``"measured"``, the engine's name: they are graded as any others, and nobody can replay
-    them.
+    The log holds only measured values. Without ``memory`` the engine's memory is absent from log and observation, and a
+    task that grades it is refused (:class:`InvalidConfigError`).
+
+    Entries of the log carry ``"measured"``, the engine's name: they are graded like any others, but cannot be verified
+    by replay.
     """
 
     def __init__(
@@ -146,10 +146,11 @@ class EngineEnv(InferenceEnv):
         self.task, self.config = task, task.config(config)
         self._engine = engine
         self._calibrated = calibration
-        self._memory = memory or MemoryFacts()
+        self._memory = memory
         self._restart = restart
+        self._stamp = {"measured": engine.name}
         self._saturated: dict[str, dict[str, float]] = {}
-        self._running: tuple[QuantTier, bool] = (QuantTier.FP16, False)
+        self._configured: tuple[QuantTier, bool] = (QuantTier.FP16, False)
 
     def __enter__(self) -> Self:
         return self
@@ -159,8 +160,8 @@ class EngineEnv(InferenceEnv):
 
     def close(self) -> None:
         """Stop the traffic."""
-        if isinstance(self._batch, EngineBatch):
-            self._batch.close()
+        if self._fleet_of_batch is not None:
+            self._fleet_of_batch.close()
 
     def reset(
         self,
@@ -179,60 +180,69 @@ class EngineEnv(InferenceEnv):
         return super().reset(seed, None, config, session_id)
 
     def make_batch(self, task: TaskSpec, config: EpisodeConfig) -> ServingBatch:
-        """The batch that steps: one episode on the engine."""
+        """The batch, which holds one episode on the engine."""
         self.close()
-        return EngineBatch(self._engine, task, config, self._tables, self._calibrated, self._memory)
+        return ServingBatch(
+            task,
+            1,
+            config,
+            self._tables,
+            self._calibrated,
+            dynamics=partial(EngineFleet, engine=self._engine, memory=self._memory),
+        )
 
-    def play(self, action: ServeAction | Mapping[str, Any]) -> tuple[ServeObservation, float, bool]:
-        """Take one step; see :meth:`InferenceEnv.play`."""
-        if isinstance(action, ServeAction):
-            action.validate()
-        else:
-            action = ServeAction.from_dict(dict(action))
-        possible = self._possible(action)
-        played = len(self._episode_log)
-        result = super().play(possible)
+    def advance(self, knobs: FloatArray) -> None:
+        """Take one step; see :meth:`InferenceEnv.advance`."""
+        batch, _ = self._running()
+        asked = from_row(batch.snap(knobs)[0])
+        possible = self._possible(asked)
+        super().advance(to_row(possible)[None])
         self._saturated = {
-            name: {"asked": asked, "applied": float(getattr(possible, name))}
+            name: {"asked": wish, "applied": float(getattr(possible, name))}
             for name in ACTION_KNOBS
-            if name in self.task.active_actions and (asked := float(getattr(action, name))) != getattr(possible, name)
+            if name in self.task.active_actions and (wish := float(getattr(asked, name))) != getattr(possible, name)
         }
-        for entry in self._episode_log[played:]:
-            entry["measured"] = self._engine.name
-        return result
 
     def info(self) -> dict[str, Any]:
-        """Details of the last step; ``saturated``, ``measured`` and ``late_s`` beside those of the simulated fleet."""
-        found = super().info()
-        del found["support"]  # of a table's rows
-        late_s = self._batch.late_s if isinstance(self._batch, EngineBatch) else 0.0
-        return {**found, "measured": self._engine.name, "saturated": self._saturated, "late_s": late_s}
+        """Details of the last step: the usual ones, and ``measured``, ``saturated``, ``missing`` and ``late_s``.
+
+        ``missing`` names the observation's fields that the engine does not report; they are 0.
+        """
+        info = super().info()
+        assert self._batch is not None
+        assert self._fleet_of_batch is not None
+        own = {"measured": self._engine.name, "saturated": self._saturated, "missing": self._batch.missing}
+        return {**info, **own, "late_s": self._fleet_of_batch.late_s}
 
     @property
     def timings(self) -> Sequence[RequestTiming]:
         """What happened to each request of the episode so far."""
-        if not isinstance(self._batch, EngineBatch):
+        if self._fleet_of_batch is None:
             raise NotResetError("no requests before reset: call reset() first")
-        return self._batch.timings
+        return self._fleet_of_batch.timings
+
+    @property
+    def _fleet_of_batch(self) -> EngineFleet | None:
+        return self._batch.fleet if self._batch is not None and isinstance(self._batch.fleet, EngineFleet) else None
 
     def _possible(self, action: ServeAction) -> ServeAction:
-        """The action that the engine can be set to: nearest within its limits, restarted where that is asked for."""
+        """The nearest action within the engine's limits; restarts the engine if the action needs it."""
         limits = self._engine.limits()
         wanted = (
-            action.quant_tier if "quant_tier" in self.task.active_actions else self._running[0],
-            action.prefill_disagg if "prefill_disagg" in self.task.active_actions else self._running[1],
+            action.quant_tier if "quant_tier" in self.task.active_actions else self._configured[0],
+            action.prefill_disagg if "prefill_disagg" in self.task.active_actions else self._configured[1],
         )
-        if wanted != self._running:
+        if wanted != self._configured:
             if self._restart is None:
-                field = "quant_tier" if wanted[0] != self._running[0] else "prefill_disagg"
+                field = "quant_tier" if wanted[0] != self._configured[0] else "prefill_disagg"
                 raise InvalidActionError(
                     field,
                     getattr(action, field),
-                    f"{self._running[0 if field == 'quant_tier' else 1]}, as the engine runs: it changes by a restart "
-                    "alone, which EngineEnv(restart=...) does",
+                    f"{self._configured[0 if field == 'quant_tier' else 1]}, as the engine runs: only a restart "
+                    "changes it, which EngineEnv(restart=...) does",
                 )
             self._restart(action)
-            self._running = wanted
+            self._configured = wanted
         changes: dict[str, Any] = {}
         for name in ACTION_KNOBS:
             low, high = limits.get(name, (None, None))

@@ -1,8 +1,9 @@
-"""Load plan that shows how long an engine's iterations take, played against the engine in a few minutes.
+"""Load plan that reveals how long an engine's iterations take, played against the engine in a few minutes.
 
-Closed loops of 1, 2, 4 ... clients, each with short and with long prompts, then the first loop again (has the machine
-changed meanwhile?) and Poisson arrivals, which the fit never sees. :mod:`simulator.offline.engine_fit` turns the times
-at which the tokens came into iteration times, and the simulator then plays every phase: those errors are stated too.
+It plays closed loops of 1, 2, 4 ... clients, each with short and with long prompts, then the first loop again (to see
+whether the machine has changed) and Poisson arrivals, which the fit never sees. :mod:`simulator.offline.engine_fit`
+turns the arrival times of tokens into iteration times. The simulator then plays every phase, and its errors are
+reported too.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from inferencegym.errors import DataFormatError, InvalidConfigError, RemoteError
 from live.driver import EngineApi, EngineRequest, RequestTiming, play_closed, play_open
 from live.metrics import MetricsPage
 from simulator.hardware.engine_times import EngineFacts
+from simulator.hardware.tables import FloatArray
 from simulator.offline.engine_fit import MeasuredEngine, TimedRequests, measured_engine
-from simulator.tables import FloatArray
 
 SHAPES: Final = {"short": (32, 64), "long": (256, 32)}
-"""Prompts and mean outputs (tokens) of the loops; prompts vary by half, so do outputs."""
+"""Mean prompts and outputs (tokens) of the loops; both vary by half in either direction."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 12
-"""Requests of each client in a loop."""
+"""Fewest and most requests per client in a loop."""
 POISSON_SHARE: Final = 0.6
-"""Rate of the Poisson phase, as a share of the highest rate at which a loop was answered."""
+"""Rate of the Poisson phase, as a share of the highest throughput (requests/s) of a loop."""
 WATCH_S: Final = 0.25
-"""Time between two looks at the engine's metrics."""
+"""Time between two readings of the engine's metrics."""
 BOUNDED_LOOKS, ROOMY = 3, 0.8
-"""Least looks at which requests waited, and the most of the KV pool in use then, by which a batch is bounded."""
+"""Readings with waiting requests, and used share of the pool below this, that show a bounded batch."""
 ASSUMED_BATCHED_TOKENS: Final = 2048
-"""Prompt tokens of an iteration where nobody says: vLLM's default for servers on most devices."""
+"""Token budget of an iteration if the engine does not state it: vLLM's default on most devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureSettings:
-    """What is measured and what the engine does not say of itself (None: the engine is asked, or it stays unknown).
+    """Settings of a measurement, and facts about the engine (None: as the engine reports, or unknown).
 
-    ``seconds`` is the time that the whole load may take, roughly; ``most_clients`` the largest closed loop.
+    ``seconds`` is the approximate length of the whole load; ``most_clients`` the largest closed loop.
     """
 
     seconds: float = 180.0
@@ -71,14 +72,15 @@ class MeasureSettings:
 
 
 Progress = Callable[[str, float], None]
-"""Told the name of the phase that begins and the share of the load that is done."""
+"""Callback with the name of the phase that begins and the share of the load that is done."""
 
 
 def measure_engine(api: EngineApi, settings: MeasureSettings, progress: Progress | None = None) -> MeasuredEngine:
     """Play the load plan and fit the engine's iteration times.
 
-    Raises :class:`InvalidConfigError` where the engine does not state what is needed and nobody else did,
-    :class:`RemoteError` if requests fail, :class:`DataFormatError` with the reason if what came does not support a fit.
+    Raises :class:`InvalidConfigError` if neither the engine nor the settings state a fact that is needed,
+    :class:`RemoteError` if requests fail, :class:`DataFormatError` with the reason if the measurements do not support a
+    fit.
     """
     report = progress or (lambda name, share: None)
     api.check()
@@ -94,7 +96,7 @@ def measure_engine(api: EngineApi, settings: MeasureSettings, progress: Progress
 
 
 def engine_facts(api: EngineApi, page: MetricsPage | None, settings: MeasureSettings, notes: list[str]) -> EngineFacts:
-    """Limits and KV pool as settings say, else as the engine states; ``notes`` gets what had to be assumed."""
+    """Limits and KV pool from the settings, else from the engine; assumptions are added to ``notes``."""
     stated = {} if page is None else _cache_labels(page)
 
     def fact(name: str, told: float | None, label: Sequence[str], option: str) -> float:
@@ -114,7 +116,7 @@ def engine_facts(api: EngineApi, page: MetricsPage | None, settings: MeasureSett
         blocks = int(fact("the KV pool", None, ("num_gpu_blocks",), "kv-pool-tokens")) - 1
     pool_bytes = stated.get("kv_cache_memory_bytes", "None")
     per_token = settings.kv_bytes_per_token
-    # With a number of blocks that was told, vLLM states the bytes that it would have used, not those that it uses.
+    # If the number of blocks was given, vLLM reports the bytes that it would have used, not those that it uses.
     own_pool = stated.get("num_gpu_blocks_override", "None") in ("None", "")
     if per_token is None and own_pool and pool_bytes not in ("None", ""):
         per_token = float(pool_bytes) / (block * (blocks + 1))
@@ -157,7 +159,7 @@ def _cache_labels(page: MetricsPage) -> dict[str, str]:
 
 
 def _page(api: EngineApi) -> MetricsPage | None:
-    """The metrics page; None where the engine has none, so that everything must be told."""
+    """The metrics page; None if the engine has none, in which case the settings must state everything."""
     try:
         return api.metrics()
     except RemoteError:
@@ -165,7 +167,7 @@ def _page(api: EngineApi) -> MetricsPage | None:
 
 
 class _Plan:
-    """The phases of the load: their sizes follow from how fast the engine answered so far."""
+    """Phases of the load; their sizes follow from how fast the engine has answered so far."""
 
     def __init__(self, api: EngineApi, facts: EngineFacts, settings: MeasureSettings, has_metrics: bool) -> None:
         self._api, self._facts, self._settings = api, facts, settings
@@ -179,12 +181,12 @@ class _Plan:
         self.notes: list[str] = []
 
     def play(self) -> Iterator[tuple[str, float]]:
-        """Play all phases; yields each one's name and the share of the plan that lies before it."""
+        """Play all phases; yields each phase's name and the share of the plan before it."""
         sizes = [1 << i for i in range(self._most_clients().bit_length())]
         steps = [(n, shape) for n in sizes for shape in SHAPES]
         phase_s = self._settings.seconds / (len(steps) + 3)
         yield "warm-up", 0.0
-        # The first requests compile and allocate; that is no property of the iterations.
+        # The first requests compile and allocate, so their times are not those of iterations.
         self._watched("warm-up", lambda: play_closed(self._api, self._requests("short", 4), 2))
         done, full = 0, False
         for n, shape in steps:
@@ -194,27 +196,27 @@ class _Plan:
                 self.loops.append(self._loop(n, shape, phase_s))
                 full = self.max_num_seqs is not None and self.max_num_seqs < n
         if full:
-            self.notes.append(f"{self.max_num_seqs} sequences run at once at most, as a loop of more clients showed")
+            self.notes.append(f"at most {self.max_num_seqs} sequences run at once, as a loop of more clients showed")
         yield "again", (done + 1) / (len(steps) + 3)
         self.loops.append(self._loop(*steps[0], phase_s))
         yield "Poisson", (done + 2) / (len(steps) + 3)
         self.poisson = self._open(2.0 * phase_s)
 
     def _most_clients(self) -> int:
-        """Largest loop: the setting's, the engine's bound, and what the KV pool holds without preempting."""
+        """Largest loop: the least of the setting, the engine's limit, and what the KV pool holds without preemption."""
         longest = max(self._shape(shape)[0] * 3 // 2 + self._shape(shape)[1] * 3 // 2 for shape in SHAPES)
         room = self._facts.pool_blocks // (longest // self._facts.block_tokens + 1)
         bound = self._settings.max_num_seqs or self._settings.most_clients
         found = min(self._settings.most_clients, bound, room)
         if found < 4:
             raise DataFormatError(
-                f"only {found} sequences fit the engine at once, of {longest} tokens each: too few to see what a "
-                "sequence more costs. Start it with a larger KV pool or batch"
+                f"only {found} sequences of {longest} tokens fit into the engine at once: too few to measure the cost "
+                "of another sequence. Start it with a larger KV pool or batch"
             )
         return found
 
     def _shape(self, shape: str) -> tuple[int, int]:
-        """Prompt and output tokens, scaled to the longest request that the engine takes."""
+        """Prompt and output tokens, scaled down if necessary to the engine's longest request."""
         prompt, output = SHAPES[shape]
         shorter = min(1.0, self._facts.max_model_len / (2.0 * (prompt + output)))
         return max(4, int(prompt * shorter)), max(8, int(output * shorter))
@@ -228,7 +230,7 @@ class _Plan:
 
     def _loop(self, n: int, shape: str, phase_s: float) -> TimedRequests:
         output = self._shape(shape)[1]
-        # A loop of twice the clients is at most twice as slow per token; the last one's pace is the guess.
+        # A loop of twice the clients is at most twice as slow per token; guess 1.5 times the last loop's time.
         round_s = max(1e-3, output * self._tpot_s * 1.5)
         rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(phase_s / round_s))) if self._tpot_s else 4
         requests = self._requests(shape, rounds * n)
@@ -249,7 +251,7 @@ class _Plan:
         return self._watched("Poisson", lambda: play_open(self._api, requests))
 
     def _watched(self, name: str, load: Callable[[], list[RequestTiming]], clients: int = 0) -> TimedRequests:
-        """Play a load; raises where a request failed, or the engine did what iteration times do not explain."""
+        """Play a load; raises if a request failed, or the engine did something that iteration times do not explain."""
         if not self._has_metrics:
             timings = load()
         else:
@@ -266,7 +268,7 @@ def _loop_name(n: int, shape: str) -> str:
 
 
 def timed_requests(name: str, timings: Sequence[RequestTiming], clients: int = 0) -> TimedRequests:
-    """A load's requests as a fit reads them; :class:`RemoteError` with what the engine said if one of them failed."""
+    """Requests of a load in the form of the fit; :class:`RemoteError` with the engine's message if one failed."""
     for timing in timings:
         if not timing.completed:
             raise RemoteError(f"{name}: a request failed: {timing.error or 'it was not sent'}")
@@ -277,7 +279,7 @@ def timed_requests(name: str, timings: Sequence[RequestTiming], clients: int = 0
         first_token_s=np.array([each[0] for each in token_s]),
         finish_s=np.array([each[-1] for each in token_s]),
         prompt_tokens=np.array([float(t.request.prompt_tokens) for t in timings]),
-        # Tokens that came with the first one count as one: only those after it took time that was seen.
+        # Tokens in the first message count as one, because only later tokens took measurable time.
         output_tokens=np.array([float(len(each)) for each in token_s]),
         clients=clients,
         token_s=token_s,
@@ -285,13 +287,13 @@ def timed_requests(name: str, timings: Sequence[RequestTiming], clients: int = 0
 
 
 def _token_times(timing: RequestTiming) -> FloatArray:
-    """Time of each token from the first message on; several of one message are spread over the time since the last."""
+    """Time of each token from the first message on; tokens of one message are spread over the time since the last."""
     at, so_far = (np.array(column, dtype=np.float64) for column in zip(*timing.tokens_at, strict=True))
     return np.interp(np.arange(so_far[0], so_far[-1] + 1.0), so_far, at)
 
 
 class _Watch:
-    """Looks at the engine's metrics while a load is played; a context manager."""
+    """Reads the engine's metrics while a load is played; a context manager."""
 
     COUNTERS: Final = {
         "vllm:num_preemptions_total": "it preempted sequences: its KV pool is too small for this load",
@@ -318,14 +320,14 @@ class _Watch:
         self._thread.join()
 
     def refuse(self, name: str) -> None:
-        """Raise :class:`DataFormatError` where a counter of what iteration times do not explain has risen."""
+        """Raise :class:`DataFormatError` if a counter rose whose events iteration times do not explain."""
         after = self._counters()
         for counter, reason in self.COUNTERS.items():
             if after.get(counter, 0.0) > self._before.get(counter, 0.0):
                 raise DataFormatError(f"{name}: the engine's iterations cannot be told apart, because {reason}")
 
     def batch_bound(self, clients: int) -> int | None:
-        """The most sequences that ran, if fewer than clients while others waited at half of the looks or more."""
+        """Largest batch, if it was below the number of clients while others waited in at least half of the readings."""
         most = max((running for running, _, _ in self._seen), default=0)
         bounded = sum(running == most and waiting > 0 and usage < ROOMY for running, waiting, usage in self._seen)
         often = bounded >= max(BOUNDED_LOOKS, len(self._seen) / 2)
@@ -342,4 +344,4 @@ class _Watch:
                 running, waiting = (int(page.total(f"vllm:num_requests_{name}")) for name in ("running", "waiting"))
                 self._seen.append((running, waiting, page.highest("vllm:kv_cache_usage_perc")))
             except RemoteError:
-                continue  # a busy engine answers late; the next look will do
+                continue  # a busy engine answers late; wait for the next reading

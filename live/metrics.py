@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from prometheus_client.parser import text_string_to_metric_families
+from typing import Final
 
 from inferencegym.errors import RemoteError
+
+_SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_LABEL: Final = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class MetricsPage:
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
 
     def total(self, name: str) -> float:
-        """Sum over all label sets (several engine processes report apart); RemoteError if there is no such series."""
+        """Sum over all label sets (engine processes report separately); RemoteError if there is no such series."""
         return sum(value for _, value in self._of(name))
 
     def highest(self, name: str) -> float:
@@ -25,7 +28,7 @@ class MetricsPage:
         return max(value for _, value in self._of(name))
 
     def labels(self, name: str) -> dict[str, str]:
-        """Labels of the first sample, for series that say something by their labels."""
+        """Labels of the first sample, for series whose labels carry the information."""
         return self._of(name)[0][0]
 
     def _of(self, name: str) -> list[tuple[dict[str, str], float]]:
@@ -36,12 +39,15 @@ class MetricsPage:
 
 
 def read_page(text: str) -> MetricsPage:
-    """Parse a metrics page; RemoteError if it is none."""
+    """Parse a metrics page. Raises RemoteError if the text is not one."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples.setdefault(sample.name, []).append((dict(sample.labels), float(sample.value)))
-    except ValueError as error:
-        raise RemoteError(f"the engine's metrics are not in Prometheus' text format: {error}") from error
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("#"):
+            continue
+        found = _SAMPLE.fullmatch(line)
+        try:
+            name, labels, value = found.groups("") if found else ("", "", "")
+            samples.setdefault(name, []).append((dict(_LABEL.findall(labels)), float(value)))
+        except ValueError as error:
+            raise RemoteError(f"the engine's metrics are not in Prometheus' text format: {line[:80]!r}") from error
     return MetricsPage(samples)

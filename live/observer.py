@@ -1,6 +1,6 @@
 """A policy beside a running engine: observes its metrics each second and says what it would set, or sets it.
 
-Arrivals, prompts and latencies are the engine's own counters and histograms, so they are coarser than what
+Arrivals, prompts and latencies come from the engine's own counters and histograms, so they are coarser than those that
 :class:`live.env.EngineEnv` measures with its own traffic.
 """
 
@@ -21,19 +21,19 @@ from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, 
 from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
 from inferencegym.tasks import TaskSpec
 from live.engines.engine import ACTION_KNOBS, Engine, Orders, Reading
-from simulator.load import EMA_WEIGHT
-from simulator.tables import ServingTables
+from simulator.hardware.tables import ServingTables
+from simulator.load.source import EMA_WEIGHT
 from simulator.whatif import serve_requests, steady_requests
 
 EXPECTED_S: Final = 20.0
-"""Seconds of steady load that the simulator plays to say what a setting gives."""
+"""Seconds of steady load that the simulator plays to predict the result of a setting."""
 _AT: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}
 
 
 def quantile_s(before: Mapping[float, float], after: Mapping[float, float], q: float) -> float | None:
-    """Quantile of what a histogram counted between two readings, linear within its bucket; None if that is nothing.
+    """Quantile of a histogram's new entries between two readings, linear within its bucket; None without entries.
 
-    In the last bucket, which has no upper edge, it is the lower one.
+    In the last bucket, which has no upper edge, it is the lower edge.
     """
     edges = sorted(after)
     counts = np.array([after[edge] - before.get(edge, 0.0) for edge in edges])
@@ -48,11 +48,11 @@ def quantile_s(before: Mapping[float, float], after: Mapping[float, float], q: f
 
 @dataclass
 class EngineObserver:
-    """Observation of an engine, (21,) as policies read it, (24,) where the task scales, from one reading per second.
+    """Observation of an engine for policies, (21,), or (24,) if the task scales, from one reading per second.
 
-    The engine is one of ``replicas`` that share the traffic alike: what arrives and waits at it counts so many times.
-    A request counts as arrived when it waits, runs or has finished. What an engine does not say keeps its last value,
-    and before there is one that of an idle fleet: ``missing`` names it.
+    The engine is one of ``replicas`` replicas that share the traffic equally, so its arrivals and queue are multiplied
+    by their number. A request counts as arrived when it waits, runs or has finished. A number that the engine does not
+    report keeps its last value, at first that of an idle fleet. ``missing`` names these numbers.
     """
 
     task: TaskSpec
@@ -120,7 +120,7 @@ class EngineObserver:
 
 
 def late_share(before: Mapping[float, float], after: Mapping[float, float], objective_ms: float) -> float:
-    """Share of a histogram's new entries beyond an objective, counted at the first edge that is not below it."""
+    """Share of a histogram's new entries beyond an objective, which is rounded up to the next bucket edge."""
     edges = sorted(after)
     counts = [after[edge] - before.get(edge, 0.0) for edge in edges]
     if not edges or counts[-1] <= 0:
@@ -131,7 +131,7 @@ def late_share(before: Mapping[float, float], after: Mapping[float, float], obje
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a policy says in one second: observation, the setting in force and the one that it wants."""
+    """Advice of a policy for one second: observation, current setting, wanted setting, expected result."""
 
     time_s: float
     observation: dict[str, float]
@@ -140,7 +140,7 @@ class Advice:
     expected: dict[str, float]
 
     def why(self) -> str:
-        """The observations that the policy saw, in a line."""
+        """The main observations of the policy, in one line."""
         o = self.observation
         return (
             f"{o['arrival_rate']:.2f} requests/s, {o['queue_depth']:.0f} waiting, KV {o['kv_cache_occupancy']:.0%}, "
@@ -149,11 +149,11 @@ class Advice:
 
 
 class Adviser:
-    """A policy that is asked once a second what it would set on an engine. It sets nothing.
+    """Asks a policy once a second what it would set on an engine, and sets nothing.
 
-    ``tables`` are those of the engine where it was measured (`inferencegym measure`): the simulator says with them what
-    the wanted setting gives at the present rate and lengths. The engine is one of ``replicas``; policies of a task that
-    scales say how many they would have.
+    ``tables`` are those of the engine, if it was measured (`inferencegym measure`): with them the simulator predicts
+    the result of the wanted setting at the current rate and lengths. The engine is one of ``replicas`` replicas;
+    policies of a task that scales also say how many replicas they want.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def _whole(name: str, value: float) -> float | int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a controller may do: the range of each knob that it may set, and the most that it changes in a second.
+    """Limits of a controller: range of each knob that it may set, and largest change per second.
 
     ``step`` is a share of a knob's range; a knob that is not named is never set.
     """

@@ -1,4 +1,4 @@
-"""Prometheus page of a policy beside an engine: what it saw, what is in force, what it would set, what it expects."""
+"""Prometheus page of a policy beside an engine: observations, current setting, wanted setting, expected result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from live.observer import Advice
 
 PARTS: Final = {
-    "observation": "What the policy saw, by field of the observation",
-    "in_force": "What the engine is set to, by knob",
-    "wanted": "What the policy would set, by knob",
-    "expected": "What the simulator expects of the wanted setting at the present load, by metric",
+    "observation": "Observation of the policy, by field",
+    "in_force": "Setting of the engine, by knob",
+    "wanted": "Setting that the policy wants, by knob",
+    "expected": "Simulated metrics of the wanted setting at the present load",
 }
 
 
 class AdvicePage:
-    """HTTP server of the page, on this machine; a context manager. Port 0 takes a free one."""
+    """HTTP server of the page, on this machine; a context manager. Port 0 chooses a free port."""
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self._registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class AdvicePage:
         self._thread.join()
 
     def show(self, advice: Advice) -> None:
-        """Serve this advice from now on."""
+        """Publish this advice from now on."""
         for part, gauge in self._gauges.items():
             for name, value in getattr(advice, part).items():
                 gauge.labels(name).set(value)

@@ -1,6 +1,6 @@
-"""A task's traffic scaled to an engine: its capacity is measured, then rates and lengths are made to fit.
+"""Scale a task's traffic to an engine: measure its capacity, then adjust rates and lengths to fit.
 
-Floods, classes, objectives and grades stay those of the task; one engine stands for the whole fleet.
+Floods, classes, objectives and grades stay those of the task; one engine replaces the whole fleet.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Calibration, LengthDist, TaskSpec
 from live.driver import EngineRequest
 from live.engines.engine import Engine, Orders
-from simulator.load import EpisodeRequests
-from simulator.serving import MEASURED_ACCEPT_RATE
-from simulator.tables import tables_of
+from simulator.hardware.tables import tables_of
+from simulator.kernel.serving import MEASURED_ACCEPT_RATE
+from simulator.load.source import EpisodeRequests
 from simulator.workload import load_source
 
 DEFAULT_LOAD: Final = 0.7
-"""Offered output tokens over those that the engine can write, mean of an episode: full in floods, idle between."""
+"""Offered output tokens as a share of the engine's capacity, mean of an episode: saturated in floods, idle between."""
 POLL_S: Final = 0.25
 RATE_SEEDS: Final = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Output tokens per second of an engine on requests of one kind: one at a time, and as many as it takes."""
+    """Output tokens per second of an engine on requests of one kind: one at a time, and with full batches."""
 
     floor_tps: float
     peak_tps: float
 
 
 def measure_throughput(engine: Engine, prompt_tokens: int, output_tokens: int, n_requests: int) -> float:
-    """Output tokens per second of so many equal requests sent at once."""
+    """Output tokens per second of ``n_requests`` equal requests sent at once."""
     with engine.load([EngineRequest(0.0, prompt_tokens, output_tokens)] * n_requests) as load:
         to_s = 0.0
         while any(timing.ended_s is None for timing in load.timings):
@@ -52,9 +52,9 @@ def measure_throughput(engine: Engine, prompt_tokens: int, output_tokens: int, n
 
 
 def measure_capacity(engine: Engine, prompt_tokens: int, output_tokens: int, batches: int = 3) -> Capacity:
-    """Measure an engine that is otherwise idle, in bursts of ``batches`` full batches; it is left wide open.
+    """Measure an otherwise idle engine in bursts of ``batches`` full batches; its knobs are left at their maximum.
 
-    An engine that drafts does not meanwhile.
+    Speculative decoding is off during and after the measurement.
     """
     limits = engine.limits()
     if "batch_size" not in limits:
@@ -70,9 +70,9 @@ def measure_capacity(engine: Engine, prompt_tokens: int, output_tokens: int, bat
 
 
 def measure_draft_tokens(engine: Engine, prompt_tokens: int, output_tokens: int, n_requests: int) -> dict[int, float]:
-    """Tokens that a sequence writes in an iteration, by draft length, in a burst of equal requests.
+    """Tokens per sequence and iteration by draft length, measured in bursts of equal requests.
 
-    The engine is left drafting nothing. Beyond the longest drafts that it was started with, theirs count.
+    Drafting is off afterwards. Draft lengths beyond the engine's limit get the best measured value.
     """
     longest = int(engine.limits()["spec_length"][1])
     found = dict.fromkeys(SPEC_LENGTHS, 1.0)
@@ -91,13 +91,13 @@ def measure_draft_tokens(engine: Engine, prompt_tokens: int, output_tokens: int,
 
 
 def drafts_as_measured(task: TaskSpec) -> TaskSpec:
-    """The task in which drafts are accepted as the table says, in all classes."""
+    """The task with the table's acceptance of drafts in all classes."""
     classes = tuple(replace(each, complexity_penalty=0.0) for each in task.classes)
     return replace(task, classes=classes, fleet=replace(task.fleet, base_accept_rate=MEASURED_ACCEPT_RATE))
 
 
 def scaled_lengths(task: TaskSpec, longest_tokens: int) -> TaskSpec:
-    """The task with lengths multiplied so that prompt and output together fit an engine's context, if they do not."""
+    """The task with lengths scaled down, if necessary, so that prompt and output fit into an engine's context."""
     longest = max(each.prompt.high + each.output.high for each in task.classes if each.share or each.burst_share)
     factor = min(1.0, longest_tokens / longest)
     classes = [
@@ -108,7 +108,7 @@ def scaled_lengths(task: TaskSpec, longest_tokens: int) -> TaskSpec:
 
 
 def scaled_rates(task: TaskSpec, peak_tps: float, load: float = DEFAULT_LOAD) -> TaskSpec:
-    """The task with arrival rates multiplied so that it offers the share ``load`` of what the engine can write."""
+    """The task with arrival rates scaled so that it offers the share ``load`` of the engine's capacity."""
     if task.trace is not None:
         raise InvalidConfigError(
             f"task {task.task_id!r} plays a recorded trace, which cannot be scaled: choose another"
@@ -124,29 +124,29 @@ def scaled_rates(task: TaskSpec, peak_tps: float, load: float = DEFAULT_LOAD) ->
 
 
 def live_task(task: TaskSpec, engine: Engine) -> TaskSpec:
-    """The task with those of its knobs alone that the engine changes while it runs."""
+    """The task with only those knobs that the engine can change while it runs."""
     limits = engine.limits()
     return replace(task, active_actions=tuple(name for name in task.active_actions if name in limits))
 
 
 def engine_calibration(task: TaskSpec, capacity: Capacity, load: float = DEFAULT_LOAD) -> Calibration:
-    """Constants of the task's scores on a measured engine: an engine that writes what is offered spends the budget."""
+    """Constants of the task's scores on a measured engine; writing all offered tokens spends the cost budget."""
     offered_ktps = load * capacity.peak_tps / 1e3
     price = task.cost_budget / task.episode_length * offered_ktps
     return Calibration(capacity.floor_tps, load * capacity.peak_tps, capacity.peak_tps, price)
 
 
 def write_task(path: Path, task_id: str, task: TaskSpec, calibration: Calibration) -> Path:
-    """Write a task of drawn traffic with its constants as a task file: what was scaled to an engine can be learned.
+    """Write a task of synthetic traffic with its constants as a task file, so that policies can be trained on it.
 
-    ``INFERENCEGYM_TASKS=FILE`` makes it known, and with ``INFERENCEGYM_TABLE`` it is played on the engine's table.
+    ``INFERENCEGYM_TASKS=FILE`` registers it, and with ``INFERENCEGYM_TABLE`` it is played on the engine's table.
     """
     entry = {**task_entry(task), "calibration": asdict(calibration)}
     return write_text(path, json.dumps({"tasks": {task_id: entry}}, indent=1) + "\n")
 
 
 def task_entry(task: TaskSpec) -> dict[str, Any]:
-    """Entry of a task file that says what a task of drawn traffic says; its id, Gymnasium name and constants apart."""
+    """Entry of a task file for a task of synthetic traffic, without its id, Gymnasium name and constants."""
     if task.trace is not None:
         raise InvalidConfigError(f"task {task.task_id!r} plays a recorded trace, which an entry does not hold")
     entry: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _lengths_entry(task: TaskSpec) -> dict[str, Any]:
         "output_max_tokens": outputs[0].high,
     }
     short, *others = sorted({each.prompt for each in task.classes}, key=lambda prompt: prompt.high)
-    if others:  # two kinds of prompts, each class of one
+    if others:  # two kinds of prompts; each class has one of them
         (long,) = others
         kinds = ["short" if each.prompt == short else "long" for each in task.classes]
         ends = {"short_prompt_min": short.low, "short_prompt_max": short.high}
@@ -205,7 +205,7 @@ def mean_lengths(task: TaskSpec) -> tuple[int, int]:
 
 
 def offered_tps(task: TaskSpec) -> float:
-    """Output tokens that the task's requests ask for, per second of an episode."""
+    """Output tokens that the task's requests demand, per second of an episode."""
     asked = sum(float(each.output_tokens.sum()) for each in _episodes(task))
     return asked / (len(RATE_SEEDS) * task.episode_length)
 

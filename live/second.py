@@ -1,4 +1,4 @@
-"""Metrics of one second of a real engine, from what its clients saw and what it says of itself."""
+"""Metrics of one second of a real engine, from its clients' measurements and its own metrics."""
 
 from __future__ import annotations
 
@@ -9,36 +9,44 @@ import numpy as np
 
 from live.driver import RequestTiming
 from live.engines.engine import Reading
-from simulator.serving import CONVENTIONS
+from simulator.kernel.arrays import METRICS
+from simulator.kernel.serving import CONVENTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Memory of an engine that it does not report, in decimal GB: 0 where it is not known."""
+    """Memory of an engine in decimal GB, as it was started; engines do not report it."""
 
-    weights_gb: float = 0.0
-    kv_pool_gb: float = 0.0
+    weights_gb: float
+    kv_pool_gb: float
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What a second's metrics are judged by: objectives (ms) by class, price and GPUs of the engine, its memory."""
+    """Computes a second's metrics: objectives (ms) by class, price and GPUs of the engine, its memory."""
 
     slo_ms: Sequence[float]
     price: float
     n_gpus: int = 1
-    memory: MemoryFacts = MemoryFacts()
+    memory: MemoryFacts | None = None
+
+    def given(self, reading: Reading) -> tuple[str, ...]:
+        """Names of the metrics that :meth:`second` returns for an engine with such a reading."""
+        names = self.second((), reading, reading, 1.0, 1.0)
+        return tuple(name for name in METRICS if name in names)
 
     def second(
         self, timings: Sequence[RequestTiming], before: Reading, after: Reading, end_s: float, kv_budget: float
     ) -> dict[str, float]:
-        """Metrics of the second that ends at ``end_s``, named as those of the simulated fleet.
+        """Metrics of the second that ends at ``end_s``, by their names in :data:`simulator.kernel.arrays.METRICS`.
 
-        A request counts as late when its first token comes after its objective, and in every second at whose end it
-        waits longer than that; one that failed counts as late and refused.
+        Metrics that the engine does not report are absent, and so is ``oom``: an engine that runs out of memory exits.
+
+        A request counts as late when its first token comes after its objective, and in every second at whose end it has
+        waited longer than that. A failed request counts as late and as refused.
         """
         start_s = end_s - 1.0
-        # An entry may be written while it is read: take what is there once.
+        # Another thread writes the entries, so read each one only once.
         answered = [t for t in timings if t.first_token_s is not None and start_s < t.first_token_s <= end_s]
         waits = [
             (1e3 * (end_s - t.request.arrival_s), t.request.class_index)
@@ -54,18 +62,13 @@ class Judge:
         judged = len(answered) + overdue + failed
         p50, p99 = np.quantile([ms for ms, _ in ttft_ms] or [max((age for age, _ in waits), default=0.0)], (0.5, 0.99))
         tokens, decode_s, decoded = written(timings, start_s, end_s)
-        drafted = _since(before.drafted_tokens, after.drafted_tokens)
-        return {
+        metrics = {
             "ttft_p50_ms": float(p50),
             "ttft_p99_ms": float(p99),
             "tpot_ms": min(1e3 * decode_s / decoded, 1e3 * CONVENTIONS.max_tpot_steps) if decoded else 0.0,
             "tokens_per_sec": float(tokens),
-            "gpu_memory_gb": self.memory.weights_gb + kv_budget * self.memory.kv_pool_gb,
             "cost_per_1k": self.price * self.n_gpus / max(tokens / 1e3, CONVENTIONS.min_billed_ktokens_per_s),
-            "spec_accept_rate": _since(before.accepted_tokens, after.accepted_tokens) / drafted if drafted else 0.0,
-            "eviction_events": _since(before.preemptions, after.preemptions),
             "slo_violations": float(missed),
-            "oom": 0.0,
             "violation_share": missed / judged if judged else 0.0,
             "queue_requests": after.queue_requests,
             "running_requests": after.running_requests,
@@ -74,10 +77,19 @@ class Judge:
             "completed": float(sum(t.completed and start_s < (t.ended_s or 0.0) <= end_s for t in timings)),
             "rejected": float(failed),
         }
+        if self.memory is not None:
+            metrics["gpu_memory_gb"] = self.memory.weights_gb + kv_budget * self.memory.kv_pool_gb
+        if (evicted := _since(before.preemptions, after.preemptions)) is not None:
+            metrics["eviction_events"] = evicted
+        drafted = _since(before.drafted_tokens, after.drafted_tokens)
+        accepted = _since(before.accepted_tokens, after.accepted_tokens)
+        if drafted is not None and accepted is not None:
+            metrics["spec_accept_rate"] = accepted / drafted if drafted else 0.0
+        return metrics
 
 
 def written(timings: Sequence[RequestTiming], start_s: float, end_s: float) -> tuple[int, float, int]:
-    """Tokens received in a window, the time that requests spent on those after their first, and how many those are."""
+    """Tokens received in a window; of those after each request's first, their total time (s) and number."""
     tokens, decode_s, decoded = 0, 0.0, 0
     for timing in timings:
         last_at, last = None, 0
@@ -91,5 +103,6 @@ def written(timings: Sequence[RequestTiming], start_s: float, end_s: float) -> t
     return tokens, decode_s, decoded
 
 
-def _since(before: float | None, after: float | None) -> float:
-    return 0.0 if before is None or after is None else max(0.0, after - before)
+def _since(before: float | None, after: float | None) -> float | None:
+    """Growth of a counter; None if the engine has no such counter."""
+    return None if before is None or after is None else max(0.0, after - before)

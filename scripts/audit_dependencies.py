@@ -1,6 +1,6 @@
 """Check the pinned dependencies for known vulnerabilities with pip-audit: `make audit`.
 
-Exit status 1 if there is one. If the advisory source cannot be reached, the script says so and exits with 0.
+Exits with 1 if there are any. If the advisory source cannot be reached, the script says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def audit(requirements: Path) -> Mapping[str, Any] | None:
 def verdict(report: Mapping[str, Any] | None) -> tuple[int, str]:
     """Exit status and text for a report.
 
-    Packages that the source does not know are reported as not audited; pip-audit alone would report no known
-    vulnerabilities for them.
+    Packages that the source does not know are reported as not audited; pip-audit itself would report that they have no
+    known vulnerabilities.
     """
     if report is None:
         return 0, "NOT AUDITED: the advisory source cannot be reached from here. Run `make audit` where it can."
@@ -57,7 +57,7 @@ def verdict(report: Mapping[str, Any] | None) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Audit the server's pins."""
+    """Audit the server's pinned dependencies."""
     status, text = verdict(audit(ROOT / "requirements.txt"))
     print(text)
     return status

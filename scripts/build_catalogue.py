@@ -1,9 +1,9 @@
 """Build the catalogue's lookup tables and their index: ``python -m scripts.build_catalogue [NAME ...]``.
 
-Without names all tables of ``simulator/data/hardware.json`` are built anew; ``--index`` only describes those that there
-are, ``--constants`` only measures the listed tasks on all of them (minutes), which a change of such a task or of a
-table asks for. The A100 tables of ``simulator/data/profiles.json`` are described and never built: calibrations belong
-to them.
+Without names it rebuilds all tables of ``simulator/data/hardware.json``. ``--index`` builds none, but describes the
+existing ones and packs their columns. ``--constants`` only measures the listed tasks on all tables (minutes); run it
+after a change of such a task or of a table. The A100 tables of ``simulator/data/profiles.json`` are described but never
+built, because calibrations belong to them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from inferencegym.tasks import (
     list_tasks,
     table_index,
 )
-from simulator.catalogue import hardware_data
 from simulator.coverage import coverage
-from simulator.tables import load_tables
+from simulator.hardware.catalogue import hardware_data
+from simulator.hardware.tables import load_tables, write_archive
 
 MEASURED_TABLES = {"a100-40gb": "traces_llama3_8b.parquet", "a100-80gb": "traces_llama3_8b_a100_80gb.parquet"}
 
 
 def files() -> dict[str, str]:
-    """File of each table by name, the default first."""
+    """File of each table by name, the default table first."""
     return MEASURED_TABLES | {name: f"tables/{name}.parquet" for name in hardware_data()["tables"]}
 
 
 def build(names: list[str]) -> None:
-    """Build these tables of the catalogue."""
+    """Build the named tables of the catalogue."""
     from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
     from simulator.hardware.profiles import engine
     from simulator.offline.table import build_table
@@ -70,14 +70,15 @@ def described(file: str) -> dict[str, Any]:
 
 
 def write_index(path: Path = TABLE_INDEX_FILE) -> None:
-    """Describe all tables that there are."""
+    """Describe all existing tables, and pack their columns."""
     entries = {name: described(file) for name, file in files().items() if (DATA_DIR / file).exists()}
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    write_archive(DATA_DIR / entry["file"] for entry in entries.values())
 
 
 def measure_constants() -> None:
-    """Measure floor, best constant throughput, peak and price of the listed tasks on every table but the default."""
+    """Measure floor, best constant throughput, peak and price of the listed tasks on every table except the default."""
     from agents.search.calibration import constants_alone
 
     stored = json.loads(HARDWARE_CALIBRATION_FILE.read_text(encoding="utf-8"))["tasks"]
@@ -94,7 +95,7 @@ def measure_constants() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="tables to build (default: all)")
-    parser.add_argument("--index", action="store_true", help="describe the tables that there are and build none")
+    parser.add_argument("--index", action="store_true", help="describe the existing tables and build none")
     parser.add_argument("--constants", action="store_true", help="measure the listed tasks on all tables, build none")
     args = parser.parse_args()
     if args.constants:

@@ -1,8 +1,8 @@
 """Build the documents as a static site: ``python -m scripts.build_site [--out build/site]``, which `make site` calls.
 
-The documents stay plain Markdown that reads the same on a code host: this collects them, leads links to other files of
-the repository to its public address, lets Zensical (requirements-site.txt) make pages of them, and checks every link
-and fragment of every page. Exits with 1 where one leads nowhere.
+The documents stay plain Markdown that also reads well on a code host. This script collects them, points links to other
+files of the repository at its public address, lets Zensical (requirements-site.txt) turn them into pages, and checks
+every link and fragment of every page. It exits with 1 if a link is broken.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 INDEX: Final = "README.md"
 PARTS: Final = {
     "Start": ["README.md", "docs/first-steps.md", "ENVIRONMENT.md"],
-    "Learn": ["docs/learning.md", "docs/results.md", "docs/openenv.md", "docs/server.md", "docs/performance.md"],
-    "Operate": ["docs/operators.md", "docs/live.md", "docs/autoscaling.md", "docs/hardware.md"],
-    "Trust": ["docs/dynamics.md", "docs/fidelity.md", "docs/testing.md", "docs/traffic.md"],
-    "Contribute": ["CONTRIBUTING.md", "TASK_AUTHORING.md", "docs/decisions.md", "CHANGELOG.md"],
+    "Learn": [
+        "docs/learning.md",
+        "docs/rollouts.md",
+        "docs/results.md",
+        "docs/openenv.md",
+        "docs/server.md",
+        "docs/performance.md",
+    ],
+    "Operate": ["docs/operators.md", "docs/live.md", "docs/session-gate.md", "docs/autoscaling.md", "docs/hardware.md"],
+    "Trust": ["docs/dynamics.md", "docs/fidelity.md", "docs/traffic.md"],
+    "Contribute": ["docs/architecture.md", "CONTRIBUTING.md", "TASK_AUTHORING.md", "docs/decisions.md", "CHANGELOG.md"],
 }
-"""Parts of the site and their documents; a chapter that is in none is a fault."""
+"""Parts of the site and their documents; every chapter must be in one."""
 ANCHORS: Final = """\
 - toc:
     permalink: true
     slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}
 """
-"""Last of the Markdown extensions: headings get the anchors that code hosts give them."""
+"""The last Markdown extension, which gives headings the same anchors as code hosts do."""
 PICTURES: Final = {".png", ".gif", ".svg", ".jpg"}
 
 
@@ -51,7 +58,7 @@ def main() -> int:
     found = shutil.which(options.generator)
     if found is None:
         parser.error(f"no program {options.generator}: `make site` installs Zensical and calls this")
-    generator = Path(found).absolute()  # it runs in another folder
+    generator = Path(found).absolute()  # absolute, because the generator runs in another folder
     source = options.out.with_name(options.out.name + "-source")
     for folder in (source, options.out):
         shutil.rmtree(folder, ignore_errors=True)
@@ -68,7 +75,7 @@ def main() -> int:
 
 
 def documents() -> list[str]:
-    """The documents of the site. Raises ValueError for a chapter that no part has."""
+    """The documents of the site. Raises ValueError for a chapter that is in no part."""
     listed = [name for names in PARTS.values() for name in names]
     forgotten = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - set(listed)
     if forgotten:
@@ -77,7 +84,7 @@ def documents() -> list[str]:
 
 
 def settings() -> str:
-    """Settings of the generator, in the form of MkDocs, which others read too."""
+    """Settings of the generator, in MkDocs' format, which other generators also read."""
     plain = {
         "site_name": "InferenceGym",
         "repo_url": repository(),
@@ -120,7 +127,7 @@ def collect(folder: Path) -> None:
 
 
 def _led(match: re.Match[str], document: str, folder: Path) -> str:
-    """A link as the site has it: to a page, to a picture (which is copied), or to a file of the repository."""
+    """A link as the site needs it: to a page, to a picture (which is copied), or to a file of the repository."""
     link, target = match[0], match["target"] or match["attribute"]
     parts = urlsplit(target)
     if parts.scheme or not parts.path:
@@ -140,7 +147,7 @@ def _led(match: re.Match[str], document: str, folder: Path) -> str:
 
 
 class _Page(HTMLParser):
-    """Ids, and addresses of links, pictures, scripts and styles of a page."""
+    """Ids of a page, and the addresses of its links, pictures, scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -157,11 +164,11 @@ class _Page(HTMLParser):
 
 
 def broken(site: Path) -> Iterator[tuple[Path, str]]:
-    """Links of the pages that lead to no file of the site, or to no element of a page."""
+    """Links that lead to no file of the site, or to no element of a page."""
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     for path, page in pages.items():
         if path.name == "404.html":
-            continue  # its links begin at the root of wherever the site will be
+            continue  # its links begin at the root of the future site, wherever that is
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:

@@ -1,8 +1,9 @@
 """Check that all data files name their source and licence: ``python scripts/check_data_notices.py``.
 
-Every file of a data folder must stand in a table row of the README.md beside it (or in the nearest one above it, by
-its path from there), and that row must name a licence. Measured files must have the checksum that ``SHA256SUMS``
-states, and a licence that asks for its text must have it in ``licenses/``. Prints what is missing and exits with 1.
+Every file of a data folder must be listed in a table row of the README.md beside it (or of the nearest one above it, by
+its path from there), and that row must name a licence. Third-party files must have the checksum that ``SHA256SUMS``
+states, and a licence that requires its text must have it in ``licenses/``. Prints what is missing and exits with 1 if
+anything is.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("simulator/data", "server/web/data")
-MEASURED = ROOT / "simulator/data/measured"
-# Name of each licence in a notice, and the beginning of its text's file name if the text must be distributed.
+FOLDERS = ("simulator/data", "server/web/data", "server/web/charts")
+# Third-party files, kept as they were published or measured.
+OF_OTHERS = ("simulator/data/measured", "server/web/charts")
+# Name of each licence in a notice, and the beginning of the file name of its text if that must be distributed.
 LICENCES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "CC-BY-4.0": None}
 NO_LICENCE = "the source states none: only aggregate statistics are here"
 ABOUT_DATA = ("README.md", "SHA256SUMS")
 
 
 def data_files() -> list[Path]:
-    """Data files that git tracks, without the notices themselves."""
+    """Data files that git tracks, except the notices themselves."""
     command = ["git", "ls-files", "-z", "--", *FOLDERS]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     paths = [ROOT / name for name in listed if name and (ROOT / name).exists()]
@@ -50,7 +52,7 @@ def licences_of(path: Path) -> list[str]:
 
 
 def unlicensed() -> list[str]:
-    """Files without a notice, or whose notice names no licence."""
+    """Files without a notice, or with a notice that names no licence."""
     found = []
     for path in data_files():
         row = notice_of(path)
@@ -61,23 +63,24 @@ def unlicensed() -> list[str]:
     return found
 
 
-def changed_measurements() -> list[str]:
-    """Measured files whose content or name differs from ``SHA256SUMS``."""
-    stated = dict(reversed(line.split()) for line in (MEASURED / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
-    present = {path.name: path for path in MEASURED.glob("*.csv")}
-    found = [f"{name}: listed in SHA256SUMS, but missing" for name in sorted(stated.keys() - present.keys())]
+def changed(folder: str) -> list[str]:
+    """Files whose content or name differs from the folder's ``SHA256SUMS``."""
+    lines = (ROOT / folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    stated = dict(reversed(line.split()) for line in lines)
+    present = {path.name: path for path in data_files() if path.parent == ROOT / folder}
+    found = [f"{folder}/{name}: listed in SHA256SUMS, but missing" for name in sorted(stated.keys() - present.keys())]
     for name, path in sorted(present.items()):
         if hashlib.sha256(path.read_bytes()).hexdigest() != stated.get(name):
-            found.append(f"{path.relative_to(ROOT)}: not the file that SHA256SUMS states")
+            found.append(f"{folder}/{name}: not the file that SHA256SUMS states")
     return found
 
 
-def missing_texts() -> list[str]:
-    """Licences of measured files whose text is missing from ``licenses/``."""
-    texts = [path.name for path in (MEASURED / "licenses").iterdir()]
-    needed = {LICENCES[name] for path in data_files() if path.parent == MEASURED for name in licences_of(path)}
+def missing_texts(folder: str) -> list[str]:
+    """Licences of a folder's files whose text is missing from its ``licenses/``."""
+    texts = [path.name for path in (ROOT / folder / "licenses").iterdir()]
+    needed = {LICENCES[name] for path in data_files() if path.parent == ROOT / folder for name in licences_of(path)}
     return [
-        f"simulator/data/measured/licenses: no text of {name}"
+        f"{folder}/licenses: no text of {name}"
         for name in sorted(filter(None, needed))
         if not any(text.startswith(name) for text in texts)
     ]
@@ -85,7 +88,7 @@ def missing_texts() -> list[str]:
 
 def problems() -> list[str]:
     """All problems found."""
-    return [*unlicensed(), *changed_measurements(), *missing_texts()]
+    return [*unlicensed(), *(text for folder in OF_OTHERS for text in (*changed(folder), *missing_texts(folder)))]
 
 
 if __name__ == "__main__":

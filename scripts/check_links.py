@@ -1,7 +1,7 @@
 """Check the links of the documents without a network: ``python scripts/check_links.py``.
 
-Every relative link must lead to a file of the repository, every fragment to a heading of its document, every address
-to a well-formed URL of https (or of this machine). Prints links that do not and exits with 1 if there are any.
+Every relative link must lead to a file of the repository, every fragment to a heading of its document, every address to
+a well-formed URL of https (or of this machine). Prints links that break these rules and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def documents() -> list[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """Fragments that GitHub gives to the headings of a document."""
+    """Fragments that GitHub assigns to the headings of a document."""
     found: set[str] = set()
     for match in HEADING.finditer(FENCE.sub("", text)):
         title = re.sub(r"[^\w\- ]", "", match["title"].replace("`", "").lower())

@@ -1,10 +1,10 @@
-"""Golden episodes: recorded numbers of every task, for regression tests: ``python -m scripts.golden_episodes``.
+"""Golden episodes, the recorded numbers of every task for regression tests: ``python -m scripts.golden_episodes``.
 
-An episode holds random actions for some seconds each, so that fleets restart, queues overflow and memory runs out.
-``tests/golden/episodes.json`` keeps its actions and the numbers of every step: metrics, reward and its terms,
-observation, workload, state, and grades of the log so far. ``tests/test_golden_episodes.py`` replays the actions.
-Without ``--write`` the command prints the differences; with it the file is written anew, and its new digest needs a
-line with the reason in ``tests/golden/CHANGES.md``.
+An episode holds each of its random actions for some seconds, so that fleets restart, queues overflow and memory runs
+out. ``tests/golden/episodes.json`` keeps its actions and the numbers of every step: metrics, reward and its terms,
+observation, workload, state, and grades of the log so far. ``tests/env/test_golden_episodes.py`` replays the actions.
+Without ``--write`` the command prints the differences; with it the file is rewritten, and its new digest needs a line
+with the reason in ``tests/golden/CHANGES.md``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ import numpy as np
 from env.batch import ServingBatch
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficBatch, TrafficEnv
+from env.traffic.grader import grade_traffic
+from env.traffic.tasks import get_traffic_task, list_traffic_tasks
 from grader.grader import GraderModule
-from grader.traffic_grader import grade_traffic
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.spaces.observations import normalise
 from inferencegym.tasks import TASKS_ENV, TaskId, list_tasks
-from inferencegym.traffic import ACTION_NAMES, get_traffic_task, list_traffic_tasks
+from inferencegym.traffic import ACTION_NAMES
 
 FOLDER: Final = Path(__file__).resolve().parent.parent / "tests" / "golden"
 EPISODES_FILE: Final = FOLDER / "episodes.json"
 CHANGES_FILE: Final = FOLDER / "CHANGES.md"
 EXTREME_TASKS_FILE: Final = FOLDER / "extreme_tasks.json"
-"""Tasks with extremes that no registered task has: prompts longer than a KV pool, thousands of requests a second."""
+"""Tasks with extremes that no registered task has: prompts longer than a KV pool, thousands of requests per second."""
 
 SEEDS: Final = (7, 3_000_000_000_250)
-"""One seed of a single 32-bit word and one of two, whose noise is cut; the second has a configuration of its own."""
+"""A seed of one 32-bit word, and a seed of two words, which has clipped noise and its own configuration."""
 TRAFFIC_SEEDS: Final = (*SEEDS, 8, 9)
-"""Traffic tasks have no randomness: each seed draws other actions."""
+"""Traffic tasks have no randomness; the seed only determines the actions."""
 SERVING_CONFIG: Final = {"alpha": 0.35, "beta": 0.3, "gamma": 0.2, "delta": 0.15, "episode_length": 120}
 TRAFFIC_CONFIG: Final = {
     "server_capacity": 110.0,
@@ -51,12 +52,14 @@ TRAFFIC_CONFIG: Final = {
     "max_queue": 100,
     "traffic_scale": 1.2,
 }
-"""At most exactly the load and the queue that are still allowed, with rates whose products are not whole in binary."""
-RELATIVE_TOLERANCE: Final = 1e-9
-ABSOLUTE_TOLERANCE: Final = 1e-12
+"""Load and queue exactly at their allowed limits, with rates whose products are not exact in binary."""
+RELATIVE_TOLERANCE: Final = 1e-6
+ABSOLUTE_TOLERANCE: Final = 1e-9
+"""Processors differ in the last bit of exp and log, and later steps amplify this when little is in flight: differences
+of 1e-8 in a latency and 1e-10 in an occupancy were seen."""
 SIGNIFICANT_DIGITS: Final = 12
 NORMALISED_EVERY_STEPS: Final = 20
-"""Scaled observations follow from the observations alone, so that some are enough."""
+"""Scaled observations depend only on the observations, so recording some of them is enough."""
 
 Row = dict[str, Any]
 Episode = dict[str, Any]
@@ -78,7 +81,7 @@ def play(episode: Mapping[str, Any]) -> tuple[list[Row], dict[str, Row]]:
 
 @contextmanager
 def _extreme_tasks() -> Iterator[None]:
-    """Context in which the extreme tasks are registered."""
+    """Context manager in which the extreme tasks are registered."""
     before = os.environ.get(TASKS_ENV)
     os.environ[TASKS_ENV] = str(EXTREME_TASKS_FILE)
     try:
@@ -110,7 +113,7 @@ def _play_serving(
 
 
 def _pinned(info: Mapping[str, Any]) -> Row:
-    """An info without the grade, which is pinned beside the steps, and without what follows from the actions alone."""
+    """Info without the grade, which is recorded separately, and without values that depend only on the actions."""
     left_out = ("score", "breakdown", "feedback", "fleet", "seconds")
     return {name: value for name, value in info.items() if name not in left_out}
 
@@ -133,7 +136,7 @@ def _play_traffic(
     batch = TrafficBatch(env.task, 1, env.config)
     rows = [_traffic_row(env, batch)]
     for action in actions:
-        if env.done:  # a crash ends the episode before its actions do
+        if env.done:  # a crash ends the episode before all actions are played
             break
         _, reward, done, info = env.step(action)
         batch.step(np.array([ACTION_NAMES.index(action["action"])]))
@@ -151,7 +154,7 @@ def _traffic_row(env: TrafficEnv, batch: TrafficBatch) -> Row:
 
 
 def _grade_steps(n_steps: int) -> list[int]:
-    """Step numbers after which the log is graded, early ones too, where no part of the grade has reached its bound."""
+    """Step numbers after which the log is graded; some are early, where no part of the grade has reached its bound."""
     return sorted({max(1, n_steps // part) for part in (32, 16, 8, 4, 2, 1)})
 
 
@@ -204,7 +207,7 @@ def _same(expected: Any, got: Any) -> bool:
     return type(expected) is type(got) and bool(expected == got)
 
 
-# ---------------------------------------------------------------- the file
+# ---------------------------------------------------------------- the recorded file
 
 
 def load(path: Path = EPISODES_FILE) -> list[Episode]:
@@ -218,10 +221,10 @@ def digest(path: Path = EPISODES_FILE) -> str:
 
 
 def pack(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows as columns, each the list of its values (null: the row has no such field).
+    """Rows as columns; each column is the list of its values (null: the row has no such field).
 
-    ``[n, value]`` in a list stands for n times the same value, and a text ``"= other"`` for a column with the values of
-    an earlier one.
+    In a list, ``[n, value]`` stands for n times the same value; the text ``"= other"`` stands for a column equal to an
+    earlier one.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, Any] = {}
@@ -250,7 +253,7 @@ def unpack(columns: Mapping[str, Any]) -> list[Row]:
 
 
 def rounded_row(row: Row) -> Row:
-    """A row as it is recorded: floats with so many significant digits."""
+    """A row as recorded, with floats rounded to a fixed number of significant digits."""
     return {name: _rounded(value) for name, value in row.items()}
 
 
@@ -286,7 +289,7 @@ def _compact(value: Any) -> str:
 
 
 def planned() -> Iterator[Episode]:
-    """The episodes of every registered task and of the extreme ones, with their actions."""
+    """Episodes of every registered task and of the extreme ones, with their actions."""
     with _extreme_tasks():
         serving_tasks = list_tasks(include_recorded=True)
     for serving in serving_tasks:
@@ -313,7 +316,7 @@ def _episode(family: str, task_id: TaskId, seed: int, config: Mapping[str, Any],
 def _serving_actions(rng: np.random.Generator, n_steps: int, max_replicas: int | None) -> list[Any]:
     """Knobs from the whole action space, held for 2 to 14 seconds each.
 
-    Half of the time precision and prefill placement do not change; otherwise a fleet would restart without end.
+    Half of the time precision and prefill placement stay the same; otherwise a fleet would restart all the time.
     """
     held: list[Any] = []
     disagg, tier = False, 0

@@ -1,8 +1,8 @@
-"""Golden interface: the recorded OpenAPI documents, for regression tests: ``python -m scripts.golden_interface``.
+"""Golden interface, the recorded OpenAPI documents for regression tests: ``python -m scripts.golden_interface``.
 
 ``tests/golden/interface.json`` keeps what HTTP clients rely on: paths, fields, types, bounds and defaults, without
-descriptions and examples. ``tests/test_interface.py`` compares. Without ``--write`` the command prints the differences;
-with it the file is written anew, for a change that is meant and stands in CHANGELOG.md.
+descriptions and examples. ``tests/server/test_interface.py`` compares them with the server. Without ``--write`` the
+command prints the differences; with it the file is rewritten, for an intended change that CHANGELOG.md mentions.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from typing import Any, Final
 
 from starlette.testclient import TestClient
 
+from server.api.openapi import inlined_paths
 from server.app import create_app
 from server.settings import Settings
 
 INTERFACE_FILE: Final = Path(__file__).resolve().parent.parent / "tests" / "golden" / "interface.json"
 DOCUMENTS: Final = ("/openapi.json", "/traffic/openapi.json")
 WORDS: Final = frozenset({"description", "summary", "title", "example", "examples"})
-"""Keys of an OpenAPI document that change nothing for a program."""
+"""Keys of an OpenAPI document that have no meaning for a program."""
 
 
 def current() -> dict[str, Any]:
     """Paths of the OpenAPI documents of a server with its default settings, by document."""
     with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
-        return {document: _without_words(client.get(document).json()["paths"], names=True) for document in DOCUMENTS}
+        return {
+            document: _without_words(inlined_paths(client.get(document).json()), names=True) for document in DOCUMENTS
+        }
 
 
 def _without_words(schema: Any, names: bool = False) -> Any:
-    """A part of an OpenAPI document without its words; the keys of ``properties`` are names, whatever they are."""
+    """A part of an OpenAPI document without :data:`WORDS`; keys of ``properties`` are field names and are kept."""
     if isinstance(schema, list):
         return [_without_words(each) for each in schema]
     if not isinstance(schema, dict):
@@ -51,7 +54,7 @@ def recorded() -> dict[str, Any]:
 
 
 def differences(expected: Any, got: Any, where: str = "") -> Iterator[str]:
-    """Differences of two JSON values, as text: the path, what was recorded there and what is there now."""
+    """Differences of two JSON values, as text: path, recorded value and current value."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in sorted(expected.keys() | got.keys()):
             at = f"{where} > {key}" if where else str(key)

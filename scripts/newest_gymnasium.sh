@@ -12,4 +12,4 @@ trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "$GYMNASIUM"
 export PYTHONPATH="$folder"
 "$PYTHON" -c 'import gymnasium; print("Gymnasium", gymnasium.__version__)'
-"$PYTHON" -m pytest -q tests/test_gym.py -m 'not slow'
+"$PYTHON" -m pytest -q tests/env/test_gym.py -m 'not slow'

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/openenv_check.py
 
-The runtime graders normally build an image and start it with Docker. Here the server is a plain process, so that they
-run without Docker too; the two checks that need isolation are reported as skipped.
+The runtime graders normally build an image and start it with Docker. Here the server is a plain process, so they also
+run without Docker; the two checks that need isolation are reported as skipped.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def copy_of_the_tree(destination: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server process as the validator's providers describe a container."""
+    """A server process with the interface of a container of the validator's providers."""
 
     process: subprocess.Popen[bytes]
     base_url: str
@@ -111,7 +111,7 @@ class ProcessProvider:
     supported_network_modes = frozenset({"public", "no-network"})
 
     def build(self, root: Path, execution: object) -> str:
-        """Stand-in for an image's digest, in the form that the validator expects; nothing is built."""
+        """Placeholder for an image digest in the form that the validator expects; nothing is built."""
         return "sha256:" + "0" * 64
 
     def start(self, spec: object) -> RunningServer:
@@ -121,7 +121,7 @@ class ProcessProvider:
 
 @contextmanager
 def served() -> Iterator[RunningServer]:
-    """Context with a running server, stopped at its end."""
+    """Context manager with a running server, which is stopped at the end."""
     running = start_server()
     try:
         yield running

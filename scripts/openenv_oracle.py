@@ -1,4 +1,4 @@
-"""Oracle agent that openenv.yaml declares: plays its tasks with the best policy that the solver found.
+"""Oracle agent declared in openenv.yaml: plays its tasks with the best policy that the solver found.
 
     python scripts/openenv_oracle.py [--split train] [--seed 10000] [--url http://localhost:7860]
 
@@ -32,7 +32,7 @@ Play = Callable[[TaskSpec, str, int], dict[str, float]]
 
 
 def main() -> int:
-    """Play the split's tasks; returns 1 if the oracle is not better than the naive baseline on each."""
+    """Play the split's tasks; returns 1 unless the oracle beats the naive baseline on each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--split", choices=["train", "test"], default="train", help="as in the Task API")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEEDS[0], help="one that no policy was fitted on")

@@ -1,6 +1,6 @@
 """Write the page's static data: measured and predicted values for the Fidelity tab, and an example request log.
 
-    python scripts/page_data.py [--check]
+    python -m scripts.page_data [--check]
 
 ``--check`` writes nothing and fails if a file is out of date.
 """
@@ -18,16 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from validation.accelmark import TIER_OF_PRECISION
-from validation.hardware_runs import HardwareComparison, hardware_comparisons
-from validation.validate import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
-
+from benchmarks.fidelity.accelmark import TIER_OF_PRECISION
+from benchmarks.fidelity.hardware_runs import HardwareComparison, hardware_comparisons
+from benchmarks.fidelity.static_batches import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
 from inferencegym.tasks import get_task
 from simulator.coverage import LEVELS, coverage
-from simulator.recorded import load_trace
-from simulator.tables import load_tables
+from simulator.hardware.tables import load_tables
+from simulator.load.recorded import load_trace
 
 PLACE: Final = Path(__file__).resolve().parents[1] / "server" / "web" / "data"
 FIDELITY: Final = PLACE / "fidelity.json"
@@ -37,7 +34,7 @@ EXAMPLE_S: Final = 300.0
 """Seconds of the recorded trace that the example holds."""
 DIGITS: Final = 5
 TOLERANCE: Final = 1e-3
-"""Between machines the last digits of a prediction may differ; a stale file differs by more."""
+"""Relative tolerance: the last digits of a prediction differ between machines; a stale file differs by more."""
 
 METRIC_NAMES: Final = {
     "ttft_ms_p50": "TTFT p50",
@@ -144,7 +141,7 @@ def _rounded(value: float) -> float:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Differences between two such files beyond the tolerance, as text."""
+    """Differences between two data files beyond the tolerance, as text."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         return [found for key in old for found in differences(old[key], new[key], f"{path}.{key}")]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
@@ -159,7 +156,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def stale() -> list[str]:
-    """Differences between the files on disk and what the code gives now."""
+    """Differences between the files on disk and the current results."""
     found = differences(json.loads(FIDELITY.read_text(encoding="utf-8")), json.loads(json.dumps(fidelity())))
     if EXAMPLE.read_text(encoding="utf-8") != example_log():
         found.append(f"{EXAMPLE.name} is not the beginning of {EXAMPLE_TASK}")

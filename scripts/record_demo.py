@@ -1,9 +1,10 @@
-"""Record the web page: an animated GIF of a race, and screenshots on a desktop (for the README) and on a phone.
+"""Record the web page: an animated GIF of a race, and a screenshot, both for the README.
 
     python scripts/record_demo.py [--url http://localhost:7860] [--out benchmarks/figures]
 
 Without ``--url`` the script starts a server. Needs Chromium and the requirements for training (Pillow comes with them).
-Frames are timed by the race's own clock, so that the speed of the recording machine does not change the film's length.
+Frames are timed by the race's own clock, so the length of the film does not depend on the speed of the recording
+machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ CHROMIUM_ARGUMENTS: Final = ("--no-sandbox", "--disable-gpu", "--disable-backgro
 TASK, SEED = 3, 42
 FILM_SIZE: Final = {"width": 1180, "height": 860}
 PICTURE_SIZE: Final = {"width": 1280, "height": 1000}
-PHONE_SIZE: Final = {"width": 390, "height": 780}
 FILM_WIDTH: Final = 880
 FILM_LIMIT_BYTES: Final = 5_000_000
 PICTURE_LIMIT_BYTES: Final = 150_000
@@ -49,7 +49,7 @@ EVERY_S: Final = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Record a film and screenshots of a race on the web page.")
+    parser = argparse.ArgumentParser(description="Record a film and a screenshot of a race on the web page.")
     parser.add_argument("--url", help="a running server; without it one is started")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="folder for the files")
     options = parser.parse_args()
@@ -60,11 +60,10 @@ def main() -> int:
         written = [
             film(browser, url, options.out / "race.gif"),
             picture(browser, url, options.out / "page-desktop.png"),
-            phone_picture(browser, url, options.out / "page-phone.png"),
         ]
         browser.close()
     too_large = 0
-    for path, limit in zip(written, (FILM_LIMIT_BYTES, PICTURE_LIMIT_BYTES, PICTURE_LIMIT_BYTES), strict=True):
+    for path, limit in zip(written, (FILM_LIMIT_BYTES, PICTURE_LIMIT_BYTES), strict=True):
         size = path.stat().st_size
         too_large += size > limit
         print(f"{path.name}: {size:,} bytes" + (f", more than {limit:,}" if size > limit else ""))
@@ -181,7 +180,7 @@ def _write_film(frames: Sequence[tuple[int, bytes]], path: Path) -> None:
     images = [Image.open(io.BytesIO(data)).convert("RGB") for _, data in frames]
     height = round(images[0].height * FILM_WIDTH / images[0].width)
     small = [image.resize((FILM_WIDTH, height), Image.Resampling.LANCZOS) for image in images]
-    # One palette for all frames, so that what does not move is not sent again.
+    # One palette for all frames, so that pixels that do not change are not stored again.
     palette = small[-1].quantize(96, dither=Image.Dither.NONE)
     indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in small]
     indexed[0].save(
@@ -201,18 +200,6 @@ def picture(browser: Browser, url: str, path: Path) -> Path:
     page.get_by_role("button", name="Start the race").click()
     page.wait_for_selector(".result h2")
     page.evaluate("() => window.scrollTo(0, 0)")
-    return _save(page, path)
-
-
-def phone_picture(browser: Browser, url: str, path: Path) -> Path:
-    """Screenshot of the middle of a race on a phone."""
-    page = opened(browser, url, PHONE_SIZE, "light")
-    page.get_by_label("Speed").select_option("25")
-    page.get_by_role("button", name="Start the race").click()
-    while played(page) < 120:
-        time.sleep(0.05)
-    page.get_by_role("button", name="Pause").click()
-    page.locator(".readings").evaluate("(element) => element.scrollIntoView()")
     return _save(page, path)
 
 

@@ -2,8 +2,8 @@
 
 A block stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Some come from the code (tables of fields,
 tasks, settings, paths), some from files that a benchmark wrote under ``benchmarks/results/``. A block whose benchmark
-has not been run is named and left as it is. With ``--check`` nothing is written, and the exit status is 1 if any other
-block is out of date.
+has not been run is reported and left unchanged. With ``--check`` nothing is written, and the exit status is 1 if any
+other block is out of date.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def cards() -> str:
 
 
 def catalogue() -> str:
-    """The tables that ship, with the support of their decode and prefill time."""
+    """The shipped tables, with the support of their decode and prefill time."""
     from inferencegym.tasks import table_index
 
     parts = ("measured", "interpolated", "modelled", "extrapolated")
@@ -117,7 +117,7 @@ def catalogue() -> str:
         for tier in entry["tiers"]:
             shares = [entry["time_shares"].get(f"{tier} {part}") for part in ("decode", "prefill")]
             if None in shares:
-                continue  # tables of the measured files state cells, in their own block
+                continue  # tables built from the measured files count cells, in a block of their own
             cells = " | ".join(f"{shares[0][p]:.0%} / {shares[1][p]:.0%}" for p in parts)
             lines.append(f"| `{name}` | {entry['cards_per_replica']} | {tier} | {cells} |")
     return "\n".join(lines)
@@ -125,7 +125,7 @@ def catalogue() -> str:
 
 def held_back() -> str:
     """Deployments that are refused, and warnings, each with its reason."""
-    from simulator.catalogue import hardware_data
+    from simulator.hardware.catalogue import hardware_data
 
     lines = ["| what | | why |", "|---|---|---|"]
     for kind, verdict in (("held_back", "refused"), ("warnings", "warning")):
@@ -198,7 +198,7 @@ def endpoints() -> str:
 
 def traffic_tasks() -> str:
     """The traffic controller's tasks: load and grade."""
-    from inferencegym.traffic import list_traffic_tasks
+    from env.traffic.tasks import list_traffic_tasks
 
     lines = ["| id | task | steps | base load | segments, in requests/s | grade |", "|---|---|---|---|---|---|"]
     for t in list_traffic_tasks():
@@ -214,11 +214,11 @@ def traffic_tasks() -> str:
 
 
 def traffic_scores() -> str:
-    """Final score and return of every traffic controller and of the exact optimum, as ``bench_traffic.py`` prints."""
-    from agents.traffic_report import compare_traffic
-    from inferencegym.traffic import list_traffic_tasks
+    """Final score and return of every traffic controller and of the exact optimum."""
+    from env.traffic.report import compare_traffic
+    from env.traffic.tasks import list_traffic_tasks
 
-    results = [compare_traffic(task) for task in list_traffic_tasks()]
+    results = [compare_traffic(task.task_id) for task in list_traffic_tasks()]
     lines = [
         "| controller | " + " | ".join(f"`{r['task']}` score | return" for r in results) + " |",
         "|---|" + "---|---|" * len(results),
@@ -298,29 +298,29 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
-    "first-results": written("first_results"),
     "hardware-fidelity": written("hardware_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
     "engine-counts": written("engine_counts"),
+    "rollouts-engine": written("rollouts_engine"),
+    "rollouts-fidelity": written("rollouts_fidelity"),
+    "rollouts-policies": written("rollouts_policies"),
     "live-first-come": written("live_first_come"),
     "live-policies": written("live_policies"),
-    "live-causes": written("live_causes"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),
     "autoscalers": written("autoscalers"),
+    "rollouts": written("rollouts"),
     "scores": scores,
     "ray": written("ray"),
     "performance": written("performance"),
     "openenv-speed": written("openenv"),
-    "mutants": written("mutants"),
-    "mutants-before": written("mutants_before"),
 }
 
 
 def render(text: str) -> str:
-    """Fill the blocks of a document; blocks whose benchmark has not been run stay as they are."""
+    """Fill the blocks of a document; blocks whose benchmark has not been run stay unchanged."""
 
     def fill(match: re.Match[str]) -> str:
         try:

@@ -1,7 +1,7 @@
 """Set the repository's public address everywhere: ``python -m scripts.set_home https://github.com/OWNER/NAME``.
 
-``pyproject.toml`` has it (``project.urls``). The citation file, the README's badge and the notebook repeat it, since no
-code runs where they are read.
+The address is defined in ``pyproject.toml`` (``project.urls``). The citation file, the README's badge and the notebook
+repeat it, because they are read without running code.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ ADDRESS: Final = re.compile(r"https://github\.com/([A-Za-z0-9][A-Za-z0-9-]*/[A-Z
 
 
 def home(root: Path = ROOT) -> str:
-    """The repository's public address, as ``pyproject.toml`` has it."""
+    """The repository's public address, from ``pyproject.toml``."""
     with (root / "pyproject.toml").open("rb") as file:
         return str(tomllib.load(file)["project"]["urls"]["Repository"])
 
 
 def set_home(address: str, root: Path = ROOT) -> list[str]:
-    """Replace the address in all files that git tracks; returns their names. Raises ValueError for another form."""
+    """Replace the address in all tracked files; returns the changed ones. Raises ValueError for a bad address."""
     wanted = ADDRESS.fullmatch(address)
     if wanted is None:
         raise ValueError(
             f"{address!r} is not allowed: https://github.com/OWNER/NAME (Colab opens notebooks from there)"
         )
     before = home(root).removeprefix("https://github.com/")
-    # After github.com as after colab.research.google.com/github; not where another repository's name begins alike.
+    # Matches after github.com and after colab.research.google.com/github, but not a longer repository name.
     repeated = re.compile(rf"(github(?:\.com)?/){re.escape(before)}(?![A-Za-z0-9_-]|\.[A-Za-z0-9])")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True).stdout
     changed = []
@@ -49,7 +49,7 @@ def set_home(address: str, root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Set the address that is given, and say which files changed."""
+    """Set the given address, and print the files that changed."""
     parser = argparse.ArgumentParser(prog="python -m scripts.set_home", description="Set the public address.")
     parser.add_argument("address", help=f"https://github.com/OWNER/NAME (now {home()})")
     try:

@@ -2,11 +2,11 @@
 
     python -m scripts.stage_openenv DIRECTORY && openenv push DIRECTORY --repo-id NAME/inference_gym
 
-`openenv push` wants a package at its root (`__init__.py`, `client.py`) beside the manifest, and uploads everything it
-finds. The folder gets the files that the image is built from, these two files, the oracle that the manifest names, the
-validator's plan and `discovery.json`; no tests, benchmarks, virtual environments or build products. Its README is the
-Space's: that of this repository speaks of a clone. `openenv catalog build` finds the folder in a repository where it
-lies at CATALOGUE_PATH.
+`openenv push` expects a package at the root (`__init__.py`, `client.py`) beside the manifest, and uploads everything in
+the folder. So the folder gets only the files that the image is built from, these two files, the oracle that the
+manifest names, the validator's plan and `discovery.json`; no tests, benchmarks, virtual environments or build products.
+It has a README of its own for the Space, because this repository's README describes a clone. `openenv catalog build`
+finds the folder if it is at CATALOGUE_PATH of a repository.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from scripts.set_home import home
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("agents", "docs", "env", "grader", "inferencegym", "live", "server", "simulator")
+FOLDERS = ("agents", "cli", "docs", "env", "grader", "inferencegym", "live", "ops", "server", "simulator")
 FIGURES = ("coverage", "fidelity", "learning", "page-desktop", "policy_fidelity", "task3_episode", "tasks_scores")
-"""Pictures that the documents show."""
+"""Pictures shown in the documents."""
 FILES = (
     "CHANGELOG.md",
     "CITATION.cff",
@@ -43,9 +43,9 @@ FILES = (
 )
 PLAN = ROOT / "scripts/openenv_plan.json"
 CATALOGUE_PATH = "envs/inference_gym"
-"""Where OpenEnv's catalogue expects an environment in a repository of several."""
+"""Path at which OpenEnv's catalogue expects an environment in a repository with several."""
 TOOLS = "server/api/mcp.py"
-"""Where the tools for language models are declared."""
+"""Module that declares the tools for language models."""
 DISCOVERY = {
     "tags": ["llm-inference", "reinforcement-learning", "systems-control"],
     "representative_queries": [
@@ -60,7 +60,7 @@ DISCOVERY = {
         "source": f"{CATALOGUE_PATH}/{TOOLS}",
     },
 }
-"""What OpenEnv's catalogue reads beside the manifest."""
+"""Metadata that OpenEnv's catalogue reads beside the manifest."""
 ABOUT = ROOT / "env/serving/about.md"
 PICTURE = (
     "[![You race the built-in policies in the browser](benchmarks/figures/page-desktop.png)]"
@@ -78,7 +78,7 @@ WRITTEN = {
 
 
 def stage(destination: Path) -> list[Path]:
-    """Fill an empty or new directory; returns the files, relative to it. Raises FileExistsError when it holds any."""
+    """Fill an empty or new directory; returns its files, relative to it. Raises FileExistsError if it is not empty."""
     if destination.exists() and any(destination.iterdir()):
         raise FileExistsError(f"{destination} is not empty: name a new directory")
     staged = [name for name in _tracked() if name in FILES or name.split("/")[0] in FOLDERS]
@@ -92,9 +92,9 @@ def stage(destination: Path) -> list[Path]:
 
 
 def space_readme() -> str:
-    """README of the Space: the settings that this repository's begins with, what the server tells, and a picture."""
+    """README of the Space: the header of this repository's README, what the server offers, and a picture."""
     settings = (ROOT / "README.md").read_text(encoding="utf-8").split("---\n")[1]
-    # The documents lie beside it, wherever the repository is.
+    # The documents are copied beside it, so their links become relative.
     text = ABOUT.read_text(encoding="utf-8").replace(f"({home()}/blob/main/", "(")
     title, rest = text.split("\n\n", 1)
     return f"---\n{settings}---\n\n{title}\n\n{PICTURE}\n\n{rest}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import resource
 import socket
@@ -18,9 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
+from env.families import FAMILIES
 from inferencegym.errors import InvalidConfigError
-from inferencegym.families import FAMILIES
+from inferencegym.installation import INTERPRETED, interpreted_modules
+from inferencegym.tasks import table_index
 from server.api.openapi import install_openapi
+from server.api.route import Steps, without_pydantic_1
 from server.api.routes import http_routes
 from server.context import Context, prefixes
 from server.middleware import Cors, Guard, RequestLog, cors_options
@@ -35,24 +39,28 @@ from server.sessions.manager import SessionManager
 from server.sessions.store import SessionStore
 from server.sessions.stores import make_store
 from server.settings import Settings, load_settings
-from simulator.tables import load_tables
+from simulator.hardware.tables import tables_of
 
 if TYPE_CHECKING:
     app: FastAPI
 
+log = logging.getLogger(__name__)
+
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How long threads that compute (policies, replays, large bodies) may hold the interpreter: a tenth of Python's 5 ms.
-The event loop, and with it every client's step, waits that long each time it has something to do beside them."""
+"""Interval (s) at which computing threads (policies, replays, large bodies) yield the interpreter: a tenth of Python's.
+The event loop, and with it every client's step, waits for this long each time it becomes ready beside them."""
 DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
 
 Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
 
 MAX_WEBSOCKET_BYTES: Final = 65_536
-"""Longest WebSocket message. An action or the arguments of a reset have a hundredth of it; a log for the grader, which
-is long, goes to POST /grader."""
+"""Longest WebSocket message. An action or the arguments of a reset take a hundredth of it; long logs go to POST
+/grader.
+"""
 PING_S: Final = 20.0
-"""A WebSocket is pinged this often, and closed when it has not answered for as long: that is how one ends whose peer
-takes nothing of what is written, or went away without a word. It is what OpenEnv's clients do, too."""
+"""Seconds between pings of a WebSocket, which is closed if it does not answer for as long. This ends connections whose
+peer does not read, or has disappeared. OpenEnv's clients do the same.
+"""
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -73,17 +81,19 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Ours needs no network: server.api.docs_page.
         docs_url=None,
         redoc_url=None,
-        # Requests are counted and logged by RequestLog; FastAPI would ask at each whether somebody listens to it.
+        # RequestLog counts and logs requests; FastAPI would check at each request whether anything listens.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         lifespan=partial(_lifespan, context, lines),
     )
     app.state.context = context
-    app.router.routes[:0] = http_routes(context)
-    app.router.routes.extend(openenv_routes(context))
+    with without_pydantic_1():
+        app.router.routes[:0] = http_routes(context)
+        app.router.routes.extend(openenv_routes(context))
     install_problem_handlers(app)
     install_openapi(app)
     metrics.know(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
+    app.add_middleware(Steps, routes=app.routes)
     app.add_middleware(BoundedBuffers, settings=settings, callers=callers)
     app.add_middleware(Guard, limits=limits)
     if settings.cors != "off":
@@ -94,10 +104,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIterator[None]:
-    # Read in a child process, so that the parquet library never enters this one.
-    await asyncio.to_thread(partial(load_tables, isolated=True))
-    # Everything is imported now and stays. The garbage collector need not look at it again: each of its full rounds
-    # would hold up all clients.
+    if interpreted_modules():
+        log.warning(INTERPRETED)
+    await asyncio.to_thread(_load_all_tables)
+    # All imports are done and stay in memory. Freezing them keeps full garbage collections, which delay all clients,
+    # from examining them.
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -106,6 +117,12 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
             yield
         finally:
             lines.flush()
+
+
+def _load_all_tables() -> None:
+    """Read the tables before the first request, so that no reset has to while all clients wait."""
+    for hardware in (None, *table_index()):
+        tables_of(hardware)
 
 
 @asynccontextmanager
@@ -128,9 +145,10 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     """Serve with the settings from the environment; the console script ``server``."""
     import uvicorn
-    from uvicorn.supervisors import Multiprocess
 
+    from server.net.http_protocol import BoundedHttp
     from server.net.upgrade import CheckedUpgrade
+    from server.net.workers import Workers
 
     try:
         settings = load_settings()
@@ -142,7 +160,7 @@ def main() -> None:
         served if settings.workers == 1 else "server.app:app",
         workers=settings.workers,
         loop="uvloop",
-        http="httptools",
+        http=BoundedHttp,
         ws=CheckedUpgrade,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
@@ -157,8 +175,8 @@ def main() -> None:
         # Keeps the connection of a slow learner to the worker that has its batch session.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=settings.shutdown_grace_s,
-        # Uvicorn replaces a worker that stays silent this long, and it is silent while it imports: with the usual 5 s
-        # no worker would ever come up on a slow or busy machine.
+        # Uvicorn replaces a worker that does not respond for this long, and a worker that imports does not respond:
+        # with the usual 5 s no worker would ever start on a slow or busy machine.
         timeout_worker_healthcheck=60,
     )
     _allow_many_connections()
@@ -166,7 +184,7 @@ def main() -> None:
     server = uvicorn.Server(config)
     if settings.workers > 1:
         with _metrics_directory(settings):
-            Multiprocess(config, sockets=sockets).run()
+            Workers(config, sockets=sockets).run()
     else:
         server.run(sockets=sockets)
     if not server.started and settings.workers == 1:
@@ -187,7 +205,7 @@ def _metrics_directory(settings: Settings) -> Iterator[None]:
 def _allow_many_connections() -> None:
     """Raise this process's limit on open files to the system's hard limit: every connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems refuse the value that they call unlimited; the limit then stays as it was.
+    # Some systems refuse their own "unlimited" value; the limit then does not change.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -198,8 +216,8 @@ def _listen(settings: Settings, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sys.platform == "linux":
-        # Its connections inherit this: the kernel ends those whose client takes nothing for so long. Neither uvicorn
-        # nor ASGI has a way to do so.
+        # Connections inherit this: the kernel closes those whose client reads nothing for so long. Neither uvicorn nor
+        # ASGI can do this.
         milliseconds = round(1000 * settings.answer_timeout_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from env.families import SERVING
 from env.family import Family
-from inferencegym.families import SERVING
 from server.net.jobs import Jobs
 from server.net.limits import Callers, Limits
 from server.net.metrics import Metrics

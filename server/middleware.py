@@ -27,7 +27,7 @@ from server.net.problems import problem_reply
 from server.settings import Settings
 
 CLIENT_WENT_AWAY: Final = 499
-"""Status in log and metrics of a request whose client disconnected before the answer; it is never sent."""
+"""Status in log and metrics of a request whose client disconnected before the answer; never sent to a client."""
 LOGGED_ID_CHARS: Final = 8
 """Anyone who knows a session id can play it, so the log shows only its beginning: enough to follow one session."""
 LOGGED_PATH_CHARS: Final = 200
@@ -67,8 +67,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 given = message.get("headers", ())
-                has_policy = any(name == b"content-security-policy" for name, _ in given)
-                own = self._headers[: 2 if has_policy else 3]
+                own = self._headers[: 2 if b"content-security-policy" in dict(given) else 3]
                 message["headers"] = [*given, *own, (b"x-request-id", request_id)]
             await send(message)
 

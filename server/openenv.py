@@ -41,7 +41,8 @@ from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import MAX_VALUES, SMALL, count_values, parse_object, to_json
 from server.net.slots import NoSlotError, Slot, Slots
 from server.schemas import Seed, StepNumber, TaskName, read_request
-from server.sessions.manager import LiveSession, StepResult, new_session_id
+from server.sessions.manager import LiveSession, StepResult
+from server.sessions.session import new_session_id
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +51,17 @@ GAVE_WAY: Final[Mapping[str, Any]] = {
     # "Try again later" in IANA's registry of WebSocket close codes.
     "code": 1013,
     # A reason holds at most 123 bytes.
-    "reason": "idle, and others wait: connect again, reset(episode_id=..., resume=True) goes on",
+    "reason": "idle, and others wait: connect again, reset(episode_id=..., resume=True) continues",
 }
-"""Closes an idle connection whose slot another one takes."""
+"""Closes an idle connection whose slot another connection needs."""
 
 NEXT: Final[Mapping[str, str]] = {
-    "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) goes on with one played before",
+    "not_reset": "reset() starts one, and reset(episode_id=..., resume=True) continues an earlier one",
     "episode_done": "reset() starts the next one; POST /grader with its episode_id as session_id scores this one",
     "unknown_session": "reset() without resume starts an episode",
+    "other_release": "reset() without resume starts an episode",
     "unknown_task": "the Task API and GET /tasks list the tasks",
-    "step_conflict": "reset(episode_id=..., resume=True) goes on where the episode is, reset() starts another",
+    "step_conflict": "reset(episode_id=..., resume=True) continues the episode, reset() starts another",
     "rate_limited": "wait, then send it again",
     "store": "send it again in a moment; nothing was changed",
     "capacity": "try again in a moment",
@@ -67,7 +69,7 @@ NEXT: Final[Mapping[str, str]] = {
     "invalid_json": "send one JSON object as text",
     "internal": "report it with the time; a step may be sent again with its number",
 }
-"""What to do after an error, in the words of OpenEnv's clients."""
+"""What to do after an error, with the method names of OpenEnv's clients."""
 _NEXT_OTHERWISE: Final = "correct it and send it again; nothing was changed"
 
 
@@ -149,7 +151,7 @@ class ResetArguments(Message):
     info: bool | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequestError where arguments do not belong together."""
+        """Raise InvalidRequestError if arguments contradict each other."""
         if self.resume and self.episode_id is None:
             raise InvalidRequestError("episode_id", None, "the id of the episode to resume")
         by_split = self.split is not None or self.index is not None
@@ -166,7 +168,7 @@ class ResetArguments(Message):
 
 
 class StepMetadata(BaseModel):
-    """Metadata of an action: ``step`` numbers it, so that it is played once however often it is sent."""
+    """Metadata of an action: ``step`` is its number, with which a repeated action is played once."""
 
     # OpenEnv's clients may put anything there.
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -189,9 +191,8 @@ def read_object_frame(message: AsgiMessage) -> dict[str, Any]:
     return parse_object(sent, "frame")
 
 
-def read_frame(message: AsgiMessage) -> Frame:
-    """Decode a frame. Raises InvalidJsonError, UnknownFrameError or InvalidRequestError."""
-    frame = read_object_frame(message)
+def read_frame(frame: Mapping[str, Any]) -> Frame:
+    """Check a frame. Raises UnknownFrameError or InvalidRequestError."""
     kind = frame.get("type")
     model = FRAMES.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -238,8 +239,8 @@ def _internal_error_frame() -> str:
 class SlottedEndpoint(ABC):
     """ASGI application of a WebSocket that takes one of the family's slots for as long as it is open.
 
-    How many connections there may be, in all and of one client, and which idle ones give way, say
-    :class:`~server.net.slots.Slots`.
+    :class:`~server.net.slots.Slots` limits connections, in total and per client, and closes idle ones if slots are
+    needed.
     """
 
     def __init__(self, context: Context, slots: Slots) -> None:
@@ -247,7 +248,7 @@ class SlottedEndpoint(ABC):
         self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # What is sent to a client that went away is an OSError.
+        # Sending to a client that has disconnected raises OSError.
         with suppress(OSError):
             await receive()
             await send({"type": "websocket.accept"})
@@ -270,7 +271,7 @@ class SlottedEndpoint(ABC):
 
     @abstractmethod
     def _no_slot(self, error: NoSlotError) -> str:
-        """What a client is told for which there is no slot."""
+        """Refuse a client for which there is no slot."""
 
     @abstractmethod
     async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
@@ -314,7 +315,7 @@ class Connection:
         self._family = family
         self._scope = scope
         self._live: LiveSession | None = None
-        # The episode is that of this reset: a later one of the same session is somebody else's.
+        # The episode of this reset: a later reset of the same session belongs to another client.
         self._reset_id = ""
         self._taken = 0
         self._with_info = False
@@ -322,9 +323,12 @@ class Connection:
     async def answer(self, message: AsgiMessage) -> str | None:
         """Answer a frame with a frame, which may be an error; None ends the connection."""
         try:
-            frame = read_frame(message)
-            if isinstance(frame, StepFrame):
-                return await self._step(frame.data)
+            sent = read_object_frame(message)
+            data = sent.get("data")
+            # A step that is well formed needs no model, which takes as long as reading it.
+            if sent.get("type") == "step" and isinstance(data, dict) and len(sent) == 2:
+                return await self._step(data)
+            frame = read_frame(sent)
             if isinstance(frame, ResetFrame):
                 return await self._reset(frame.data)
             if isinstance(frame, StateFrame):
@@ -342,7 +346,7 @@ class Connection:
         metadata = data.pop("metadata", None)
         if self._live is None and self._shared is not None:
             self._plays(await self._sessions.get(self._shared, self._family.name))
-        # A tool may have played on meanwhile: then the next step is whichever comes.
+        # A tool may have played steps meanwhile: then any next step is accepted.
         number = None if self._shared is not None else self._taken + 1
         if metadata:
             number = read_request(StepMetadata, metadata, "metadata").step or number
@@ -353,7 +357,7 @@ class Connection:
 
     async def _reset(self, data: dict[str, Any]) -> str:
         self._slot.played = time.monotonic()
-        # One allowance with POST /reset, whichever way a client comes.
+        # Counts against the same limit as POST /reset.
         self._context.limits.take("/reset", self._scope)
         wanted = read_request(ResetArguments, data)
         wanted.check()
@@ -379,7 +383,7 @@ class Connection:
         return _encode("observation", {"observation": first, "reward": None, "done": False})
 
     def _plays(self, live: LiveSession) -> None:
-        """From now on the connection plays this session's episode."""
+        """Switch the connection to this session's episode."""
         self._live, self._reset_id, self._taken = live, live.record.reset_id, len(live.actions)
         self._slot.has_episode = True
 
@@ -394,7 +398,7 @@ class Connection:
     async def _state(self) -> str:
         if self._live is None:
             return _encode("state", {"episode_id": None, "step_count": 0})
-        # Another process may have played on.
+        # Another process may have played steps.
         live = await self._sessions.get(self._live.session_id)
         if live.record.reset_id != self._reset_id:
             raise StepConflictError(f"episode {live.session_id!r} was reset by another request")
@@ -403,7 +407,7 @@ class Connection:
 
     def _session(self) -> LiveSession:
         if self._live is None:
-            raise NotResetError("this connection plays no episode")
+            raise NotResetError("this connection has no episode")
         return self._live
 
     def _stepped(self, result: StepResult) -> str:

@@ -1,19 +1,25 @@
-"""Requests of the HTTP interface as pydantic models, and the JSON schemas of requests and answers for each family.
+"""Requests and answers of the HTTP interface as pydantic models, and their versions for each family.
 
-Bounds of actions, observations and settings come from the family's own models.
+Bounds of actions, observations and settings come from the family's own models, which the environment reads them with;
+:class:`Documented` shows them in the OpenAPI document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
+from agents.families import players_of
 from env.family import Family
 from inferencegym.errors import MISSING
-from inferencegym.messages import WHOLE, Allowed, Message, plain_schema, read
+from inferencegym.messages import WHOLE, Allowed, FieldError, Message, plain_schema, read
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import TaskId
 from server.net.errors import InvalidRequestError
 
 DEFAULT_SEED: Final = 42
@@ -28,13 +34,13 @@ M = TypeVar("M", bound=BaseModel)
 
 # ---------------------------------------------------------------- requests
 
-# The bound is the power of two itself: a reader that takes numbers as doubles cannot tell 2^63 - 1 from it.
+# The bound is the power of two itself, because as doubles 2^63 - 1 and 2^63 are the same.
 Seed = Annotated[int, Field(ge=0, lt=MAX_SEED + 1), WHOLE]
 TaskName = Annotated[Annotated[int, WHOLE] | str, Allowed("a number or a name from GET /tasks")]
 StepNumber = Annotated[int, Field(ge=1, le=MAX_STEP), WHOLE]
 SessionId = Annotated[
     str,
-    # An id of another form is simply unknown (404), so the pattern is only documentation.
+    # An id of another form is unknown (404), so the pattern is only documentation.
     Field(min_length=1, json_schema_extra={"pattern": SESSION_ID_PATTERN}),
 ]
 
@@ -62,8 +68,43 @@ class StepRequest(Message):
     ] = None
 
 
+def closed(required: list[str], properties: Schema) -> Schema:
+    """Schema of an object with these properties and no others."""
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+def present(schema: Schema) -> Schema:
+    """Schema of a nullable field without null."""
+    found: Schema = next(branch for branch in schema["anyOf"] if branch.get("type") != "null")
+    return found
+
+
+def _session_or_log(schema: Schema, model: Any) -> None:
+    """Schema of a :class:`GradeRequest`: a session, a log, or a log to verify."""
+    fields = schema["properties"]
+    sent = {name: present(fields[name]) for name in ("task_id", "episode_log", "session_id", "seed")}
+    absent: Schema = {"type": "null"}
+    session = {**fields, "episode_log": absent}
+    if not model.grades_latest:
+        session["session_id"] = sent["session_id"]
+    log = {**fields, "task_id": sent["task_id"], "episode_log": sent["episode_log"], "session_id": absent}
+    unverified = {**log, "verify": {**fields["verify"], "enum": [False]}}
+    verified = {**log, "verify": {"enum": [True]}, "seed": sent["seed"]}
+    ways = [
+        closed([] if model.grades_latest else ["session_id"], session),
+        closed(["task_id", "episode_log"], unverified),
+        closed(["task_id", "episode_log", "seed", "verify"], verified),
+    ]
+    schema.clear()
+    schema.update(type="object", oneOf=ways)
+
+
 class GradeRequest(Message):
     """Body of POST /grader: a session id, or a log with its task, and with its seed if it is to be verified."""
+
+    grades_latest: ClassVar[bool] = False
+    """Whether an empty request grades the caller's latest episode."""
+    model_config = ConfigDict(json_schema_extra=_session_or_log)
 
     task_id: TaskName | None = None
     episode_log: Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG] | None = None
@@ -72,18 +113,19 @@ class GradeRequest(Message):
     config: dict[str, Any] | None = None
     verify: Annotated[bool, Field(description="replay the log's actions and refuse a log that differs")] = False
 
-    def check(self) -> None:
-        """Raise InvalidRequestError if fields contradict each other."""
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
         if self.session_id is not None:
             if self.episode_log is not None:
-                raise InvalidRequestError("episode_log", "an array", "left out when session_id is given")
-            return
-        if self.episode_log is None:
-            raise InvalidRequestError("episode_log", MISSING, "an array of log entries, or session_id must be given")
-        if self.task_id is None:
-            raise InvalidRequestError("task_id", MISSING, "the id of the task that the log was played on")
-        if self.verify and self.seed is None:
-            raise InvalidRequestError("seed", MISSING, "the seed of the episode when verify is true")
+                raise FieldError("episode_log", "an array", "left out when session_id is given")
+        elif self.episode_log is not None:
+            if self.task_id is None:
+                raise FieldError("task_id", MISSING, "the id of the task that the log was played on")
+            if self.verify and self.seed is None:
+                raise FieldError("seed", MISSING, "the seed of the episode when verify is true")
+        elif not self.grades_latest:
+            raise FieldError("episode_log", MISSING, "an array of log entries, or session_id must be given")
+        return self
 
 
 class PlayRequest(Message):
@@ -101,23 +143,106 @@ def read_request(model: type[M], body: object, at: str = "") -> M:
     return read(model, body, InvalidRequestError, at)
 
 
-# ---------------------------------------------------------------- schemas
+class LatestGradeRequest(GradeRequest):
+    """Body of POST /grader where the session is optional."""
+
+    grades_latest = True
 
 
-def nullable(schema: Schema) -> Schema:
-    """Schema that also allows null, which counts as left out."""
-    return {"anyOf": [schema, {"type": "null"}]}
+# ---------------------------------------------------------------- answers
 
 
-def present(schema: Schema) -> Schema:
-    """Schema of a nullable field without null."""
-    found: Schema = next(branch for branch in schema["anyOf"] if branch["type"] != "null")
-    return found
+Absent = SkipJsonSchema[None]
+"""Marker of a field that an answer leaves out."""
 
 
-def closed(required: Iterable[str], properties: Schema) -> Schema:
-    """Schema of an object with these properties and no others."""
-    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
+class GradeAnswer(BaseModel):
+    """Answer of POST /grader; a family adds its own fields, and the grade of a log has no ``done`` and ``steps``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    score: Annotated[float, Field(ge=0, le=1)]
+    verified: Annotated[bool, Field(description="the server played these steps itself")]
+    own_config: Annotated[
+        bool,
+        Field(description="the configuration (as sent, if not verified) is the task's own, so scores are comparable"),
+    ]
+    done: bool | Absent = Field(default=None, description="for a session: its episode has ended")
+    steps: int | Absent = Field(default=None, description="for a session: number of graded steps")
+
+
+class HealthAnswer(BaseModel):
+    """Answer of GET /health; that of the traffic controller is ``{"status": "ok"}``, as its document has it."""
+
+    status: str
+    active_sessions: int | Absent = Field(default=None, description="environments in memory")
+    uptime_s: float | Absent = None
+    version: str | Absent = None
+    store: str | Absent = Field(default=None, description="kind of the session store")
+    store_damage: str | Absent = Field(default=None, description="what of the store was damaged and set aside")
+    table_sha256: str | None = Field(default=None, description="digest of the lookup table")
+    store_error: str | Absent = Field(default=None, description="with status 503: the error of the store")
+
+
+class TasksAnswer(BaseModel):
+    """Answer of GET /tasks."""
+
+    tasks: list[Mapping[str, Any]]
+    more: str | Absent = Field(default=None, description="path that lists the other tasks")
+
+
+class PlayAnswer(BaseModel):
+    """Answer of POST /play: an episode with one value per step."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task_id: int | str
+    seed: int
+    agent: str
+    steps: int
+    observation: Annotated[
+        dict[str, list[Any]], Field(description="one value before the first step, then one after each")
+    ]
+    action: dict[str, list[Any]]
+    reward: list[float]
+    metrics: dict[str, list[Any]]
+    arrivals: Annotated[
+        list[float],
+        Field(
+            default_factory=list,
+            description="requests that arrived in each second, because observations have only an average",
+        ),
+    ]
+    score: Annotated[float, Field(ge=0, le=1)]
+
+
+class Policy(BaseModel):
+    """A built-in policy."""
+
+    name: str
+    description: str
+    stored: Annotated[bool, Field(description="found for this task: it does not play other traffic")]
+
+
+class PoliciesAnswer(BaseModel):
+    """Answer of GET /policies: the policies that can play a task."""
+
+    task_id: int | str
+    policies: list[Policy]
+
+
+# ---------------------------------------------------------------- one family
+
+
+@dataclass(frozen=True)
+class Documented:
+    """Annotation of a value that the environment validates itself: the OpenAPI document shows this schema."""
+
+    schema: Callable[[], Schema]
+
+    def __get_pydantic_json_schema__(self, _core_schema: Any, _handler: Any) -> Schema:
+        """The schema, made together with the document."""
+        return self.schema()
 
 
 def task_id_schema(family: Family) -> Schema:
@@ -126,147 +251,93 @@ def task_id_schema(family: Family) -> Schema:
     return {"enum": [*ids, *(str(i) for i in ids if isinstance(i, int))], "description": "an id from /tasks"}
 
 
-def reset_schema(family: Family) -> Schema:
+def family_model(family: Family, base: type[M], default_task: TaskId | None = None, **fields: Any) -> type[M]:
+    """``base`` for one family: ``task_id`` and ``config`` show its tasks and settings, ``fields`` are its own."""
+    task = Annotated[TaskName, Documented(partial(task_id_schema, family))]
+    settings = Annotated[dict[str, Any], Documented(partial(plain_schema, family.config_model))]
+    own = {"task_id": (task | None, default_task), "config": (settings | None, None)}
+    named = {name: field for name, field in own.items() if name in base.model_fields}
+    return create_model(f"{family.name.capitalize()}{base.__name__}", __base__=base, **{**named, **fields})
+
+
+@cache
+def reset_request(family: Family) -> type[ResetRequest]:
     """Body of POST /reset."""
-    schema = plain_schema(ResetRequest)
-    schema["properties"]["task_id"] = {**nullable(task_id_schema(family)), "default": family.default_task}
-    schema["properties"]["config"] = nullable(plain_schema(family.config_model))
-    return schema
+    return family_model(family, ResetRequest, family.default_task)
 
 
-def step_schema(family: Family) -> Schema:
+@cache
+def step_request(family: Family) -> type[StepRequest]:
     """Body of POST /step."""
-    schema = plain_schema(StepRequest)
-    action = {**plain_schema(family.action_model), "description": LEFT_OUT}
-    if family.short_action is not None:
-        action = action["properties"][family.short_action]
-    schema["properties"]["action"] = action
+
+    def schema() -> Schema:
+        schema: Schema = {**plain_schema(family.action_model), "description": LEFT_OUT}
+        return schema if family.short_action is None else schema["properties"][family.short_action]
+
+    required = any(field.is_required() for field in family.action_model.model_fields.values())
+    default: Any = ... if required else Field(default_factory=dict)
+    fields: dict[str, Any] = {"action": (Annotated[Any, Documented(schema)], default)}
     if family.http.session_is_optional:
-        named = schema["properties"]["session_id"]
-        schema["properties"]["session_id"] = {**nullable(named), "description": "without it, the latest episode"}
-        schema["required"] = []
-    if family.action_model.model_json_schema().get("required"):
-        schema["required"] = [*schema["required"], "action"]
-    return schema
+        fields["session_id"] = (Annotated[SessionId | None, Field(description="without it, the latest episode")], None)
+    return family_model(family, StepRequest, **fields)
 
 
-def grade_schema(family: Family) -> Schema:
-    """Body of POST /grader: one of a session, a log, and a log to verify."""
-    properties = plain_schema(GradeRequest)["properties"]
-    seed, task = present(properties["seed"]), task_id_schema(family)
-    log = {"type": "array", "items": dict(family.log_entry_schema), "maxItems": MAX_EPISODE_LENGTH}
-    absent: Schema = {"type": "null"}
-    config = nullable(plain_schema(family.config_model))
-    verify = properties["verify"]
-    unverified = {**verify, "enum": [False]}
-    sent = {"task_id": task, "episode_log": log, "session_id": absent, "config": config}
-    return {
-        "type": "object",
-        "oneOf": [
-            closed(
-                ("session_id",),
-                {
-                    "session_id": {
-                        **present(properties["session_id"]),
-                        "description": properties["session_id"]["description"],
-                    },
-                    "episode_log": absent,
-                    "task_id": nullable(task),
-                    "seed": nullable(seed),
-                    "verify": verify,
-                    "config": config,
-                },
-            ),
-            closed(("task_id", "episode_log"), {**sent, "seed": nullable(seed), "verify": unverified}),
-            closed(("task_id", "episode_log", "seed", "verify"), {**sent, "seed": seed, "verify": {"enum": [True]}}),
-        ],
-    }
+@cache
+def grade_request(family: Family) -> type[GradeRequest]:
+    """Body of POST /grader."""
+    entries = Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG, Documented(partial(_log_schema, family))]
+    base = LatestGradeRequest if family.http.session_is_optional else GradeRequest
+    return family_model(family, base, episode_log=(entries | None, None))
 
 
-def grade_answer_schema() -> Schema:
-    """Answer of POST /grader."""
-    told: Mapping[str, Schema] = {
-        "score": {"type": "number", "minimum": 0, "maximum": 1},
-        "verified": {"type": "boolean", "description": "the server played these steps itself"},
-        "own_config": {
-            "type": "boolean",
-            "description": "the configuration (as sent, where nothing is verified) is the task's own: scores compare",
-        },
-    }
-    more: Mapping[str, Schema] = {
-        "done": {"type": "boolean", "description": "of a session: its episode has ended"},
-        "steps": {"type": "integer", "description": "of a session: steps that count"},
-    }
-    return {"type": "object", "required": list(told), "properties": {**told, **more}}
+def _log_schema(family: Family) -> Schema:
+    return {"type": "array", "items": dict(family.log_entry_schema), "maxItems": MAX_EPISODE_LENGTH}
 
 
-def play_schema(family: Family) -> Schema:
+def policy_schema(family: Family) -> Schema:
+    """Name of one of a family's built-in policies."""
+    return {"type": "string", "enum": list(players_of(family).policies())}
+
+
+@cache
+def play_request(family: Family) -> type[PlayRequest]:
     """Body of POST /play."""
-    schema = plain_schema(PlayRequest)
-    schema["properties"]["agent"] = {"type": "string", "enum": list(family.policies)}
-    schema["properties"]["task_id"] = {**nullable(task_id_schema(family)), "default": family.default_task}
-    schema["properties"]["config"] = nullable(plain_schema(family.config_model))
-    return schema
+    agent = Annotated[str, Documented(partial(policy_schema, family))]
+    return family_model(family, PlayRequest, family.default_task, agent=(agent, ...))
 
 
-def reset_answer_schema(family: Family) -> Schema:
+@cache
+def reset_answer(family: Family) -> type[BaseModel]:
     """Answer of POST /reset."""
-    kinds: Mapping[str, Schema] = {
-        "session_id": {"type": "string"},
-        "task_id": task_id_schema(family),
-        "seed": present(plain_schema(GradeRequest)["properties"]["seed"]),
-        "episode_length": {"type": "integer"},
-        "max_steps": {"type": "integer"},
-        "config": {"type": "object"},
-        "reward": {"type": "null"},
-        "done": {"type": "boolean"},
+    kinds: Mapping[str, Any] = {
+        "session_id": str,
+        "task_id": Annotated[int | str, Documented(partial(task_id_schema, family))],
+        "seed": Seed,
+        "episode_length": int,
+        "max_steps": int,
+        "config": dict[str, Any],
+        "reward": None,
+        "done": bool,
     }
-    names = ("session_id", "task_id", "seed", *family.http.reset_fields)
-    properties = {name: kinds[name] for name in names}
-    properties[family.http.observation_key] = plain_schema(family.observation_model)
-    return {"type": "object", "required": list(properties), "properties": properties}
+    fields = {name: kinds[name] for name in ("session_id", "task_id", "seed", *family.http.reset_fields)}
+    fields[family.http.observation_key] = family.observation_model
+    return _answer(family, "ResetAnswer", fields)
 
 
-def step_answer_schema(family: Family) -> Schema:
+@cache
+def step_answer(family: Family) -> type[BaseModel]:
     """Answer of POST /step."""
     low, high = family.reward_range
-    bounds = {"minimum": low, "maximum": high}
-    properties = {
-        family.http.observation_key: plain_schema(family.observation_model),
-        "reward": {"type": "number", **{name: bound for name, bound in bounds.items() if bound is not None}},
-        "done": {"type": "boolean"},
-        "info": {"type": "object", **family.http.step_info},
+    info = Documented(lambda: {"type": "object", **family.http.step_info})
+    fields = {
+        family.http.observation_key: family.observation_model,
+        "reward": Annotated[float, Field(ge=low, le=high)],
+        "done": bool,
+        "info": Annotated[dict[str, Any], info],
     }
-    return {"type": "object", "properties": properties, "required": list(properties)}
+    return _answer(family, "StepAnswer", fields)
 
 
-def played_schema() -> Schema:
-    """Answer of POST /play."""
-    columns = {"type": "object", "additionalProperties": {"type": "array"}}
-    return {
-        "type": "object",
-        "required": ["task_id", "seed", "agent", "steps", "observation", "action", "reward", "metrics", "score"],
-        "properties": {
-            "task_id": {"type": ["integer", "string"]},
-            "seed": {"type": "integer"},
-            "agent": {"type": "string"},
-            "steps": {"type": "integer"},
-            "observation": {**columns, "description": "one value before the first step, then one after each"},
-            "action": {**columns, "description": "one value per step"},
-            "reward": {"type": "array", "items": {"type": "number"}},
-            "metrics": {**columns, "description": "one value per step"},
-            "arrivals": {
-                "type": "array",
-                "items": {"type": "number"},
-                "description": "requests that arrived in each second, where observations have an average alone",
-            },
-            "score": {"type": "number", "minimum": 0, "maximum": 1},
-        },
-    }
-
-
-def policies_schema() -> Schema:
-    """Answer of GET /policies."""
-    text = {"type": "string"}
-    policy = {"type": "object", "properties": {"name": text, "description": text}, "required": ["name", "description"]}
-    return {"type": "object", "required": ["policies"], "properties": {"policies": {"type": "array", "items": policy}}}
+def _answer(family: Family, name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
+    kinds: dict[str, Any] = {key: (kind, ...) for key, kind in fields.items()}
+    return create_model(f"{family.name.capitalize()}{name}", **kinds)

@@ -16,8 +16,8 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from env.families import FAMILIES, SERVING
 from inferencegym.errors import DataFormatError, InvalidConfigError
-from inferencegym.families import FAMILIES, SERVING
 from inferencegym.files import make_folder
 from inferencegym.messages import Allowed
 
@@ -89,14 +89,15 @@ class Settings(BaseSettings):
         20_000,
         ge=1,
         le=10_000_000,
-        description="Sessions kept in the store; at the limit the oldest finished episodes make room, then 503.",
+        description="Sessions kept in the store; at the limit the oldest finished episodes make room, then unfinished "
+        "ones that were not played for ten minutes, first those of the clients with the most; else 503.",
     )
     max_sessions_per_client: int = Field(
         5_000,
         ge=1,
         le=10_000_000,
-        description="Unfinished sessions of one client in the store; at the limit those that it did not play "
-        "for ten minutes make room for its next ones, the longest idle first, else it gets 429.",
+        description="Unfinished sessions of one client in the store; at the limit new ones replace those that "
+        "it did not play for ten minutes, the longest idle first; without such sessions it gets 429.",
     )
     live_sessions: int = Field(
         1_200,
@@ -111,7 +112,7 @@ class Settings(BaseSettings):
         description="Seconds of all environments held in memory per process: bounds memory where episodes are long.",
     )
     max_concurrent_envs: int = Field(
-        64,
+        256,
         ge=1,
         le=10_000,
         description="WebSocket sessions at once, per process and environment.",
@@ -248,7 +249,7 @@ class Settings(BaseSettings):
         hosts = tuple(part.strip().lower() for part in value.split(",") if part.strip())
         for host in hosts:
             if not HOST.fullmatch(host):
-                raise ValueError(f"{host!r} is no host name")
+                raise ValueError(f"{host!r} is not a host name")
         return hosts
 
     @field_validator("api_key")
@@ -284,7 +285,7 @@ class Settings(BaseSettings):
         return self.concurrent_envs_per_client or math.ceil(0.75 * self.max_concurrent_envs)
 
     def shared_metrics_dir(self) -> Path | None:
-        """``metrics_dir``, made if it is missing: workers that cannot write there would each report their own."""
+        """``metrics_dir``, created if missing: workers that cannot write there would each report only their own."""
         return None if self.metrics_dir is None else _made("metrics_dir", self.metrics_dir)
 
     def _writable_dir(self) -> Path:
@@ -297,7 +298,7 @@ class Settings(BaseSettings):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError:
                 continue
-            # Somebody else's directory of this name in the shared temporary directory is no place for sessions.
+            # A directory of this name in the shared temporary directory may belong to another user: do not use it.
             if os.access(directory, os.W_OK | os.X_OK) and directory.stat().st_uid == os.getuid():
                 return directory
         raise InvalidConfigError(
@@ -352,7 +353,7 @@ def _check_room(settings: Settings) -> None:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    # A misspelt variable would be a setting that silently does nothing; for an API key that is an open door.
+    # A misspelt variable would have no effect; for an API key, the server would be open.
     known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:

@@ -1,1 +1,1 @@
-"""Simulator: lookup tables, offered load, serving dynamics, what-if questions, the traffic controller's server."""
+"""Simulator: lookup tables, offered load, serving dynamics and what-if questions."""

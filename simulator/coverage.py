@@ -1,7 +1,7 @@
-"""Support of an answer by measurements: measured, interpolated, modelled or extrapolated.
+"""How well measurements support an answer: measured, interpolated, modelled or extrapolated.
 
-The table states the support of every cell (see :mod:`simulator.offline.table`). A configuration is as well supported as
-its nearest cell; between cells nothing counts as measured, and beyond the table everything is extrapolated.
+The table states the support of every cell (see :mod:`simulator.offline.table`). A configuration has the support of its
+nearest cell, except that nothing between cells counts as measured and everything beyond the table is extrapolated.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.serving import ServingFleet
-from simulator.tables import FloatArray, ServingTables
+from simulator.hardware.tables import FloatArray, ServingTables
+from simulator.kernel.serving import ServingFleet
 
 LEVELS: Final = ("measured", "interpolated", "modelled", "extrapolated")
 """Names of the support levels 0 to 3, best first."""
@@ -30,7 +30,7 @@ class SupportMap:
         self._batch_edges, self._context_edges = _nearest_edges(batch), _nearest_edges(context)
         self._on_batch = frozenset(batch.tolist())
         self._on_context = frozenset(context.tolist())
-        # Half a grid step beyond the last point still has it as its nearest.
+        # Values up to half a grid step beyond the last point still belong to its cell.
         self._most_requests, self._longest = float(batch[-1]), float(context[-1]) * 2.0**0.5
 
     def level(self, tier: int, spec_index: int, requests: float, context_tokens: float) -> int:
@@ -46,7 +46,7 @@ class SupportMap:
 
 
 def _nearest_edges(points: FloatArray) -> list[float]:
-    """Edges between neighbouring grid points, half-way on the logarithm."""
+    """Edges between neighbouring grid points, half-way on a logarithmic scale."""
     edges: list[float] = np.sqrt(points[1:] * points[:-1]).tolist()
     return edges
 
@@ -58,7 +58,7 @@ def support_map(tables: ServingTables) -> SupportMap:
 
 
 def fleet_support(fleet: ServingFleet, row: int = 0) -> str:
-    """Support of the operator times behind the last step of one row: a name of ``LEVELS``."""
+    """Support of the operator times that the last step of one row used: a name of ``LEVELS``."""
     state = fleet.state.rows
     return LEVELS[
         support_map(fleet.params.tables).level(

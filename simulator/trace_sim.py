@@ -1,4 +1,4 @@
-"""``TraceSimulator``: the lookup table as a function of action and workload, for a saturated engine."""
+"""``TraceSimulator``: the metrics of a saturated engine, looked up by action and workload."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import TableError
 from inferencegym.models import MetricsSnapshot, ServeAction, WorkloadState
-from inferencegym.spaces.knobs import action_values
+from inferencegym.spaces.actions import to_row
 from simulator.coverage import support_map
-from simulator.load import NOISE_STD
-from simulator.serving import CONVENTIONS
-from simulator.tables import FloatArray, ServingTables, default_table_path, load_tables
+from simulator.hardware.tables import FloatArray, ServingTables, default_table_path, load_tables
+from simulator.kernel.serving import CONVENTIONS
+from simulator.load.source import NOISE_STD
 
 if TYPE_CHECKING:
     from scipy.interpolate import RegularGridInterpolator
 
 OUTPUTS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "tps", "decode_ms", "prefill_ms", "prefill_marginal_ms")
-"""Columns that are interpolated on the logarithm; memory and KV capacity follow from their formulas."""
+"""Columns that are interpolated in the logarithm; memory and KV capacity follow from formulas."""
 
 
 class TraceSimulator:
     """Simulator of a saturated replica: ``batch_size`` requests always in flight at the workload's prompt length.
 
-    ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Values between grid points are
-    linear on the logarithm of the value over (log2 batch, KV budget, log2 prompt); spec length and precision take the
-    nearest grid point. Valid input never raises; running out of memory is data (``oom``).
+    ``simulate`` adds 5 % seeded jitter to TTFT and TPOT; ``lookup`` is the bare table. Between grid points the
+    logarithm of the value is linear in (log2 batch, KV budget, log2 prompt); spec length and precision take the nearest
+    grid point. Valid input never raises; running out of memory is reported as data (``oom``).
     """
 
     def __init__(self, trace_path: str | Path | None = None, seed: int = 42) -> None:
@@ -49,7 +49,7 @@ class TraceSimulator:
         """Metrics of one second of a saturated replica under ``action`` and ``workload``."""
         action.validate()
         self.tables.refuse_tier(action.quant_tier.value)
-        row = np.array([action_values(action)], dtype=np.float64)
+        row = to_row(action)[None]
         at = {name: float(v[0]) for name, v in self.lookup(row, np.array([workload.mean_prompt_len])).items()}
         jitter = 1.0 + NOISE_STD * self._rng.standard_normal(3).clip(-4.0, 4.0)
         limit_gb = float(self.tables.meta["memory_limit_gb"])
@@ -75,7 +75,7 @@ class TraceSimulator:
         """Table values for actions (N, 5: kv_budget, spec_length, batch_size, disagg, tier) and prompts (N,) tokens.
 
         Returns arrays (N,): the columns in ``OUTPUTS``, ``gpu_mem_gb``, ``kv_capacity_tokens``, ``resident`` (requests
-        whose KV fits), ``spec_accept_rate`` and ``support`` (how well measurements cover the nearest cell).
+        whose KV cache fits), ``spec_accept_rate`` and ``support`` (how well measurements support the nearest cell).
         """
         axes = self.tables.axes
         kv = np.clip(actions[:, 0], axes["kv_budget"][0], axes["kv_budget"][-1])

@@ -1,4 +1,4 @@
-"""What-if questions: a load of one's own under a fixed action, with the environment's dynamics, request by request."""
+"""What-if questions: any load under a fixed action, with the environment's dynamics, request by request."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from typing import Any, Final
 import numpy as np
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, ServeAction
+from inferencegym.models import ACTION_FIELDS, ServeAction
 from inferencegym.seeds import MAX_SEED
+from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.knobs import KnobKernel
 from simulator.coverage import LEVELS, fleet_support
-from simulator.load import ClassStats, Workload, bin_requests, class_stats, listed_work_ms
-from simulator.prefix import reuse_curve
-from simulator.requests import MAX_REQUESTS, RequestLog
-from simulator.serving import EngineParams, ServingFleet, ServingParams
-from simulator.tables import FloatArray, ServingTables
+from simulator.hardware.tables import FloatArray, ServingTables
+from simulator.kernel.serving import EngineParams, ServingFleet, ServingParams
+from simulator.load.recorded import RecordedLoad
+from simulator.load.requests import MAX_REQUESTS, RequestLog
 
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
 MAX_CV: Final = 100
 STEP_S: Final = 0.25
-"""Step of a what-if (s), finer than the environment's: short loads are mostly their first and last second."""
-_OUTPUT_POINTS: Final = 2048
+"""Step of a what-if (s), finer than the environment's: short loads are mostly their first and last seconds."""
 _WAIT_POINTS: Final = 15
 _TOLERANCE: Final = 1e-6
-"""Tolerance in requests: far above the rounding error of their sums, far below one."""
-# Quantiles between which the log-normal part of a TTFT is one value: finer towards the tail, where p99 is read.
+"""Tolerance in requests: far above the rounding errors of sums, far below one request."""
+# Quantiles between which the log-normal part of a TTFT is one value; they are denser towards the tail, for p99.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
 
@@ -44,7 +43,7 @@ def steady_requests(
 ) -> RequestLog:
     """Poisson arrivals at ``qps``; log-normal lengths of these means and coefficients of variation.
 
-    ``window_s`` keeps only arrivals before that second; without ``n_requests`` the window alone bounds their number.
+    ``window_s`` keeps only arrivals before that second; without ``n_requests`` only the window bounds their number.
     """
     if n_requests is None and window_s is None:
         raise InvalidConfigError("give a number of requests or a window: one of them must bound the load")
@@ -86,9 +85,9 @@ def _lengths(rng: np.random.Generator, mean: float, cv: float, n: int) -> FloatA
 class WhatIf:
     """Result of a what-if question.
 
-    TTFT and TPOT are per request, in ms. ``makespan_s`` ends with the last request served. ``support`` is the share of
-    busy steps whose operator times are measured, interpolated, modelled or extrapolated; ``classes`` the TTFT of each
-    priority class that occurs.
+    TTFT and TPOT are per request, in ms. ``makespan_s`` is the time until the last request is served. ``support`` is
+    the share of busy steps whose operator times are measured, interpolated, modelled or extrapolated; ``classes`` has
+    the TTFT of each priority class that occurs.
     """
 
     n_requests: int
@@ -132,16 +131,17 @@ def serve_requests(
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
 
     With ``closed_clients`` N > 0, arrivals are ignored: N clients start at once, and each sends the next request of the
-    log when its last is answered, as long as there is one.
+    log when its last one is answered, until the log ends.
     """
     action.validate()
     tables.refuse_tier(action.quant_tier.value)
     if closed_clients:
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
+    source = RecordedLoad(requests, tables, once=True, step_s=step_s)
     params = ServingParams(
         tables=tables,
-        stats=log_stats(requests, tables),
-        nominal_rate_rps=len(requests.arrival_s) / max(float(requests.arrival_s.max()), 1.0),
+        stats=source.stats,
+        nominal_rate_rps=source.nominal_rate_rps,
         n_replicas=n_replicas,
         queue_limit=queue_limit,
         base_accept_rate=base_accept_rate,
@@ -151,37 +151,22 @@ def serve_requests(
         closed_clients=closed_clients,
         engine=_per_step(EngineParams(), step_s),
     )
-    return _serve(params, action, requests)
+    # From here on ``class_index`` counts only the classes that occur, as the fleet does.
+    return _serve(params, action, source, replace(requests, class_index=source.class_index))
 
 
 def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
-    """The engine with its smoothing per second turned into one per step."""
+    """The engine with its smoothing weight converted from seconds to steps."""
     return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
-def log_stats(requests: RequestLog, tables: ServingTables) -> ClassStats:
-    """Class statistics of a request log; a class without requests borrows those of all."""
-    n_classes = int(requests.class_index.max()) + 1
-    members = [requests.class_index == c for c in range(n_classes)]
-    members = [m if m.any() else np.ones_like(m) for m in members]
-    q = (np.arange(_OUTPUT_POINTS) + 0.5) / _OUTPUT_POINTS
-    stats = class_stats(
-        names=PRIORITY_CLASSES[:n_classes],
-        shares=[float((requests.class_index == c).mean()) for c in range(n_classes)],
-        slo_ms=[np.inf] * n_classes,
-        complexity_penalty=[0.0] * n_classes,
-        prompts=[requests.prompt_tokens[m] for m in members],
-        works=[listed_work_ms(requests.prompt_tokens[m], tables) for m in members],
-        outputs=[np.quantile(requests.output_tokens[m], q, method="inverted_cdf") for m in members],
-    )
-    return replace(stats, reuse_hit=reuse_curve(requests))
-
-
-def _serve(params: ServingParams, action: ServeAction, requests: RequestLog) -> Served:
-    last = int(requests.arrival_s.max() / params.step_s) + 1
+def _serve(params: ServingParams, action: ServeAction, source: RecordedLoad, requests: RequestLog) -> Served:
+    last = int(requests.arrival_s[-1] / params.step_s) + 1
     n_steps = last + int(300 / params.step_s)
     while True:
-        fleet = _fleet(params, action, requests, n_steps)
+        fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
+        fleet.set_load([0], source.draw([0], n_steps))
+        KnobKernel([True] * len(ACTION_FIELDS), fleet).write(to_row(action)[None], 0, 1)
         trace = _run(fleet, last)
         if trace is not None or n_steps >= MAX_STEPS:
             break
@@ -194,25 +179,8 @@ def _serve(params: ServingParams, action: ServeAction, requests: RequestLog) -> 
     return Served(fleet, metrics, levels, requests)
 
 
-def _fleet(params: ServingParams, action: ServeAction, requests: RequestLog, n_steps: int) -> ServingFleet:
-    load: Workload = bin_requests(
-        requests.arrival_s,
-        requests.prompt_tokens,
-        requests.class_index,
-        params.n_classes,
-        params.tables,
-        n_steps,
-        params.step_s,
-        reused_tokens=requests.reused_tokens,
-    )
-    fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
-    fleet.set_load(0, load)
-    KnobKernel([True] * len(ACTION_FIELDS), fleet).write_action(0, action)
-    return fleet
-
-
 def _run(fleet: ServingFleet, last_arrival_step: int) -> tuple[FloatArray, list[str]] | None:
-    """Step until everything is served; metrics (T, M) and the support of every step, or None if the steps ran out."""
+    """Step until everything is served: metrics (T, M) and the support of every step; None if the steps run out."""
     kept, levels = [], []
     state = fleet.state.rows
     for t in range(fleet.n_steps):
@@ -239,7 +207,7 @@ class Served:
         self.finish_s, self.tpot_ms = self._completions()
 
     def report(self) -> WhatIf:
-        """The figures of the load."""
+        """Statistics of the load."""
         metric, requests, fleet = self.metric, self._requests, self._fleet
         rejected = float(metric["rejected"].sum())
         served = 1.0 - rejected / len(requests.arrival_s)
@@ -262,7 +230,7 @@ class Served:
         )
 
     def _latencies(self) -> dict[str, float]:
-        """Statistics of TTFT over requests and of TPOT over those of more than one token (NaN if there is none)."""
+        """Statistics of TTFT over requests and of TPOT over requests of two or more tokens (NaN without any)."""
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
         known = self.tpot_ms[np.isfinite(self.tpot_ms)]
         known = known if len(known) else np.array([np.nan])
@@ -272,10 +240,10 @@ class Served:
         return {**found, "tpot_mean_ms": float(known.mean())}
 
     def per_request(self) -> dict[str, Any]:
-        """Columns (N,) of the requests of an open load in order of arrival, NaN for what was never served.
+        """Columns (N,) with the requests of an open load in order of arrival; NaN for requests never served.
 
-        ``ttft_ms`` has a request's own wait and the middle of what prefill took then; ``latency_s`` ends with its last
-        token.
+        ``ttft_ms`` is a request's own wait plus the median time to first token after admission at that time;
+        ``latency_s`` ends with its last token.
         """
         requests, ttft_ms = self._requests, self._first_tokens_ms()
         decode_s = np.where(requests.output_tokens > 1.0, self.tpot_ms, 0.0) * (requests.output_tokens - 1.0) / 1000.0
@@ -283,14 +251,14 @@ class Served:
             "arrival_s": requests.arrival_s,
             "prompt_tokens": requests.prompt_tokens,
             "output_tokens": requests.output_tokens,
-            "class": np.array(PRIORITY_CLASSES)[requests.class_index],
+            "class": np.array(self._fleet.params.stats.names)[requests.class_index],
             "ttft_ms": ttft_ms,
             "tpot_ms": self.tpot_ms,
             "latency_s": ttft_ms / 1000.0 + decode_s,
         }
 
     def _first_tokens_ms(self) -> FloatArray:
-        """Time to first token of each request (N,): a class is admitted in order, and its record is in that order."""
+        """Time to first token of each request (N,). A class is admitted in order of arrival, and so is its record."""
         class_index = self._requests.class_index
         found = np.full(len(class_index), np.nan)
         for c in np.unique(class_index):
@@ -307,8 +275,8 @@ class Served:
     def makespan_s(self) -> float:
         """Seconds from the start until the last request is served.
 
-        Every request is followed to its own end. Where some are refused it is unknown which: then half a request left
-        marks the end, the fluid's counterpart.
+        Without refusals, every request is followed to its own end. If some are refused, the fluid model does not say
+        which ones; then the run ends when half a request is left.
         """
         if float(self.metric["rejected"].sum()) < 0.5:
             return float(np.nanmax(self.finish_s))
@@ -339,9 +307,9 @@ class Served:
         return found
 
     def _since_sent(self, record: FloatArray) -> FloatArray:
-        """Record of a closed loop with waits counted from when a client sends, not from the start of the run.
+        """Record of a closed loop, with waits counted from when a client sends instead of from the start of the run.
 
-        Of N clients, the one whose answer is the k-th sends request N + k: no wait can be longer than the run so far.
+        With N clients, the k-th answer triggers request N + k, so no wait is longer than the run so far.
         """
         params, class_index = self._fleet.params, self._requests.class_index
         answered = np.concatenate([[0.0], np.maximum.accumulate(np.cumsum(self.metric["completed"]))])
@@ -350,7 +318,7 @@ class Served:
         for c in np.unique(class_index):
             at_start, of_log = record[record[:, 0] == c], np.flatnonzero(class_index == c)
             admitted = np.concatenate([[0.0], np.cumsum(at_start[:, 1])])
-            # Requests of the log, whatever their class, before the ends of each piece; then without the first ones.
+            # Requests of all classes in the log before the ends of each piece, then without the first N.
             position = np.interp(admitted, np.arange(len(of_log) + 1), np.append(of_log, of_log[-1] + 1))
             after = position - params.closed_clients
             first = np.clip(-after[:-1] / np.maximum(np.diff(after), 1e-12), 0.0, 1.0)
@@ -358,9 +326,10 @@ class Served:
             at_start[:, 3] = later[:, 2] = at_start[:, 2] + first * (at_start[:, 3] - at_start[:, 2])
             at_start[:, 1] *= first
             later[:, 1] *= 1.0 - first
-            # Just inside the piece: at its very end, while nobody is answered, the curve has no definite time.
+            # Just inside the piece: while no request is answered the curve is flat, and its end has no definite time.
             for column, goal in ((2, np.maximum(after[:-1], 0.0) + _TOLERANCE), (3, after[1:] - _TOLERANCE)):
-                # An answer takes the prefill too, which the fluid does not time: it decodes from admission on.
+                # An answer also takes prefill time, which the fluid model leaves out: there, requests decode from
+                # admission on.
                 sent_ms = np.interp(goal, answered, clock_ms) + later[:, 4] + later[:, 5]
                 later[:, column] = np.maximum(later[:, column] - sent_ms, 0.0)
             found += [at_start[first > 0.0], later[first < 1.0]]
@@ -369,7 +338,7 @@ class Served:
     def _completions(self) -> tuple[FloatArray, FloatArray]:
         """Completion time (s) and time per token (ms) of each request, (N,); NaN for those never admitted.
 
-        Requests of a class are admitted in order, and from then on gain the tokens that every running request gains.
+        Requests of a class are admitted in order; from then on each gains as many tokens as every running request.
         """
         rows, params, requests = self._fleet.state.rows, self._fleet.params, self._requests
         n = len(self._levels)
@@ -383,7 +352,7 @@ class Served:
             mine, rank = mine[rank < admitted[-1]], rank[rank < admitted[-1]]
             if not len(mine):
                 continue
-            # Admissions only rise. Where they rest at a rank, the earliest instant counts, hence the tolerance.
+            # Cumulative admissions never fall. Where they are flat the earliest instant counts, hence the tolerance.
             start = np.interp(rank - _TOLERANCE, admitted, progress)
             end = start + requests.output_tokens[mine] - 1.0
             began, ended = _at(start, progress, clock), _at(end, progress, clock)
@@ -396,14 +365,14 @@ class Served:
 
 
 def _at(x: FloatArray, progress: FloatArray, clock: FloatArray) -> FloatArray:
-    """The clock at which the fleet reaches a progress; beyond the run at the pace of its last step."""
+    """Time at which the fleet reaches a progress; after the run, at the pace of its last step."""
     pace = (clock[-1] - clock[-2]) / max(float(progress[-1] - progress[-2]), 1e-12)
     reached: FloatArray = np.interp(x, progress, clock) + np.maximum(0.0, x - progress[-1]) * pace
     return reached
 
 
 def ttft_samples(record: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """TTFT values (ms) and weights of recorded admissions: uniform waits, a certain part and a log-normal one."""
+    """TTFT values (ms) and weights of recorded admissions: uniform waits, a fixed part and a log-normal part."""
     from scipy.special import ndtri
 
     q = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS

@@ -1,4 +1,4 @@
-"""Offered load of a task: which source it comes from, its rolling statistics, and the plan's ``WorkloadGenerator``."""
+"""Offered load of a task: its source, its rolling statistics, and ``WorkloadGenerator``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from functools import lru_cache
 
 from inferencegym.models import PHASES, PRIORITY_CLASSES, PROMPT_BUCKET_EDGES, ServeAction, WorkloadState
 from inferencegym.seeds import check_seed
-from inferencegym.tasks import TaskId, TaskSpec, get_task
-from simulator.load import (
+from inferencegym.tasks import RequestClass, TaskId, TaskSpec, get_task
+from simulator.hardware.tables import FloatArray, ServingTables, tables_of
+from simulator.load.recorded import RecordedLoad, load_trace
+from simulator.load.requests import RequestLog
+from simulator.load.source import (
     CLASS_WINDOW_STEPS,
     EMA_WEIGHT,
     PROMPT_WINDOW_STEPS,
@@ -16,23 +19,40 @@ from simulator.load import (
     LoadSource,
     Workload,
 )
-from simulator.recorded import RecordedLoad
-from simulator.synthetic import SyntheticLoad
-from simulator.tables import FloatArray, ServingTables, tables_of
+from simulator.load.synthetic import SyntheticLoad
+
+
+def load_source(task: TaskSpec, tables: ServingTables) -> LoadSource:
+    """Load source of a task on a table, built once: a log in memory, a recorded trace, or a synthetic load."""
+    if task.log is not None:
+        return _recorded(task.log, tables, task.classes, once=True)
+    if task.trace is not None:
+        return _recorded(_trace_log(task.trace, task.trace_speed), tables, task.classes, once=False)
+    return _synthetic(task, tables)
 
 
 @lru_cache(maxsize=64)
-def load_source(task: TaskSpec, tables: ServingTables) -> LoadSource:
-    """The load source of a task on a table, built once: its recorded trace if it has one, else a synthetic load."""
-    return SyntheticLoad(task, tables) if task.trace is None else RecordedLoad(task, tables)
+def _synthetic(task: TaskSpec, tables: ServingTables) -> LoadSource:
+    return SyntheticLoad(task, tables)
+
+
+@lru_cache(maxsize=64)
+def _recorded(log: RequestLog, tables: ServingTables, classes: tuple[RequestClass, ...], once: bool) -> LoadSource:
+    return RecordedLoad(log, tables, classes, once=once)
+
+
+@lru_cache(maxsize=16)
+def _trace_log(path: str, speed: float) -> RequestLog:
+    """Log of a packed trace, at ``speed`` times its rate."""
+    return load_trace(path)[0].faster(speed)
 
 
 def load_statistics(source: LoadSource, load: Workload, step: int) -> tuple[float, float, list[float]]:
-    """Rolling statistics of an episode's load, as an agent is shown them after a step.
+    """Rolling statistics of an episode's load, as an agent observes them after a step.
 
     Returns the arrival rate (requests/s, 10-step exponential mean), the mean prompt (tokens, 10 steps) and the shares
-    of the three priority classes (50 steps). The serving dynamics keep the same statistics per row; a test holds the
-    two together.
+    of the three priority classes (50 steps). The serving dynamics keep the same statistics per row; a test compares the
+    two.
     """
     stats, rate = source.stats, source.nominal_rate_rps
     for total in load.arrivals[: step + 1].sum(axis=1):
@@ -46,7 +66,7 @@ def load_statistics(source: LoadSource, load: Workload, step: int) -> tuple[floa
 
 
 def class_shares(stats: ClassStats, counts: FloatArray) -> list[float]:
-    """Shares of the three priority classes given the occurring classes' request counts; nominal shares if none came."""
+    """Shares of the three priority classes, from requests of the classes that occur; nominal without requests."""
     weights = counts if counts.sum() > 0 else stats.shares
     total = float(weights.sum())
     by_name = {name: float(w) / total for name, w in zip(stats.names, weights, strict=True)}
@@ -61,7 +81,7 @@ def prompt_bucket(prompt_tokens: float) -> int:
 class WorkloadGenerator:
     """Offered load of a task, second by second, outside the environment.
 
-    It keeps a simple queue of its own (each step serves at most ``batch_size`` requests), for looking at a load alone;
+    It keeps a simple queue of its own (each step serves at most ``batch_size`` requests), to look at a load by itself;
     in an episode the serving dynamics own the queue.
     """
 

@@ -1,4 +1,4 @@
-"""Requests and frames that must be refused: one thing is wrong with each, all else is as it should be."""
+"""Requests and frames that must be refused: exactly one thing is wrong with each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inferencegym.batch_format import MEDIA_TYPE
 from tests.reference import SERVING, TRAFFIC, BatchEpisodes, Episode, Kind
 
 NO_NUMBERS: Final = ("NaN", "Infinity", "-1e999", "1" + "0" * 400, "9" * 5_000)
-"""What JSON does not have, and integers that no field can hold."""
+"""Numbers that JSON does not have, and integers too large for any field."""
 WRONG: Final[Mapping[str, Sequence[str]]] = {
     "session_id": ("5", "[]", "{}", "true", '""', '"x y"', '"../x"', f'"{"0" * 32}"', f'"{"x" * 3_000}"', *NO_NUMBERS),
     "task_id": ("true", "[1]", "{}", "1.5", "7", "-1", '"nobody"', '"\\u0000"', *NO_NUMBERS),
@@ -50,7 +50,7 @@ HERE: Final = "@here@"
 
 @dataclass(frozen=True)
 class BadRequest:
-    """A request to be sent as it is."""
+    """A request to be sent unchanged."""
 
     method: str
     path: str
@@ -99,7 +99,7 @@ def _posts(kind: Kind, path: str, body: Mapping[str, Any]) -> list[BadRequest]:
     right = _text(body)
     found = [BadRequest("POST", path, content) for content in contents]
     found += [BadRequest("POST", path, right, media) for media in ("text/plain", "application/xml", "json")]
-    # What is repeated is refused even where both say the same.
+    # A repeated key is refused even if both values are equal.
     return [*found, BadRequest("POST", path, right[:-1] + b"," + right[1:])]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("agents", "env", "grader", "live", "server", "simulator")
+ROOMS = ("agents", "cli", "env", "grader", "live", "ops", "server", "simulator")
 PACKAGES = (*ROOMS, "inferencegym")
 
 
@@ -28,7 +28,7 @@ def tracked_files() -> list[Path]:
 
 
 def copy_of_the_tree(destination: Path) -> Path:
-    """Copy the files that a fresh clone with the present changes would have."""
+    """Copy the files that a fresh clone with the current changes would have."""
     for source in tracked_files():
         target = destination / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from tests.desk import Desk
 from tests.programs import REFUSE_SKIPS, refuses_skips
 from tests.servers import RunningServer, running_server
 
+pytest_plugins = ["tests.trainers"]
+
 # How long an example takes says how busy the machine is, whether Hypothesis takes its own profile or that for CI.
 for _profile in ("default", "ci"):
     settings.register_profile(_profile, settings.get_profile(_profile), deadline=None)
@@ -26,7 +28,7 @@ class SkippedTests:
         self.reasons: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # An engine is a machine of its own: its tests run beside it, and nowhere else.
+        # Tests of engines run only on machines where an engine is installed.
         if report.skipped and "engine" not in report.keywords and not hasattr(report, "wasxfail"):
             self.reasons[report.nodeid] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
 
@@ -73,7 +75,7 @@ def windows() -> Iterator[None]:
 
 @pytest.fixture
 def soak_seed() -> int:
-    """Seed of a soak test: that of the environment variable SOAK_SEED, else a new one, which is printed."""
+    """Seed of a soak test: the environment variable SOAK_SEED if set, else a new seed, which is printed."""
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**32))
     print(f"\nSOAK_SEED={seed}", flush=True)  # noqa: T201
     return seed

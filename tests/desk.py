@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import pytest
 
+from env.episode_files import saved
 from env.inference_env import InferenceEnv
 from inferencegym.tasks import TASKS_ENV
-from inferencegym.verification import saved
 
 TASK: Final[dict[str, Any]] = {
     "name": "Lunch Desk",
@@ -34,8 +34,8 @@ class Desk:
         self.define()
 
     def define(self, **changes: Any) -> None:
-        """Define the tasks anew, ``desk`` with changes."""
-        # A file is read once in a process: another definition needs another file.
+        """Redefine the tasks, with changes to ``desk``."""
+        # A file is read only once per process, so another definition needs another file.
         self._files += 1
         self.path.write_text(json.dumps({"tasks": {"desk": {**TASK, **changes}, "other": TASK}}), encoding="utf-8")
         self._patch.setenv(TASKS_ENV, str(self.path))
@@ -54,7 +54,7 @@ class Desk:
 
     @cached_property
     def log(self) -> dict[str, Any]:
-        """A whole episode of ``desk``, as a file holds it."""
+        """The log of a whole episode of ``desk``, as in a file."""
         env = InferenceEnv(task_id="desk", seed=5)
         env.reset()
         while not env.done:

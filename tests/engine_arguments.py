@@ -1,4 +1,4 @@
-"""Arguments of serving engines, by the engines' own parsers; recorded, so that tests without an engine know them too.
+"""Arguments of serving engines, from the engines' own parsers; recorded for tests on machines without an engine.
 
 ``python -m tests.engine_arguments vllm`` (or ``sglang``), run where that engine is installed, writes what its parser
 says of the options that exports use to ``tests/engines/ENGINE.json``.

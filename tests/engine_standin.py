@@ -1,7 +1,8 @@
-"""Serving engine with a known law of its iterations, for tests: continuous batching behind the OpenAI API's streams.
+"""Serving engine with known iteration times, for tests: continuous batching behind the OpenAI streaming API.
 
-It has no model: each iteration lasts as long as the law says and gives every running sequence a token. What it knows of
-the API is what a load generator asks for: the model, completions of token ids as a stream, and vLLM's metrics.
+It has no model: each iteration takes the time that a given formula says and writes a token of every running sequence.
+It implements only the parts of the API that a load generator uses: the model list, streamed completions of token ids,
+and vLLM's metrics.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class StandIn:
     streams: bool = True
     counters: dict[str, float] = field(default_factory=dict)
     rising: str | None = None
-    """Counter that every request raises, as a preempting or a drafting engine's does."""
+    """Counter that every request raises, like those of an engine that preempts or drafts."""
     waiting: list[_Sequence] = field(default_factory=list)
     running: list[_Sequence] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class StandIn:
             self.running += begun
             context = sum(each.prompt + each.written for each in decoding)
             due += self.law(len(decoding), context, [each.prompt for each in begun])
-            # Against a deadline, so that what the machine is late does not add up.
+            # Sleep until a deadline, so that delays of the machine do not add up.
             await asyncio.sleep(max(0.0, due - clock()))
             for each in self.running:
                 each.written += 1
@@ -163,7 +164,7 @@ def reply(writer: asyncio.StreamWriter, text: str, kind: str) -> None:
 
 @contextmanager
 def running_engine(engine: StandIn) -> Iterator[str]:
-    """The engine on a free port, by a thread of its own; gives its address."""
+    """Run the engine on a free port in a separate thread; yields its address."""
     started = threading.Event()
     port = 0
     stop: Callable[[], None] = lambda: None  # noqa: E731

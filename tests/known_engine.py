@@ -1,4 +1,4 @@
-"""A measured engine whose iteration times are known, and tables of it."""
+"""A measured engine with known iteration times, and its tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from simulator.hardware.engine_times import EngineFacts, EngineSource, EngineTimes, engine_profile
 from simulator.hardware.operators import OperatorModel
+from simulator.hardware.tables import ServingTables, load_tables
 from simulator.offline.table import build_table
-from simulator.tables import ServingTables, load_tables
 
 TIMES = EngineTimes(12.0, (0.0,), (0.6,), 0.25, 0.002, 0.0002, 16, 700, 600)
 FACTS = EngineFacts("some-model", 16, 2000, 8192.0, 64, 2048, 1024, weights_gb=0.5, memory_share=0.9)

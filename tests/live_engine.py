@@ -17,13 +17,13 @@ SHAPE: Final = ModelShape()
 
 
 def engine_python() -> str:
-    """Python of the environment that has a vLLM; skips the test where there is none."""
+    """Python of the environment in which vLLM is installed; skips the test if there is none."""
     if not (VENV / "bin" / "vllm").exists():
         pytest.skip(f"no vLLM in {VENV}: `make engine` installs it")
     return str(VENV / "bin" / "python")
 
 
 def vllm_server(folder: Path, **arguments: Any) -> VllmServer:
-    """Server of a random model with its files in a folder; skips the test where no vLLM is installed."""
+    """Server of a random model with its files in a folder; skips the test if vLLM is not installed."""
     engine_python()
     return serve_random_model(VENV, folder, shape=SHAPE, port=free_port(), **arguments)

@@ -20,7 +20,7 @@ Answer = tuple[int, Any]
 
 
 class StandIn:
-    """HTTP server with the model ``m``, a page of ``series`` (name -> value) and further endpoints."""
+    """HTTP server with the model ``m``, a metrics page of ``series`` (name -> value) and further endpoints."""
 
     def __init__(self, series: dict[str, float], post: Callable[[str, Any], Answer] | None = None) -> None:
         self.series = series

@@ -1,4 +1,4 @@
-"""Installed programs that tests start, and what becomes of tests where one is missing or something else is."""
+"""Installed programs that tests start, and whether tests are skipped or fail if one is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 REFUSE_SKIPS: Final = "TESTS_REFUSE_SKIPS"
-"""Environment variable: with 1, as in CI, no test may be skipped but those of engines that are not installed."""
+"""Environment variable: if 1, as in CI, only tests of engines that are not installed may be skipped."""
 
 
 def program(name: str) -> str:

@@ -1,7 +1,7 @@
-"""What a server must answer, computed in this process with simulator, environments and graders alone.
+"""Expected answers of a server, computed in this process only with simulator, environments and graders.
 
-An :class:`Episode` stands for one session, a :class:`BatchEpisodes` for one batch session. Both know every answer that
-was ever due, so that an answer can be asked for again. No code of the server is used.
+An :class:`Episode` stands for one session, a :class:`BatchEpisodes` for one batch session. Both keep every expected
+answer, so that it can be requested again. No code of the server is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from env.inference_env import InferenceEnv
 from env.traffic.env import TrafficEnv
+from env.traffic.grader import grade_traffic
 from grader.grader import GraderModule
-from grader.traffic_grader import grade_traffic
 from inferencegym.models import ServeAction
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import from_row, snap
@@ -67,7 +67,7 @@ TRAFFIC: Final = Kind(
 
 
 def exactly(value: Any) -> str:
-    """JSON text that tells 1 from 1.0 and from true, and every float from its neighbours."""
+    """JSON text that distinguishes 1, 1.0 and true, and every float from its neighbours."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -105,7 +105,7 @@ class Episode:
         self.states.append(self.kind.state(self.env, self.session_id))
 
     def named(self, session_id: str) -> None:
-        """The id that the server gave."""
+        """The session id from the server."""
         self.session_id = session_id
         self.states = [self.kind.state(self.env, session_id)]
 
@@ -132,7 +132,7 @@ class Episode:
         _, reward, done, info = self.env.step(action)
         answer = {self.kind.observation_key: self.env.observation_dict(), "reward": reward, "done": done, "info": info}
         self.asked.append(self.completed(action, self.taken + 1))
-        # Kept as text is: the environment goes on writing into its own.
+        # Keep a copy: the environment goes on changing its own object.
         self.answers.append(json.loads(json.dumps(answer)))
         self.states.append(self.kind.state(self.env, self.session_id))
         return self.answers[-1]
@@ -154,7 +154,7 @@ class Episode:
     def log(self) -> list[dict[str, Any]]:
         return list(json.loads(json.dumps(self.env.episode_log)))
 
-    # ------------------------------------------------------------ as OpenEnv's frames have it
+    # ------------------------------------------------------------ OpenEnv's frames
 
     def frame(self, answer: dict[str, Any] | None, with_info: bool) -> dict[str, Any]:
         """Observation frame of a step's answer, or of the first observation."""

@@ -34,7 +34,7 @@ DROPPED: Final = struct.pack("ii", 1, 0)
 
 @dataclass
 class Tally:
-    """What a server process was asked since it started; its /metrics must say the same."""
+    """Requests to a server process since it started; its /metrics must show the same counts."""
 
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By path and status."""
@@ -52,7 +52,7 @@ class Subject:
     totals: Counter[str] = field(default_factory=Counter)
     """Since the first history, for the report."""
     clean: bool = True
-    """Whether the last history ended as it should: else its successor begins with a new process."""
+    """Whether the last history ended normally; otherwise the next one begins with a new process."""
     log_read: int = 0
 
     def __post_init__(self) -> None:
@@ -156,9 +156,9 @@ class Socket:
         if self.connection is None:
             return
         connection, self.connection = self.connection, None
-        # What is sent to a server that ended is an OSError.
+        # sending to a server that ended raises OSError
         with contextlib.suppress(ConnectionClosed, OSError):
-            if how == "drop":  # as a client that dies: not a word to the server
+            if how == "drop":  # like a client that crashes: no close frame
                 connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, DROPPED)
                 connection.socket.shutdown(socket.SHUT_RDWR)
             elif how == "frame":

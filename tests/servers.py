@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
 PATIENCE_S = 120
-"""How long a test waits for a socket or a message: time enough on a machine that does much else."""
+"""How long a test waits for a socket or a message: long enough on a busy machine."""
 PATIENT: Final = {"connect_timeout_s": PATIENCE_S, "message_timeout_s": PATIENCE_S}
-"""Arguments of OpenEnv's clients: their own 10 s for a handshake pass on a machine that does much else."""
+"""Arguments of OpenEnv's clients, whose default of 10 s for a handshake is too short on a busy machine."""
 
 N_TEST_PROCESSES = 16
 
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 def until(true: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
-    """Wait until something is true."""
+    """Wait until ``true()`` holds."""
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, f"not within {limit_s:g} s"
@@ -89,7 +89,7 @@ class RunningServer:
     log: Path
     port: int = field(default_factory=free_port)
     before: str = ""
-    """Python statements that run first: they set constants that a test has no hours to wait for."""
+    """Python statements that run first: they shorten waits of hours for a test."""
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Backend of matplotlib with windows that need no display, for ``render_mode="human"``: they count what they are told.
+"""Backend of matplotlib with windows that need no display, for ``render_mode="human"``; they count their calls.
 
 ``plt.switch_backend("module://tests.window")`` chooses it.
 """

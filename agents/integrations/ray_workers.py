@@ -23,7 +23,6 @@ from env.batch import ServingBatch
 from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.installation import install_extra
 from inferencegym.seeds import episode_seed
-from inferencegym.spaces.actions import snap
 from inferencegym.tasks import TaskId, get_task
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class RolloutWorker:
         seeds = batch.seeds.copy()
         for t in range(n_steps):
             observation[t] = batch.observation
-            chosen = snap(self._agent.act(batch.full_observation()), batch.mask)
+            chosen = batch.snap(self._agent.act(batch.full_observation()))
             self._rows.step(chosen)
             knobs[t], reward[t], ended[t] = chosen, batch.reward, batch.done
             if ended[t].any():  # rows of one batch end together

@@ -1,82 +1,118 @@
-"""An episode on a server as a conversation: a briefing, then one answer with knobs for every few seconds.
+"""Episodes of the serving fleet on a server, for language models: one rule of payment and one reader of answers.
 
-For frameworks whose environments read what a model wrote (SkyRL and others). An answer is one JSON object of knobs;
-what it leaves out stays. One that is no valid action is told to the model, and the fleet runs on as it is.
+Trainers and evaluations differ in how a model acts (texts, tools); :class:`FleetEpisode` is what they share.
+:class:`TextEpisode` is the form for frameworks whose environments read what a model wrote (SkyRL, verifiers, Inspect).
+
+An episode pays its score, once, at its end. One that the model left early is played to its end with the knobs in force
+before it is paid, so that leaving pays exactly what carrying on with these knobs pays.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
+from agents.answers import last_object, read_knobs
 from agents.briefing import serving_briefing, tasks_and_rules
 from inferencegym.client.http import InferenceGymHTTP
-from inferencegym.errors import InvalidActionError
+from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
 
 HOLD_S: Final = 20
 """Seconds for which an answer holds, unless told."""
 
 
-class TextEpisode:
-    """An episode of the serving fleet, played by texts.
+class FleetEpisode:
+    """One episode on a server of its own session; ``config`` may name ``hold``, ``episode_length`` and more.
 
-    Rewards are shares of the whole episode: their sum over all answers is the score with ``reward="grade"``, the
-    default, and seconds that are not played pay nothing.
+    Raises :class:`InvalidConfigError` for a task that the server does not have.
     """
 
     def __init__(
-        self, base_url: str, task_id: int | str = 1, seed: int | None = None, config: dict[str, Any] | None = None
+        self, base_url: str, task_id: int | str = 1, seed: int | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
-        self._client = InferenceGymHTTP(base_url)
-        wanted = {"reward": "grade", "hold": HOLD_S, **(config or {})}
-        observation = self._client.reset(seed=seed, task_id=task_id, config=wanted)
-        played = self._client.state()["config"]
-        self._length: int = played["episode_length"]
-        self._knobs = NAIVE_ACTION.to_dict()
         tasks, rules = tasks_and_rules(base_url)
-        task = next(one for one in tasks if str(one["id"]) == str(task_id))
-        self.briefing = (
-            f"{serving_briefing(task, rules, played)}\n"
-            "Answer each state with one JSON object that sets any of the knobs; what it leaves out stays as it is.\n"
-            f"{state_text(observation, self._knobs)}"
+        task = next((one for one in tasks if str(one["id"]) == str(task_id)), None)
+        if task is None:
+            raise InvalidConfigError(f"task_id={task_id!r} is unknown: GET /tasks?all=true lists them", "task_id")
+        self.task = task
+        """The entry of GET /tasks."""
+        self._client = InferenceGymHTTP(base_url)
+        self.seen: ServeObservation = self._client.reset(
+            seed=seed, task_id=task["id"], config={**(config or {}), "reward": "grade"}
         )
-        """What the model is told before its first answer."""
-        self.done, self.invalid_answers = False, 0
+        played = self._client.state()["config"]
+        self.length: int = played["episode_length"]
+        """Seconds of the whole episode."""
+        self.knobs = NAIVE_ACTION.to_dict()
+        """Knobs in force."""
+        self.briefing = serving_briefing(task, rules, played)
+        self.done = False
         self.score: float | None = None
-        """The episode's, once it is over."""
-        self._paid = 0.0
+        """The episode's score; None until it is over."""
+        self.outcome: dict[str, Any] = {}
+        """``score``, ``breakdown`` and ``feedback`` once it is over."""
 
-    def answer(self, text: str) -> tuple[str, float]:
-        """Play the seconds of one step with an answer: what the model sees next, and its share of the reward."""
-        self._knobs, problem = parse_answer(text, self._knobs)
-        self.invalid_answers += bool(problem)
-        observation, reward, self.done, info = self._client.step(self._knobs)
+    @property
+    def session_id(self) -> str | None:
+        """Id of the session on the server."""
+        return self._client.session_id
+
+    def set(self, knobs: Mapping[str, Any]) -> None:
+        """Change knobs; those left out stay. Raises :class:`InvalidActionError`."""
+        self.knobs = ServeAction.from_dict({**self.knobs, **knobs}).to_dict()
+
+    def step(self) -> tuple[float, int]:
+        """Play one step: its share of the score so far, and its seconds."""
+        self.seen, reward, self.done, info = self._client.step(self.knobs)
         if self.done:
+            self.outcome = {name: info[name] for name in ("score", "breakdown", "feedback")}
             self.score = info["score"]
-        self._paid += reward / self._length
-        return problem + state_text(observation, self._knobs), reward / self._length
+        return reward / self.length, info["seconds"]
 
-    def grade(self) -> float:
-        """The score; of an episode that was left early, what its seconds paid: see :func:`grade_of`."""
-        return grade_of(self.score, self._paid)
+    def pay(self) -> float:
+        """The score. What the model has not played is played now, with the knobs in force."""
+        while not self.done:
+            self.step()
+        assert self.score is not None
+        return self.score
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
 
-def grade_of(score: float | None, paid: float) -> float:
-    """The score of an episode; of one that was left early (None), what its seconds paid, cut to the range of a score.
+class TextEpisode(FleetEpisode):
+    """An episode that is played by texts: each answer sets knobs for one step.
 
-    So it never pays to stop: the seconds that were not played pay nothing, and debts are not carried into a batch in
-    which whole episodes have none.
+    An answer is one JSON object of knobs (:func:`agents.answers.last_object`); what it leaves out stays. One that is no
+    valid action is told to the model, and the fleet runs on as it is.
     """
-    return min(max(paid, 0.0), 1.0) if score is None else score
+
+    def __init__(
+        self, base_url: str, task_id: int | str = 1, seed: int | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(base_url, task_id, seed, {"hold": HOLD_S, **(config or {})})
+        self.briefing = (
+            f"{self.briefing}\n"
+            "Answer each state with one JSON object that sets any of the knobs; what it leaves out stays as it is.\n"
+            f"{state_text(self.seen, self.knobs)}"
+        )
+        """Text for the model before its first answer."""
+        self.invalid_answers = 0
+
+    def answer(self, text: str) -> str:
+        """Play one step with an answer; returns what the model sees next."""
+        self.knobs, problem = parse_answer(text, self.knobs)
+        self.invalid_answers += bool(problem)
+        gained, seconds = self.step()
+        given = f"These {seconds} seconds added {gained:.4f} to the score.\n"
+        return problem + given + state_text(self.seen, self.knobs)
 
 
 def state_text(observation: ServeObservation, knobs: dict[str, Any]) -> str:
-    """What the fleet shows, and the knobs in force."""
+    """The observation and the knobs in force, as text."""
     return f"State: {json.dumps(rounded(vars(observation)))}\nKnobs: {json.dumps(knobs)}"
 
 
@@ -89,13 +125,15 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
+# ---------------------------------------------------------------- answers
+
+
 def parse_answer(answer: str, knobs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The knobs after an answer, and the message about it: empty when it was a valid action."""
-    start, end = answer.find("{"), answer.rfind("}")
+    chosen = last_object(answer)
+    if chosen is None:
+        return knobs, "Your last answer was not used (it holds no JSON object).\n"
     try:
-        chosen = json.loads(answer[start : end + 1])
-        return ServeAction.from_dict({**knobs, **chosen}).to_dict(), ""
-    except (ValueError, TypeError) as error:
-        # InvalidActionError is a ValueError whose text names field and range.
-        kind = "" if isinstance(error, InvalidActionError) else "not one JSON object: "
-        return knobs, f"Your last answer was not used ({kind}{error}).\n"
+        return read_knobs(chosen, knobs), ""
+    except InvalidActionError as error:
+        return knobs, f"Your last answer was not used ({error}).\n"

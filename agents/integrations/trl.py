@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from agents.briefing import serving_briefing, tasks_and_rules
-from agents.integrations.text_episode import rounded
-from inferencegym.client.http import DEFAULT_URL, InferenceGymHTTP
+from agents.integrations.text_episode import FleetEpisode, rounded
+from inferencegym.client.http import DEFAULT_URL
 from inferencegym.errors import InvalidActionError
-from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
 
 MAX_SECONDS = 60
 
@@ -30,20 +28,13 @@ class FleetTools:
 
     def __init__(self, base_url: str = DEFAULT_URL) -> None:
         self._base_url = base_url
-        self._client: InferenceGymHTTP | None = None
-        self._knobs = NAIVE_ACTION.to_dict()
-        self._seen: ServeObservation | None = None
-        self._length = 1
-        self.total_reward = 0.0
-        self.done = False
-        self.score: float | None = None
+        self._episode: FleetEpisode | None = None
 
     def reset(
         self,
         task_id: int | str = 1,
         seed: int | None = None,
         episode_length: int | None = None,
-        reward: Literal["grade", "plan"] = "grade",
         hold: int = 1,
         **columns: Any,
     ) -> str:
@@ -53,29 +44,18 @@ class FleetTools:
             task_id: which task to play.
             seed: which traffic to meet; the default of the server if it is left out.
             episode_length: seconds to play; the task's own number if it is left out.
-            reward: what a second pays: "grade", its share of the score, or "plan", the plan's formula.
             hold: seconds for which a step holds its knobs.
             columns: the data set's other columns, which are not for the environment.
 
         Returns:
-            What the model is to know before its first turn.
+            Briefing for the model.
         """
-        if self._client is not None:
-            self._client.close()
-        self._client = InferenceGymHTTP(self._base_url)
-        config: dict[str, Any] = {"reward": reward, "hold": hold}
-        if episode_length is not None:
-            config["episode_length"] = episode_length
-        self._seen = self._client.reset(seed=seed, task_id=task_id, config=config)
-        played = self._client.state()["config"]
-        self._knobs = NAIVE_ACTION.to_dict()
-        self._length, self.total_reward, self.done = played["episode_length"], 0.0, False
-        self.score = None
-        tasks, rules = tasks_and_rules(self._base_url)
-        task = next(one for one in tasks if str(one["id"]) == str(task_id))
-        briefing = serving_briefing(task, rules, played)
+        self._close()
+        config = {"hold": hold} if episode_length is None else {"hold": hold, "episode_length": episode_length}
+        self._episode = FleetEpisode(self._base_url, task_id, seed, config)
         how = f"Set knobs with set_knobs, then let up to {MAX_SECONDS} seconds pass with run; observe looks."
-        return f"{briefing}\n{how} Seconds that are not played pay nothing.\nIt shows now: {self._describe()}"
+        left = "What you do not play is played with the knobs in force."
+        return f"{self._episode.briefing}\n{how} {left}\nIt shows now: {self._describe()}"
 
     def set_knobs(
         self,
@@ -108,8 +88,9 @@ class FleetTools:
             "replicas": replicas,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
-        self._knobs = ServeAction.from_dict({**self._knobs, **given}).to_dict()
-        return f"The knobs are now {json.dumps(self._knobs)}."
+        episode = self._playing()
+        episode.set(given)
+        return f"The knobs are now {json.dumps(episode.knobs)}."
 
     def run(self, seconds: int) -> str:
         """Let the fleet serve for some seconds with the knobs as they stand.
@@ -118,22 +99,18 @@ class FleetTools:
             seconds: how long, from 1 to 60.
 
         Returns:
-            The reward of these seconds and what the fleet shows after them.
+            What these seconds added to the score, and what the fleet shows after them.
         """
         if seconds not in range(1, MAX_SECONDS + 1):
             raise InvalidActionError("seconds", seconds, f"an integer from 1 to {MAX_SECONDS}")
-        client = self._playing()
+        episode = self._playing()
         gained, played = 0.0, 0
-        while played < seconds:
-            self._seen, reward, self.done, info = client.step(self._knobs)
-            gained += reward
-            played += info["seconds"]
-            if self.done:
-                self.score = info["score"]
-                break
-        self.total_reward += gained
-        ending = " The episode is over." if self.done else ""
-        return f"Reward {gained:.3f}. {self._describe()}{ending}"
+        while played < seconds and (played == 0 or not episode.done):
+            share, lasted = episode.step()
+            gained += share
+            played += lasted
+        ending = " The episode is over." if episode.done else ""
+        return f"These seconds added {gained:.4f} to the score. {self._describe()}{ending}"
 
     def observe(self) -> str:
         """Look at the fleet without letting time pass.
@@ -145,26 +122,37 @@ class FleetTools:
         return self._describe()
 
     def get_reward(self) -> float:
-        """Rewards so far over the seconds of the whole episode; of a whole one with reward "grade", its score.
+        """The score of the episode. What the model has not played is played now, with its last knobs.
 
-        Seconds that were not played pay nothing, so that it does not pay to stop before a flood.
+        Raises RuntimeError where no episode was started.
         """
-        return self.total_reward / self._length
+        return self._playing().pay()
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode was played to its end."""
+        return self._episode is not None and self._episode.done
+
+    @property
+    def score(self) -> float | None:
+        """The score, once the episode is over."""
+        return None if self._episode is None else self._episode.score
 
     def __del__(self) -> None:
         # Trainers drop environments without a word.
-        if getattr(self, "_client", None) is not None:
-            self._client.close()  # type: ignore[union-attr]
+        self._close()
+
+    def _close(self) -> None:
+        if getattr(self, "_episode", None) is not None:
+            self._episode.close()  # type: ignore[union-attr]
 
     def _describe(self) -> str:
-        assert self._seen is not None
-        return json.dumps({name: rounded(value) for name, value in vars(self._seen).items()})
+        return json.dumps(rounded(vars(self._playing().seen)))
 
-    def _playing(self) -> InferenceGymHTTP:
-        if self._client is None:
-            # As reset() of a client would say it, before there is one.
+    def _playing(self) -> FleetEpisode:
+        if self._episode is None:
             raise RuntimeError("no episode is being played: reset first")
-        return self._client
+        return self._episode
 
 
 def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
@@ -173,5 +161,5 @@ def fleet_tools_at(base_url: str) -> Callable[[], FleetTools]:
 
 
 def episode_return(environments: Sequence[FleetTools], **_: Any) -> list[float]:
-    """A reward function for trainers that ask none of ``get_reward``: what it says of every rollout."""
+    """Reward function for trainers that do not call ``get_reward`` themselves: the score of every rollout."""
     return [environment.get_reward() for environment in environments]

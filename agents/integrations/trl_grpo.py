@@ -3,7 +3,7 @@
     python -m agents.integrations.trl_grpo --url http://localhost:7860                          # tiny, random, on a CPU
     python -m agents.integrations.trl_grpo --url http://localhost:7860 --model Qwen/Qwen3-0.6B  # a GPU's worth of work
 
-It needs ``pip install trl`` (1.16 is tested) beside this package. Without ``--model`` it downloads nothing: it makes a
+It needs the extra ``trl`` (TRL 1.16 is tested). Without ``--model`` it downloads nothing: it makes a
 model of random weights and a tokenizer of single bytes in which some whole tool calls are one token each, so that even
 a random model plays. That shows the whole loop: rollouts on the server, tool calls, rewards, steps of the optimiser.
 """
@@ -22,7 +22,7 @@ CALLS = [
     *({"name": "set_knobs", "arguments": {"quant_tier": tier}} for tier in (0, 1)),
     *({"name": "run", "arguments": {"seconds": seconds}} for seconds in (5, 20, 60)),
 ]
-"""What the tiny model can say, beside nothing."""
+"""Tool calls that the tiny model can make."""
 PROMPT = "Run the fleet for a whole episode: set knobs, let time pass, look, and adapt."
 
 

@@ -36,7 +36,7 @@ from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, SCALING_FIELDS
 from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.forecast import forecast_rps
 from inferencegym.tasks import TaskSpec
-from simulator.tables import ServingTables, tables_of
+from simulator.hardware.tables import ServingTables, tables_of
 from simulator.workload import load_source
 
 COMPRESSION: Final = 8.0
@@ -45,7 +45,7 @@ _NAMES: Final = (*OBSERVATION_FIELDS, *FLEET_FIELDS, *SCALING_FIELDS)
 
 
 Seen = Mapping[str, FloatArray]
-"""What an agent sees, by name of the field: (B,) each."""
+"""Observation by name of the field, (B,) each."""
 _SLOWER: Final = 0.3
 """Weight of the last second in the slow mean of the load, relative to the fast one: their difference is its trend."""
 
@@ -205,7 +205,7 @@ class ScheduledAgent(Autoscaler):
 
 
 class PlannerParams(Message):
-    """What a planning autoscaler goes by."""
+    """Parameters of the planning autoscaler."""
 
     target: Annotated[float, Field(ge=0.3, le=2, description="share of a replica's planned capacity that is used")]
     spare: Annotated[float, Field(ge=-1, le=2, description="replicas beside what the load needs")]
@@ -219,7 +219,7 @@ class PlannerParams(Message):
 PLANNER: Final = PlannerParams(
     target=0.8, spare=0.0, smoothing=0.3, trust=1.0, horizon_s=15.0, drain_s=10.0, hold_s=10.0
 )
-"""What an operator would write down first; nothing of it was fitted."""
+"""Defaults that an operator would start from; none was fitted."""
 
 
 class PlannerAgent(Autoscaler):

@@ -13,8 +13,8 @@ import numpy as np
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import Burst, TaskSpec
-from simulator.load import interp_log
-from simulator.tables import ServingTables
+from simulator.hardware.tables import ServingTables
+from simulator.load.source import interp_log
 from simulator.workload import load_source
 
 MEMORY_MARGIN_GB = 0.05

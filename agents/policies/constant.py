@@ -29,6 +29,13 @@ class ConstantAgent:
         return np.broadcast_to(self._row, (len(observation), len(self._row)))
 
 
+class NaiveAgent(ConstantAgent):
+    """Agent that takes the plan's baseline, :data:`NAIVE_ACTION`, at every step."""
+
+    def __init__(self) -> None:
+        super().__init__(NAIVE_ACTION)
+
+
 class RandomAgent:
     """Agent that draws every knob anew each step, all values equally likely (``batch_size`` on a logarithmic scale).
 

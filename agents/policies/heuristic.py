@@ -25,7 +25,7 @@ from agents.policies.hill_climb import COLUMN
 from agents.protocol import FloatArray
 from inferencegym.models import SPEC_LENGTHS
 from inferencegym.tasks import TaskSpec
-from simulator.tables import ServingTables, tables_of
+from simulator.hardware.tables import ServingTables, tables_of
 from simulator.workload import load_source
 
 CALM_MARGIN: Final = 1.1

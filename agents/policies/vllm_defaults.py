@@ -8,7 +8,7 @@ from typing import Final
 from agents.policies.constant import ConstantAgent
 from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, ServeAction
 from simulator.hardware.sources import reported_gb
-from simulator.tables import ServingTables
+from simulator.hardware.tables import ServingTables
 
 MAX_NUM_SEQS: Final = 256
 """Sequences at once: ``EngineArgs.get_batch_defaults`` in ``vllm/engine/arg_utils.py`` (vLLM 0.9 and later) has 256 for
@@ -28,7 +28,7 @@ def vllm_defaults(tables: ServingTables) -> ServeAction:
     """Knobs that are vLLM's defaults: 256 slots, 90 % of the memory, FP16, no speculation, prefill beside decoding.
 
     ``kv_budget`` is the share of the KV pool with which weights, activations, slots and pool take 90 % of what the card
-    reports, which is what the engine measures at its start; :mod:`agents.shadow.export` converts the other way.
+    reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.
     """
     memory = tables.meta["memory_gb"]
     fixed_gb = float(tables.weights_gb[0]) + float(memory["activations_gb"])

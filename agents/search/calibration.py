@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from agents.baseline import BASELINE_ACTION, NaiveAgent
 from agents.episodes import run_episodes
+from agents.policies.constant import NAIVE_ROW, NaiveAgent
 from agents.policies.stored import policy_dir, policy_path
 from agents.policies.switching_policy import ModeAgent, ModeParams
 from agents.protocol import FloatArray
@@ -29,10 +29,10 @@ from agents.search.solver import QUICK, Budget, Progress, Solver, constant_polic
 from agents.seeds import CALIBRATION_SEEDS
 from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write, prepare_output
-from inferencegym.spaces.actions import from_row, to_row
+from inferencegym.spaces.actions import from_row
 from inferencegym.task_registry import load_entries
 from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
-from simulator.tables import tables_of
+from simulator.hardware.tables import tables_of
 
 SOLVED: Final = ("best_static", "best_adaptive", "random_search")
 """Policies that calibrating a task stores."""
@@ -168,7 +168,7 @@ def search_at_random(task: TaskSpec, calibration: Calibration) -> dict[str, Any]
 
 def batch_one() -> FloatArray:
     """The naive action with one request at a time."""
-    action = to_row(BASELINE_ACTION)
+    action = NAIVE_ROW.copy()
     action[2] = 1.0
     return action
 

@@ -23,8 +23,8 @@ from agents.episodes import EpisodeResults, run_episodes
 from agents.policies.switching_policy import FEATURES, ActionsAgent, ModeAgent, ModeParams, Q
 from agents.protocol import Agent, FloatArray
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
-from env.batch import ServingBatch
-from env.reference import ReferenceBatch
+from env.dynamics import DynamicsFactory, FluidFleet
+from env.reference import ReferenceFleet
 from inferencegym.models import ACTION_FIELDS, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, FORCED, action_mask, snap
 from inferencegym.tasks import Calibration, TaskSpec
@@ -180,21 +180,21 @@ class Solver:
         return self._values(len(actions), seeds, lambda part: ActionsAgent(actions[part], len(seeds)))
 
     def values_of_policies(
-        self, params: ModeParams, seeds: Sequence[int], batch_type: Callable[..., ServingBatch] = ServingBatch
+        self, params: ModeParams, seeds: Sequence[int], dynamics: DynamicsFactory = FluidFleet
     ) -> FloatArray:
-        """Mean objective of mode policies (P) over the seeds, (P,); ``batch_type`` plays the episodes."""
+        """Mean objective of mode policies (P) over the seeds, (P,); ``dynamics`` serves the requests."""
 
         def agent(part: slice) -> Agent:
             return ModeAgent(params.select(part), self.task, len(seeds))
 
-        return self._values(len(params), seeds, agent, batch_type)
+        return self._values(len(params), seeds, agent, dynamics)
 
     def _values(
         self,
         n: int,
         seeds: Sequence[int],
         agent: Callable[[slice], Agent],
-        batch_type: Callable[..., ServingBatch] = ServingBatch,
+        dynamics: DynamicsFactory = FluidFleet,
     ) -> FloatArray:
         at_once = max(1, ROWS_AT_ONCE // len(seeds))
         values = np.empty(n)
@@ -202,7 +202,7 @@ class Solver:
             part = slice(start, min(n, start + at_once))
             rows = (part.stop - start) * len(seeds)
             results = run_episodes(
-                self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, batch_type=batch_type
+                self.task, agent(part), seeds, n_rows=rows, calibration=self.calibration, dynamics=dynamics
             )
             values[part] = self._objective(results, self.calibration).reshape(-1, len(seeds)).mean(axis=1)
         return values
@@ -340,16 +340,14 @@ class Solver:
         if len(policies) == 1:
             return policies[0]
         self._progress(f"reference: {len(policies)} policies", 0.99)
-        values = [self._value(params, self.budget.reference_seeds, ReferenceBatch) for params in policies]
+        values = [self._value(params, self.budget.reference_seeds, ReferenceFleet) for params in policies]
         return policies[int(np.argmax(values))]
 
     def _training_value(self, params: ModeParams) -> float:
         return self._value(params, self.budget.seeds)
 
-    def _value(
-        self, params: ModeParams, seeds: Sequence[int], batch_type: Callable[..., ServingBatch] = ServingBatch
-    ) -> float:
-        return float(self.values_of_policies(params, seeds, batch_type)[0])
+    def _value(self, params: ModeParams, seeds: Sequence[int], dynamics: DynamicsFactory = FluidFleet) -> float:
+        return float(self.values_of_policies(params, seeds, dynamics)[0])
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
         """Best pairs of the static action and a second setting, in either order behind each gate of the library."""

@@ -21,21 +21,25 @@ from env.serving.messages import (
     step_info_schema,
 )
 from grader.grader import GraderModule
+from grader.kinds import RULES as GRADE_RULES
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
-from inferencegym.models import ServeAction, ServeActionMessage
+from inferencegym.models import ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
-from inferencegym.tasks import TaskId, TaskSpec, get_calibration, get_task, list_tasks, table_index, task_of
-from simulator.catalogue import models, table_path, usual_name
+from inferencegym.tasks import AT, TaskId, TaskSpec, get_calibration, get_task, list_tasks, table_index, task_of
 from simulator.coverage import coverage
-from simulator.tables import ServingTables, default_table_path, load_tables
+from simulator.hardware.catalogue import models, table_path, usual_name
+from simulator.hardware.tables import ServingTables, default_table_path, load_tables
 
 NAME: Final = "serving"
 
 _NOT_PLAYED: Final = frozenset(
-    {"name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration", "calibration_file"}
+    {
+        *("name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration"),
+        *("calibration_file", "log"),
+    }
 )
-"""Keys of a task that do not change its episodes: descriptions, and the path of its constants."""
+"""Keys of a task that do not change its episodes."""
 
 
 def tables() -> ServingTables:
@@ -64,8 +68,8 @@ RULES: Final = (
     "Changing quant_tier or prefill_disagg restarts the replicas one after the other. Each is away for restart_s + "
     "weights / load_gb_per_s seconds, and the requests that it ran are computed again. info.fleet.restarting_replicas "
     "says how many are still to restart.",
-    "kv_budget is the share of the free memory that the KV pool takes. What the pool cannot hold is preempted, lowest "
-    "class and youngest first, waits, and is computed again.",
+    "kv_budget is the share of the free memory that the KV pool takes. Requests that the pool cannot hold are "
+    "preempted, lowest class and youngest first; they wait, and are computed again.",
     "A replica that needs more memory than its limit is out of memory (info.metrics.oom) for that second: it writes "
     "half as much, and violations count five times and as batch_size at least. Fewer slots or a smaller pool end it.",
     "A request violates its class's objective when its first token comes later than the objective's ttft_ms. Requests "
@@ -75,7 +79,7 @@ RULES: Final = (
     "The score is in [0, 1]: POST /grader gives it at any time, and the info of the last step. GET /baseline says what "
     "simple agents reach: a good score is above those of heuristic and random_search.",
 )
-"""What a player has to know beside the descriptions of tasks, knobs and observations."""
+"""Rules for players, in addition to the descriptions of tasks, knobs and observations."""
 
 
 def _objectives(task: TaskSpec) -> list[dict[str, Any]]:
@@ -87,7 +91,7 @@ def _objectives(task: TaskSpec) -> list[dict[str, Any]]:
 
 
 def _floods(task: TaskSpec) -> dict[str, float] | None:
-    """When a task's floods come, in seconds; None where there are none."""
+    """Times of a task's floods, in seconds; None without floods."""
     flood = task.burst
     if flood is None:
         return None
@@ -97,33 +101,6 @@ def _floods(task: TaskSpec) -> dict[str, float] | None:
         "lasts_s": flood.duration_steps,
         "arrival_rate_rps": flood.rate_rps,
     }
-
-
-def _score_in_words(task: TaskSpec) -> str:
-    """How an episode of a task is scored, part by part; every part is cut to [0, 1]."""
-    grade = task.grade
-    if grade["kind"] == "throughput":
-        return "(mean tokens/s - floor_tps) / (optimal_tps - floor_tps), two constants of GET /info's calibration"
-    if grade["kind"] == "latency_memory":
-        least, slope = grade["memory_limit_gb"], grade["memory_slope_gb"]
-        return (
-            f"0.5 * (1 - mean of ttft_p50_ms / {grade['ttft_target_ms']:g}) + 0.5 * memory, where memory is 1 up to a "
-            f"peak of gpu_memory_gb of {least:g} and 0 from {least + slope:g} on"
-        )
-    if grade["kind"] == "autoscaling":
-        objectives, gpus, churn = grade["weights"]
-        missed, changes, most = grade["missed_share_limit"], grade["changes_limit"], task.fleet.max_replicas or 1
-        return (
-            f"{objectives:g} * (1 - mean slo_violations per second / {missed * task.arrival_rate_rps:g}) + {gpus:g} * "
-            f"({most} - mean replicas paid) / {most - grade['least_replicas']:g} + "
-            f"{churn:g} * (1 - replicas added and removed / {changes:g} in {task.episode_length} seconds)"
-        )
-    throughput, objectives, cost, stability = grade["weights"]
-    return (
-        f"{throughput:g} * mean tokens/s / optimal_tps of GET /info's calibration + {objectives:g} * (1 - mean "
-        f"slo_violations per second / 100) + {cost:g} * (1 - sum of cost_per_1k / {task.cost_budget:g}) + "
-        f"{stability:g} * stability, which is 1 where batch_size and kv_budget never move"
-    )
 
 
 def describe_task(task: TaskSpec) -> dict[str, Any]:
@@ -151,7 +128,7 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "cost_budget": task.cost_budget,
         "reward_weights": asdict(task.reward),
         "grade": dict(task.grade),
-        "score": _score_in_words(task),
+        "score": GRADE_RULES[task.grade["kind"]].words(task),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "recorded": task.recorded,
         **scaling,
@@ -187,7 +164,7 @@ def _file_sha256(path: str, version: int) -> str:
 
 
 def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
-    # Which reward is paid and how long actions are held changes no score of the same seconds.
+    # The kind of reward and the hold do not change the score of the same seconds.
     task = task_of(get_task(task_id), config)
     if task.hardware is not None:
         table_path(task.hardware)  # refuses a name that is not in the catalogue
@@ -212,7 +189,7 @@ def _info() -> Mapping[str, Any]:
             "weights": {str(task.task_id): asdict(task.reward) for task in tasks},
         },
         "calibration": {str(task.task_id): _calibration(task.task_id) for task in tasks},
-        # The times themselves stay in the file: here is where they come from and how well they are supported.
+        # Only source and support of the times, not the times themselves.
         "data": {name: value for name, value in table.meta.items() if not name.startswith("iteration_")},
         "tiers": {str(i): name for i, name in enumerate(table.tiers)},
         "weights_gb": dict(table.meta["weights_gb"]),
@@ -232,7 +209,7 @@ def _calibration(task_id: TaskId) -> dict[str, float] | None:
     try:
         return asdict(get_calibration(task_id))
     except InvalidConfigError:
-        return None  # a user's own task that was not calibrated yet
+        return None  # a user's task that is not calibrated yet
 
 
 def _manifest() -> Path:
@@ -260,10 +237,10 @@ FAMILY: Final = Family(
     check_config=_check_config,
     hold=_hold,
     played_id=lambda task_id, config: task_of(get_task(task_id), config).task_id,
+    listed_id=lambda task_id: str(task_id).partition(AT)[0],
     table_sha256=lambda: tables().sha256,
-    action_of=ServeAction.from_message,
     arrivals=InferenceEnv.arrivals,
-    gym=GymFaces("inferencegym.gym:InferenceGymEnv", "inferencegym.gym:VectorInferenceEnv"),
+    gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv"),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,
     manifest=_manifest(),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from grader.episode import GRADED_METRICS
+from grader.episode import GRADED_METRICS, UNREPORTED
 from inferencegym.messages import plain_schema
 from inferencegym.models import (
     FLEET_FIELDS,
@@ -17,7 +17,7 @@ from inferencegym.models import (
     ServeActionMessage,
     bounds,
 )
-from simulator.arrays import OVER_SECONDS
+from simulator.kernel.arrays import OVER_SECONDS
 
 _SEEN: Final = OBSERVATION_FIELDS
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -71,7 +71,7 @@ class WorkloadMessage(BaseModel):
     priority_distribution: Annotated[
         list[float], Field(description="shares of the last 50 steps' arrivals: interactive, batch, best effort")
     ]
-    is_burst: Annotated[bool, Field(description="whether a flood is on")]
+    is_burst: Annotated[bool, Field(description="whether the second is in a flood")]
     phase: Annotated[
         Literal["warmup", "steady", "burst", "cooldown"],
         Field(description="the first 10 s, a flood, the 10 s after one, or none of these"),
@@ -79,7 +79,7 @@ class WorkloadMessage(BaseModel):
 
 
 class FleetMessage(BaseModel):
-    """What the fleet is set to after a step, and how long it has been; the last three of tasks that scale only."""
+    """Knobs in force after a step, and for how long; the last three only in autoscaling tasks."""
 
     kv_budget: Annotated[float, bounds(FLEET_FIELDS["kv_budget"])]
     spec_length: Annotated[int, bounds(FLEET_FIELDS["spec_length"])]
@@ -88,7 +88,7 @@ class FleetMessage(BaseModel):
     quant_tier: Annotated[int, bounds(FLEET_FIELDS["quant_tier"])]
     restarting_share: Annotated[float, bounds(FLEET_FIELDS["restarting_share"])]
     seconds_since_change: Annotated[int, bounds(FLEET_FIELDS["seconds_since_change"])]
-    restarting_replicas: Annotated[int, Field(ge=0, description="replicas that have still to restart (replicas)")]
+    restarting_replicas: Annotated[int, Field(ge=0, description="replicas that must still restart (replicas)")]
     replicas: Annotated[int | None, bounds(SCALING_FIELDS["replicas"])] = None
     replicas_ready: Annotated[int | None, bounds(SCALING_FIELDS["replicas_ready"])] = None
     replicas_draining: Annotated[float | None, bounds(SCALING_FIELDS["replicas_draining"])] = None
@@ -123,7 +123,7 @@ def log_entry_schema() -> dict[str, Any]:
     measured = {name: {"type": "number", "minimum": 0, "maximum": high} for name, high in GRADED_METRICS.items()}
     metrics = {
         "type": "object",
-        "required": list(measured),
+        "required": [name for name in measured if name != UNREPORTED],
         "properties": measured,
         "description": "metrics of the step; see /info",
     }
@@ -132,7 +132,7 @@ def log_entry_schema() -> dict[str, Any]:
         "type": "object",
         "required": ["action", "metrics"],
         "properties": {
-            # Scores do not depend on these two; they are checked when a log is verified.
+            # Scores do not depend on these two; verification checks them.
             "timestep": {"description": "number of the step, from 1"},
             "action": action,
             "reward": {"description": "reward of the step"},

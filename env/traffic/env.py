@@ -8,30 +8,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from env.family import Grade, outcome
-from grader.traffic_grader import grade_totals
-from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
-from inferencegym.seeds import check_seed
-from inferencegym.traffic import (
-    ACCEPT_SHARES,
-    ACTION_NAMES,
-    DEFAULT_TASK_ID,
-    STATE_FIELDS,
-    TrafficAction,
-    TrafficConfig,
-    TrafficState,
-    TrafficTask,
-    get_traffic_task,
-    parse_action,
-    traffic_config,
-)
-from simulator.traffic import (
+from env.traffic.grader import grade_totals
+from env.traffic.model import (
+    SHARES,
     BoolArray,
     FloatArray,
     IntArray,
@@ -42,11 +28,13 @@ from simulator.traffic import (
     initial,
     step,
 )
-from simulator.traffic_score import EpisodeTotals, final_score, step_reward
+from env.traffic.score import EpisodeTotals, final_score, step_reward
+from env.traffic.tasks import DEFAULT_TASK_ID, TrafficConfig, TrafficTask, get_traffic_task, traffic_config
+from inferencegym.errors import EpisodeDoneError, InvalidActionError, NotResetError
+from inferencegym.seeds import check_seed
+from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS, TrafficAction, parse_action
 
 _Rows = TypeVar("_Rows", TrafficServer, EpisodeTotals)
-
-_SHARES: Final = np.array(list(ACCEPT_SHARES.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +54,8 @@ class TrafficStep:
 class TrafficBatch:
     """B episodes of one task and one configuration, stepped together.
 
-    A row equals the same episode alone, to the last bit. A row whose episode is over stays as it is, with reward 0,
-    until it is reset; the metrics of such a step mean nothing.
+    A row equals the same episode alone, to the last bit. A row whose episode is over does not change and gets reward 0
+    until it is reset; the metrics of such a step are meaningless.
     """
 
     def __init__(self, task: TrafficTask, n_rows: int, config: TrafficConfig | None = None) -> None:
@@ -79,7 +67,7 @@ class TrafficBatch:
         self.reset()
 
     def reset(self, rows: BoolArray | None = None) -> FloatArray:
-        """Start all episodes, or those that the mask ``rows`` ``(B,)`` names, and return the observation ``(B, 7)``."""
+        """Start all episodes, or those of the mask ``rows`` ``(B,)``, and return the observation ``(B, 7)``."""
         fresh_server = initial(self.params, np.full(self.n_rows, self.incoming[0]))
         fresh_totals = EpisodeTotals.zeros(self.n_rows)
         if rows is None:
@@ -93,7 +81,7 @@ class TrafficBatch:
 
     def step(self, actions: ArrayLike) -> TrafficStep:
         """Take one step with action indices ``(B,)`` of :data:`inferencegym.traffic.ACTION_NAMES`."""
-        share = _SHARES[_action_indices(actions, self.n_rows)]
+        share = SHARES[_action_indices(actions, self.n_rows)]
         incoming = self.incoming[self.totals.steps]
         allowed = allowed_rates(incoming, share)
         server = step(self.params, self.server.queue_requests, allowed)
@@ -135,6 +123,27 @@ class TrafficBatch:
     def grade(self, row: int) -> Grade:
         """Grade of one row as if its episode ended now."""
         return grade_totals(self.task, self.totals.rows(np.array([row])))
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficState:
+    """Observation of the traffic controller; bounds and units in :data:`STATE_FIELDS`.
+
+    Everything but ``request_rate`` describes the step just taken. ``request_rate`` is the rate of the next step, so
+    that a controller can act before a spike.
+    """
+
+    cpu_usage: float
+    memory_usage: float
+    request_rate: float
+    queue_length: int
+    avg_latency: float
+    step: int
+    crashed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
 
 
 class TrafficEnv:
@@ -217,8 +226,14 @@ class TrafficEnv:
         """
         return *self.play(action), self.info()
 
-    def check(self, action: TrafficAction) -> None:
-        """Every action of the controller can be played in every episode."""
+    def check(self, action: TrafficAction) -> TrafficAction:
+        """The action, unchanged: every action can be played in every episode."""
+        return action
+
+    @property
+    def n_entries(self) -> int:
+        """Steps taken so far."""
+        return len(self.episode_log)
 
     def play(self, action: TrafficAction | str | Mapping[str, Any]) -> tuple[TrafficState, float, bool]:
         """Let a share of the next second's requests through; return state, reward and done.

@@ -1,4 +1,4 @@
-"""Family record of the traffic controller, in which an action sets the share of requests let through each second."""
+"""Family record of the traffic controller, in which an action sets the share of requests admitted each second."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-import inferencegym
 from env.family import Entry, Family, Grade, GymFaces, HttpShape, TaskEntry
 from env.traffic.env import TrafficEnv
+from env.traffic.grader import grade_traffic, traffic_log
 from env.traffic.messages import StateMessage, log_entry_schema, step_info_schema
-from grader.traffic_grader import grade_traffic, traffic_log
-from inferencegym.tasks import TaskId
-from inferencegym.traffic import (
+from env.traffic.tasks import (
     DEFAULT_TASK_ID,
-    TrafficAction,
-    TrafficActionMessage,
     TrafficConfigOverrides,
     get_traffic_task,
     list_traffic_tasks,
     traffic_config,
 )
+from inferencegym.tasks import TaskId
+from inferencegym.traffic import TrafficAction, TrafficActionMessage
 
 NAME: Final = "traffic"
 
@@ -52,7 +50,7 @@ def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
 FAMILY: Final = Family(
     name=NAME,
     title="Traffic controller",
-    description="Decide each second which share of the incoming requests to let through to one server.",
+    description="Choose each second the share of incoming requests that one server admits.",
     env_name="traffic_controller",
     make=TrafficEnv,
     action_model=TrafficActionMessage,
@@ -67,7 +65,7 @@ FAMILY: Final = Family(
     log_entries=traffic_log,
     action_of=_action_of,
     short_action="action",
-    gym=GymFaces("inferencegym.gym:TrafficGymEnv", "inferencegym.gym:VectorTrafficGymEnv"),
+    gym=GymFaces("env.traffic.gym:TrafficGymEnv", "env.traffic.gym:VectorTrafficGymEnv"),
     http=HttpShape(
         observation_key="state",
         reset_fields=("max_steps", "config"),
@@ -78,6 +76,6 @@ FAMILY: Final = Family(
         step_info=step_info_schema(),
     ),
     reward_range=(None, 1.0),
-    manifest=Path(inferencegym.__file__).parent / "data" / "traffic_openenv.yaml",
+    manifest=Path(__file__).with_name("openenv.yaml"),
     about=Path(__file__).with_name("about.md"),
 )

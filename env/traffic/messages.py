@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, Field
 
-from grader.traffic_grader import HIGHEST, SCORED
+from env.traffic.grader import HIGHEST, SCORED
 from inferencegym.messages import plain_schema
 from inferencegym.models import bounds
 from inferencegym.traffic import ACCEPT_SHARES, STATE_FIELDS, TrafficActionMessage

@@ -72,8 +72,8 @@ class InferenceGymBatch:
     ) -> NDArray[np.float64]:
         """Start ``n`` episodes with the seeds ``seed``, ``seed + 1``, ..., or one per seed of ``seeds``.
 
-        Returns the observations (N, 14). With ``fleet`` they have 21 columns, here and in every step; the further seven
-        say what the fleets are set to (:data:`inferencegym.models.FLEET_FIELDS`). With ``autoreset`` the step that ends
+        Returns the observations (N, 14). With ``fleet`` they have 21 columns, here and in every step; the last seven
+        describe the fleets (:data:`inferencegym.models.FLEET_FIELDS`). With ``autoreset`` the step that ends
         the episodes shows the first observations of the next ones. The session of an earlier reset is reused if it fits
         and still exists, and closed otherwise.
         """
@@ -103,7 +103,7 @@ class InferenceGymBatch:
         returns the server's own precision, which is otherwise rounded to float32.
         """
         if self.session_id is None:
-            raise NotResetError("this client plays no episodes: call reset()")
+            raise NotResetError("this client has no episodes yet: call reset()")
         rows = np.asarray(actions, dtype=np.float64 if float64 else np.float32)
         if rows.ndim != 3:
             raise InvalidActionError("actions", rows.shape, f"an array of shape (K, {self.n}, 5)")

@@ -69,9 +69,9 @@ class _RemoteTask:
 class HTTPVectorEnv(AutoresetVectorEnv):
     """``num_envs`` episodes on a server at ``url``, one request a step (``POST /step/batch``).
 
-    The numbers equal :class:`env.vector_env.VectorInferenceEnv` with the same arguments, seeds and actions, to the last
+    The numbers equal :class:`env.vector.VectorInferenceEnv` with the same arguments, seeds and actions, to the last
     bit. Bounds are read from the task on this machine, so it must know the task too. All rows are at the same step, so
-    a ``reset_mask`` must set all of them. ``info`` holds ``seed`` (B,); metrics stay on the server.
+    a ``reset_mask`` must set all of them. ``info`` has only ``seed`` (B,); metrics stay on the server.
 
     The server keeps these episodes in memory only. If it no longer has them (it was restarted, or they were not stepped
     for ten minutes), the running episodes are replayed from their seeds and actions, with a warning in the log, before
@@ -173,7 +173,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
 
 
 class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
-    """One episode of a serving task on a server at ``url``; numbers equal :class:`inferencegym.gym.InferenceGymEnv`.
+    """One episode of a serving task on a server at ``url``; numbers equal :class:`env.gym.InferenceGymEnv`.
 
     ``info`` is the server's, with ``session_id`` and ``seed`` added; the last one of an episode has its ``score``,
     ``breakdown`` and ``feedback``. ``render()`` draws the episode so far, as it does there. The session outlives the
@@ -258,8 +258,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     def _encoded(self, observation: ServeObservation, fleet: FloatArray) -> Float32Array:
         seen = np.concatenate([to_array(observation), fleet])
-        encoded: Float32Array = self._remote.observations.encode(seen[None])[0]
-        return encoded
+        return self._remote.observations.encode(seen)
 
     def _info_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, "session_id": self.session_id, "seed": self._seed}

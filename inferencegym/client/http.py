@@ -76,7 +76,7 @@ class _Episode:
 
     def known_id(self) -> str:
         if self.session_id is None:
-            raise NotResetError("this client plays no episode: call reset(), or resume(session_id) to continue one")
+            raise NotResetError("this client has no episode: call reset(), or resume(session_id) to continue one")
         return self.session_id
 
     # ------------------------------------------------------------ answers

@@ -32,7 +32,7 @@ with without_gradio():
 
 
 def _dumped(action: InferenceGymAction | TrafficControllerAction) -> dict[str, Any]:
-    # What was left out is the server's to fill in: it knows the knobs in force.
+    # The server fills in missing knobs, because it knows the knobs in force.
     excluded = set() if action.metadata else {"metadata"}
     return dict(action.model_dump(exclude=excluded, exclude_unset=True))
 
@@ -80,7 +80,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
         return make_calls(self.episode.state(super()))
 
     def disconnect(self) -> Any:
-        """Close the socket; the next call opens another and goes on with the episode."""
+        """Close the socket; the next call opens another and continues the episode."""
         self.episode.has_socket = False
         return super().disconnect()
 
@@ -136,7 +136,7 @@ class SyncEpisodeClient:
         return SyncEpisodeClient(plain, plain.async_client.episode)
 
     def disconnect(self) -> None:
-        """Close the socket; the next call opens another and goes on with the episode."""
+        """Close the socket; the next call opens another and continues the episode."""
         self._episode.has_socket = False
         self._plain.disconnect()
 

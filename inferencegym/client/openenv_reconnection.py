@@ -1,7 +1,7 @@
-"""Reconnection of OpenEnv's clients: an episode goes on after a lost socket, and no step of it is played twice.
+"""Reconnection of OpenEnv's clients: an episode continues after a lost socket, and no step is played twice.
 
-The rules are written once, for ``await`` and for synchronous use: the methods of :class:`Episode` are generators that
-yield the calls of OpenEnv's client they want made, and :func:`make_calls` makes them.
+The rules are written once for asynchronous and synchronous use: the methods of :class:`Episode` are generators that
+yield the calls of OpenEnv's client to make, and :func:`make_calls` makes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Calls = Generator[Callable[[], Any] | float, Any, Any]
 
 
 class Player(Protocol):
-    """What reconnection asks of the client whose episode it is."""
+    """Interface that reconnection needs from the client of an episode."""
 
     reconnect_s: float
 
@@ -43,7 +43,7 @@ class Player(Protocol):
 
 
 class Episode:
-    """Episode of one client, with what it takes to go on with it over another socket.
+    """Episode of one client, with the data needed to continue it over another socket.
 
     ``plain`` is OpenEnv's own client, asynchronous or synchronous: its ``reset``, ``step``, ``state`` and
     ``disconnect`` are called; the first three open a socket where there is none.
@@ -53,18 +53,18 @@ class Episode:
         self.id: str | None = None
         """Id of the episode; None before the first reset."""
         self.has_socket = False
-        """Whether a socket is open as far as is known; False before the first call and after it was given up."""
+        """True if a socket is open, as far as the client knows; False before the first call and after a loss."""
         self._player = player
         self._taken = 0
         self._info = False
 
     def reset(self, plain: Any, arguments: Mapping[str, Any]) -> Calls:
-        """Calls that start an episode, or go on with the one that the arguments name."""
+        """Calls that start an episode, or continue the one in the arguments."""
         wanted = {"episode_id": secrets.token_hex(16), **arguments}
 
         def send(_again: bool) -> Calls:
             result = yield lambda: plain.reset(**wanted)
-            # How many steps an episode has taken that goes on, only its state tells.
+            # Only the state of a continued episode has its number of steps.
             taken = (yield plain.state).step_count if wanted.get("resume") else 0
             return result, taken
 
@@ -73,7 +73,7 @@ class Episode:
         return result
 
     def step(self, plain: Any, action: Any, arguments: Mapping[str, Any]) -> Calls:
-        """Calls that take one step; sent again after a loss, it has its number."""
+        """Calls that take one step; a step repeated after a loss has its number."""
 
         def send(again: bool) -> Calls:
             sent = self._player.numbered(action, self._taken + 1) if again else action
@@ -95,7 +95,7 @@ class Episode:
         return (yield from self._until_answered(plain, send, resume=True))
 
     def _until_answered(self, plain: Any, send: Callable[[bool], Calls], resume: bool) -> Calls:
-        """Send a request, with True when it is sent again, as often as ``reconnect_s`` allows."""
+        """Send a request, and repeat it (flag True) for up to ``reconnect_s``."""
         lost: Exception | None = None
         # A socket that was open may have been lost unnoticed; OpenEnv's client then opens another by itself.
         may_be_lost = resume or self.has_socket
@@ -109,12 +109,12 @@ class Episode:
                         yield from self._with_local_errors(plain, self._resume(plain))
                 return (yield from self._with_local_errors(plain, send(lost is not None)))
             except NotResetError as error:
-                # A new socket, which has not been told of the episode yet.
+                # A new socket, which is not connected to the episode yet.
                 if self.id is None or not resume or isinstance(lost, NotResetError):
                     raise
                 lost = error
             except CapacityError as error:
-                # Refused with the socket, which is then gone, and not by a store that is full of sessions.
+                # The server refused the socket, and closed it; a full store of sessions does not close it.
                 if self.id is None or self.has_socket or (lost is None and not may_be_lost):
                     raise
                 lost = error
@@ -142,7 +142,7 @@ class Episode:
         except RuntimeError as error:
             self.has_socket = not _is_full(error)
             if _is_full(error):
-                # The server closes it, but this may be noticed only in the middle of the next call.
+                # The server closes it, but the client may notice only during the next call.
                 yield plain.disconnect
             ours = _ours(error)
             if ours is None:
@@ -203,5 +203,5 @@ def _ours(error: RuntimeError) -> Exception | None:
 
 
 def _is_full(error: RuntimeError) -> bool:
-    """Whether the server refused the socket because it holds as many as it may."""
+    """Whether the server refused the socket because it has reached its limit of sockets."""
     return str(error).endswith("(code: CAPACITY_REACHED)")

@@ -86,7 +86,7 @@ _STATE: Final = traffic.STATE_FIELDS
 
 
 class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[misc]
-    """Action: the five knobs; those left out stay as they are, in the first step the naive baseline's values.
+    """Action: the five knobs; a knob left out keeps its value, initially the naive baseline's.
 
     ``quant_tier`` is 0, 1, 2 or "FP16", "INT8", "INT4". ``metadata["step"]`` may number the step, counting from 1: sent
     again, the same step with the same knobs gives the same answer and is not played twice.

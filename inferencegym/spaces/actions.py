@@ -9,7 +9,6 @@ takes the nearest allowed value instead: a policy that explores must not crash a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -17,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError
-from inferencegym.models import ACTION_FIELDS, NAIVE_ACTION, QuantTier, ServeAction
-from inferencegym.spaces.knobs import KNOB_DEFAULTS, KNOB_HIGH, KNOB_LOW, KnobKernel, action_values
+from inferencegym.models import ACTION_FIELDS, QuantTier, ServeAction, ServeActionMessage
+from inferencegym.spaces.knobs import KNOB_DEFAULTS, KNOB_HIGH, KNOB_LOW, KnobKernel
 from inferencegym.tasks import Fleet
 
 ACTION_SIZE: Final = len(ACTION_FIELDS)
@@ -34,7 +33,7 @@ def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def action_size(fleet: Fleet) -> int:
-    """Numbers of an action of this fleet: five, or six where it scales."""
+    """Length of an action of this fleet: five, or six with ``replicas``."""
     return ACTION_SIZE + (fleet.max_replicas is not None)
 
 
@@ -50,49 +49,32 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_], fleet: Fleet | N
     if actions.ndim != 2 or not ACTION_SIZE <= actions.shape[1] <= size:
         raise InvalidActionError("actions", actions.shape, f"an array of shape (B, {size})")
     snapped = np.empty(actions.shape)
-    bounds = None if fleet is None or fleet.max_replicas is None else (fleet.n_replicas, fleet.max_replicas)
-    _kernel(tuple(mask.tolist()), bounds).snap(np.asarray(actions, dtype=np.float64), snapped)
+    replicas = (1, None) if fleet is None else (fleet.n_replicas, fleet.max_replicas)
+    _kernel(tuple(mask.tolist()), replicas).snap(np.asarray(actions, dtype=np.float64), snapped)
     return snapped
 
 
 @lru_cache(maxsize=32)
-def _kernel(offered: tuple[bool, ...], replicas: tuple[int, int] | None) -> KnobKernel:
+def _kernel(offered: tuple[bool, ...], replicas: tuple[int, int | None]) -> KnobKernel:
     return KnobKernel(offered, replicas=replicas)
 
 
-def scaled_action(action: ServeAction, fleet: Fleet) -> ServeAction:
-    """The action with the ``replicas`` that this fleet gets: None where it does not scale.
+def checked_row(action: ServeAction | ServeActionMessage, fleet: Fleet) -> NDArray[np.float64]:
+    """The numbers (1, 5) of an action whose knobs are within their ranges, (1, 6) in autoscaling tasks.
 
-    Raises :class:`InvalidActionError` for more than the fleet may have.
+    ``replicas`` is NaN if left out. Raises :class:`InvalidActionError` for more than ``max_replicas``.
     """
-    most = fleet.max_replicas
-    if most is None:
-        return action if action.replicas is None else replace(action, replicas=None)
-    if action.replicas is None:
-        return replace(action, replicas=fleet.n_replicas)
-    if action.replicas > most:
-        raise InvalidActionError("replicas", action.replicas, f"an integer from 1 to {most}, the task's max_replicas")
-    return action
-
-
-def mask_action(action: ServeAction, active_actions: Sequence[str]) -> ServeAction:
-    """The action with the knobs that a task does not offer set to their forced values."""
-    if len(active_actions) == ACTION_SIZE:
-        return action
-    return ServeAction(
-        kv_budget=action.kv_budget if "kv_budget" in active_actions else NAIVE_ACTION.kv_budget,
-        spec_length=action.spec_length if "spec_length" in active_actions else NAIVE_ACTION.spec_length,
-        batch_size=action.batch_size if "batch_size" in active_actions else NAIVE_ACTION.batch_size,
-        prefill_disagg=action.prefill_disagg if "prefill_disagg" in active_actions else NAIVE_ACTION.prefill_disagg,
-        quant_tier=action.quant_tier if "quant_tier" in active_actions else NAIVE_ACTION.quant_tier,
-        replicas=action.replicas,
-    )
+    knobs = _numbers(action)
+    most, asked = fleet.max_replicas, knobs[ACTION_SIZE]
+    if most is not None and asked is not None and asked > most:
+        raise InvalidActionError("replicas", asked, f"an integer from 1 to {most}, the task's max_replicas")
+    return np.array([knobs[: action_size(fleet)]], dtype=np.float64)
 
 
 def to_row(action: ServeAction) -> NDArray[np.float64]:
     """The five numbers of an action, (5,); (6,) with ``replicas``."""
-    sixth = () if action.replicas is None else (action.replicas,)
-    return np.array([*action_values(action), *sixth], dtype=np.float64)
+    knobs = _numbers(action)
+    return np.array(knobs[:ACTION_SIZE] if action.replicas is None else knobs, dtype=np.float64)
 
 
 def from_row(row: NDArray[np.float64]) -> ServeAction:
@@ -100,3 +82,8 @@ def from_row(row: NDArray[np.float64]) -> ServeAction:
     kv, spec, batch, disagg, tier, *sixth = row.tolist()
     replicas = int(sixth[0]) if sixth else None
     return ServeAction(kv, int(spec), int(batch), disagg >= 0.5, QuantTier(int(tier)), replicas)
+
+
+def _numbers(action: ServeAction | ServeActionMessage) -> tuple[float | None, ...]:
+    tier = action.quant_tier if isinstance(action, ServeActionMessage) else action.quant_tier.value
+    return action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, tier, action.replicas

@@ -1,4 +1,4 @@
-"""Forecast of a task's arrival rate: the shape of its day, without what a real day adds."""
+"""Forecast of a task's arrival rate: the shape of its day, without forecast error and surges."""
 
 from __future__ import annotations
 

@@ -102,9 +102,8 @@ class BoxCodec:
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
         # NaN passes through; the batch reads it as the knob's default.
-        rows = _rows(actions, len(self._levels))
-        knobs = np.empty(rows.shape)
-        self._decoder.decode_box(rows.astype(np.float64, copy=False), knobs)
+        knobs = _rows(actions, len(self._levels)).astype(np.float64)
+        self._decoder.decode_box(knobs, knobs)
         return knobs
 
     def encode(self, knobs: FloatArray) -> Float32Array:
@@ -186,17 +185,17 @@ def action_codec(action: str, max_replicas: int | None = None) -> ActionCodec:
 OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled", "full")
 _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 FORECAST_AHEAD_S: Final = (0, 15, 30, 60)
-"""Seconds from now for which the schedule of a task with a day's shape gives the forecast."""
+"""Seconds from now for which the schedule of a task with a ``day`` has the forecast."""
 
 
 def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
     """Position of each step in the task's schedule, (T + 1, 3), every number in [0, 1].
 
-    Whether a flood is on in the step that comes next, how near the next flood is and how recent the last one (1 at
-    once, 0 an interval away or more, falling in a straight line). All zero for tasks without floods.
+    Whether the next step is in a flood, how near the next flood is and how recent the last one was (1: now, falling
+    linearly to 0 at one interval or more). All zero for tasks without floods.
 
-    A task with a day's shape has four others, (T + 1, 4): its forecast, which the load does not keep to, for the
-    seconds of :data:`FORECAST_AHEAD_S` from now, relative to the forecast's peak.
+    A task with a ``day`` has four other numbers, (T + 1, 4): the forecast for the seconds of :data:`FORECAST_AHEAD_S`
+    from now, relative to the forecast's peak. The actual load deviates from it.
     """
     if task.day is not None:
         seconds = np.arange(n_steps + 1)[:, None] + np.array(FORECAST_AHEAD_S)
@@ -237,8 +236,8 @@ class ObservationCodec:
         high = OBSERVATION_HIGH.copy()
         names = list(OBSERVATION_FIELDS)
         high[names.index("timestep")] = config.episode_length
-        # Highest cost of a step: all decode and prefill GPUs, at 50 tokens/s (the lowest throughput that is priced).
-        # Of a fleet that scales, also those that load and the generations that still drain.
+        # Highest cost of a step: all decode and prefill GPUs, at 50 tokens/s (the lowest throughput that is priced). In
+        # autoscaling tasks, also replicas that load and those that still drain.
         replicas = task.fleet.n_replicas if task.fleet.max_replicas is None else 4 * task.fleet.max_replicas
         highest_cost = calibration.price * 2 * replicas / 0.05
         high[names.index("cost_so_far")] = highest_cost * config.episode_length
@@ -260,19 +259,19 @@ class ObservationCodec:
     def encode(self, observation: FloatArray) -> Float32Array:
         """A new float32 array in this format, clipped to the bounds (which changes it by a rounding error at most).
 
-        ``observation`` is (B, 14), or (B, 21) with the fleet's numbers where the format :attr:`needs_fleet`.
+        ``observation`` is (..., 14), or (..., 21) with the fleet's numbers where the format :attr:`needs_fleet`.
         """
-        seen = observation[:, :OBSERVATION_SIZE]
+        seen = observation[..., :OBSERVATION_SIZE]
         parts: list[NDArray[Any]] = [self._scale(seen)]
         if self._schedule is not None:
-            step = seen[:, _TIMESTEP].astype(np.int64)
+            step = seen[..., _TIMESTEP].astype(np.int64)
             parts.append(self._schedule[np.minimum(step, len(self._schedule) - 1)])
         if self.needs_fleet:
-            fleet = observation[:, OBSERVATION_SIZE:]
-            parts.append(normalise_fleet(fleet[:, :FLEET_SIZE], self._length))
+            fleet = observation[..., OBSERVATION_SIZE:]
+            parts.append(normalise_fleet(fleet[..., :FLEET_SIZE], self._length))
             if self._most is not None:
-                parts.append(fleet[:, FLEET_SIZE:] / self._most)
-        scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=1, dtype=np.float32)
+                parts.append(fleet[..., FLEET_SIZE:] / self._most)
+        scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=-1, dtype=np.float32)
         np.maximum(scaled, self.low, out=scaled)  # np.clip takes three times as long on a row
         return np.minimum(scaled, self.high, out=scaled)
 
@@ -283,7 +282,7 @@ class ObservationCodec:
 
 
 def _rows(actions: NDArray[Any], size: int) -> NDArray[Any]:
-    """Actions as an array (B, ``size``); InvalidActionError for another shape."""
+    """Actions as an array (B, ``size``); raises InvalidActionError for another shape."""
     rows = np.asarray(actions)
     if rows.ndim != 2 or rows.shape[1] != size:
         raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {size})")

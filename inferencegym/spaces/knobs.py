@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import cython
 import numpy as np
 
-from inferencegym.models import ACTION_FIELDS, REPLICAS, SPEC_LENGTHS, ServeAction
+from inferencegym import plain_cython as cython
+from inferencegym.models import ACTION_FIELDS, REPLICAS, SPEC_LENGTHS
 
 if not cython.compiled:  # compiled, the same names are the C library's (see knobs.pxd)
     from math import exp, log
@@ -27,27 +27,25 @@ _SPEC_VALUES = np.array(SPEC_LENGTHS, dtype=np.float64)
 _SPEC_EDGES = np.exp(0.5 * (np.log1p(_SPEC_VALUES[1:]) + np.log1p(_SPEC_VALUES[: len(_SPEC_VALUES) - 1]))) - 1.0
 
 
-def action_values(action: ServeAction) -> tuple[float, float, float, float, float]:
-    """The five knobs of an action as numbers, in the order of ``ACTION_FIELDS``."""
-    return action.kv_budget, action.spec_length, action.batch_size, action.prefill_disagg, action.quant_tier.value
-
-
 class KnobKernel:
-    """Kernel that rounds rows of five numbers to the nearest allowed actions, as arrays or into a fleet's knobs.
+    """Bounds and defaults of one task's knobs: rounds rows of numbers to the nearest allowed actions.
 
     ``offered`` (5,) tells which knobs a task offers; the others take their defaults, and so does NaN. ``kv_budget`` is
     clamped, ``batch_size`` clamped and rounded, ``spec_length`` and ``quant_tier`` moved to the nearest choice,
-    ``prefill_disagg`` is on above 0.5. ``fleet`` is the fleet whose knob arrays are written, with as many precisions
-    as its table has; None if only arrays are. Rows of six numbers have ``replicas`` as the sixth, clamped to the
-    fleet's bounds and rounded; without it the fleet has as many as at its start, ``replicas`` (start, most) tells both.
+    ``prefill_disagg`` is on above 0.5. Rows of six numbers have ``replicas`` last, clamped and rounded where the task
+    scales; elsewhere, and in rows of five, there are as many as at the start. ``replicas`` gives the number at the
+    start and the most that may be asked for, None where the task does not scale. A ``fleet`` is one whose knob arrays
+    are written; its parameters give ``replicas`` and the precisions of its table.
     """
 
-    def __init__(self, offered: Sequence[bool], fleet: Any = None, replicas: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, offered: Sequence[bool], fleet: Any = None, replicas: tuple[int, int | None] = (1, None)
+    ) -> None:
         if fleet is not None:
-            replicas = fleet.params.n_replicas, fleet.params.max_replicas or fleet.params.n_replicas
-        start, most = replicas or (1, REPLICAS.high)
-        self.offered = np.array([*offered, True], dtype=np.int64)
-        self.low, self.high = np.append(KNOB_LOW, REPLICAS.low), np.append(KNOB_HIGH, most)
+            replicas = fleet.params.n_replicas, fleet.params.max_replicas
+        start, most = replicas
+        self.offered = np.array([*offered, most is not None], dtype=np.int64)
+        self.low, self.high = np.append(KNOB_LOW, REPLICAS.low), np.append(KNOB_HIGH, start if most is None else most)
         self.default = np.append(KNOB_DEFAULTS, start)
         self.spec_values, self.spec_edges = _SPEC_VALUES, _SPEC_EDGES
         if fleet is not None:
@@ -63,12 +61,6 @@ class KnobKernel:
     def write(self, actions: Any, lo: int, hi: int) -> None:
         """Set the fleet's rows ``lo`` (included) to ``hi`` (excluded) to the allowed actions nearest to ``actions``."""
         self._write(actions, lo, hi)
-
-    def write_action(self, row: int, action: ServeAction) -> None:
-        """Set one row of the fleet to an action."""
-        kv, spec, batch, disagg, tier = action_values(action)
-        replicas = self.default[5] if action.replicas is None else action.replicas
-        self._write_row(row, kv, spec, batch, disagg, tier, replicas)
 
     def _snap(self, actions: Any, snapped: Any) -> None:
         for b in range(actions.shape[0]):

@@ -1,7 +1,7 @@
 """Observations as 14 numbers in the order of ``OBSERVATION_FIELDS``: bounds, conversions and scaling for learners.
 
-Seven more, in the order of ``FLEET_FIELDS``, say what the fleet is set to; arrays of both have 21 columns. Where the
-fleet scales there are three more, in the order of ``SCALING_FIELDS``.
+Seven more, in the order of ``FLEET_FIELDS``, describe the knobs in force; arrays of both have 21 columns. Autoscaling
+tasks have three more, in the order of ``SCALING_FIELDS``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOG_SCALE: Final = {
 DEFAULT_CARD_GB: Final = 40.0
 """Memory limit of the default table's card in decimal GB."""
 _MOST_BUDGETS: Final = 4.0
-"""Costs beyond so many budgets look alike."""
+"""Costs above this number of budgets are clipped."""
 
 _NAMES: Final = list(OBSERVATION_FIELDS)
 _LOGARITHMIC: Final = np.array([name in _LOG_SCALE for name in _NAMES])
@@ -74,7 +74,7 @@ def normalise(
 ) -> NDArray[np.float32]:
     """Scale observations (..., 14) to about 0 to 1: logarithms of fields that span decades, shares as they are.
 
-    Memory in use becomes a share of ``card_gb``, what a card holds.
+    Memory in use becomes a share of ``card_gb``, the memory of a card.
     """
     scaled = np.array(observation, dtype=np.float64)
     np.log1p(scaled, out=scaled, where=_LOGARITHMIC)
@@ -87,7 +87,7 @@ def normalise(
 
 @lru_cache(maxsize=32)
 def _units(episode_length: int, cost_budget: float, card_gb: float) -> NDArray[np.float64]:
-    """What each of the 14 numbers is divided by, after the logarithm of those that have one."""
+    """Divisor of each of the 14 numbers, applied after the logarithm."""
     linear = {"timestep": float(episode_length), "cost_so_far": cost_budget, "gpu_memory_used_gb": card_gb}
     logarithms = {name: float(np.log1p(large)) for name, large in _LOG_SCALE.items()}
     units = {**linear, **logarithms}
@@ -95,7 +95,7 @@ def _units(episode_length: int, cost_budget: float, card_gb: float) -> NDArray[n
 
 
 def fleet_size(fleet: Fleet) -> int:
-    """Numbers of a fleet: seven, or ten where it scales."""
+    """Length of the fleet's numbers: seven, or ten in autoscaling tasks."""
     return FLEET_SIZE + (len(SCALING_FIELDS) if fleet.max_replicas is not None else 0)
 
 
@@ -105,20 +105,9 @@ def first_fleet(fleet: Fleet) -> NDArray[np.float64]:
 
 
 def fleet_array(fleet: Mapping[str, Any]) -> NDArray[np.float64]:
-    """The numbers of a fleet (7,), or (10,) where it scales, from their JSON form, ``info.fleet``."""
+    """The numbers of a fleet, (7,) or in autoscaling tasks (10,), from their JSON form, ``info.fleet``."""
     names = [*FLEET_FIELDS, *(name for name in SCALING_FIELDS if name in fleet)]
     return np.array([float(fleet[name]) for name in names])
-
-
-def fleet_dict(row: NDArray[np.float64]) -> dict[str, Any]:
-    """JSON form of the numbers of a fleet (7 or 10,), with whole numbers and flags as such."""
-    kv, spec, batch, disagg, tier, restarting, seconds, *scaling = row.tolist()
-    values = (kv, int(spec), int(batch), disagg > 0.5, int(tier), restarting, int(seconds))
-    numbers: dict[str, Any] = dict(zip(FLEET_FIELDS, values, strict=True))
-    if scaling:
-        asked, ready, draining = scaling
-        numbers |= dict(zip(SCALING_FIELDS, (int(asked), int(ready), draining), strict=True))
-    return numbers
 
 
 def normalise_fleet(fleet: NDArray[np.float64], episode_length: int) -> NDArray[np.float32]:

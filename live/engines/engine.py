@@ -10,18 +10,18 @@ from inferencegym.errors import InvalidActionError
 from live.driver import EngineRequest, RequestTiming
 
 ACTION_KNOBS: Final = ("kv_budget", "spec_length", "batch_size")
-"""Knobs of the environment's action that engines can change while they run; some also ``prefill_tokens``, which bounds
-the tokens of an iteration."""
+"""Knobs of the environment's action that engines can change while they run. Some can also change ``prefill_tokens``,
+the token budget of an iteration."""
 
 Knobs = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """State that an engine reports of itself.
+    """State that an engine reports.
 
-    Queue, running requests and KV occupancy (share) are of now, the rest are counts since its start; None where the
-    engine has no such number.
+    Queue, running requests and KV occupancy (share) are current values, the rest are counts since its start; None if
+    the engine has no such number.
     """
 
     queue_requests: float
@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What an engine is to be set to, and what it goes back to when ``until`` (Unix seconds) passes without new orders.
+    """Setting for an engine, and the one it returns to when ``until`` (Unix seconds) passes without new orders.
 
     ``until`` of None keeps the setting.
     """
@@ -53,15 +53,15 @@ class Orders:
 
 
 class Load(Protocol):
-    """Requests that an engine is being sent."""
+    """Requests that are being sent to an engine."""
 
     @property
     def timings(self) -> Sequence[RequestTiming]:
-        """What happened to each request so far, in the order given."""
+        """Times of each request so far, in the order given."""
         ...
 
     def advance(self, to_s: float) -> None:
-        """Return when so many seconds have passed since the start."""
+        """Return when this many seconds have passed since the start."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -74,10 +74,10 @@ class Engine(Protocol):
 
     name: str
     seconds_pass: bool
-    """Whether its time is everybody's: False for a simulated one."""
+    """True if the engine runs in real time."""
 
     def limits(self) -> Mapping[str, tuple[float, float]]:
-        """Smallest and largest value of every knob that can be changed while the engine runs; the others cannot."""
+        """Smallest and largest value of every knob that can be changed while the engine runs."""
         ...
 
     def in_force(self) -> Knobs:
@@ -85,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def read(self) -> Reading:
-        """Present state. Raises :class:`RemoteError` if the engine gives none."""
+        """Current state. Raises :class:`RemoteError` if the engine reports none."""
         ...
 
     def set(self, orders: Orders) -> None:
@@ -93,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def load(self, requests: Sequence[EngineRequest]) -> Load:
-        """Send requests when each is due, counted from the moment at which the load is entered."""
+        """Send each request when it is due, counted from when the load is entered."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Folder of a Llama with random weights: an engine serves it without any download.
+"""Folder of a Llama with random weights, which an engine can serve without any download.
 
-An engine that is told to (vLLM: ``--load-format dummy``) makes the weights up, so the folder holds a configuration and
-a tokenizer only. What the model writes is noise; times, memory and scheduling are those of its shape.
+The engine makes up the weights (vLLM: ``--load-format dummy``), so the folder holds only a configuration and a
+tokenizer. The model writes noise; its times, memory and scheduling depend only on its shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECIAL: Final = ("<s>", "</s>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a Llama; the default has 107 million parameters: slow enough to queue on two cores."""
+    """Shape of a Llama; the default has 107 million parameters, slow enough for requests to queue on two cores."""
 
     n_layers: int = 8
     hidden: int = 1024
@@ -30,14 +30,14 @@ class ModelShape:
     max_positions: int = 2048
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.n_layers * self.n_kv_heads * (self.hidden // self.n_heads) * element_bytes
 
 
 def serve_random_model(
     venv: Path, folder: Path, *, shape: ModelShape | None = None, port: int | None = None, **arguments: Any
 ) -> VllmServer:
-    """Server (vLLM) of such a model on a free port, if none is named; its files lie in ``folder``."""
+    """Start vLLM on such a model, on a free port unless one is named; its files go to ``folder``."""
     model = write_model(folder / "model", shape)
     if port is None:
         with socket.socket() as free:
@@ -48,7 +48,7 @@ def serve_random_model(
 
 
 def write_model(folder: Path, shape: ModelShape | None = None) -> Path:
-    """Write the folder, which is made if it does not exist; returns it."""
+    """Write the folder, creating it if necessary; returns it."""
     shape = shape or ModelShape()
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -93,7 +93,7 @@ def _config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _tokenizer(vocabulary: int) -> dict[str, Any]:
-    """Byte-level tokenizer without merges; the rest of the vocabulary is words that only a model writes."""
+    """Byte-level tokenizer without merges; the other words of the vocabulary appear only in the model's output."""
     words = [*SPECIAL, *byte_letters()]
     words += [f"w{i}" for i in range(len(words), vocabulary)]
     special = [
@@ -112,7 +112,7 @@ def _tokenizer(vocabulary: int) -> dict[str, Any]:
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that byte-level tokenizers write for each byte, as GPT-2 introduced it."""
+    """The printable letter that byte-level tokenizers use for each byte, as introduced by GPT-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""The discrete-event reference as an engine: what is made for a running engine can be tried without one, in no time."""
+"""The discrete-event reference as an engine, to try tools for running engines without one and without waiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 
 from live.driver import EngineRequest, RequestTiming
 from live.engines.engine import Knobs, Orders, Reading, within
+from simulator.events.fleet import Fleet
+from simulator.events.requests import Requests
+from simulator.events.simulation import Simulation
+from simulator.hardware.memory import kv_capacity_tokens
 from simulator.hardware.sources import engine_of, source_of
-from simulator.offline.discrete_event import Fleet, Requests, Simulation
-from simulator.offline.table import kv_capacity_tokens
-from simulator.tables import ServingTables
+from simulator.hardware.tables import ServingTables
 
 
 class SimulatedEngine:
-    """One replica of a table's engine and model, in virtual time: a load's :meth:`~SimulatedLoad.advance` passes it."""
+    """One replica of a table's engine and model, in virtual time, which :meth:`SimulatedLoad.advance` advances."""
 
     name = "simulator"
     seconds_pass = False
@@ -38,7 +40,8 @@ class SimulatedEngine:
         return dict(self._in_force)
 
     def read(self) -> Reading:
-        return Reading(0.0, 0.0, 0.0) if self._load is None else self._load.reading()
+        load = SimulatedLoad(self._fleet, ()) if self._load is None else self._load
+        return load.reading()
 
     def set(self, orders: Orders) -> None:
         self._in_force |= within(orders.knobs, self._limits)
@@ -69,7 +72,7 @@ class SimulatedLoad:
     def __exit__(self, *error: object) -> None:
         for timing in self.timings:
             if timing.ended_s is None:
-                timing.ended_s, timing.error = self.simulation.now / 1e3, "cancelled"
+                timing.ended_s, timing.error = self.simulation.state.now_ms / 1e3, "cancelled"
 
     def advance(self, to_s: float) -> None:
         simulation = self.simulation
@@ -94,7 +97,7 @@ class SimulatedLoad:
             timing.receive(now_s, written)
 
     def reading(self) -> Reading:
-        """State at the present virtual time."""
+        """State at the current virtual time."""
         simulation = self.simulation
         replica = simulation.replicas[0]
         started = np.isfinite(simulation.start_ms)
@@ -106,7 +109,7 @@ class SimulatedLoad:
             kv_occupancy=simulation.kv_occupancy(),
             finished_requests=float(done.sum()),
             prompt_tokens=float(sum(t.request.prompt_tokens for t, d in zip(self.timings, done, strict=True) if d)),
-            output_tokens=float(simulation.written_tokens),
+            output_tokens=float(simulation.state.written_tokens),
             preemptions=float(simulation.preemptions.sum()),
-            iterations=float(simulation.iterations),
+            iterations=float(simulation.state.iterations),
         )

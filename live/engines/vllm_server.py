@@ -1,4 +1,4 @@
-"""vLLM server as a child process with the scheduler class whose knobs change while it runs."""
+"""vLLM server as a child process, with the scheduler class whose knobs can change while it runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ START_S: Final = 900.0
 
 
 class VllmServer:
-    """``vllm serve`` of a model folder on this machine; a context manager that waits until it answers.
+    """Runs ``vllm serve`` on a model folder on this machine; a context manager that waits until it answers.
 
-    Requests are served by priority (:class:`live.driver.EngineApi` sends their class), as the simulator does.
-    ``venv`` is the environment that vLLM is installed in. ``options`` are further options of ``vllm serve``;
-    ``drafts`` above 0 turns on n-gram drafting of at most so many tokens. Output goes to ``log_file``.
+    Requests are served by priority (:class:`live.driver.EngineApi` sends their class), as the simulator does. ``venv``
+    is the environment that vLLM is installed in. ``options`` are further options of ``vllm serve``; ``drafts`` above 0
+    turns on n-gram drafting of at most that many tokens. Output goes to ``log_file``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server: the same as long as it was not restarted."""
+        """Process id of the server; it changes only if the server is restarted."""
         return None if self._process is None else self._process.pid
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class VllmServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
                 break
-        # Its children outlive a server that was killed.
+        # Children of a server that was killed are still running.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None

@@ -1,30 +1,21 @@
 """Batch endpoints for remote learners: /reset/batch, /step/batch and /close/batch play many episodes per request.
 
-A batch session has N episodes of one task that step together, K steps per request. Unlike single sessions it is kept in
-the memory of the process that started it and is not recorded step by step: recording an action would take longer than
-playing it. After a restart of the server its steps are answered with 404; the same seeds and actions give the same
-episodes again.
+Their sessions are those of :mod:`server.sessions.batch`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from env.batch import ServingBatch
-from env.family import Family
-from env.serving.family import tables
 from inferencegym.batch_format import (
     ANSWER,
     HOLD,
@@ -36,70 +27,51 @@ from inferencegym.batch_format import (
     encode_answer,
     flags_of,
 )
-from inferencegym.errors import (
-    EpisodeDoneError,
-    InferenceGymError,
-    InvalidActionError,
-    StepConflictError,
-    UnknownSessionError,
-    short_repr,
-)
-from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
-from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS, REPLICAS
-from inferencegym.seeds import episode_seeds
-from inferencegym.spaces.actions import ACTION_SIZE, action_size
+from inferencegym.errors import InferenceGymError
+from inferencegym.messages import WHOLE, Allowed, Message
+from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS
+from inferencegym.spaces.actions import ACTION_SIZE
 from inferencegym.spaces.observations import FLEET_SIZE, OBSERVATION_SIZE
-from inferencegym.tasks import EpisodeConfig, TaskSpec, get_task
+from inferencegym.tasks import get_task, task_of
+from server.api.route import BodyLimits, Route, StepRoute
 from server.context import Context, Mount
 from server.net.buffers import reserve_answer
-from server.net.errors import InvalidRequestError, RateLimitedError, SessionConflictError
+from server.net.errors import InvalidRequestError, SessionConflictError
 from server.net.json_io import (
     LARGE_JSON_BYTES,
     MAX_VALUES,
     SESSION_KEY,
     JsonBounds,
-    JsonRoute,
     on_json_thread,
     parse_object,
     read_body,
-    read_object,
     reply,
 )
-from server.net.problems import documented
 from server.schemas import (
     DEFAULT_SEED,
+    Documented,
     Schema,
     Seed,
     SessionId,
     StepNumber,
     TaskName,
     closed,
-    nullable,
+    family_model,
     present,
     read_request,
-    task_id_schema,
 )
-from server.sessions.manager import new_session_id
-from server.settings import Settings
+from server.sessions.batch import ACTIONS, BatchSession, BatchSessions
 
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
 MAX_FIRST_SEED: Final = 2**62 - 1
 """Largest ``seed``, which leaves room for ``seed + 1``, ... of all rows; 2^62 itself is the same as a double."""
 MAX_STEPS: Final = 262_144
-"""Seconds of one request, all episodes together; the answer has 61 bytes for each with 4-byte numbers, or 89."""
+"""Most seconds of one request, summed over episodes; the answer has 61 bytes for each with 4-byte numbers, or 89."""
 MAX_JSON_STEPS: Final = 16_384
-"""The same as JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
+"""The same limit for JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
 MAX_JSON_STEP_BYTES: Final = {OBSERVATION_SIZE: 400, OBSERVATION_SIZE + FLEET_SIZE: 600}
-"""By the numbers of an observation."""
-IDLE_S: Final = 600.0
-"""Seconds without a step after which a session is closed when room is needed for a new one."""
-MAX_WAITING: Final = 4
-"""Requests that may wait for one session at once."""
-INLINE_SECONDS: Final = 256
-"""Requests that play fewer seconds than this (a fraction of a millisecond) are played on the event loop."""
-ACTIONS: Final = (*ACTION_FIELDS, REPLICAS.name)
-"""Numbers of an action by name; the last one only of tasks that scale."""
+"""Bytes of one step in a JSON answer, by the length of an observation."""
 RESET_BOUNDS: Final = JsonBounds(values=MAX_ROWS + MAX_VALUES)
 STEP_BOUNDS: Final = JsonBounds(
     values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, arrays=MAX_JSON_STEPS * 2 + MAX_VALUES
@@ -120,189 +92,22 @@ class InvalidBatchError(InferenceGymError, ValueError):
         super().__init__(message)
 
 
-@dataclass(slots=True)
-class BatchSession:
-    """Batch session: N episodes that step together."""
-
-    session_id: str
-    batch: ServingBatch
-    seeds: list[int] = field(default_factory=list)
-    autoreset: bool = False
-    fleet: bool = False
-    """Whether observations hold the numbers of the fleets."""
-    taken: int = 0
-    episodes: int = 0
-    waiting: int = 0
-    touched: float = 0.0
-    last: tuple[BatchSteps, BatchPlayed] | None = None
-    """The latest request that was played, and its answer."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def row_steps(self) -> int:
-        """Episodes times their length, a measure of the session's memory."""
-        return self.batch.n_rows * self.batch.config.episode_length
-
-    @property
-    def steps_left(self) -> int:
-        """Steps until the running episodes end."""
-        return int(self.batch.steps_left[0])
-
-    def seconds(self, n_steps: int) -> int:
-        """Most seconds that so many steps of all episodes play, which is what they cost."""
-        return n_steps * self.batch.n_rows * self.batch.hold
-
-    def plays(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> bool:
-        """Whether the session can be restarted with this task, configuration and number of episodes."""
-        return self.batch.task is task and self.batch.config == config and self.batch.n_rows == n_rows
-
-    @property
-    def width(self) -> int:
-        """Numbers of an observation."""
-        return OBSERVATION_SIZE + self.batch.fleet_numbers.shape[1] * self.fleet
-
-    def observation(self) -> NDArray[np.float64]:
-        """The current observations (N, width)."""
-        return self.batch.full_observation() if self.fleet else self.batch.observation
-
-    def start(self, seeds: list[int], autoreset: bool, fleet: bool) -> None:
-        """Start one episode per seed."""
-        self.seeds, self.autoreset, self.fleet = seeds, autoreset, fleet
-        self.taken = self.episodes = 0
-        self.last = None
-        self.batch.reset(seeds)
-
-    def play(self, steps: BatchSteps) -> BatchPlayed:
-        """Play the steps; if they are the latest ones sent again, return their answer once more."""
-        n_steps, most = steps.n_steps if len(steps.actions) != 1 else 1, action_size(self.batch.task.fleet)
-        shape = (n_steps, self.batch.n_rows, most)
-        if steps.actions.shape not in (shape, (*shape[:2], ACTION_SIZE)):
-            raise InvalidActionError("actions", steps.actions.shape, f"an array of shape {shape} or {(1, *shape[1:])}")
-        if steps.number is not None and steps.number != self.taken + 1:
-            return self._again(steps)
-        if not np.isfinite(steps.actions).all():
-            step, row, knob = np.argwhere(~np.isfinite(steps.actions))[0].tolist()
-            raise InvalidActionError(f"actions[{step}][{row}].{ACTIONS[knob]}", "NaN or infinity", "a number")
-        seeds = self.seeds if self.autoreset else None
-        if seeds is None and steps.n_steps > self.steps_left:
-            raise EpisodeDoneError(
-                f"{steps.n_steps} steps are more than the {self.steps_left} that are left; nothing was played"
-            )
-        played = self._played(steps, seeds)
-        self.last = (steps, played)
-        return played
-
-    def _played(self, steps: BatchSteps, seeds: list[int] | None) -> BatchPlayed:
-        """Play the steps; when the episodes end, start those of ``seeds``, unless it is None."""
-        n, kind = steps.n_steps, steps.actions.dtype
-        observations = np.empty((1 if steps.last else n, self.batch.n_rows, self.width), dtype=kind)
-        rewards = np.empty((n, self.batch.n_rows), dtype=kind)
-        done = np.zeros(n, dtype=np.bool_)
-        at = 0
-        while at < n:
-            upto = min(n, at + self.steps_left)
-            actions = np.asarray(steps.actions[at:upto] if len(steps.actions) == n else steps.actions, dtype=np.float64)
-            if len(actions) != upto - at:
-                actions = np.broadcast_to(actions, (upto - at, *actions.shape[1:]))
-            seen = observations if steps.last else observations[at:upto]
-            self.batch.step_many(actions, seen, rewards[at:upto])
-            at = upto
-            if self.steps_left == 0:
-                done[at - 1] = True
-                self.episodes += 1
-                if seeds is not None:
-                    self.batch.reset(episode_seeds(seeds, self.episodes))
-                    seen[-1] = self.observation()
-        number, self.taken = self.taken + 1, self.taken + n
-        return BatchPlayed(number, observations, rewards, done, self.episodes, self.steps_left)
-
-    def _again(self, steps: BatchSteps) -> BatchPlayed:
-        if self.last is not None and self.last[1].number == steps.number:
-            if _same_steps(self.last[0], steps):
-                return self.last[1]
-            raise StepConflictError(f"step {steps.number} and those after it were taken with other actions")
-        raise StepConflictError(
-            f"step {steps.number} cannot be taken: {self.taken} steps were taken, so the next is {self.taken + 1}, "
-            "and only the latest request is answered again"
-        )
-
-
-def _same_steps(one: BatchSteps, other: BatchSteps) -> bool:
-    """Whether two requests are equal bit for bit, so that the second is a repetition of the first."""
-    alike = (one.n_steps, one.last, one.actions.dtype) == (other.n_steps, other.last, other.actions.dtype)
-    return alike and one.actions.tobytes() == other.actions.tobytes()
-
-
-class BatchSessions:
-    """The batch sessions of this process, within its limits."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._most = settings.batch_sessions
-        self._most_row_steps = settings.batch_row_steps
-        self._sessions: dict[str, BatchSession] = {}
-        # The kernels of one batch use all cores already; more than two threads would only wait for each other.
-        self._threads: ThreadPoolExecutor | None = None
-
-    def get(self, session_id: str) -> BatchSession:
-        """Raises UnknownSessionError."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise UnknownSessionError(
-                f"there is no batch session {short_repr(session_id)}: it never was, was closed, made room after "
-                f"{IDLE_S:g} s without a step, or ended with the server's process"
-            )
-        return session
-
-    def open(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> BatchSession:
-        """A new session, not yet started. Raises RateLimitedError when there is no room."""
-        self._make_room(n_rows * config.episode_length)
-        batch = ServingBatch(task, n_rows, config, tables())
-        session = BatchSession(new_session_id(), batch, touched=time.monotonic())
-        self._sessions[session.session_id] = session
-        return session
-
-    def close(self, session_id: str) -> None:
-        """Forget a session. Raises UnknownSessionError."""
-        del self._sessions[self.get(session_id).session_id]
-
-    async def run(self, session: BatchSession, n_seconds: int, work: Any) -> Any:
-        """Run ``work()`` with exclusive access to the session, on a thread if it takes long."""
-        if session.waiting >= MAX_WAITING:
-            raise RateLimitedError(f"{session.waiting} requests already wait for this session", retry_after_s=1)
-        session.waiting += 1
-        try:
-            async with session.lock:
-                session.touched = time.monotonic()
-                if n_seconds <= INLINE_SECONDS:
-                    return work()
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(2, thread_name_prefix="batch-session")
-                return await asyncio.wrap_future(self._threads.submit(work))
-        finally:
-            session.waiting -= 1
-
-    def _make_room(self, wanted: int) -> None:
-        idle = sorted((s for s in self._sessions.values() if not s.waiting), key=lambda s: s.touched)
-        for session in idle:
-            if self._fits(wanted):
-                return
-            left = session.touched + IDLE_S - time.monotonic()
-            if left > 0:
-                raise RateLimitedError("all batch sessions of this server are in use", retry_after_s=left)
-            del self._sessions[session.session_id]
-        if not self._fits(wanted):
-            raise RateLimitedError("all batch sessions of this server are in use", retry_after_s=IDLE_S)
-
-    def _fits(self, wanted: int) -> bool:
-        held = sum(session.row_steps for session in self._sessions.values())
-        return len(self._sessions) < self._most and held + wanted <= self._most_row_steps
-
-
 _SEEDS: Final = Allowed(f"an array of 1 to {MAX_ROWS} seeds")
+
+
+def _numbered_or_listed(schema: Schema) -> None:
+    """Schema of a :class:`BatchResetRequest`: ``n`` and ``seed``, or ``seeds``."""
+    fields = schema["properties"]
+    absent: Schema = {"type": "null"}
+    listed = {**fields, "seeds": present(fields["seeds"]), "n": absent, "seed": absent}
+    schema.clear()
+    schema.update(type="object", oneOf=[closed([], {**fields, "seeds": absent}), closed(["seeds"], listed)])
 
 
 class BatchResetRequest(Message):
     """Body of POST /reset/batch."""
+
+    model_config = ConfigDict(json_schema_extra=_numbered_or_listed)
 
     task_id: TaskName | None = None
     n: Annotated[Annotated[int, Field(ge=1, le=MAX_ROWS), WHOLE] | None, Field(description="episodes")] = None
@@ -337,13 +142,22 @@ class BatchResetRequest(Message):
         return self.seeds
 
 
+def _actions_schema() -> Schema:
+    knobs = {"type": "array", "items": {"type": "number"}, "minItems": ACTION_SIZE, "maxItems": len(ACTIONS)}
+    rows = {"type": "array", "items": knobs, "minItems": 1, "maxItems": MAX_ROWS}
+    return {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"}
+
+
 class BatchStepRequest(Message):
     """Body of POST /step/batch as JSON."""
 
     session_id: Annotated[SessionId, Allowed("the session_id that POST /reset/batch returned")]
     actions: Annotated[
         # Read as arrays below: a model of every number would take longer than playing them.
-        list[Any], Field(min_length=1), Allowed(f"an array [step][episode][{len(ACTION_FIELDS)} numbers]")
+        list[Any],
+        Field(min_length=1),
+        Allowed(f"an array [step][episode][{len(ACTION_FIELDS)} numbers]"),
+        Documented(_actions_schema),
     ]
     repeat: Annotated[
         Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None,
@@ -371,62 +185,60 @@ class BatchRoutes:
         self._prefix = mount.prefix
         self._sessions = BatchSessions(context.settings)
 
-    def routes(self) -> list[JsonRoute]:
+    def routes(self) -> list[Route]:
         binary = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary", "description": LAYOUT}}}
-        answer = documented(plain_schema(BatchStepAnswer), 400, 404, 409, 429)
-        answer[200]["content"] |= binary
-        step = JsonRoute(
-            self._prefix + "/step/batch",
-            self.step,
-            method="POST",
-            summary="Play many seconds of many episodes",
-            description=LAYOUT,
-            tags=[self._family.name],
-            request_schema=_step_schema(),
-            responses=answer,
-        )
-        assert step.openapi_extra is not None
-        step.openapi_extra["requestBody"]["content"] |= binary
+        tags: dict[str, Any] = {"tags": [self._family.name]}
+        posted = {**tags, "method": "POST"}
+        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
         return [
-            step,
-            JsonRoute(
+            StepRoute(
+                self._prefix + "/step/batch",
+                self.step,
+                "Play many seconds of many episodes",
+                description=LAYOUT,
+                types={"body": BatchStepRequest},
+                response_model=BatchStepAnswer,
+                responses={200: {"content": binary}},
+                openapi_extra={"requestBody": {"content": binary}},
+                statuses=(400, 404, 409),
+                **tags,
+            ),
+            Route(
                 self._prefix + "/reset/batch",
                 self.reset,
-                method="POST",
-                summary="Start many episodes at once",
-                tags=[self._family.name],
-                request_schema=_reset_schema(self._family),
-                body_required=False,
-                responses=documented(plain_schema(BatchResetAnswer), 404, 409, 429, 503),
+                "Start many episodes at once",
+                types={"body": (family_model(self._family, BatchResetRequest, self._family.default_task), None)},
+                limits=replace(limits, bounds=RESET_BOUNDS),
+                response_model=BatchResetAnswer,
+                statuses=(404, 409),
+                **posted,
             ),
-            JsonRoute(
+            Route(
                 self._prefix + "/close/batch",
                 self.close,
-                method="POST",
-                summary="Close a batch session",
-                tags=[self._family.name],
-                request_schema=plain_schema(BatchCloseRequest),
-                responses=documented(plain_schema(BatchCloseAnswer), 404),
+                "Close a batch session",
+                limits=limits,
+                statuses=(404,),
+                **posted,
             ),
         ]
 
-    async def reset(self, request: Request) -> Response:
-        most_bytes, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
-        wanted = read_request(BatchResetRequest, await read_object(request, most_bytes, timeout_s, RESET_BOUNDS))
-        seeds = wanted.all_seeds()
-        task = get_task(self._family.default_task if wanted.task_id is None else wanted.task_id)
-        config = task.config(wanted.config)
+    async def reset(self, request: Request, body: BatchResetRequest) -> Response:
+        seeds = body.all_seeds()
+        task = get_task(self._family.default_task if body.task_id is None else body.task_id)
+        task = task_of(task, body.config)
+        config = task.config(body.config)
         most = self._settings.batch_row_steps // config.episode_length
         if len(seeds) > most:
             raise InvalidRequestError("n", len(seeds), f"at most {most} with episodes of this length")
-        session = None if wanted.session_id is None else self._sessions.get(wanted.session_id)
+        session = None if body.session_id is None else self._sessions.get(body.session_id)
         if session is None:
             session = self._sessions.open(task, config, len(seeds))
         elif not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
         request.scope[SESSION_KEY] = session.session_id
-        # A refused restart changes nothing; an accepted one waits for the steps that are being played.
-        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, wanted.autoreset, wanted.fleet))
+        # A refused restart changes nothing; an accepted one waits for running steps.
+        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, body.autoreset, body.fleet))
         return reply(
             {
                 "session_id": session.session_id,
@@ -434,7 +246,7 @@ class BatchRoutes:
                 "n": len(seeds),
                 "episode_length": config.episode_length,
                 "config": config.to_dict(),
-                "autoreset": wanted.autoreset,
+                "autoreset": body.autoreset,
                 "observations": session.observation(),
             }
         )
@@ -470,10 +282,9 @@ class BatchRoutes:
         answered: Response = await self._sessions.run(session, session.seconds(steps.n_steps), answer)
         return answered
 
-    async def close(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        self._sessions.close(read_request(BatchCloseRequest, body).session_id)
-        return reply({"closed": True})
+    async def close(self, body: BatchCloseRequest) -> BatchCloseAnswer:
+        self._sessions.close(body.session_id)
+        return BatchCloseAnswer(closed=True)
 
 
 Find = Callable[[str], BatchSession]
@@ -555,7 +366,7 @@ def _as_json(played: BatchPlayed) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- schemas
+# ---------------------------------------------------------------- documents
 
 LAYOUT: Final = f"""N episodes of a session from `/reset/batch` play K steps in one request.
 
@@ -576,26 +387,6 @@ episode, uint32 W = 14 or 21, uint32 episodes finished, uint32 steps left; then 
 A request with the number of its first step may be sent again: the latest one is answered again and played once.
 Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as JSON; body, sessions and their length by
 INFERENCEGYM_MAX_BATCH_BYTES, _BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are JSON."""
-
-
-def _reset_schema(family: Family) -> Schema:
-    schema = plain_schema(BatchResetRequest)
-    common: Schema = schema["properties"]
-    common["task_id"] = {**nullable(task_id_schema(family)), "default": family.default_task}
-    common["config"] = nullable(plain_schema(family.config_model))
-    absent: Schema = {"type": "null"}
-    seeds = present(common["seeds"])
-    numbered, listed = {**common, "seeds": absent}, {**common, "seeds": seeds, "n": absent, "seed": absent}
-    return {"type": "object", "oneOf": [closed((), numbered), closed(("seeds",), listed)]}
-
-
-def _step_schema() -> Schema:
-    schema = plain_schema(BatchStepRequest)
-    five = {"type": "array", "items": {"type": "number"}, "minItems": ACTION_SIZE, "maxItems": len(ACTIONS)}
-    rows = {"type": "array", "items": five, "minItems": 1, "maxItems": MAX_ROWS}
-    actions = {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"}
-    schema["properties"]["actions"] = actions
-    return schema
 
 
 class BatchStepAnswer(Message):

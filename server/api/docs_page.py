@@ -1,6 +1,6 @@
-"""The page ``/docs``: the OpenAPI document as plain HTML, which needs no script and nothing from elsewhere.
+"""The page ``/docs``: the OpenAPI document as plain HTML, without scripts and external files.
 
-FastAPI's own page loads its viewer from a content delivery network, and stays empty where there is no way to it.
+FastAPI's own page loads its viewer from a content delivery network, and is empty without access to it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
+from server.api.openapi import inlined_paths
 from server.api.web import content_policy
 from server.settings import Settings
 
@@ -33,7 +34,7 @@ def docs_route(settings: Settings) -> Route:
 def docs_page(document: Mapping[str, Any]) -> str:
     """An OpenAPI document as an HTML page; links are relative, so that it works behind a proxy's path."""
     title = escape(f"{document['info']['title']}: HTTP interface")
-    paths = [(path, method, told) for path, item in document["paths"].items() for method, told in item.items()]
+    paths = [(path, method, told) for path, item in inlined_paths(document).items() for method, told in item.items()]
     listed = "".join(f"<li><a href='#{_anchor(p, m)}'>{_name(p, m)}</a> {_summary(told)}</li>" for p, m, told in paths)
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"

@@ -1,6 +1,6 @@
 """HTTP endpoints of an environment family: /step /reset /state /grader /health /tasks /baseline /info /openenv.yaml.
 
-Every family is served by the same endpoints; where its published document asks for other shapes, its record says so
+All families have the same endpoints; if the specification of a family requires other shapes, its record defines them
 (:class:`env.family.HttpShape`).
 """
 
@@ -8,36 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from fastapi import Query
+from pydantic import BaseModel, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agents.families import players_of
+from env.families import SERVING
 from env.family import Grade
 from grader.verify import verify_log
 from inferencegym import __version__
 from inferencegym.errors import StoreError, short_repr
-from inferencegym.families import SERVING
-from inferencegym.messages import plain_schema
+from inferencegym.messages import Allowed, plain_schema
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
-from inferencegym.tasks import TaskId
-from server import schemas
+from server.api.route import BodyLimits, Route, StepRoute
 from server.context import Context, Mount
-from server.net.errors import InvalidRequestError, SessionConflictError
+from server.net.errors import SessionConflictError
 from server.net.json_io import (
     MAX_VALUES,
     SESSION_KEY,
     JsonBounds,
     JsonReply,
-    JsonRoute,
     read_object,
     reply,
     to_json,
 )
-from server.net.problems import documented
-from server.schemas import GradeRequest, ResetRequest, StepRequest, read_request
+from server.schemas import (
+    DEFAULT_SEED,
+    GradeAnswer,
+    GradeRequest,
+    HealthAnswer,
+    ResetRequest,
+    StepRequest,
+    TasksAnswer,
+    grade_request,
+    read_request,
+    reset_answer,
+    reset_request,
+    step_answer,
+    step_request,
+)
 from server.sessions.manager import LiveSession, StepResult
 
 LARGE_LOG_ENTRIES: Final = 300
@@ -50,7 +64,19 @@ LOG_BOUNDS: Final = JsonBounds(
 """Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55 values,
 nine of them arrays and objects."""
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+
+class StateQuery(BaseModel):
+    """Query of GET /state."""
+
+    session_id: Annotated[str | SkipJsonSchema[None], Field(description="without it, the caller's latest episode")] = (
+        None
+    )
+
+
+class TasksQuery(BaseModel):
+    """Query of GET /tasks."""
+
+    all: Annotated[bool, Allowed("true or false")] = False
 
 
 class EpisodeRoutes:
@@ -66,63 +92,42 @@ class EpisodeRoutes:
         # Read at start, so that an error in a user's task file stops the start and not the first request.
         self._tasks = list(mount.family.tasks())
 
-    def routes(self) -> list[JsonRoute]:
+    def routes(self) -> list[Route]:
         """Routes of these endpoints, the most used first, since they are tried in order."""
-        family, any_object = self._family, {"type": "object"}
-        session_id = {"name": "session_id", "in": "query", "required": False, "schema": {"type": "string"}}
-        all_tasks = {"name": "all", "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
-        yaml: dict[int | str, dict[str, Any]] = {200: {"content": {family.http.manifest_type: {"schema": any_object}}}}
-        stepped, started = schemas.step_answer_schema(family), schemas.reset_answer_schema(family)
-        graded = schemas.grade_answer_schema()
+        family, at = self._family, self._prefix
+        more: dict[str, Any] = {"tags": [family.name], "response_model_exclude_unset": True}
+        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
+        of_log = BodyLimits(self._settings.max_log_bytes, self._settings.body_timeout_s, LOG_BOUNDS)
+        stepped = {"types": {"body": step_request(family)}, "response_model": step_answer(family), **more}
+        started = {"types": {"body": (reset_request(family), None)}, "response_model": reset_answer(family), **more}
+        started |= {"method": "POST", "limits": limits, "statuses": (400, 404)}
+        # Without a body, the caller's latest episode is graded.
+        grading = (grade_request(family), None) if family.http.session_is_optional else grade_request(family)
+        graded = {"types": {"body": grading}, "statuses": (400, 404, 409, 410), **more}
         routes = [
-            self._post("/step", self.step, "Play one second", schemas.step_schema(family), stepped, 400, 409),
-            self._post("/reset", self.reset, "Start an episode", schemas.reset_schema(family), started, 400),
-            self._get("/state", self.state, "State of an episode", (404, 503), parameters=[session_id]),
-            self._post("/grader", self.grade, "Score an episode", schemas.grade_schema(family), graded, 400, 409),
-            self._get("/health", self.health, "Health of the server", (503,)),
-            self._get("/tasks", self.tasks, "List of tasks", (), parameters=[all_tasks]),
-            self._get("/info", self.info, "Schemas, reward, calibration and provenance", (503,)),
+            StepRoute(at + "/step", self.step, "Play one second", statuses=(400, 404, 409, 410), **stepped),
+            Route(at + "/reset", self.reset, "Start an episode", **started),
+            Route(at + "/state", self.state, "State of an episode", statuses=(404, 410), **more),
+            Route(at + "/grader", self.grade, "Score an episode", method="POST", limits=of_log, **graded),
+            Route(at + "/health", self.health, "Health of the server", **more),
+            Route(at + "/tasks", self.tasks, "List of tasks", **more),
+            Route(at + "/info", self.info, "Schemas, reward, calibration and provenance", **more),
         ]
-        if family.baseline is not None:
-            routes.append(self._get("/baseline", self.baseline, "Scores of the baselines", (429, 503)))
+        if players_of(family).baseline is not None:
+            answer = dict[str, Any]
+            routes.append(
+                Route(at + "/baseline", self.baseline, "Scores of the baselines", response_model=answer, **more)
+            )
         if family.manifest is not None:
-            routes.append(self._route("GET", "/openenv.yaml", self.manifest, "The OpenEnv manifest", yaml))
+            yaml = {200: {"content": {family.http.manifest_type: {"schema": {"type": "object"}}}}}
+            more |= {"response_class": Response, "responses": yaml}
+            routes.append(Route(at + "/openenv.yaml", self.manifest, "The OpenEnv manifest", **more))
         return routes
-
-    def _post(
-        self,
-        path: str,
-        endpoint: Endpoint,
-        summary: str,
-        request: schemas.Schema,
-        answer: schemas.Schema,
-        *statuses: int,
-    ) -> JsonRoute:
-        answers = documented(answer, 404, 429, 503, *statuses)
-        required = bool(request.get("required")) or "oneOf" in request
-        return self._route("POST", path, endpoint, summary, answers, request_schema=request, body_required=required)
-
-    def _get(self, path: str, endpoint: Endpoint, summary: str, statuses: tuple[int, ...], **more: Any) -> JsonRoute:
-        return self._route("GET", path, endpoint, summary, documented({"type": "object"}, *statuses), **more)
-
-    def _route(
-        self,
-        method: str,
-        path: str,
-        endpoint: Endpoint,
-        summary: str,
-        answers: dict[int | str, dict[str, Any]],
-        **more: Any,
-    ) -> JsonRoute:
-        tags = [self._family.name]
-        return JsonRoute(
-            self._prefix + path, endpoint, method=method, summary=summary, tags=tags, responses=answers, **more
-        )
 
     # ------------------------------------------------------------ playing
 
     async def step(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
         if self._family.http.session_is_optional and body.get("session_id") is None:
             body["session_id"] = await self._latest_of(request)
         wanted = read_request(StepRequest, body)
@@ -138,15 +143,14 @@ class EpisodeRoutes:
             "info": result.info(),
         }
 
-    async def reset(self, request: Request) -> Response:
-        wanted = read_request(ResetRequest, await self._body(request))
+    async def reset(self, request: Request, body: ResetRequest) -> Response:
         live, observation = await self._sessions.reset(
             self._family.name,
-            task_id=self._family.default_task if wanted.task_id is None else wanted.task_id,
-            seed=schemas.DEFAULT_SEED if wanted.seed is None else wanted.seed,
-            config=wanted.config or {},
+            task_id=self._family.default_task if body.task_id is None else body.task_id,
+            seed=DEFAULT_SEED if body.seed is None else body.seed,
+            config=body.config or {},
             caller=self._context.caller(self._family, request.scope),
-            session_id=wanted.session_id,
+            session_id=body.session_id,
         )
         request.scope[SESSION_KEY] = live.session_id
         record, length = live.record, live.env.episode_length
@@ -166,30 +170,30 @@ class EpisodeRoutes:
         }
         return reply(answer, headers=self._cookie_header(live.session_id))
 
-    async def state(self, request: Request) -> Response:
-        named = request.query_params.get("session_id") or None
+    async def state(self, request: Request, query: Annotated[StateQuery, Query()]) -> dict[str, Any]:
+        named = query.session_id or None
         live = await self._live(request, named or await self._latest_of(request))
         state = live.env.state()
         if self._family.http.state_has_observation:
             state = {**state, "observation": live.env.observation_dict()}
         if named is None:
-            # Clients behind one address share "the most recent session", so its id, with which anyone can play it, is
-            # left out.
+            # Clients behind one address share "the most recent session". The id is left out, because anyone who knows
+            # it
+            # can play the session.
             del state["session_id"]
-        return reply(state)
+        return state
 
     # ------------------------------------------------------------ grading
 
-    async def grade(self, request: Request) -> Response:
-        most_bytes, timeout_s = self._settings.max_log_bytes, self._settings.body_timeout_s
-        body = await read_object(request, most_bytes, timeout_s, LOG_BOUNDS)
-        wanted = read_request(GradeRequest, body)
-        wanted.check()
-        if wanted.session_id is not None:
-            return reply(await self._grade_session(request, wanted.session_id, wanted.task_id))
-        if len(wanted.episode_log or ()) > LARGE_LOG_ENTRIES or wanted.verify:
-            return reply(await asyncio.to_thread(self._grade_log, wanted))
-        return reply(self._grade_log(wanted))
+    async def grade(self, request: Request, body: GradeRequest) -> GradeAnswer:
+        session_id = body.session_id
+        if body.grades_latest and session_id is None and body.episode_log is None:
+            session_id = await self._latest_of(request)
+        if session_id is not None:
+            return GradeAnswer(**await self._grade_session(request, session_id, body))
+        if len(body.episode_log or ()) > LARGE_LOG_ENTRIES or body.verify:
+            return GradeAnswer(**await asyncio.to_thread(self._grade_log, body))
+        return GradeAnswer(**self._grade_log(body))
 
     def _grade_log(self, wanted: GradeRequest) -> Grade:
         family, task_id = self._family, wanted.task_id
@@ -204,11 +208,13 @@ class EpisodeRoutes:
         replayed = verify_log(family, task_id, wanted.seed, wanted.config, entries)
         return {**family.grade(task_id, replayed.episode_log), "verified": True, "own_config": own_config}
 
-    async def _grade_session(self, request: Request, session_id: str, task_id: TaskId | None) -> Grade:
+    async def _grade_session(self, request: Request, session_id: str, wanted: GradeRequest) -> Grade:
         live = await self._live(request, session_id)
         # Read before grading: another request may restart the session while this one is graded on a thread.
         record = live.record
-        played_id = record.task_id
+        played_id, task_id = record.task_id, wanted.task_id
+        # The session's own configuration counts; one that is sent along has to be valid all the same.
+        self._family.check_config(played_id, wanted.config)
         if task_id is not None and str(task_id) != str(played_id):
             raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
         # The log was recorded by the server, so there is nothing to verify.
@@ -222,53 +228,54 @@ class EpisodeRoutes:
 
     # ------------------------------------------------------------ information
 
-    async def health(self, _request: Request) -> Response:
+    async def health(self, response: Response) -> HealthAnswer:
         if self._prefix and self._family.http.health is not None:
-            return reply(self._family.http.health)
-        answer = {
-            "status": self._settings.health_status,
-            "active_sessions": len(self._sessions),
-            "uptime_s": round(time.monotonic() - self._context.started, 3),
-            "version": __version__,
-            "store": self._sessions.store.name,
-            "table_sha256": self._sessions.families[SERVING].table_sha256(),
-        }
+            return HealthAnswer(**self._family.http.health)
+        answer = HealthAnswer(
+            status=self._settings.health_status,
+            active_sessions=len(self._sessions),
+            uptime_s=round(time.monotonic() - self._context.started, 3),
+            version=__version__,
+            store=self._sessions.store.name,
+            table_sha256=self._sessions.families[SERVING].table_sha256(),
+        )
         try:
             await self._sessions.ping()
+            if damage := await self._sessions.store.damage():
+                answer.store_damage = damage
         except StoreError as error:
-            return reply({**answer, "status": "degraded", "store_error": str(error)}, 503, [(b"retry-after", b"1")])
-        return reply(answer)
+            response.status_code = 503
+            response.headers["retry-after"] = "1"
+            return answer.model_copy(update={"status": "degraded", "store_error": str(error)})
+        return answer
 
-    async def tasks(self, request: Request) -> Response:
-        value = request.query_params.get("all", "false").lower()
-        if value not in ("true", "false", "1", "0"):
-            raise InvalidRequestError("all", value, "true or false")
-        recorded = value in ("true", "1")
-        shown = [task.description for task in self._tasks if recorded or not task.recorded]
+    async def tasks(self, query: Annotated[TasksQuery, Query()]) -> TasksAnswer:
+        shown = [task.description for task in self._tasks if query.all or not task.recorded]
         hidden = len(self._tasks) - len(shown)
         more = f"GET {self._prefix}/tasks?all=true lists {hidden} more: recorded traffic, and other cards and models"
-        return reply({"tasks": shown, **({"more": more} if hidden else {})})
+        return TasksAnswer(tasks=shown, more=more) if hidden else TasksAnswer(tasks=shown)
 
-    async def baseline(self, _request: Request) -> Response:
-        """Scores of the baseline, computed once: callers that come meanwhile wait for the same result."""
+    async def baseline(self) -> Response:
+        """Scores of the baseline, computed once: concurrent callers wait for the same result."""
         task = self._baseline
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._baseline = asyncio.create_task(asyncio.to_thread(self._baseline_json))
-        # A client that goes away must not take the computation from the others.
+        # A client that disconnects must not cancel the computation for the others.
         return JsonReply(await asyncio.shield(task))
 
     def _baseline_json(self) -> bytes:
-        assert self._family.baseline is not None
-        return to_json(self._family.baseline())
+        baseline = players_of(self._family).baseline
+        assert baseline is not None
+        return to_json(baseline())
 
-    async def info(self, _request: Request) -> Response:
-        return reply(self._info)
+    async def info(self) -> dict[str, Any]:
+        return self._info
 
-    async def manifest(self, _request: Request) -> Response:
+    async def manifest(self) -> Response:
         return Response(self._manifest, media_type=self._family.http.manifest_type)
 
     @cached_property
-    def _info(self) -> Mapping[str, Any]:
+    def _info(self) -> dict[str, Any]:
         family = self._family
         return {
             "name": family.title,
@@ -311,6 +318,3 @@ class EpisodeRoutes:
     async def _live(self, request: Request, session_id: str) -> LiveSession:
         request.scope[SESSION_KEY] = session_id
         return await self._sessions.get(session_id, self._family.name)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)

@@ -1,9 +1,9 @@
 """MCP tools of an environment family: begin, observe, set_knobs, run and grade, as JSON-RPC over HTTP or WebSockets.
 
-A client of the Model Context Protocol (its streamable HTTP transport, revisions up to 2025-06-18) and OpenEnv's
-MCPToolClient speak to the same tools. The id of an MCP session is the id of the episode's session, so nothing is kept
-beside the session store: any worker answers, and an episode outlives its connection. OpenEnv's client names the session
-in ``params.session_id`` and shares it with ``/ws?session_id=...``; MCP's clients name it in the header Mcp-Session-Id.
+Clients of the Model Context Protocol (its streamable HTTP transport, revisions up to 2025-06-18) and OpenEnv's
+MCPToolClient use the same tools. The id of an MCP session is the id of the episode's session, so the session store is
+the only state: any worker can answer, and an episode outlives its connection. OpenEnv's client names the session in
+``params.session_id`` and shares it with ``/ws?session_id=...``; MCP's clients name it in the header Mcp-Session-Id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from server.context import Context
 from server.net.errors import InvalidRequestError
 from server.net.json_io import to_json
 from server.schemas import Seed, TaskName, read_request
-from server.sessions.manager import LiveSession, StepResult, new_session_id
+from server.sessions.manager import LiveSession, StepResult
+from server.sessions.session import new_session_id
 
 SESSION_HEADER: Final = b"mcp-session-id"
 PARSE_ERROR: Final = -32700
@@ -42,7 +43,7 @@ _INVALID_PARAMS: Final = -32602
 SERVER_ERROR: Final = -32000
 MAX_RPC_ID_CHARS: Final = 200
 PROTOCOL_VERSIONS: Final = ("2025-06-18", "2025-03-26", "2024-11-05")
-"""Revisions of MCP that a client may ask for, the newest first: the tools are the same in all of them."""
+"""Revisions of MCP that a client may request, the newest first; the tools are the same in all of them."""
 MAX_RUN_S: Final = 60
 INSTRUCTIONS: Final = (
     "begin starts an episode (without it, the first tool starts one of the default task). set_knobs sets knobs and "
@@ -105,7 +106,7 @@ class McpTools:
         self._context = context
         self._sessions = context.sessions
         self._family = family
-        began = schemas.reset_schema(family)
+        began = plain_schema(schemas.reset_request(family))
         del began["properties"]["session_id"]
         acted = {**plain_schema(family.action_model), "description": schemas.LEFT_OUT}
         self._tools: Mapping[str, tuple[Call, str, dict[str, Any]]] = {
@@ -118,8 +119,8 @@ class McpTools:
             ),
             "run": (
                 self._run,
-                "Play on for some seconds with the knobs as they are. Returns the sum of the rewards and the last "
-                "observation.",
+                "Play on for some seconds with the knobs as they are. Returns the seconds played (a held action is "
+                "played to its end), the sum of the rewards and the last observation.",
                 plain_schema(RunArguments),
             ),
             "grade": (self._grade, "Score of the steps so far, in [0, 1], with its parts.", plain_schema(NoArguments)),
@@ -130,7 +131,7 @@ class McpTools:
         ]
 
     async def answer(self, request: Mapping[str, Any], session_id: str | None, scope: Scope) -> dict[str, Any] | None:
-        """Answer of a JSON-RPC request in a session; None for a notification, which has none."""
+        """Answer of a JSON-RPC request in a session; None for a notification."""
         try:
             wanted = read_request(JsonRpcRequest, request)
         except InvalidRequestError as error:
@@ -169,7 +170,7 @@ class McpTools:
         if method == "openenv/session/create":
             return {"session_id": session_id or new_session_id()}
         if method == "openenv/session/close" and isinstance(named, str):
-            # There is nothing to give back: the episode is a session like any other, and expires like one.
+            # There is nothing to release: the episode is a session like any other, and expires like one.
             return {"session_id": named, "closed": True}
         return None
 
@@ -201,7 +202,7 @@ class McpTools:
 
     async def _begin(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         wanted = read_request(BeginArguments, arguments, "arguments")
-        # One allowance with POST /reset, whichever way a client comes.
+        # Counts against the same limit as POST /reset.
         self._context.limits.take("/reset", scope)
         live, _ = await self._sessions.reset(
             self._family.name,
@@ -219,7 +220,7 @@ class McpTools:
         return _seen(await self._episode(session_id, scope))
 
     async def _act(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
-        await self._episode(session_id, scope)
+        await self._episode(session_id, scope, first_action=arguments)
         result = await self._sessions.step(session_id, arguments, family=self._family.name)
         return _stepped(result, result.reward)
 
@@ -229,24 +230,34 @@ class McpTools:
         if live.env.done:
             raise EpisodeDoneError(f"the episode ended after {len(live.actions)} steps")
         action = self._family.action_json(live.actions[-1]) if live.actions else {}
-        until, reward, done = len(live.env.episode_log) + seconds, 0.0, False
+        started, played, reward, done = live.env.n_entries, 0, 0.0, False
         while not done:
             result = await self._sessions.step(session_id, action, family=self._family.name)
             reward += result.reward
-            done = result.done or len(result.env.episode_log) >= until
-        return _stepped(result, reward)
+            played = result.env.n_entries - started
+            done = result.done or played >= seconds
+        return {"seconds_played": played, **_stepped(result, reward)}
 
     async def _grade(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         read_request(NoArguments, arguments, "arguments")
         self._context.limits.take("/grader", scope)
         live = await self._episode(session_id, scope)
-        return {**live.env.grade(), "done": live.env.done, "steps": len(live.env.episode_log)}
+        return {**live.env.grade(), "done": live.env.done, "steps": live.env.n_entries}
 
-    async def _episode(self, session_id: str, scope: Scope) -> LiveSession:
-        """The session's episode; where none was begun, one of the default task begins."""
+    async def _episode(
+        self, session_id: str, scope: Scope, first_action: Mapping[str, Any] | None = None
+    ) -> LiveSession:
+        """The session's episode; a session without one starts the default task.
+
+        Raises InvalidActionError, and starts nothing, if that task cannot play ``first_action``.
+        """
         try:
             return await self._sessions.get(session_id, self._family.name)
         except UnknownSessionError:
+            if first_action is not None:
+                env = self._family.make()
+                env.reset(task_id=self._family.default_task)
+                env.check(self._family.parse_action(first_action)[0])
             await self._begin({}, session_id, scope)
             return await self._sessions.get(session_id, self._family.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,12 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from inferencegym.messages import inlined, plain_schema
+from server.api.route import Problem
+
 
 def install_openapi(app: FastAPI) -> None:
     """Serve the document of ``app`` with whole bounds as integers.
 
-    FastAPI reads every bound as a double and writes 2^63 as 9.223372036854776e+18. As decimal digits that is a larger
-    number, and clients that generate requests from the document believe it.
+    FastAPI reads every bound as a double and writes 2^63 as 9.223372036854776e+18. In decimal digits this is a larger
+    number, which clients that generate requests from the document would use.
     """
 
     def document() -> dict[str, Any]:
@@ -28,6 +32,7 @@ def install_openapi(app: FastAPI) -> None:
                 routes=app.routes,
                 tags=app.openapi_tags,
             )
+            made["components"]["schemas"]["Problem"] = plain_schema(Problem)
             app.openapi_schema = whole_numbers(made)
         return app.openapi_schema
 
@@ -35,7 +40,7 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def openapi_route(prefix: str) -> Route:
-    """``GET <prefix>/openapi.json``: what OpenEnv's validator asks a server mounted there for."""
+    """``GET <prefix>/openapi.json``, which OpenEnv's validator requests from a server mounted there."""
 
     async def published(request: Request) -> JSONResponse:
         whole = await asyncio.to_thread(request.app.openapi)
@@ -49,6 +54,12 @@ def document_below(document: dict[str, Any], prefix: str) -> dict[str, Any]:
     below = prefix + "/"
     paths = {p.removeprefix(prefix): item for p, item in document["paths"].items() if p.startswith(below)}
     return {**document, "paths": paths, "servers": [{"url": prefix}]}
+
+
+def inlined_paths(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The paths of a document, with schemas in place of references."""
+    paths: dict[str, Any] = inlined(document["paths"], document["components"]["schemas"])
+    return paths
 
 
 def whole_numbers(value: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,15 +15,13 @@ from starlette.responses import Response
 from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
 from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
+from server.api.route import BodyLimits, Endpoint, Route
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError
-from server.net.json_io import SMALL, JsonRoute, parse_object, read_body, read_object, reply
-from server.net.problems import documented
-from server.schemas import read_request
-from server.sessions.manager import new_session_id
+from server.net.json_io import SMALL, parse_object, read_body, reply
+from server.sessions.session import new_session_id
 
-M = TypeVar("M", bound=Message)
-# Any index of a list may be asked for, so that it can be said which are there.
+# Any index is accepted here, so that the error can list the valid ones.
 Index = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 
 
@@ -43,6 +42,13 @@ class TaskRangeRequest(SplitRequest):
 
     start: Index | None = None
     stop: Index | None = None
+
+
+class Split(BaseModel):
+    """A split that has tasks."""
+
+    name: str
+    type: str
 
 
 class StateMessage(BaseModel):
@@ -67,69 +73,37 @@ class InfoRoutes:
         self._family = mount.family
         self._prefix = mount.prefix
 
-    def routes(self) -> list[JsonRoute]:
+    def routes(self) -> list[Route]:
         """Routes of these endpoints; those of the Task API last, because ``{env_name}`` matches any text."""
-        any_object: dict[str, Any] = {"type": "object"}
-        listed = {"type": "array", "items": any_object}
-        names = {"type": "array", "items": {"type": "string"}}
+        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
+
+        def route(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
+            tags = [f"{self._family.name}: OpenEnv"]
+            return Route(self._prefix + path, endpoint, summary, tags=tags, **more)
+
+        def of_tasks(name: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
+            named = {"env_name": Annotated[str, Path(examples=[self._family.env_name])]}
+            return route(f"/{{env_name}}/{name}", endpoint, summary, types=named, statuses=(400, 404), **more)
+
+        answered: dict[str, Any] = {"method": "POST", "response_model": dict[str, Any]}
+        posted: dict[str, Any] = {"method": "POST", "limits": limits}
         return [
-            self._route("GET", "/metadata", self.metadata, "Name, description, version, author, readme", any_object),
-            self._route("GET", "/schema", self.schema, "Schemas of action, observation and state", any_object),
-            self._route("POST", "/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", any_object),
-            self._route("GET", "/list_environments", self.environments, "Names for the Task API", names),
-            self._task_route("GET", "splits", self.splits, "Splits that have tasks", listed),
-            self._task_route("POST", "tasks", self.tasks, "Tasks of a split", any_object, SplitRequest),
-            self._task_route("POST", "num_tasks", self.num_tasks, "Number of tasks", any_object, SplitRequest),
-            self._task_route("POST", "task", self.task, "One task of a split", any_object, TaskRequest),
-            self._task_route("POST", "task_range", self.task_range, "Some tasks", any_object, TaskRangeRequest),
+            route("/metadata", self.metadata, "Name, description, version, author, readme"),
+            route("/schema", self.schema, "Schemas of action, observation and state"),
+            route("/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", **answered),
+            route("/list_environments", self.environments, "Names for the Task API"),
+            of_tasks("splits", self.splits, "Splits that have tasks"),
+            of_tasks("tasks", self.tasks, "Tasks of a split", **posted),
+            of_tasks("num_tasks", self.num_tasks, "Number of tasks", **posted),
+            of_tasks("task", self.task, "One task of a split", **posted),
+            of_tasks("task_range", self.task_range, "Some tasks", **posted),
         ]
 
-    def _route(
-        self,
-        method: str,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        summary: str,
-        answer: Mapping[str, Any],
-        request_schema: Mapping[str, Any] | None = None,
-        statuses: Sequence[int] = (),
-        **more: Any,
-    ) -> JsonRoute:
-        return JsonRoute(
-            self._prefix + path,
-            endpoint,
-            method=method,
-            summary=summary,
-            tags=[f"{self._family.name}: OpenEnv"],
-            request_schema=request_schema,
-            responses=documented(answer, *statuses),
-            **more,
-        )
-
-    def _task_route(
-        self,
-        method: str,
-        name: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        summary: str,
-        answer: Mapping[str, Any],
-        request: type[Message] | None = None,
-    ) -> JsonRoute:
-        env_name = {"name": "env_name", "in": "path", "required": True, "schema": {"type": "string"}}
-        env_name["example"] = self._family.env_name
-        schema = None if request is None else plain_schema(request)
-        path = f"/{{env_name}}/{name}"
-        return self._route(method, path, endpoint, summary, answer, schema, (400, 404), parameters=[env_name])
-
-    async def metadata(self, _request: Request) -> Response:
-        return reply(self._metadata)
-
-    async def schema(self, _request: Request) -> Response:
-        return reply(self._schemas)
-
-    @cached_property
-    def _metadata(self) -> dict[str, Any]:
+    async def metadata(self) -> dict[str, Any]:
         return self._family.metadata()
+
+    async def schema(self) -> dict[str, Any]:
+        return self._schemas
 
     @cached_property
     def _schemas(self) -> dict[str, Any]:
@@ -163,43 +137,37 @@ class InfoRoutes:
         begun = [(SESSION_HEADER, new_session_id().encode())] if sent.get("method") == "initialize" else []
         return reply(answer, headers=begun)
 
-    async def environments(self, _request: Request) -> Response:
-        return reply([self._family.env_name])
+    async def environments(self) -> list[str]:
+        return [self._family.env_name]
 
-    async def splits(self, request: Request) -> Response:
-        self._check_name(request)
-        return reply([{"name": name, "type": name} for name in self._family.splits()])
+    async def splits(self, env_name: str) -> list[Split]:
+        self._check_name(env_name)
+        return [Split(name=name, type=name) for name in self._family.splits()]
 
-    async def tasks(self, request: Request) -> Response:
-        wanted = await self._read(request, SplitRequest)
-        return reply({"tasks": self._described(wanted.split), "env_name": self._family.env_name})
+    async def tasks(self, env_name: str, body: SplitRequest) -> dict[str, Any]:
+        self._check_name(env_name)
+        return {"tasks": self._described(body.split), "env_name": self._family.env_name}
 
-    async def num_tasks(self, request: Request) -> Response:
-        wanted = await self._read(request, SplitRequest)
-        return reply({"num_tasks": len(self._described(wanted.split))})
+    async def num_tasks(self, env_name: str, body: SplitRequest) -> dict[str, int]:
+        self._check_name(env_name)
+        return {"num_tasks": len(self._described(body.split))}
 
-    async def task(self, request: Request) -> Response:
-        wanted = await self._read(request, TaskRequest)
-        tasks = self._described(wanted.split)
-        if not 0 <= wanted.index < len(tasks):
-            raise HTTPException(400, f"index {wanted.index} names no task: {short_repr(wanted.split)} has {len(tasks)}")
-        return reply({"task": tasks[wanted.index]})
+    async def task(self, env_name: str, body: TaskRequest) -> dict[str, Any]:
+        self._check_name(env_name)
+        tasks = self._described(body.split)
+        if not 0 <= body.index < len(tasks):
+            raise HTTPException(400, f"index {body.index} names no task: {short_repr(body.split)} has {len(tasks)}")
+        return {"task": tasks[body.index]}
 
-    async def task_range(self, request: Request) -> Response:
-        wanted = await self._read(request, TaskRangeRequest)
-        return reply({"tasks": self._described(wanted.split)[wanted.start : wanted.stop]})
+    async def task_range(self, env_name: str, body: TaskRangeRequest) -> dict[str, Any]:
+        self._check_name(env_name)
+        return {"tasks": self._described(body.split)[body.start : body.stop]}
 
     def _described(self, split: str) -> list[Mapping[str, Any]]:
         """All tasks of a split; an unknown split has none."""
         return [task.description for task in self._family.splits().get(split, [])]
 
-    async def _read(self, request: Request, model: type[M]) -> M:
-        self._check_name(request)
-        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        return read_request(model, body)
-
-    def _check_name(self, request: Request) -> None:
-        """OpenEnv's clients may write the name with capitals."""
-        name = request.path_params["env_name"]
+    def _check_name(self, name: str) -> None:
+        """OpenEnv's clients may send the name in capitals."""
         if name.lower() != self._family.env_name.lower():
             raise HTTPException(404, f"no environment {short_repr(name)} is served here, but {self._family.env_name!r}")

@@ -13,24 +13,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agents.families import run_policy
+from agents.families import players_of, run_policy
 from env.family import Family
 from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.tasks import TaskId
-from server import schemas
+from server.api.route import BodyLimits, Route
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, UnknownPolicyError
-from server.net.json_io import JsonReply, JsonRoute, read_object, reply, to_json
-from server.net.problems import documented
-from server.schemas import PlayRequest, read_request
+from server.net.json_io import JsonReply, to_json
+from server.schemas import DEFAULT_SEED, PlayAnswer, PlayRequest, PoliciesAnswer, Policy, play_request
 
 AT_ONCE: Final = 1
-"""Episodes being played at the same time; more wait, so that visitors' own steps stay quick."""
+"""Episodes played at the same time; others wait, so that visitors' own steps stay fast."""
 STEPS_PER_PLAY: Final = 200
 """A longer episode counts as several against the limit of plays per minute."""
 PATH: Final = "/play"
@@ -75,66 +75,64 @@ class PolicyRoutes:
         self._context = context
         self._settings = context.settings
         self._family = mount.family
+        self._players = players_of(mount.family)
         self._prefix = mount.prefix
         self._cache = EpisodeCache()
 
-    def routes(self) -> list[JsonRoute]:
+    def routes(self) -> list[Route]:
         """Routes of these endpoints; empty if the family has no built-in policies."""
-        if not self._family.policies:
+        if self._players.make is None:
             return []
-        ids = {"type": "string", "enum": [str(task.task_id) for task in self._family.tasks()]}
-        default = {"default": str(self._family.default_task)}
-        named = {"name": "task_id", "in": "query", "required": False, "schema": {**ids, **default}}
+        ids = [str(task.task_id) for task in self._family.tasks()]
+        task_id = Annotated[str, Query(json_schema_extra={"enum": ids})]
         tags = [self._family.name]
         return [
-            JsonRoute(
+            Route(
                 self._prefix + PATH,
                 self.play,
+                "A whole episode of a built-in policy",
                 method="POST",
-                summary="A whole episode of a built-in policy",
+                limits=BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s),
+                types={"body": play_request(self._family)},
+                response_model=PlayAnswer,
+                statuses=(400, 404),
                 tags=tags,
-                request_schema=schemas.play_schema(self._family),
-                responses=documented(schemas.played_schema(), 400, 404, 429, 503),
             ),
-            JsonRoute(
+            Route(
                 self._prefix + "/policies",
                 self.policies,
-                method="GET",
-                summary="Policies that /play knows",
+                "Policies that /play knows",
+                types={"task_id": (task_id, str(self._family.default_task))},
+                statuses=(400,),
                 tags=tags,
-                parameters=[named],
-                responses=documented(schemas.policies_schema(), 400),
             ),
         ]
 
-    async def play(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
-        wanted = read_request(PlayRequest, body)
-        if wanted.agent not in self._family.policies:
-            raise InvalidRequestError("agent", wanted.agent, "one of " + ", ".join(self._family.policies))
+    async def play(self, request: Request, body: PlayRequest) -> Response:
+        if body.agent not in (policies := self._players.policies()):
+            raise InvalidRequestError("agent", body.agent, "one of " + ", ".join(policies))
         episode = PlayedEpisode(
             self._family,
-            wanted.agent,
-            self._family.default_task if wanted.task_id is None else wanted.task_id,
-            schemas.DEFAULT_SEED if wanted.seed is None else wanted.seed,
-            wanted.config or {},
-            wanted.log,
+            body.agent,
+            self._family.default_task if body.task_id is None else body.task_id,
+            DEFAULT_SEED if body.seed is None else body.seed,
+            body.config or {},
+            body.log,
         )
         self._family.check_config(episode.task_id, episode.config)
         if self._family.hold(episode.task_id, episode.config) != 1:
             raise InvalidRequestError("config.hold", episode.config["hold"], "1: built-in policies act every second")
-        # Guard has counted one before it was known how long it is.
+        # The middleware has counted one play before its length was known.
         n_plays = ceil((episode.config.get("episode_length") or 1) / STEPS_PER_PLAY)
         if n_plays > 1:
             self._context.limits.take(PATH, request.scope, n_plays - 1)
         return gzipped(request, await self._cache.get(episode.key(), episode.play))
 
-    async def policies(self, request: Request) -> Response:
-        named = request.query_params.get("task_id", str(self._family.default_task))
-        task_id, names = await asyncio.to_thread(available, self._family, named)
-        texts = self._family.policies
-        described = [{"name": name, "description": texts[name]} for name in names]
-        return reply({"task_id": task_id, "policies": described})
+    async def policies(self, task_id: str) -> PoliciesAnswer:
+        played_id, names = await asyncio.to_thread(available, self._family, task_id)
+        descriptions, stored = self._players.policies(), self._players.stored()
+        policies = [Policy(name=name, description=descriptions[name], stored=name in stored) for name in names]
+        return PoliciesAnswer(task_id=played_id, policies=policies)
 
 
 def gzipped(request: Request, body: bytes) -> JsonReply:
@@ -199,13 +197,14 @@ def available(family: Family, task_id: TaskId) -> tuple[TaskId, list[str]]:
 
     Raises :class:`UnknownTaskError`.
     """
-    assert family.make_policy is not None
+    players = players_of(family)
+    assert players.make is not None
     env = family.make()
     env.reset(task_id=task_id)
     found = []
-    for name in family.policies:
+    for name in players.policies():
         try:
-            family.make_policy(name, env)
+            players.make(name, env)
         except InferenceGymError:
             continue
         found.append(name)

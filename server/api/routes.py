@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from inferencegym.families import SERVING
+from env.families import SERVING
 from server.api.batch import BatchRoutes
 from server.api.docs_page import docs_route
 from server.api.episodes import EpisodeRoutes
 from server.api.openapi import openapi_route
 from server.api.plan import PlanRoutes
 from server.api.policies import PolicyRoutes
+from server.api.route import Route
 from server.api.shadow import ShadowRoutes
 from server.api.web import web_routes
 from server.context import Context, Mount
-from server.net.json_io import JsonRoute
 
 
 class Routes(Protocol):
     """A group of endpoints of one mount."""
 
-    def routes(self) -> list[JsonRoute]:
+    def routes(self) -> list[Route]:
         """Routes of these endpoints, the most used first."""
         ...
 
@@ -48,11 +48,9 @@ def http_routes(context: Context) -> list[BaseRoute]:
     return [*routes, _metrics_route(context), docs_route(context.settings), *web_routes(context.settings)]
 
 
-def _metrics_route(context: Context) -> JsonRoute:
+def _metrics_route(context: Context) -> Route:
     async def metrics(request: Request) -> Response:
         body, content_type = context.metrics.exposition(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
+        return Response(body, headers={"content-type": content_type})
 
-    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-    summary = "Metrics of the server, for Prometheus"
-    return JsonRoute("/metrics", metrics, method="GET", summary=summary, responses=text)
+    return Route("/metrics", metrics, "Metrics of the server, for Prometheus", response_class=PlainTextResponse)

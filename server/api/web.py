@@ -1,13 +1,12 @@
-"""The web page at ``/web/``: our files, and the chart library from the package that ships it.
+"""The web page at ``/web/``: our files, and uPlot, the chart library, in ``charts/``.
 
-Links and redirects are relative, so the page works behind a proxy's path and in a frame. Nothing is inline and nothing
-comes from elsewhere, so the content security policy allows this origin alone.
+Links and redirects are relative, so the page works behind a proxy's path and in a frame. There are no inline scripts or
+styles and no external files, so the content security policy allows only this origin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -18,33 +17,27 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from env.families import FAMILIES, SERVING
 from server.net.json_io import reply
 from server.settings import Settings
 
 PAGE_DIR: Final = Path(__file__).resolve().parents[1] / "web"
-CHARTS_PACKAGE: Final = "uplot"
-"""Import name of uplot-python; it ships uPlot's script and style sheet. Its Python code is never imported."""
-
-DAY_S: Final = 86_400
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def web_routes(settings: Settings) -> list[BaseRoute]:
-    """``/`` and ``/web`` lead to ``/web/``, ``/traffic`` to its tab for that environment; below it lies the page."""
-    charts = StaticFiles(directory=_charts_dir())
+    """``/`` and ``/web`` lead to ``/web/``, ``/traffic`` and ``/rollouts`` to their tabs; below it lies the page."""
     page = StaticFiles(directory=PAGE_DIR, html=True)
     policy = content_policy(settings)
     return [
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
-        Route("/traffic", _to("web/#traffic"), include_in_schema=False),
+        *(Route(f"/{tab}", _to(f"web/#{tab}"), include_in_schema=False) for tab in ("traffic", "rollouts")),
         # Browsers request this on pages without an icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),
-        # What a pinned package ships changes only with its version.
-        Mount("/web/charts", app=_Headers(GZipMiddleware(charts), policy, f"public, max-age={DAY_S}")),
-        # Ours is asked for again each time, and answered with 304 while it is the same.
+        # Asked for again each time, and answered with 304 while it is the same.
         Mount("/web", app=_Headers(GZipMiddleware(page), policy, "no-cache")),
     ]
 
@@ -53,13 +46,6 @@ def content_policy(settings: Settings) -> str:
     """The page's content security policy: this origin, no inline script or style, frames as the settings say."""
     own = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; manifest-src 'self'"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors {settings.frame_ancestors}"
-
-
-def _charts_dir() -> Path:
-    spec = find_spec(CHARTS_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the page needs the package uplot-python; run `make serve`, or install it with pip")
-    return Path(spec.origin).parent / "static"
 
 
 def _to(place: str) -> Endpoint:
@@ -71,11 +57,11 @@ def _to(place: str) -> Endpoint:
 
 
 def _site(settings: Settings) -> Endpoint:
-    """Where the two environments are, seen from the page."""
-    serving, traffic = ("../", "../traffic/") if settings.env == "serving" else ("../serving/", "../traffic/")
+    """Paths of the environments, relative to the page."""
+    places = {name: "../" if name == SERVING == settings.env else f"../{name}/" for name in FAMILIES}
 
     async def site(_request: Request) -> Response:
-        return reply({"serving": serving, "traffic": traffic, "env": settings.env})
+        return reply({**places, "env": settings.env})
 
     return site
 

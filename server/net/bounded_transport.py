@@ -9,25 +9,27 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 1_024
-"""How much of what was read the protocol gets at a time. One read brings up to 256 KB, which hold 40,000 empty frames;
-uvicorn would parse them at one go, while all clients wait, and keep a message of 300 bytes for each."""
+"""Bytes passed to the protocol at a time. One read has up to 256 KB, enough for 40,000 empty frames; uvicorn would
+parse them all while other clients wait, and keep a message of 300 bytes for each.
+"""
 MAX_BYTES_WITHOUT_MESSAGE: Final = 1_048_576
-"""Bytes that may arrive before a message is complete. Empty fragments count as nothing in the length of a message, and
-are kept until it ends. Of a client's usual pings this is 24 days' worth."""
+"""Bytes that may arrive before a message is complete. Empty fragments add nothing to the length of a message but are
+kept until it ends. A client's usual pings reach this limit after 24 days.
+"""
 CLOSE_TIMEOUT_S: Final = 5.0
-"""How long a connection that was closed may take to deliver what was written before."""
+"""Seconds in which a closed connection may still deliver pending data."""
 
 
 class BoundedTransport(asyncio.Transport):
-    """Stands between the transport of a connection and uvicorn's WebSocket protocol.
+    """Layer between the transport of a connection and uvicorn's WebSocket protocol.
 
-    - The protocol gets what was read in pieces, and none while it pauses reading.
-    - Nothing is read while more is written than the peer takes: its pings would add their pongs.
-    - A peer that sends :data:`MAX_BYTES_WITHOUT_MESSAGE` and no message is cut off.
-    - What the peer has not taken :data:`CLOSE_TIMEOUT_S` after the end is thrown away; asyncio would keep it, and the
+    - The protocol gets data in pieces, and none while it pauses reading.
+    - Nothing is read while the peer does not read its answers: its pings would add more pongs.
+    - A peer that sends :data:`MAX_BYTES_WITHOUT_MESSAGE` without a complete message is disconnected.
+    - Data that the peer has not read :data:`CLOSE_TIMEOUT_S` after the end is discarded; asyncio would keep it, and the
       connection, for ever.
 
-    A peer that takes nothing answers no ping either, so uvicorn's keepalive ends its connection.
+    A peer that does not read does not answer pings either, so uvicorn's keepalive ends its connection.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, close_timeout_s: float) -> None:
@@ -43,33 +45,35 @@ class BoundedTransport(asyncio.Transport):
         self._turn_is_due = False
         self._end: asyncio.TimerHandle | None = None
 
-    # ------------------------------------------------------------ what the protocol calls
+    # ------------------------------------------------------------ called by the protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As the transport says."""
+        """Extra information of the transport."""
         return self._transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
-        """Whether it was closed."""
+        """Whether the connection is closing."""
         return self._transport.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, or hold what the peer does not take yet."""
+        """Send, or buffer data that the peer does not read yet."""
         self._transport.write(data)
 
     def pause_reading(self) -> None:
-        """Give the protocol nothing more; it calls this when a message is complete."""
+        """Stop passing data to the protocol, which calls this when a message is complete."""
         self._without_message = 0
         self._protocol_pauses = True
-        self._transport.pause_reading()
+        # A client that waits for its answer sends nothing that would have to wait: see received.
+        if self._unread:
+            self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Give the protocol what arrives again."""
+        """Pass data to the protocol again."""
         self._protocol_pauses = False
         self._go_on()
 
     def close(self) -> None:
-        """End the connection when all is sent, or after a while."""
+        """Close the connection when all data is sent, or after :data:`CLOSE_TIMEOUT_S`."""
         if not self._transport.is_closing():
             self._transport.close()
             self._end = self._loop.call_later(self._close_timeout_s, self._transport.abort)
@@ -78,16 +82,18 @@ class BoundedTransport(asyncio.Transport):
         """End the connection at once."""
         self._transport.abort()
 
-    # ------------------------------------------------------------ what the connection tells
+    # ------------------------------------------------------------ called by the connection
 
     def received(self, data: bytes) -> None:
-        """Take what was read."""
+        """Accept received data."""
         self._unread += data
-        if not self._turn_is_due:
+        if self._protocol_pauses:
+            self._transport.pause_reading()
+        elif not self._turn_is_due:
             self._turn()
 
     def peer_is_slow(self, slow: bool) -> None:
-        """Note whether more is written than the peer takes."""
+        """Note whether the write buffer is full."""
         self._peer_is_slow = slow
         if slow:
             self._transport.pause_reading()
@@ -103,7 +109,7 @@ class BoundedTransport(asyncio.Transport):
     # ------------------------------------------------------------ reading
 
     def _turn(self) -> None:
-        """Give the protocol the next piece."""
+        """Pass the next piece to the protocol."""
         self._turn_is_due = False
         if self._transport.is_closing():
             self._unread.clear()
@@ -119,7 +125,7 @@ class BoundedTransport(asyncio.Transport):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Read on, after what is still unread. Other connections have their turn between two pieces."""
+        """Continue reading, after the pending data. Other connections get a turn between two pieces."""
         if self._protocol_pauses or self._peer_is_slow:
             return
         if not self._unread:

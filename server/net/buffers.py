@@ -1,8 +1,8 @@
 """Bounds on memory that requests hold: bodies being received and answers being sent, per client and in all.
 
-Request and answer pass here in pieces, so that uvicorn's flow control holds for large answers too: given a whole answer
-at once, it would keep all that the client has not read. The kernel ends connections whose client reads nothing
-(TCP_USER_TIMEOUT, see :mod:`server.app`), and what is slower than ``answer_timeout_s`` is given up here.
+Requests and answers pass here in pieces, so that uvicorn's flow control works for large answers too: if it got a whole
+answer at once, it would keep all that the client has not read. The kernel closes connections whose client reads nothing
+(TCP_USER_TIMEOUT, see :mod:`server.app`), and answers slower than ``answer_timeout_s`` are aborted here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from server.net.problems import problem_reply
 from server.settings import Settings
 
 PIECE_BYTES: Final = 65_536
-"""Largest piece of an answer, about what uvicorn holds back of a connection that is not read. A request or an answer up
-to this size is not counted, so that a step pays nothing."""
+"""Largest piece of an answer, about as much as uvicorn buffers for a client that does not read. Requests and answers up
+to this size are not counted, so steps have no extra cost.
+"""
 
 RETRY_AFTER_S: Final = 1.0
 _HELD_KEY: Final = "inferencegym.held"
 
 
 class BufferBudget:
-    """Bytes that the requests of a process may hold in memory: so many for each client, and so many for all."""
+    """Limits on the bytes that requests hold in memory, per client and per process."""
 
     def __init__(self, settings: Settings) -> None:
         self._most = settings.max_buffered_bytes
@@ -37,7 +38,7 @@ class BufferBudget:
         self._total = 0
 
     def take(self, client: str, n_bytes: int) -> None:
-        """Raises RateLimitedError where the client would hold too much, OverloadedError where all would."""
+        """Raises RateLimitedError above the client's limit, OverloadedError above the process's limit."""
         held = self._held.get(client, 0) + n_bytes
         if held > self._most_per_client:
             said = (
@@ -45,12 +46,12 @@ class BufferBudget:
             )
             raise RateLimitedError(said, RETRY_AFTER_S)
         if self._total + n_bytes > self._most:
-            raise OverloadedError(f"requests hold all the {self._most:,} bytes that they may")
+            raise OverloadedError(f"requests already hold {self._most:,} bytes, the limit of the server")
         self._held[client] = held
         self._total += n_bytes
 
     def give_back(self, client: str, n_bytes: int) -> None:
-        """Return what was taken."""
+        """Release bytes."""
         self._total -= n_bytes
         self._held[client] -= n_bytes
         if not self._held[client]:
@@ -84,7 +85,7 @@ class BoundedBuffers:
         async def send_paced(message: Message) -> None:
             nonlocal answer
             if message["type"] == "http.response.start":
-                # Not sent before it is known whether its body can be.
+                # Held back until it is clear that the body can be sent.
                 answer = message
                 held.release_body()
                 return
@@ -107,7 +108,7 @@ class BoundedBuffers:
             held.release()
 
     async def _send_in_pieces(self, message: Message, send: Send) -> None:
-        """Raises ClientDisconnect where the client does not read a large answer in time."""
+        """Raises ClientDisconnect if the client does not read a large answer in time."""
         body: bytes = message.get("body", b"")
         if len(body) <= PIECE_BYTES:
             await send(message)
@@ -124,7 +125,7 @@ class BoundedBuffers:
 
 
 class Held:
-    """What one request holds of the :class:`BufferBudget`: its body, then its answer."""
+    """Bytes of one request in the :class:`BufferBudget`: its body, then its answer."""
 
     __slots__ = ("_answer", "_budget", "_callers", "_client", "_scope", "body")
 
@@ -142,7 +143,7 @@ class Held:
         self.body += n_bytes
 
     def hold_answer(self, n_bytes: int) -> None:
-        """Count an answer of this size, or what it has beyond the size that was reserved. Raises as hold_body."""
+        """Count an answer of this size, or its part beyond the reserved size. Raises as hold_body."""
         more = max(0, n_bytes - self._answer)
         self._take(more)
         self._answer += more
@@ -154,14 +155,14 @@ class Held:
             self.body = 0
 
     def release(self) -> None:
-        """Nothing is held any longer."""
+        """Release all bytes."""
         self.release_body()
         if self._answer:
             self._give_back(self._answer)
             self._answer = 0
 
     def _take(self, n_bytes: int) -> None:
-        # Most requests hold nothing that counts, and nobody asks who sent them.
+        # Most requests hold no counted bytes, so their client is not looked up.
         if self._client is None:
             self._client = self._callers.client(self._scope)
         self._budget.take(self._client, n_bytes)

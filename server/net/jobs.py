@@ -1,4 +1,4 @@
-"""Offline work in a process of its own: what reads and simulates a visitor's log never holds up anybody's step."""
+"""Offline work in a separate process, so that reading and simulating a client's log never delays steps."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ import gzip
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Mapping
-from typing import Any, Final
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
+
+from starlette.requests import ClientDisconnect, Request
 
 from inferencegym.errors import InferenceGymError
+from server.net.errors import RateLimitedError
 
-LIMIT_S: Final = 300.0
-"""Time of a job; a plan over many cards takes a minute on two cores."""
-AT_ONCE: Final = 1
-"""Jobs of one server process that run at the same time; more wait."""
-MODULE: Final = __name__.removesuffix("server.net.jobs") + "agents.jobs"
-"""Where the jobs are; the server's process does not import it, nor what it imports."""
+MAX_JOBS: Final = 16
+"""Jobs of one server process that run (one at a time) or wait."""
+MAX_JOBS_PER_CLIENT: Final = 4
+FIRST_GUESS_S: Final = 10.0
+"""Assumed time (s) of a job until one was measured."""
+MODULE: Final = __name__.removesuffix("server.net.jobs") + "ops.jobs"
+"""Module with the jobs; the server's process imports neither it nor its imports."""
+T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
 
 
 class JobRefusedError(InferenceGymError, ValueError):
-    """A job ended with an error of its own; it has that error's code, HTTP status and place."""
+    """A job failed with an error; this one has its code, HTTP status, field, step and line."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         super().__init__(parts["message"])
@@ -38,40 +48,86 @@ class JobLostError(InferenceGymError, RuntimeError):
 
 
 class Jobs:
-    """Runner of jobs, :data:`AT_ONCE` at a time."""
+    """Runner of jobs, one at a time; clients take turns."""
 
     def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._process = asyncio.Semaphore(1)
+        # Each client queues with one job at a time, so that clients take turns.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._jobs: Counter[str] = Counter()
+        self._usual_s = FIRST_GUESS_S
 
-    async def run(self, name: str, request: Mapping[str, Any]) -> bytes:
-        """Gzipped JSON of a job's answer. Raises :class:`JobRefusedError` and :class:`JobLostError`."""
-        async with self._slots:
+    async def run(self, client: str, name: str, request: Mapping[str, Any]) -> bytes:
+        """Gzipped JSON of a job's answer; cancelling it ends the job.
+
+        Raises :class:`JobRefusedError`, :class:`JobLostError`, and RateLimitedError where too many wait.
+        """
+        async with self._place(client), self._turns.setdefault(client, asyncio.Lock()), self._process:
+            began = time.monotonic()
             status, out = await _run(name, json.dumps(request).encode())
+            self._usual_s += 0.5 * (time.monotonic() - began - self._usual_s)
         if status == 0:
             return out
         raise JobRefusedError(json.loads(gzip.decompress(out)))
 
+    @asynccontextmanager
+    async def _place(self, client: str) -> AsyncIterator[None]:
+        """A place among the jobs that run or wait. Raises RateLimitedError with the time until one is expected."""
+        if self._jobs[client] >= MAX_JOBS_PER_CLIENT or self._jobs.total() >= MAX_JOBS:
+            said = f"{self._jobs[client]} jobs of this client run or wait, and {self._jobs.total()} of all clients; "
+            most = f"at most {MAX_JOBS_PER_CLIENT} and {MAX_JOBS} may"
+            raise RateLimitedError(said + most, self._usual_s * max(1, len(self._jobs)))
+        self._jobs[client] += 1
+        try:
+            yield
+        finally:
+            self._jobs[client] -= 1
+            self._jobs += Counter()  # forgets clients without jobs
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Result of ``work``; if the client closes its connection, cancels it and raises ClientDisconnect."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
 
 async def _run(name: str, request: bytes) -> tuple[int, bytes]:
     pipe = asyncio.subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", MODULE, name, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
-    )
+    # A thread for each processor would use part of the job's memory limit.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    command = (sys.executable, "-m", MODULE, name, str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
     try:
-        out, said = await asyncio.wait_for(process.communicate(request), LIMIT_S)
-    except TimeoutError:
-        raise JobLostError(f"the work took more than {LIMIT_S:g} s; send a shorter part of the log") from None
+        out, said = await process.communicate(request)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     status = process.returncode
+    assert status is not None
+    if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
+        raise JobLostError("the work took too much time or memory; send a shorter part of the log")
     if status not in (0, 2) or not out:
         text = said.decode(errors="replace").strip()
         _LOG.error("job %s ended with status %s: %s", name, status, text[-2000:])
         missing = "pandas" if "No module named 'pandas'" in text else None
         hint = f": {missing} is not installed on the server" if missing else "; the server's log has the cause"
         raise JobLostError(f"the work ended without an answer{hint}")
-    assert status is not None
     return status, out

@@ -1,17 +1,16 @@
-"""JSON over HTTP: strict request bodies, JSON answers, and FastAPI routes that use them."""
+"""JSON over HTTP: strict request bodies within limits, and JSON answers."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 import orjson
-from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,17 +25,20 @@ SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope under which an endpoint leaves the session id for the log."""
 
 MAX_VALUES: Final = 2_000
-"""Most values (objects and arrays included) of a JSON text, where its path does not say otherwise: several times what
-any request needs but a log or a batch."""
+"""Most values (objects and arrays included) of a JSON text, unless its path has another limit: several times the need
+of any request except logs and batches.
+"""
+BODY_READ_KEY: Final = "inferencegym.body_read"
+"""Key of the ASGI scope that is there once the whole body has arrived."""
 LARGE_JSON_BYTES: Final = 65_536
 """Longer texts are read on a thread, and counted in pieces of this size."""
 _ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")
-"""Reads long texts: orjson holds the interpreter for the milliseconds that one takes, so none may follow another."""
+"""Thread that parses long texts, one at a time, because orjson holds the interpreter for some milliseconds each."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """What a JSON text may hold. It bounds for how long reading one holds the interpreter, and with it all clients.
+    """Limits of a JSON text. They bound the time for which parsing it blocks the interpreter, and with it all clients.
 
     ``arrays`` counts objects too, which take orjson a third of a microsecond each, ten times as long as a number.
     ``texts`` counts those that differ, keys included: a key of its own in a large object takes as long.
@@ -81,49 +83,8 @@ def reply(value: object, status_code: int = 200, headers: RawHeaders = ()) -> Js
 
 
 def to_json(value: object) -> bytes:
-    """JSON text of an answer. NaN and infinity cannot come out of it: orjson writes them as null."""
+    """JSON text of an answer. It never has NaN or infinity: orjson writes them as null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-class JsonRoute(APIRoute):
-    """FastAPI route whose endpoint takes the request and returns a response; its schemas are given.
-
-    FastAPI calls the endpoint directly, without dependencies or validation of its own: the family's message models
-    validate the body.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        *,
-        method: str,
-        request_schema: Mapping[str, Any] | None = None,
-        body_required: bool = True,
-        responses: dict[int | str, dict[str, Any]] | None = None,
-        parameters: Sequence[Mapping[str, Any]] = (),
-        **kwargs: Any,
-    ) -> None:
-        extra: dict[str, Any] = {}
-        if request_schema is not None:
-            content = {"application/json": {"schema": dict(request_schema)}}
-            extra["requestBody"] = {"required": body_required, "content": content}
-        if parameters:
-            extra["parameters"] = [dict(parameter) for parameter in parameters]
-        super().__init__(
-            path,
-            endpoint,
-            methods=[method],
-            response_model=None,
-            response_class=JsonReply,
-            responses=responses or {},
-            openapi_extra=extra or None,
-            **kwargs,
-        )
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the endpoint itself; FastAPI provides this method for custom handlers."""
-        return self.endpoint
 
 
 async def read_object(request: Request, limit: int, timeout_s: float, bounds: JsonBounds = SMALL) -> dict[str, Any]:
@@ -143,9 +104,11 @@ async def read_body(
 ) -> bytes:
     """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`.
 
-    Nothing is counted where ``bounds`` is None.
+    Without ``bounds`` nothing is counted.
     """
     _check_head(request.scope, limit, also)
+    if BODY_READ_KEY in request.scope:  # then nothing is waited for
+        return await _receive_all(request, limit, bounds)
     try:
         async with asyncio.timeout(timeout_s):
             return await _receive_all(request, limit, bounds)
@@ -154,7 +117,7 @@ async def read_body(
 
 
 async def on_json_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``work`` returns for a long text, done on the one thread for these while the loop serves others."""
+    """Result of ``work`` on a long text, run on the thread for long texts while the loop serves other requests."""
     return await asyncio.get_running_loop().run_in_executor(_ONE_AT_A_TIME, partial(work, *args, **kwargs))
 
 
@@ -167,7 +130,7 @@ def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
 
 
 async def _receive_all(request: Request, limit: int, bounds: JsonBounds | None) -> bytes:
-    pieces, size, count, more = list[bytes](), 0, ValueCount(), True
+    pieces, size, count, more = list[bytes](), 0, None, True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -177,9 +140,10 @@ async def _receive_all(request: Request, limit: int, bounds: JsonBounds | None) 
         size += len(piece)
         if size > limit:
             raise _too_large(limit)
-        # Counted as it arrives, so that what is refused is refused before the rest was sent. A whole body that has
-        # fewer bytes needs no counting.
+        # Counted as it arrives, so that a body can be refused before the rest is sent. A body with fewer bytes than
+        # the limit needs no counting.
         if bounds is not None and (more or size > MAX_VALUES):
+            count = count or ValueCount()
             count.add(piece)
             count.must_not_exceed(bounds, "body")
     return b"".join(pieces)
@@ -191,9 +155,9 @@ async def _receive_all(request: Request, limit: int, bounds: JsonBounds | None) 
 class ValueCount:
     """Counts the values and keys of a JSON text that comes in pieces, before anything is made of it.
 
-    An empty array or object counts twice, and a text that two pieces share as two. What is no JSON is counted rightly
-    up to the place where it ceases to be.
-    64 KB take a millisecond or two at most: all of it is searching and cutting of bytes.
+    An empty array or object counts twice, and so does a text that is split between two pieces. Malformed JSON is
+    counted correctly up to the error. 64 KB take a millisecond or two at most: all of it is searching and cutting of
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -206,17 +170,18 @@ class ValueCount:
         """Bytes between the quotes of the longest text."""
         self._in_string = False
         self._text_so_far = 0
-        """Bytes that earlier pieces hold of the text that goes on."""
+        """Bytes of an unfinished text in earlier pieces."""
         self._backslash = b""
 
     def add(self, piece: bytes) -> None:
-        """Count what comes next."""
+        """Count the next piece."""
         for at in range(0, len(piece), LARGE_JSON_BYTES):
             self._add(piece[at : at + LARGE_JSON_BYTES])
 
     def _add(self, piece: bytes) -> None:
-        # Without pairs of backslashes, one that is left escapes what follows it; the piece's last waits for the next.
-        # Bytes that no JSON text holds stand for what is taken out, so that texts keep their lengths and differences.
+        # After removal of backslash pairs, a remaining one escapes the next byte; one at the end waits for the next
+        # piece. Removed bytes are replaced by bytes that cannot occur in JSON, so that texts keep their lengths and
+        # differ as before.
         text = (self._backslash + piece).replace(b"\\\\", b"\0\0")
         self._backslash = text[-1:] if text.endswith(b"\\") else b""
         parts = text.removesuffix(b"\\").replace(b'\\"', b"\1\1").split(b'"')
@@ -230,7 +195,7 @@ class ValueCount:
             last = first if len(texts) == 1 else len(texts[-1])
             self._text_so_far = last if self._in_string else 0
         arrays = outside.count(b"[") + outside.count(b"{")
-        # A value begins at each of these, but for the first one in an array or object, which begins with its bracket.
+        # A value begins at each of these, except the first value of an array or object, which begins at its bracket.
         self.values += outside.count(b",") + arrays
         self.arrays += arrays
         self.keys += outside.count(b":")
@@ -276,8 +241,8 @@ def parse_object(body: bytes, name: str = "body") -> dict[str, Any]:
 def _loads(body: bytes) -> Any:
     if len(body) <= LARGE_JSON_BYTES:
         return orjson.loads(body)
-    # The collector would go through all that was read so far again and again, which takes three times as long as
-    # reading. It pauses for as long as orjson holds the interpreter, so nobody else is without it.
+    # The garbage collector would examine all parsed values again and again, which takes three times as long as
+    # parsing. It is paused only while orjson holds the interpreter anyway.
     gc.disable()
     try:
         return orjson.loads(body)
@@ -286,7 +251,7 @@ def _loads(body: bytes) -> Any:
 
 
 def _repeated_key(body: bytes, name: str) -> InvalidJsonError:
-    # The parser that can name the key takes seconds for a long text.
+    # Only a slower parser can name the key; it takes seconds for a long text.
     if len(body) <= LARGE_JSON_BYTES:
         try:
             parse_json(body, InvalidJsonError)

@@ -7,7 +7,8 @@ import hmac
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 from starlette.types import Scope
@@ -27,7 +28,7 @@ from server.settings import Settings
 OPEN_PATHS: Final = frozenset({"/health"})
 """Paths for probes, which need no API key and are answered under any host name."""
 MAX_HEAD_BYTES: Final = 65_536
-"""Most bytes of path, query and headers of a request; uvicorn with httptools has no limit for them."""
+"""Most bytes of path, query and headers of a request; uvicorn with httptools does not limit them."""
 IPV6_CLIENT_BITS: Final = 64
 """Prefix length of IPv6 networks that count as one client: the smallest network that a host is given."""
 
@@ -54,7 +55,7 @@ class Limits:
             "/shadow": settings.shadows_per_minute,
             "/plan": settings.shadows_per_minute,
         }
-        # One allowance for a path under all its prefixes: an environment may be served at two of them.
+        # One limit for a path under all its prefixes, because an environment may be served at two of them.
         self._limits = {
             prefix + path: limit
             for path, limit in ((path, RateLimit(n)) for path, n in per_minute.items() if n)
@@ -68,16 +69,20 @@ class Limits:
             self._check_host(scope["headers"])
         if self._key is not None and path not in OPEN_PATHS:
             self._check_key(scope, self._key)
-        if not self._all_origins and not _only_reads(scope) and _is_foreign(scope["headers"]):
-            raise ForeignOriginError("pages of other origins may not play here")
-        self.take(path, scope)
+        found = dict(scope["headers"])
+        if not self._all_origins and not _only_reads(scope) and _is_foreign(found):
+            raise ForeignOriginError("pages of other origins may not play on this server")
+        length = found.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._largest:
+            raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
         head_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
-        for name, value in scope["headers"]:
-            head_bytes += len(name) + len(value)
-            if name == b"content-length" and value.isdigit() and int(value) > self._largest:
-                raise BodyTooLargeError(f"the body is longer than {self._largest:,} bytes")
+        head_bytes += sum(map(len, chain.from_iterable(scope["headers"])))
         if head_bytes > MAX_HEAD_BYTES:
             raise HeadTooLargeError(f"path and headers are longer than {MAX_HEAD_BYTES:,} bytes")
+        # Last, and only for the path's own method, so that refused requests do not count. Any page may send a GET in a
+        # visitor's name.
+        if scope["type"] == "http" and scope["method"] == ("GET" if path.endswith("/baseline") else "POST"):
+            self.take(path, scope)
 
     def take(self, path: str, scope: Scope, n: int = 1) -> None:
         """Count a request for ``path``, or a WebSocket's for the same, ``n`` times. Raises RateLimitedError."""
@@ -115,17 +120,16 @@ def _only_reads(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS")
 
 
-def _is_foreign(headers: RawHeaders) -> bool:
+def _is_foreign(found: Mapping[bytes, bytes]) -> bool:
     """Whether a page of another origin sent this. CORS alone would not stop it: browsers send some without preflight.
 
     Pages cannot set these headers; browsers do. Programs send none of them.
     """
-    found = dict(headers)
     if b"sec-fetch-site" in found:
         return found[b"sec-fetch-site"] not in (b"same-origin", b"none")
     if b"origin" not in found:
         return False
-    # A proxy before us may have put its own name for us in the place of the one that the browser used.
+    # A proxy may have replaced the host name that the browser used.
     ours = [found[name].lower() for name in (b"host", b"x-forwarded-host") if name in found]
     return found[b"origin"].partition(b"://")[2].lower() not in ours
 
@@ -173,14 +177,14 @@ class Callers:
                 hops += [hop.strip() for hop in value.decode("latin-1").split(",")]
         for hop in reversed(hops):
             if not _is_address(hop):
-                return peer  # a proxy that forwards what is no address is not to be believed
+                return peer  # do not trust a proxy that forwards something other than an address
             peer = _plain(hop)
             if not self._is_trusted(peer):
                 break
         return peer
 
     def client(self, scope: Scope) -> str:
-        """Whom limits count: the address, or the /64 network of an IPv6 address, all of which one host may use."""
+        """The client for limits: the address, or the /64 network of an IPv6 address, which one host may own."""
         address = self.address(scope)
         if ":" not in address or not _is_address(address):
             return address
@@ -189,8 +193,8 @@ class Callers:
     def caller(self, scope: Scope) -> str:
         """Identity for the caller's most recent session: the client and, if sent, ``X-Client-Id``.
 
-        Digests, so that the store holds no addresses and nothing of any length, with a dot between them. Several
-        headers are one value with commas, as HTTP has it (RFC 9110, section 5.3).
+        Digests with a dot between them, so that the store has neither addresses nor values of arbitrary length. Several
+        headers are one value with commas (RFC 9110, section 5.3).
         """
         sent = [value for name, value in scope["headers"] if name == b"x-client-id"]
         client = _digest(self.client(scope).encode())

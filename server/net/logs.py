@@ -18,7 +18,7 @@ FLUSH_LINES: Final = 200
 
 
 def traceback_text(error: BaseException) -> str:
-    """Traceback for the log, where no line is longer than an error of ours: others quote whatever they were given."""
+    """Traceback for the log, with lines no longer than our own errors: other errors quote values of any length."""
     return "".join(short_text(line, MAX_MESSAGE_CHARS) for line in traceback.format_exception(error))
 
 
@@ -51,7 +51,7 @@ class LineLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add one line; it is out within 0.2 s, or at once when many wait. Needs a running event loop."""
+        """Add one line; it is written within 0.2 s, or at once if many wait. Needs a running event loop."""
         self._lines.append(orjson.dumps(entry))
         if len(self._lines) >= FLUSH_LINES:
             self.flush()

@@ -1,9 +1,9 @@
 """Metrics of the server for Prometheus: GET /metrics.
 
 A request adds to a few plain integers (under a microsecond). prometheus_client, which formats the answer, is imported
-at the first GET. Several workers write their numbers to files of one directory, and the worker that answers sums all of
-them, so counters do not depend on it. It writes its own numbers before it answers, so that a reported count remains
-when that worker is killed.
+at the first GET. Several workers write their numbers to files in one directory, and the worker that answers sums them,
+so the result does not depend on the worker. It writes its own numbers before it answers, so that a reported count
+remains if it is killed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from env.families import FAMILIES, SERVING
 from inferencegym import __version__
-from inferencegym.families import FAMILIES, SERVING
 from server.net.background import background
 
 if TYPE_CHECKING:
@@ -144,13 +144,13 @@ class Metrics:
         return snapshot
 
     def snapshots(self) -> list[Snapshot]:
-        """This process's numbers as they are now, and those that other workers left, ended ones included."""
+        """Current numbers of this process, and the last numbers of other workers, including ended ones."""
         if self._directory is None:
             return [self.snapshot()]
         others = [place for place in sorted(self._directory.glob("*.json")) if place.stem != str(os.getpid())]
         return [self._share(self._directory), *(orjson.loads(place.read_bytes()) for place in others)]
 
-    # ------------------------------------------------------------ as Prometheus reads it
+    # ------------------------------------------------------------ Prometheus format
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Body and content type of the answer, in the format that the ``Accept`` header asks for."""
@@ -163,7 +163,7 @@ class Metrics:
         return encode(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """All families; prometheus_client calls it."""
+        """All metric families; called by prometheus_client."""
         found = self.snapshots()
         running = [snapshot for snapshot in found if is_running(snapshot["pid"])]
         yield from _totals(found, running)
@@ -229,7 +229,7 @@ def is_running(pid: int) -> bool:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; where /proc is missing, the most it ever was."""
+    """Resident memory of this process; without /proc, its maximum so far."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
+from env.families import FAMILIES
 from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
-from inferencegym.families import FAMILIES
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 NEXT: Final[dict[str, str]] = {
@@ -22,14 +21,15 @@ NEXT: Final[dict[str, str]] = {
     "invalid_batch": "GET /openapi.json describes the layout under {at}/step/batch",
     "unknown_task": "GET {at}/tasks lists the tasks",
     "unknown_session": "POST {at}/reset starts a session and returns its session_id",
+    "other_release": "POST {at}/reset starts the next episode, with the same session_id or another",
     "not_reset": "POST {at}/reset first",
     "episode_done": "POST {at}/reset starts the next episode; POST {at}/grader scores this one",
     "step_conflict": "GET {at}/state returns how many steps were taken; continue from there",
     "unknown_policy": "GET {at}/policies lists the policies that play each task",
-    "session_conflict": "leave out what contradicts the session, or its session_id; GET {at}/state returns its task",
+    "session_conflict": "leave out fields that contradict the session, or its session_id; GET {at}/state has the task",
     "data_format": "correct the file and send it again",
     "malformed_log": "send the log as the environment wrote it; GET /openapi.json has its schema",
-    "forged_log": "send the log of the episode as it was played, with its seed and config; another release, table or "
+    "forged_log": "send the unchanged log of the episode, with its seed and config; another release, table or "
     "calibration gives other numbers",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
     "job_lost": "try again after the time in Retry-After with a shorter part of the log",
@@ -51,9 +51,9 @@ NEXT_OF_BATCHES: Final[dict[str, str]] = {
     "unknown_session": "POST {at}/reset/batch starts a session and returns its session_id",
     "episode_done": "POST {at}/reset/batch with the session_id starts the next episodes",
     "step_conflict": "continue from the step that the message names",
-    "session_conflict": "leave out the session_id, and another session is started",
+    "session_conflict": "leave out the session_id to start another session",
 }
-"""What to do next; ``{at}`` is the prefix of the environment that was asked. Batch sessions have paths of their own."""
+"""What to do next; ``{at}`` is the prefix of the environment. Batch sessions have their own paths."""
 
 RETRY_AFTER_S: Final = 1
 
@@ -80,7 +80,7 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.http_status in (408, 413):
-        # The rest of the body is not waited for.
+        # Does not wait for the rest of the body.
         headers.append((b"connection", b"close"))
     return JsonReply(orjson.dumps({"detail": detail}), error.http_status, headers)
 
@@ -114,7 +114,7 @@ async def _on_http(request: Request, error: Exception) -> JsonReply:
 
 
 async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
-    # This answer does not pass the middleware that adds the header to all others.
+    # This answer bypasses the middleware that adds the header to all others.
     headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
     return failure_reply(headers)
 
@@ -127,44 +127,3 @@ def failure_reply(headers: RawHeaders = ()) -> JsonReply:
         "next": "report the request id; if it was a step, send it again with its number",
     }
     return JsonReply(orjson.dumps({"detail": detail}), 500, headers)
-
-
-_STATUS_TEXTS: Final = {
-    400: "The request cannot be answered as things stand (the episode is over, for one)",
-    401: "The API key is missing or wrong",
-    403: "A page of another origin wants to do more than read, or the Host header has another name than the server",
-    404: "There is no such session, or no such environment",
-    408: "The body did not arrive in time",
-    409: "Another action was already accepted for this step, or the session plays another task",
-    413: "The body is too large",
-    415: "The body is not JSON",
-    422: "A field is missing, unknown or out of range",
-    429: "Too many requests; see Retry-After",
-    431: "The request's path and headers are too large",
-    503: "The store or the table cannot be used now, or too much is under way; see Retry-After",
-}
-
-
-def documented(schema: Mapping[str, Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses: 200 with this schema, errors of these statuses, and those of any path with a body."""
-    ok = {"description": "OK", "content": {"application/json": {"schema": dict(schema)}}}
-    return {200: ok, **documented_errors(401, 403, 408, 413, 415, 422, 429, 431, 503, *statuses)}
-
-
-def detail_schema() -> dict[str, Any]:
-    """JSON schema of an error's body."""
-    text = {"type": "string"}
-    properties: dict[str, Any] = {"message": text, "code": text, "field": text, "allowed": text, "next": text}
-    properties["step"] = {
-        "type": "integer",
-        "description": "of a forged or malformed log: the first entry at fault, counted from 0",
-    }
-    properties["line"] = {"type": "integer", "description": "of a request log: the line at fault, counted from 1"}
-    detail = {"type": "object", "properties": properties, "required": ["message", "code", "next"]}
-    return {"type": "object", "properties": {"detail": detail}, "required": ["detail"]}
-
-
-def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses of errors by status."""
-    content = {"application/json": {"schema": detail_schema()}}
-    return {status: {"description": _STATUS_TEXTS[status], "content": content} for status in sorted({*statuses})}

@@ -10,11 +10,13 @@ from typing import Final
 from inferencegym.errors import CapacityError
 
 NEW_S: Final = 10.0
-"""How long a connection without an episode keeps its slot when others want it. A client's first reset follows its
-handshake at once; even over a slow line or on a busy machine it is here by then."""
+"""Seconds for which a connection without an episode keeps its slot when others need it. A client's first reset follows
+its handshake at once, and arrives by then even over a slow line or on a busy machine.
+"""
 IDLE_S: Final = 60.0
-"""How long a connection keeps its slot after its last reset or step when others want it: longer than a language model
-takes for an answer, so that no rollout is interrupted between two steps."""
+"""Seconds for which a connection keeps its slot after its last reset or step when others need it: longer than a
+language model's answer takes, so that no rollout is interrupted between two steps.
+"""
 
 
 class NoSlotError(CapacityError):
@@ -33,7 +35,7 @@ class Slot:
 
     client: str
     played: float = field(default_factory=time.monotonic)
-    """When its last reset or step arrived; before the first, when it was opened."""
+    """Time of its last reset or step; before the first, time of opening."""
     has_episode: bool = False
     gave_way: bool = False
     """Whether the slot went to another connection; the task that serves this one is then cancelled."""
@@ -61,8 +63,8 @@ class Slots:
     def take(self, client: str) -> Slot:
         """A slot for the connection that the current task serves. Raises NoSlotError.
 
-        If all are taken, or all that one client may have, an idle connection gives way: one that plays no episode
-        before any other, then the one idle the longest.
+        If all slots, or all of the client's, are taken, an idle connection is closed: first one without an episode,
+        then the one idle longest.
         """
         own = [slot for slot in self._taken if slot.client == client]
         if self._most > self._most_per_client <= len(own):

@@ -1,4 +1,4 @@
-"""Upgrade requests to WebSockets under uvicorn: those that it would leave open are answered and closed."""
+"""Upgrade requests to WebSockets: answers and closes those that uvicorn would leave open."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BAD_REQUEST: Final = (
 class CheckedUpgrade(asyncio.Protocol):
     """Hands a connection over to uvicorn's WebSocket protocol, if its upgrade request can be read.
 
-    That protocol sends no answer where the library `websockets` refuses to read a request: one with a body, chunked,
-    with more than 128 header fields or a line beyond 8 KB. The connection would stay open for ever, and at shutdown it
-    would raise and take the requests in flight with it. Nor does it bound what a peer sends and leaves unread:
+    That protocol does not answer requests that the library `websockets` refuses to parse: with a body, chunked, with
+    more than 128 header fields or a line beyond 8 KB. The connection would stay open for ever, and at shutdown it would
+    raise and abort the requests in flight. Nor does the protocol limit pending data:
     :class:`~server.net.bounded_transport.BoundedTransport` does.
     """
 
@@ -31,7 +31,7 @@ class CheckedUpgrade(asyncio.Protocol):
         self._protocol = WebSocketsSansIOProtocol(config, server_state, app_state)
         self._handed_over = False
         grace_s = config.timeout_graceful_shutdown
-        # At shutdown a peer that takes nothing is given up before uvicorn gives up all that is still in flight.
+        # At shutdown a peer that does not read is dropped before uvicorn aborts all requests in flight.
         self._close_timeout_s = CLOSE_TIMEOUT_S if grace_s is None else min(CLOSE_TIMEOUT_S, grace_s / 2)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -53,7 +53,7 @@ class CheckedUpgrade(asyncio.Protocol):
             self._protocol.data_received(data)
 
     def eof_received(self) -> None:
-        # After this asyncio would close the connection itself, and wait for ever for what the peer has not taken.
+        # After this, asyncio would close the connection itself and wait for ever until the peer reads.
         self._transport.close()
 
     def pause_writing(self) -> None:

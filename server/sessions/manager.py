@@ -2,8 +2,8 @@
 
 The store's record determines an episode; an environment is only its latest state. A step is first appended to the
 record, on the condition that no other request has changed it, and then applied to the environment. So an environment
-can be dropped at any time, and a process that is behind reads the actions that it missed and replays them. This gives
-eviction without loss, recovery after a crash, any number of processes, and retries that return the same answer.
+can be dropped at any time, and a process that is behind reads and replays the missing actions. This gives eviction
+without loss, recovery after a crash, any number of processes, and retries that return the same answer.
 
 Everything here runs on one event loop. A session's requests take turns under its lock; different sessions never wait
 for each other.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -33,14 +32,16 @@ from inferencegym.errors import (
     EpisodeDoneError,
     InferenceGymError,
     InvalidActionError,
+    OtherReleaseError,
     StepConflictError,
     StoreError,
     UnknownSessionError,
     short_repr,
 )
 from inferencegym.tasks import TaskId
-from server.net.errors import InvalidRequestError, RateLimitedError
+from server.net.errors import InvalidRequestError
 from server.sessions.quota import UnfinishedQuota
+from server.sessions.session import Session, new_session_id
 from server.sessions.store import SessionStore, StoredEpisode
 from server.settings import Settings
 
@@ -85,19 +86,15 @@ def last_result(env: EpisodeEnv) -> StepResult | None:
 
 
 @dataclass(slots=True)
-class LiveSession:
-    """A session whose environment is in memory; ``record`` is what the store has of it."""
+class LiveSession(Session):
+    """A session whose environment is in memory; ``record`` is its stored record."""
 
-    session_id: str
     family: Family
     record: EpisodeRecord
     token: str
     caller: str
     env: EpisodeEnv
     last: StepResult | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0
-    touched: float = 0.0
 
     @property
     def actions(self) -> list[Action]:
@@ -107,21 +104,20 @@ class LiveSession:
     @property
     def n_entries(self) -> int:
         """Entries of the episode's log, a measure of its memory: one per step, or several where actions are held."""
-        return len(self.env.episode_log)
+        return self.env.n_entries
 
     def parse_action(self, action: Any, at: int) -> tuple[Any, Action]:
-        """An action for the step after ``at`` steps, as the environment takes it and as the record keeps it, complete.
+        """An action for the step after ``at`` steps, complete, in the forms of the environment and of the record.
 
-        Raises InvalidActionError, also for what the episode cannot play: a stored step must play.
+        Raises InvalidActionError, also for actions that the episode cannot play, because a stored step must play.
         """
-        parsed, wanted = self.family.parse_action(action, self.actions[at - 1] if at else None)
-        self.env.check(parsed)
-        return parsed, wanted
+        parsed, kept = self.family.parse_action(action, self.actions[at - 1] if at else None)
+        return self.env.check(parsed), kept
 
     @property
-    def in_use(self) -> bool:
-        """Whether a request uses it or waits for it, so that it must not be dropped."""
-        return self.waiting > 0 or self.lock.locked()
+    def done(self) -> bool:
+        """Whether its episode has ended."""
+        return self.last is not None and self.last.done
 
 
 @dataclass(slots=True)
@@ -136,11 +132,6 @@ class Counters:
     replayed_steps: int = 0
     evictions: int = 0
     store_errors: int = 0
-
-
-def new_session_id() -> str:
-    """New random session id of 128 bits: knowing the id allows playing the session, so it must not be guessable."""
-    return secrets.token_hex(16)
 
 
 def _counting_store_errors(
@@ -173,7 +164,7 @@ class SessionManager:
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
         self._quota = UnfinishedQuota(store, settings.max_sessions_per_client)
         self._reopened = 0
-        """What :meth:`SessionStore.reopened` was when all sessions in memory were last known to be stored."""
+        """Value of :meth:`SessionStore.reopened` when all sessions in memory were last known to be stored."""
 
     def __len__(self) -> int:
         """Environments in memory."""
@@ -219,7 +210,7 @@ class SessionManager:
         live = self._live.get(session_id)
         if live is None:
             token = await self.store.put(session_id, record, caller)
-            live = LiveSession(session_id, chosen, record, token, caller, env, touched=time.monotonic())
+            live = LiveSession(session_id, chosen, record, token, caller, env)
             self._keep(live)
         else:
             self._live.move_to_end(session_id)
@@ -247,7 +238,7 @@ class SessionManager:
         if live is None:
             return None
         self._live.move_to_end(session_id)
-        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
+        if live.in_use or live.done or number not in (None, len(live.actions) + 1):
             return None
         if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
             return None
@@ -271,27 +262,22 @@ class SessionManager:
         family is an UnknownSessionError. Where ``reset_id`` is given, a session that was reset since that reset is a
         StepConflictError.
         """
-        live = self._live.get(session_id) or await self._loaded(session_id)
-        result = self.try_step(session_id, action, number, family, reset_id)
-        if result is not None:
-            if self._touch_is_due(live):
-                # With the lock, since another request's step would replace the info of this one.
-                async with live.lock:
-                    await self._touch(live)
-            return result
-        if family is not None:
-            must_be(live.family.name, family, session_id)
-        if live.waiting >= self._max_waiting:
-            raise RateLimitedError(f"{live.waiting} requests already wait for this session", retry_after_s=1)
-        live.waiting += 1
         try:
-            async with live.lock:
+            live = self._live.get(session_id) or await self._load(session_id)
+            result = self.try_step(session_id, action, number, family, reset_id)
+            if result is not None:
+                if self._touch_is_due(live):
+                    # With the lock, because another request's step would replace the info of this one.
+                    async with live.lock:
+                        await self._touch(live)
+                return result
+            if family is not None:
+                must_be(live.family.name, family, session_id)
+            async with live.turn(self._max_waiting):
                 return await self._step(live, action, number, reset_id)
         except StoreError:
             self.counters.store_errors += 1
             raise
-        finally:
-            live.waiting -= 1
 
     @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> LiveSession:
@@ -316,7 +302,7 @@ class SessionManager:
         """Id of the session that this caller reset last. Raises UnknownSessionError."""
         session_id = await self.store.latest(caller)
         if session_id is None:
-            raise UnknownSessionError("no session was started from here: name one with session_id")
+            raise UnknownSessionError("this caller has started no session: name one with session_id")
         return session_id
 
     async def ping(self) -> None:
@@ -340,10 +326,10 @@ class SessionManager:
                     await self.store.purge()
             except StoreError as error:
                 self.counters.store_errors += 1
-                log.warning("the session store could not be looked after: %s", error)
+                log.warning("maintenance of the session store failed: %s", error)
 
     async def store_again(self) -> None:
-        """Store what only this process has, where the store was opened anew: a file that was lost took it away."""
+        """Store the sessions in memory again if the store was reopened, because a lost file took them away."""
         reopened = await self.store.reopened()
         if reopened == self._reopened:
             return
@@ -363,11 +349,12 @@ class SessionManager:
     # ------------------------------------------------------------ one step
 
     async def _step(self, live: LiveSession, action: Any, number: int | None, reset_id: str | None) -> StepResult:
-        live.family.parse_action(action)  # refused before anything else is looked at
+        live.family.parse_action(action)  # refused before all other checks
         for _ in range(MAX_ATTEMPTS):
             self._must_be_of(live, reset_id)
             if live.env.done or (number is not None and number != len(live.actions) + 1):
-                # Before this is refused or answered from memory: has another process moved or restarted the session?
+                # Before refusing it or answering from memory, check whether another process stepped or restarted the
+                # session.
                 await self._refresh(live)
                 self._must_be_of(live, reset_id)
                 if number is not None and number != len(live.actions) + 1:
@@ -419,7 +406,7 @@ class SessionManager:
         return last
 
     def _touch_is_due(self, live: LiveSession) -> bool:
-        return live.env.done or time.monotonic() - live.touched >= self._touch_every_s
+        return live.done or time.monotonic() - live.touched >= self._touch_every_s
 
     async def _touch(self, live: LiveSession) -> None:
         now = time.monotonic()
@@ -427,24 +414,23 @@ class SessionManager:
             await self.store.touch(live.session_id, live.token, live.env.done)
             live.touched = now
         except StoreError as error:
-            # The step itself is stored and counts; only the note of its time is missing.
+            # The step itself is stored and counts; only its time is missing.
             self.counters.store_errors += 1
             log.warning("session %s could not be marked as in use: %s", live.session_id[:8], error)
 
     # ------------------------------------------------------------ between memory and store
 
-    @_counting_store_errors
-    async def _loaded(self, session_id: str) -> LiveSession:
-        return await self._load(session_id)
-
     async def _load(self, session_id: str) -> LiveSession:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None
         if stored is None:
-            raise UnknownSessionError(f"there is no session {short_repr(session_id)}: it never was, or it has expired")
+            raise UnknownSessionError(
+                f"there is no session {short_repr(session_id)}: it never was, it has expired, or it was damaged on "
+                "disk (GET /health says so)"
+            )
         family = self._family_of(stored.record)
         env = await self._replay(family, stored.record, session_id)
         live = LiveSession(session_id, family, stored.record, stored.token, "", env, last_result(env))
-        # Its next step is noted in the store at once: the last note may be almost as old as the session may get.
+        # The store gets the time of its next step at once: the last one may be almost as old as a session may get.
         live.touched = time.monotonic() - self._touch_every_s
         other = self._live.get(session_id)
         if other is not None:
@@ -456,7 +442,7 @@ class SessionManager:
         """Bring a live session up to date with its record; needs the session's lock."""
         stored = await self.store.get(live.session_id, first=len(live.actions))
         if stored is None:
-            # Forgotten while it was alive here (expired, made room, or the store was replaced). It is in use: it stays.
+            # Removed from the store (expired, made room, or the store was replaced) while it is in use here: keep it.
             token = await self.store.restore(live.session_id, live.record, live.caller)
             if token is None:  # another process that has it in memory was first
                 await self._adopt(live, await self.store.get(live.session_id))
@@ -476,7 +462,7 @@ class SessionManager:
             raise StoreError("the session was being replaced; send the request again")
         count = len(stored.record.actions)
         if stored.record.reset_id == live.record.reset_id and stored.record.actions == live.actions[:count]:
-            # The same episode, stored again by a process that had played no more of it.
+            # The same episode, stored again by a process with at most as many steps.
             live.token = stored.token
             await self._write_back(live)
             return
@@ -520,14 +506,14 @@ class SessionManager:
 
     def _family_of(self, record: EpisodeRecord) -> Family:
         if record.version != RECORD_VERSION:
-            raise UnknownSessionError(
+            raise OtherReleaseError(
                 f"the session was stored in another form ({record.version}, this server's is {RECORD_VERSION}): "
                 "reset it"
             )
         if record.release != __version__ or record.family not in self.families:
-            raise UnknownSessionError(
+            raise OtherReleaseError(
                 f"the session was started on release {record.release} and this server is {__version__}: "
-                "its episode cannot go on unchanged"
+                "its episode cannot continue unchanged"
             )
         return self.families[record.family]
 
@@ -564,11 +550,11 @@ class SessionManager:
             self.counters.evictions += 1
 
     def _replace(self, live: LiveSession, family: Family, record: EpisodeRecord, env: EpisodeEnv) -> None:
-        self._count_held(live, len(env.episode_log) - live.n_entries)
+        self._count_held(live, env.n_entries - live.n_entries)
         live.family, live.record, live.env, live.last = family, record, env, None
 
     def _count_held(self, live: LiveSession, steps: int) -> None:
-        # One that was dropped meanwhile took its steps with it.
+        # A session dropped meanwhile no longer counts.
         if self._live.get(live.session_id) is live:
             self._steps_held += steps
 

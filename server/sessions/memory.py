@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from env.family import Action, EpisodeRecord
 from inferencegym.errors import CapacityError
-from server.sessions.store import ROOM_CHUNK, StoredEpisode, client_of
+from server.sessions.store import IDLE_S, ROOM_CHUNK, StoredEpisode, client_of
 from server.settings import Settings
 
 
@@ -107,10 +108,20 @@ class MemoryStore:
             finished = sorted((row.touched, sid) for sid, row in self._rows.items() if row.finished)
             for _, session_id in finished[:excess]:
                 del self._rows[session_id]
+        if len(self._rows) >= self._limit:
+            idle_since = time.monotonic() - IDLE_S
+            held = Counter(client_of(row.caller) for row in self._rows.values())
+            idle = [sid for sid, row in self._rows.items() if row.touched <= idle_since]
+            idle.sort(key=lambda sid: (-held[client_of(self._rows[sid].caller)], self._rows[sid].touched))
+            for session_id in idle[:ROOM_CHUNK]:
+                del self._rows[session_id]
         return before - len(self._rows)
 
     async def reopened(self) -> int:
         return 0
+
+    async def damage(self) -> str | None:
+        return None
 
     async def ping(self) -> None:
         return

@@ -1,7 +1,7 @@
 """Quota of unfinished episodes per client in the store, so that no client can fill it.
 
-The store is queried at a client's first reset and then every few hundred resets; several processes count separately, so
-that together they may exceed the limit a little.
+The store is queried at a client's first reset and then every few hundred resets. Several processes count separately, so
+together they may exceed the limit a little.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections import OrderedDict
 from typing import Final
 
 from server.net.errors import RateLimitedError
-from server.sessions.store import SessionStore, client_of
+from server.sessions.store import IDLE_S, SessionStore, client_of
 
-IDLE_S: Final = 600.0
-"""Seconds without a step after which an unfinished episode may be removed for its client's next one."""
 REFUSE_FOR_S: Final = 1.0
 MAX_CLIENTS: Final = 10_000
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,8 +19,9 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from env.family import Action, EpisodeRecord
+from inferencegym import __version__
 from inferencegym.errors import CapacityError, StoreError
-from server.sessions.store import ROOM_CHUNK, StoredEpisode, client_of, stored_episode
+from server.sessions.store import IDLE_S, ROOM_CHUNK, StoredEpisode, client_of, clock_s, expired_s, stored_episode
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RedisStore:
         self._appends = itertools.count()
         pool = redis.BlockingConnectionPool.from_url(
             settings.store_url,
-            # What comes when all are in use waits its turn, as long as for Redis itself.
+            # If all connections are in use, a request waits for as long as for Redis itself.
             max_connections=MAX_CONNECTIONS,
             timeout=settings.store_timeout_s,
             socket_timeout=settings.store_timeout_s,
@@ -140,7 +140,7 @@ class RedisStore:
         try:
             await self.ping()
         except StoreError as error:
-            # Starting must not need Redis: a worker that is replaced while Redis is away would stop all others.
+            # Starting must not need Redis: a worker that is replaced while Redis is down would stop all others.
             log.warning("requests get 503 until the store answers: %s", error)
 
     async def close(self) -> None:
@@ -151,6 +151,9 @@ class RedisStore:
 
     async def reopened(self) -> int:
         return 0
+
+    async def damage(self) -> str | None:
+        return None
 
     async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
         token = await self._store(session_id, record, caller, replace=True)
@@ -163,7 +166,7 @@ class RedisStore:
     async def _store(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool) -> str | None:
         token = secrets.token_hex(8)
         keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
-        now = time.time()
+        now = clock_s()
         args: list[Any] = [token, record.start_json(), self._ttl_s, now, self._limit, session_id, int(replace)]
         args += record.actions
         answer = await self._run(lambda: self._put(keys, args))
@@ -200,14 +203,14 @@ class RedisStore:
         return False
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
-        args: list[Any] = [token, time.time(), session_id, int(finished), self._ttl_s]
+        args: list[Any] = [token, clock_s(), session_id, int(finished), self._ttl_s]
         await self._run(lambda: self._touch([_head(session_id), BY_AGE, FINISHED], args))
 
     async def make_room(self, client: str, limit: int, idle_s: float) -> int:
         return await self._run(lambda: self._make_room(client, limit, idle_s))
 
     async def _make_room(self, client: str, limit: int, idle_s: float) -> int:
-        mine, now = _unfinished(client), time.time()
+        mine, now = _unfinished(client), clock_s()
         await self._client.zremrangebyscore(mine, 0, now - self._ttl_s)
         count = int(await self._client.zcard(mine))
         if count < limit:
@@ -236,16 +239,26 @@ class RedisStore:
                 return gone
 
     async def _purge_chunk(self) -> int:
-        # The index by age is written now and then only, so what it calls old may be in use: its key tells.
-        oldest = time.time() - self._ttl_s
+        # The index by age is written only now and then, so an old session may be in use: its key shows.
+        oldest = expired_s(self._ttl_s)
         old = await self._client.zrangebyscore(BY_AGE, 0, oldest, start=0, num=PURGE_CHUNK)
         gone = [one for one in old if not await self._client.exists(_head(one.decode()))]
         stored = await self._client.zcard(BY_AGE)
         excess = min(PURGE_CHUNK - len(gone), stored - len(gone) - self._limit + 1)
         if excess > 0:
             gone += await self._client.zrange(FINISHED, 0, excess - 1)
+        if stored - len(gone) >= self._limit:
+            gone += await self._idle()
         await self._forget_all(gone)
         return len(gone)
+
+    async def _idle(self) -> list[bytes]:
+        """Some of the longest idle sessions, first those of the clients that have the most."""
+        idle = await self._client.zrangebyscore(BY_AGE, 0, clock_s() - IDLE_S, start=0, num=PURGE_CHUNK)
+        holders = [await self._client.hget(_head(one.decode()), "unfinished") for one in idle]
+        held = {holder: await self._client.zcard(holder) for holder in set(holders) if holder is not None}
+        by_held = sorted(zip(idle, holders, strict=True), key=lambda one: -held.get(one[1], 0))
+        return [one for one, _ in by_held[:ROOM_CHUNK]]
 
     async def _forget_all(self, gone: Sequence[bytes]) -> None:
         if gone:
@@ -272,4 +285,5 @@ def _latest(caller: str) -> str:
 
 
 def _unfinished(caller: str) -> str:
-    return f"{PREFIX}unfinished:{client_of(caller)}"
+    # Counted by release: an episode of another release cannot be continued, so it is not unfinished.
+    return f"{PREFIX}unfinished:{__version__}:{client_of(caller)}"

@@ -4,10 +4,13 @@ Write-ahead log, one row per step. A step is one statement that commits by itsel
 log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
 of their own, so that their fsync does not hold up the event loop; in the mode ``full`` every commit syncs as well.
 
-Another process or a person may replace or remove the file while it is open here (a damaged one is set aside). What is
-written into the open file then reaches nobody else, so every operation first compares the path with the open file; of
-steps that follow each other, one a second does. A file that is no longer in its place is opened anew, and that is
-counted (:meth:`SqliteStore.reopened`), so that the sessions in memory are stored again.
+Another process or a person may replace or remove the file while it is open here (a damaged one is set aside). Writes to
+the open file would then be lost to other processes, so every operation first compares the path with the open file
+(under continuous steps, once a second). If they differ, the store opens the new file and counts this
+(:meth:`SqliteStore.reopened`), so that the sessions in memory are stored again.
+
+A damaged file is found when it is opened, once a minute, and where SQLite meets the damage; it is set aside whole. What
+SQLite cannot see, other bytes in a row, the checksum of each row shows when it is read: then that session is set aside.
 """
 
 from __future__ import annotations
@@ -22,26 +25,29 @@ import secrets
 import sqlite3
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
 from env.family import Action, EpisodeRecord
+from inferencegym import __version__
 from inferencegym.errors import CapacityError, StoreError
-from server.sessions.store import ROOM_CHUNK, StoredEpisode, stored_episode
+from server.sessions.store import IDLE_S, ROOM_CHUNK, StoredEpisode, clock_s, expired_s, stored_episode
 from server.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 PAGE_BYTES: Final = 2048
-"""A step writes one or two whole pages to the log; with smaller ones they are split more often than that saves."""
+"""A step writes one or two whole pages to the log; smaller pages would be split more often than they save."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
     token INTEGER PRIMARY KEY,      -- random: one start of one session, never used again
     id TEXT NOT NULL UNIQUE,
     start TEXT NOT NULL,            -- JSON of EpisodeRecord, without actions
+    sum INTEGER NOT NULL,
     caller TEXT NOT NULL,
     created REAL NOT NULL,
     touched REAL NOT NULL,
@@ -53,16 +59,29 @@ CREATE TABLE IF NOT EXISTS steps (
     token INTEGER NOT NULL,
     n INTEGER NOT NULL,
     action TEXT NOT NULL,           -- JSON array
+    sum INTEGER NOT NULL,
     PRIMARY KEY (token, n)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pings (count INTEGER NOT NULL);
 INSERT INTO pings VALUES (0);
 """
+# A caller's latest session is the last stored, even where an earlier server's clock was ahead of this one's.
+_PUT: Final = """
+INSERT INTO sessions SELECT ?1, ?2, ?3, ?4, ?5, max(?6, coalesce(max(created) + 1e-3, 0)), ?6, 0
+FROM sessions WHERE caller = ?5
+"""
 _APPEND: Final = """
-INSERT INTO steps SELECT ?1, ?2, ?3
-WHERE EXISTS (SELECT 1 FROM sessions WHERE token = ?1 AND id = ?4)
+INSERT INTO steps SELECT ?1, ?2, ?3, ?4
+WHERE EXISTS (SELECT 1 FROM sessions WHERE token = ?1 AND id = ?5)
   AND NOT EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n >= ?2)
   AND (?2 = 0 OR EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n = ?2 - 1))
+"""
+# A caller is its client, or that with a dot and more behind it.
+_IDLE: Final = """
+SELECT id FROM (
+    SELECT id, touched, count(*) OVER (PARTITION BY substr(caller, 1, instr(caller || '.', '.') - 1)) AS held
+    FROM sessions WHERE NOT finished
+) WHERE touched <= ? ORDER BY held DESC, touched LIMIT ?
 """
 _COUNT: Final = "SELECT coalesce(max(n) + 1, 0) FROM steps WHERE token = ?"
 
@@ -70,10 +89,14 @@ _SYNCHRONOUS: Final = {"full": "FULL", "process": "NORMAL", "none": "OFF"}
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _DAMAGED: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 CHECKPOINT_EVERY_S: Final = 1.0
+CHECK_EVERY_S: Final = 60.0
+"""Seconds between checks of the whole file for damage: a quarter of a second of a thread for a million steps."""
+DAMAGED: Final = "damaged"
+"""Caller of the sessions that were set aside."""
 REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
 LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
 LOOK_EVERY_S: Final = 1.0
-"""Seconds between checks whether the path still leads to the open file, while steps follow each other."""
+"""Seconds between checks whether the path still leads to the open file, under continuous steps."""
 PURGE_CHUNK: Final = 20
 """Sessions deleted per transaction: about 4,000 rows, a few milliseconds."""
 
@@ -91,13 +114,13 @@ class SqliteStore:
         self._limit = settings.max_sessions
         self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
-        """Device and inode of the file that was opened last."""
+        """Device and inode of the open file."""
         self._look_at_s = 0.0
         self._reopened = 0
         self._stored = 0
         self._checkpoints: _Checkpoints | None = None
         self._asking: asyncio.Task[None] | None = None
-        """Waits for the end of a lock."""
+        """Task that waits for the end of a lock."""
 
     # ------------------------------------------------------------ life
 
@@ -106,7 +129,10 @@ class SqliteStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"the directory of the session store cannot be made: {error}") from error
-        await self._run(lambda _: None)
+        _set_aside_if_damaged(self.path)
+        # What another release began nobody can play on here: it makes room as finished episodes do.
+        sql = "UPDATE sessions SET finished = 1 WHERE NOT finished AND instr(start, ?) = 0"
+        await self._run(lambda c: c.execute(sql, (f'"release":"{__version__}"',)))
         log.info("sessions are kept in %s", self.path)
         self._checkpoints = _Checkpoints(self.path)
         self._checkpoints.start()
@@ -127,6 +153,13 @@ class SqliteStore:
         # A full disk shows only when something is written.
         await self._run(lambda c: c.execute("UPDATE pings SET count = count + 1"))
 
+    async def damage(self) -> str | None:
+        aside = sorted(one.name for one in self.path.parent.glob(f"{self.path.name}.damaged-*-????"))
+        sql = "SELECT count(*) FROM sessions WHERE caller = ?"
+        sessions = await self._run(lambda c: c.execute(sql, (DAMAGED,)).fetchone()[0])
+        found = [*aside, *([f"{sessions:,} sessions"] if sessions else [])]
+        return "damaged and set aside: " + ", ".join(found) if found else None
+
     # ------------------------------------------------------------ records
 
     async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
@@ -141,9 +174,9 @@ class SqliteStore:
         if self._stored >= self._limit:
             await self.purge()
         token = secrets.randbits(62)
-        start_json = record.start_json().decode()
-        rows = [(token, n, action.decode()) for n, action in enumerate(record.actions)]
-        now = time.time()
+        start_json = record.start_json()
+        rows = [_step_row(token, n, action) for n, action in enumerate(record.actions)]
+        now = clock_s()
         here_sql = "SELECT 1 FROM sessions WHERE id = ? AND touched > ?"
 
         def write(connection: sqlite3.Connection) -> bool | None:
@@ -153,11 +186,9 @@ class SqliteStore:
                 known = _forget(connection, [session_id])
                 if not known and self._stored >= self._limit:
                     raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
-                row = (token, session_id, start_json, caller, now, now)
-                connection.execute(
-                    "INSERT INTO sessions (token, id, start, caller, created, touched) VALUES (?, ?, ?, ?, ?, ?)", row
-                )
-                connection.executemany("INSERT INTO steps VALUES (?, ?, ?)", rows)
+                row = (token, session_id, start_json.decode(), _sum(token, session_id, start_json), caller, now)
+                connection.execute(_PUT, row)
+                connection.executemany("INSERT INTO steps VALUES (?, ?, ?, ?)", rows)
             return bool(known)
 
         replaced = await self._run(write)
@@ -170,14 +201,22 @@ class SqliteStore:
         def read(connection: sqlite3.Connection) -> StoredEpisode | None:
             # One statement sees one state: a restart between two reads cannot mix two episodes.
             rows = connection.execute(
-                "SELECT s.token, s.start, t.action FROM sessions s LEFT JOIN steps t ON t.token = s.token AND t.n >= ?"
-                " WHERE s.id = ? AND s.touched > ? ORDER BY t.n",
+                # As blobs: what is no UTF-8 any more is damage, too.
+                "SELECT s.token, CAST(s.start AS BLOB), s.sum, t.n, CAST(t.action AS BLOB), t.sum FROM sessions s"
+                " LEFT JOIN steps t ON t.token = s.token AND t.n >= ? WHERE s.id = ? AND s.touched > ? ORDER BY t.n",
                 (first, session_id, self._oldest()),
             ).fetchall()
             if not rows:
                 return None
-            actions = [action.encode() for _, _, action in rows if action is not None]
-            return stored_episode(str(rows[0][0]), rows[0][1], actions)
+            token, start_json, start_sum = rows[0][:3]
+            steps = [row[3:] for row in rows if row[3] is not None]
+            whole = [(n, action, _sum(token, n, action)) for n, (_, action, _) in enumerate(steps, first)]
+            if start_sum != _sum(token, session_id, start_json) or steps != whole:
+                log.error("the record of session %s is damaged: it was set aside", session_id[:8])
+                sql = "UPDATE sessions SET id = token, caller = ?, finished = 1 WHERE token = ?"
+                connection.execute(sql, (DAMAGED, token))
+                return None
+            return stored_episode(str(token), start_json, [action for _, action, _ in steps])
 
         return await self._run(read)
 
@@ -193,20 +232,21 @@ class SqliteStore:
         return await self._run(read)
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
-        row = (int(token), index, action.decode(), session_id)
+        row = (*_step_row(int(token), index, action), session_id)
         return await self._run(lambda c: c.execute(_APPEND, row).rowcount == 1)
 
     def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
         if self._connection is None or (time.monotonic() >= self._look_at_s and not self._in_place()):
             return False
         try:
-            return self._connection.execute(_APPEND, (int(token), index, action.decode(), session_id)).rowcount == 1
+            row = (*_step_row(int(token), index, action), session_id)
+            return self._connection.execute(_APPEND, row).rowcount == 1
         except sqlite3.Error:
-            # Another process is writing, or there is a fault: append meets it again and knows what to do.
+            # Another process is writing, or there is a fault: append handles both.
             return False
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
-        row = (time.time(), finished, int(token), session_id)
+        row = (clock_s(), finished, int(token), session_id)
         sql = "UPDATE sessions SET touched = ?, finished = max(finished, ?) WHERE token = ? AND id = ?"
         await self._run(lambda c: c.execute(sql, row))
 
@@ -218,7 +258,7 @@ class SqliteStore:
 
         def forget_idle(connection: sqlite3.Connection) -> int:
             with _transaction(connection):
-                row = (client, self._oldest(), time.time() - idle_s, count - limit + ROOM_CHUNK)
+                row = (client, self._oldest(), clock_s() - idle_s, count - limit + ROOM_CHUNK)
                 return _forget(connection, [found[0] for found in connection.execute(idle_sql, row)])
 
         count: int = await self._run(lambda c: c.execute(count_sql, (client, self._oldest())).fetchone()[0])
@@ -251,12 +291,14 @@ class SqliteStore:
             if excess > 0:
                 sql = "SELECT id FROM sessions WHERE finished AND touched > ? ORDER BY touched LIMIT ?"
                 ids += [row[0] for row in connection.execute(sql, (self._oldest(), excess))]
+            if stored - len(ids) >= self._limit:
+                ids += [row[0] for row in connection.execute(_IDLE, (clock_s() - IDLE_S, ROOM_CHUNK))]
             _forget(connection, ids)
         self._stored = stored - len(ids)
         return len(ids)
 
     def _oldest(self) -> float:
-        return time.time() - self._ttl_s
+        return expired_s(self._ttl_s)
 
     # ------------------------------------------------------------ faults
 
@@ -271,7 +313,7 @@ class SqliteStore:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise StoreError(f"the session store stayed locked for {self._timeout_s:g} s") from error
-            # One asks for all that wait: hundreds would take the processor from the one who has the lock.
+            # One task polls for all: hundreds would take the processor from the process that has the lock.
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
             await asyncio.wait([self._asking], timeout=left_s)
@@ -302,27 +344,9 @@ class SqliteStore:
             return
         self._disconnect()
         if code in _DAMAGED:
-            self._set_aside(error)
+            _set_aside_if_damaged(self.path)
             return
         raise StoreError(f"the session store cannot be used now: {error}") from error
-
-    def _set_aside(self, error: sqlite3.Error) -> None:
-        """Rename a damaged file, so that the server can open a new one; the old one is kept for inspection."""
-        try:
-            with _file_lock(self.path, fcntl.LOCK_EX):
-                if not _is_damaged(self.path):
-                    return  # another process has replaced it already
-                aside = self.path.with_name(
-                    f"{self.path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-                )
-                self.path.rename(aside)
-                for suffix in ("-wal", "-shm"):
-                    companion = self.path.with_name(self.path.name + suffix)
-                    if companion.exists():
-                        companion.rename(aside.with_name(aside.name + suffix))
-        except OSError as os_error:
-            raise StoreError(f"the session store is damaged and cannot be set aside: {os_error}") from error
-        log.error("the session store %s was damaged (%s); it was set aside as %s", self.path, error, aside)
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and not self._in_place():
@@ -349,7 +373,7 @@ class SqliteStore:
         Raises BlockingIOError while another process sets a damaged file aside.
         """
         try:
-            # Else the log of a file that is made here could be set aside with the damaged one.
+            # Otherwise the log of the file created here could be set aside with the damaged one.
             with _file_lock(self.path, fcntl.LOCK_SH | fcntl.LOCK_NB):
                 connection = self._open_file()
                 return connection, _identity(self.path)
@@ -361,7 +385,7 @@ class SqliteStore:
     def _open_file(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
-            # Before anything is written: the file keeps the size of its first pages.
+            # Before the first write, which fixes the page size.
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self._synchronous}")
@@ -370,7 +394,7 @@ class SqliteStore:
             if found not in (0, SCHEMA_VERSION):
                 raise StoreError(
                     f"{self.path} was written by another release (layout {found}, this one is {SCHEMA_VERSION}): "
-                    "name another file in INFERENCEGYM_STORE_URL"
+                    "move it away, or name another file in INFERENCEGYM_STORE_URL"
                 )
             if found == 0:
                 with _transaction(connection):
@@ -424,6 +448,33 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _sum(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def _step_row(token: int, n: int, action: Action) -> tuple[int, int, str, int]:
+    return token, n, action.decode(), _sum(token, n, action)
+
+
+def _set_aside_if_damaged(path: Path) -> None:
+    """Rename a damaged file, so that every server opens a new one; the old one is kept for inspection."""
+    if not _is_damaged(path):
+        return
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}")
+    try:
+        with _file_lock(path, fcntl.LOCK_EX):
+            if not _is_damaged(path):
+                return  # another process has replaced it already
+            path.rename(aside)
+            for suffix in ("-wal", "-shm"):
+                companion = path.with_name(path.name + suffix)
+                if companion.exists():
+                    companion.rename(aside.with_name(aside.name + suffix))
+    except OSError as error:
+        raise StoreError(f"the session store is damaged and cannot be set aside: {error}") from error
+    log.error("the session store %s was damaged; it was set aside as %s", path, aside)
+
+
 def _is_damaged(path: Path) -> bool:
     if not path.exists():
         return False
@@ -435,7 +486,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 class _Checkpoints(threading.Thread):
-    """Moves the write-ahead log into the database file every second, so that the log stays small."""
+    """Moves the write-ahead log into the database file every second, so that the log stays small; looks for damage."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="sqlite-checkpoints", daemon=True)
@@ -448,9 +499,13 @@ class _Checkpoints(threading.Thread):
         self.join(timeout=5)
 
     def run(self) -> None:
+        checked = time.monotonic()
         while not self._stopped.wait(CHECKPOINT_EVERY_S):
             # After a failure here (a lock, a full disk) the log only grows; the next request meets and reports it.
-            with contextlib.suppress(sqlite3.Error, OSError):
+            with contextlib.suppress(sqlite3.Error, OSError, StoreError):
+                if time.monotonic() - checked >= CHECK_EVERY_S:
+                    checked = time.monotonic()
+                    _set_aside_if_damaged(self._path)
                 self._checkpoint()
 
     def _checkpoint(self) -> None:

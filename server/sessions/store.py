@@ -8,6 +8,7 @@ machines.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -15,12 +16,33 @@ from env.family import Action, EpisodeRecord
 from inferencegym.errors import DataFormatError, StoreError
 
 ROOM_CHUNK: Final = 20
-"""Sessions that make room at once, so that a client at its limit is not counted at every reset."""
+"""Sessions removed at once, so that a client at its limit is not counted at every reset."""
+IDLE_S: Final = 600.0
+"""Seconds without a step after which an unfinished episode may make room for others."""
+_STARTED_S: Final = time.monotonic()
+_CLOCK_AT_ZERO_S: Final = time.time() - _STARTED_S
+
+
+def clock_s() -> float:
+    """Seconds since 1970, for the age of stored episodes.
+
+    The machine's clock is read once, when the process starts, so that a later change of the clock neither ends an
+    episode nor makes an older one the latest.
+    """
+    return _CLOCK_AT_ZERO_S + time.monotonic()
+
+
+def expired_s(ttl_s: float) -> float:
+    """When episodes must have been used last to be forgotten now, on :func:`clock_s`.
+
+    None before the process has run for that long itself: a clock that was wrong when it started ends no episode.
+    """
+    return clock_s() - ttl_s if time.monotonic() - _STARTED_S >= ttl_s else 0.0
 
 
 @dataclass(slots=True)
 class StoredEpisode:
-    """A record as read: its actions are those from the index asked for on."""
+    """A record as read, with the actions from the requested index on."""
 
     token: str
     """Changes with every restart of the session, so that a step never lands in another episode."""
@@ -28,7 +50,7 @@ class StoredEpisode:
 
 
 def stored_episode(token: str, start: bytes | str, actions: list[Action]) -> StoredEpisode:
-    """A record as a store holds it. Raises StoreError where its start cannot be read."""
+    """A record in its stored form. Raises StoreError if its start cannot be read."""
     try:
         return StoredEpisode(token, EpisodeRecord.from_start(start, actions))
     except DataFormatError as error:
@@ -45,7 +67,7 @@ class SessionStore(Protocol):
     name: str
 
     async def open(self) -> None:
-        """Connect, and create what is missing. A store on another machine may be away: its operations then fail."""
+        """Connect, and create what is missing. A store on another machine may be down: its operations then fail."""
 
     async def close(self) -> None:
         """Release everything; nothing acknowledged is lost."""
@@ -69,9 +91,9 @@ class SessionStore(Protocol):
         """Store action number ``index``; False, and nothing changed, unless ``token`` has exactly ``index`` actions."""
 
     def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
-        """As :meth:`append`, where nothing has to be waited for; False, and nothing changed, asks for append instead.
+        """As :meth:`append`, without waiting; False, and nothing changed, if append is needed.
 
-        A store that is elsewhere always says False.
+        A store on another machine always returns False.
         """
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
@@ -87,15 +109,21 @@ class SessionStore(Protocol):
         """The session that this caller reset last, or None."""
 
     async def purge(self) -> int:
-        """Forget expired sessions, and the oldest finished ones above the limit; return how many went."""
+        """Forget expired sessions, and above the limit the oldest finished ones; return how many went.
+
+        If that is not enough, some idle unfinished ones go, first those of the clients that have the most.
+        """
 
     async def reopened(self) -> int:
-        """How often the store has opened its file anew: what is in memory may be missing there since."""
+        """How often the store has reopened its file, in which sessions in memory may then be missing."""
+
+    async def damage(self) -> str | None:
+        """What was found damaged and set aside, in words; None: nothing."""
 
     async def ping(self) -> None:
         """Return if the store would take a write now; raise StoreError otherwise."""
 
 
 def client_of(caller: str) -> str:
-    """The part of a caller's identity that stands for its address: ``client`` of :meth:`SessionStore.make_room`."""
+    """The part of a caller's identity for its address: ``client`` of :meth:`SessionStore.make_room`."""
     return caller.partition(".")[0]

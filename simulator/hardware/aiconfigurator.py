@@ -1,11 +1,11 @@
 """Operator times of any card and model that NVIDIA's aiconfigurator-core knows (extra ``hardware``, build time only).
 
-The library evaluates single operators of an engine's model at any shape, from measured times. Each term of an
-iteration is a sum of such operators, on all cards of a replica, all-reduces included; kernels alone, without launch
-gaps, scheduler and sampler: those are the engine profile's.
+From measured times, the library evaluates single operators of an engine's model at any shape. Each term of an iteration
+is a sum of such operators on all cards of a replica, all-reduces included. Only kernels are counted; launch gaps,
+scheduler and sampler belong to the engine profile.
 
-Several of the functions used are only half public, so the library's version is pinned exactly. What it calls "silicon"
-is interpolated and extrapolated as well: :mod:`simulator.hardware.raw_keys` looks for each shape in the raw data.
+Several of its functions are not fully public, so the library's version is pinned exactly. Its label "silicon" includes
+interpolated and extrapolated times: :mod:`simulator.hardware.raw_keys` looks for each shape in the raw data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiconfigurator_core.sdk.models import get_model
 from aiconfigurator_core.sdk.perf_database import get_database_view
 
 from inferencegym.errors import InvalidConfigError
-from simulator.catalogue import hardware_data
+from simulator.hardware.catalogue import hardware_data
 from simulator.hardware.measured import FloatArray
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk, OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, Hardware
@@ -38,19 +38,19 @@ from simulator.hardware.raw_keys import RawKeys
 
 ENGINES: Final = ("vllm", "trtllm", "sglang")
 KV_CACHE_DTYPES: Final = {"bf16": "bfloat16", "fp8": "fp8"}
-"""The library's name of each."""
+"""The library's name for each KV cache data type."""
 ACTIVATION_TOKENS: Final = 8192
-"""Tokens of one iteration whose activations are held: the token budget of the default profile."""
+"""Tokens per iteration for which activation memory is reserved: the token budget of the default profile."""
 MIN_POOL_GB: Final = 8.0
-"""KV pool below which a precision is left out: it could hardly serve."""
+"""KV pool (GB) below which a precision is left out, because it could serve hardly any request."""
 SUPPORTED_SHARE: Final = 0.9
-"""Share of its time by which a cell's support is judged: nine tenths rest on that level or a better one."""
+"""Share of a cell's time that must have the cell's support level or a better one."""
 COVERAGE_GRID: Final = ((1, 8, 32, 128, 512), (128, 512, 2048, 8192))
-"""Batch sizes, and contexts or prompts, over which shares of time are stated."""
+"""Batch sizes, and contexts or prompts (tokens), over which shares of time are averaged."""
 ATTENTION_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Batch sizes at which decode attention is evaluated: those that were timed, and some between the large ones."""
+"""Batch sizes at which decode attention is evaluated: the measured ones, and some between the large ones."""
 DENSE_ROWS: Final = 1024
-"""Rows up to which every number of rows is evaluated: GEMM times step from tile to tile."""
+"""Every row count up to this one is evaluated, because GEMM times jump from tile to tile."""
 LAST_CONTEXT: Final = 17
 """Nodes of decode attention are 2, 4, ... 2 ** LAST_CONTEXT tokens."""
 
@@ -59,7 +59,7 @@ LAST_CONTEXT: Final = 17
 class Deployment:
     """A model on ``tp`` cards of a system, under one engine's kernels; names are those of ``hardware.json``.
 
-    ``kv_cache_dtype`` is what keys and values are kept in, one of ``KV_CACHE_DTYPES``.
+    ``kv_cache_dtype`` is the precision of the KV cache, one of ``KV_CACHE_DTYPES``.
     """
 
     system: str
@@ -70,7 +70,7 @@ class Deployment:
     kv_cache_dtype: str = "bf16"
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields as the metadata of tables has them, without a KV cache in 16 bits."""
+        """Fields as table metadata states them; a 16-bit KV cache is the default and left out."""
         fields = asdict(self)
         if self.kv_cache_dtype == "bf16":
             del fields["kv_cache_dtype"]
@@ -152,7 +152,7 @@ class Kernels:
         return _sum(self.handle.evaluate_generation_ops(self._decode.attention, batch_size=n, s=context))
 
     def prefill_attention(self, tokens: int, prefix: int, batch: int) -> float:
-        """Attention of ``batch`` chunks of this length behind their prefixes."""
+        """Attention of ``batch`` chunks of ``tokens`` tokens, each after a prefix of ``prefix`` tokens."""
         return _sum(
             self.handle.evaluate_context_ops(self._context.attention, batch_size=batch, s=tokens, prefix=prefix)
         )
@@ -188,7 +188,7 @@ class Kernels:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The library reports each fallback as a warning of its own; what it lacks, it raises."""
+    """Silence the warning that the library logs for each fallback; missing data still raises."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -214,7 +214,7 @@ def _sum(evaluated: Iterable[tuple[str, float, float, str]]) -> float:
 
 @cache
 def kernels(deployment: Deployment, tier: str) -> Kernels:
-    """Operators of a deployment in one precision; raises :class:`InvalidConfigError` where the library has none."""
+    """Operators of a deployment in one precision; raises :class:`InvalidConfigError` if the library has none."""
     try:
         return Kernels(deployment, tier)
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
@@ -230,9 +230,9 @@ def _first_line(error: Exception) -> str:
 
 
 def in_order(times: Sequence[float] | FloatArray) -> FloatArray:
-    """The rising times nearest to these, (N,): where a measurement falls, it and those before it share their mean.
+    """Nearest non-decreasing times, (N,): a measurement that falls is averaged with those before it.
 
-    Measured times fall here and there by some per cent from one tile of rows to the next; more never takes less time.
+    Measured times sometimes fall by a few per cent from one tile of rows to the next, although more work takes longer.
     """
     means: list[float] = []
     counts: list[int] = []
@@ -255,7 +255,7 @@ class AiconfiguratorModel(OperatorModel):
         self._prefill: dict[tuple[int, int, int], float] = {}
 
     def linear_ms(self, rows: int) -> float:
-        """All but attention and LM head for ``rows`` tokens; the GEMM scale is on all of it."""
+        """All but attention and LM head for ``rows`` tokens; the GEMM scale multiplies the whole sum."""
         nodes, times = self._linear
         if rows >= nodes[-1]:
             return times[-1] * rows / nodes[-1]
@@ -265,7 +265,7 @@ class AiconfiguratorModel(OperatorModel):
         return times[i - 1] + (times[i] - times[i - 1]) * (rows - nodes[i - 1]) / (nodes[i] - nodes[i - 1])
 
     def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
-        """Attention of chunks: those that are alike share a launch, as batches were measured."""
+        """Attention of chunks; equal chunks share one launch, as in the batched measurements."""
         alike: dict[Chunk, int] = {}
         for chunk in chunks:
             alike[chunk] = alike.get(chunk, 0) + 1
@@ -290,11 +290,11 @@ class AiconfiguratorModel(OperatorModel):
 
     @cached_property
     def _attention(self) -> FloatArray:
-        """Decode attention, (batch nodes, context nodes); neither more sequences nor longer contexts take less time."""
+        """Decode attention, (batch nodes, context nodes), made non-decreasing along both axes."""
         grid = np.array(
             [[self._kernels.decode_attention(n, 2 << j) for j in range(LAST_CONTEXT)] for n in ATTENTION_BATCHES]
         )
-        # What is in order along one axis stays so when the other is put in order.
+        # Sorting one axis keeps the other sorted.
         return np.apply_along_axis(in_order, 1, np.apply_along_axis(in_order, 0, grid))
 
     @cached_property
@@ -317,8 +317,9 @@ class AiconfiguratorModel(OperatorModel):
 class AiconfiguratorSource(Source):
     """One deployment in the precisions that its card has, measured by NVIDIA.
 
-    ``deployment.tiers`` None: every precision of ``hardware.json`` that is measured, not held back, and leaves room for
-    a KV pool. Raises :class:`InvalidConfigError` naming what is not there, or held back and why.
+    If ``deployment.tiers`` is None, it takes every precision of ``hardware.json`` that is measured, is not held back
+    and leaves room for a KV pool. Raises :class:`InvalidConfigError` naming what is missing, or what is held back and
+    why.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -357,14 +358,14 @@ class AiconfiguratorSource(Source):
         return self._models[key]
 
     def support(self, tier: str, n_decode: int, prompt_tokens: int, draft_tokens: int) -> int:
-        """The level or a better one that nine tenths of the time rest on; a draft model is modelled."""
+        """Best level that nine tenths of the time reach; with drafts no better than ``MODELLED``."""
         rows = n_decode * (draft_tokens + 1)
         parts = self._kernels[tier].support_ms(n_decode, prompt_tokens, rows, prompt_tokens)
         level = max(_level(part) for part in parts)
         return max(level, MODELLED) if draft_tokens else level
 
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
-        """Library, deployment, engine version, profile, shares of time by support, and what speaks against it all."""
+        """Library, deployment, engine version, profile, shares of time by support, and warnings."""
         found = hardware_data()["library"]
         return {
             "cards_per_replica": self.cards_per_replica,
@@ -447,7 +448,7 @@ def _check(deployment: Deployment) -> None:
 
 
 def _held_back(deployment: Deployment, tier: str) -> str | None:
-    """Why a precision of a deployment is not to be relied on; None if nothing speaks against it."""
+    """Reason why a precision of a deployment is unreliable; None without one."""
     return next((rule["reason"] for rule in hardware_data()["held_back"] if _applies(rule, deployment, tier)), None)
 
 
@@ -462,7 +463,7 @@ def _applies(rule: dict[str, Any], deployment: Deployment, tier: str) -> bool:
 
 
 def _warnings(deployment: Deployment) -> list[str]:
-    """What published runs say against a deployment's times."""
+    """Warnings about a deployment's times from published runs."""
     return [rule["reason"] for rule in hardware_data()["warnings"] if _applies(rule, deployment, "")]
 
 

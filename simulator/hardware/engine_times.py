@@ -1,4 +1,4 @@
-"""Iteration times of one engine with its model, as they were measured from outside by the time of its answers.
+"""Iteration times of one engine with its model, measured from outside by when its answers arrive.
 
 An iteration with B decoding sequences and some prompt chunks takes::
 
@@ -19,11 +19,19 @@ from functools import lru_cache
 from typing import Any, Final
 
 from inferencegym.errors import refusal
-from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MODELLED, Chunk, OperatorModel, Source
+from simulator.hardware.operators import (
+    EXTRAPOLATED,
+    INTERPOLATED,
+    MODELLED,
+    Chunk,
+    LoopTerms,
+    OperatorModel,
+    Source,
+)
 from simulator.hardware.profiles import EngineProfile, Hardware
 
 TIER: Final = "served"
-"""The one precision of a measured engine: the one that it served in."""
+"""The only precision of a measured engine: the one in which it served."""
 LAST_CONTEXT: Final = 20
 """Contexts of the attention rows are 2, 4, ... 2 ** LAST_CONTEXT tokens."""
 _DECIMAL_GB: Final = 1e9
@@ -33,7 +41,7 @@ _DECIMAL_GB: Final = 1e9
 class EngineTimes:
     """Coefficients of an engine's iteration time, in ms, and the range of work that they were fitted to.
 
-    ``ramp_ms[j]`` is the time per row between ``knots[j]`` and the next knot; the last goes on for ever.
+    ``ramp_ms[j]`` is the time per row between ``knots[j]`` and the next knot; the last one has no upper end.
     """
 
     step_ms: float
@@ -60,10 +68,10 @@ class EngineTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts of an engine beside its times, as it stated them or as they were told: model, KV pool, limits.
+    """Facts about an engine other than its times, reported by it or given by the user: model, KV pool, limits.
 
-    ``max_num_seqs`` is None where no load has shown it. ``memory_share`` is the share of the card's memory that weights
-    and pool fill; ``weights_gb`` is 0 where unknown.
+    ``max_num_seqs`` is None if no load reached it. ``memory_share`` is the share of the card's memory that weights and
+    KV pool fill; ``weights_gb`` is 0 if unknown.
     """
 
     model: str
@@ -91,7 +99,7 @@ class EngineFacts:
         return self.block_tokens * self.pool_blocks
 
     def fleet_rules(self) -> dict[str, Any]:
-        """Arguments of the discrete-event reference's ``Fleet``: this engine's blocks, handed out as vLLM does."""
+        """Arguments of the discrete-event reference's ``Fleet``: this engine's blocks, allocated as vLLM does."""
         return {
             "block_tokens": self.block_tokens,
             "spare_tokens": 0,
@@ -101,10 +109,10 @@ class EngineFacts:
 
 
 class EngineSource(Source):
-    """A measured engine as a source of operator times: one precision, one replica however many cards it has."""
+    """A measured engine as a source of operator times: one precision, and one replica with any number of cards."""
 
     def __init__(self, name: str, times: EngineTimes, facts: EngineFacts) -> None:
-        # Half a token more than the pool, so that rounding to GB loses none.
+        # Half a token more than the pool, so that rounding to GB loses no token.
         pool_gb = (facts.pool_tokens() + 0.5) * facts.kv_bytes_per_token / _DECIMAL_GB
         budget_gb = facts.weights_gb + pool_gb
         card = Hardware(
@@ -114,7 +122,7 @@ class EngineSource(Source):
             memory_limit_gb=budget_gb / facts.memory_share,
             memory_reported_gb=budget_gb / facts.memory_share,
             engine=name,
-            source="measured from outside; memory as the engine states it",
+            source="measured from outside; memory as reported by the engine",
         )
         none_gb = {f"{what}_gb": 0.0 for what in ("activations", "workspace", "per_sequence", "speculation")}
         super().__init__(facts.model, card, (TIER,), {TIER: facts.weights_gb}, facts.kv_bytes_per_token, none_gb)
@@ -122,7 +130,7 @@ class EngineSource(Source):
 
     @property
     def fleet_rules(self) -> Mapping[str, Any]:
-        """How the engine hands out its KV cache."""
+        """How the engine allocates its KV cache."""
         return self.facts.fleet_rules()
 
     def operators(self, tier: str, profile: EngineProfile) -> OperatorModel:
@@ -137,18 +145,18 @@ class EngineSource(Source):
         return MODELLED if draft_tokens else INTERPOLATED
 
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
-        """The coefficients and facts from which a table's metadata make this source again."""
+        """Coefficients and facts: from these a table's metadata can rebuild this source."""
         stated = {"name": self.card.name, "times": asdict(self.times), "facts": asdict(self.facts)}
         return {"measured_engine": stated, "profile": asdict(profile)}
 
 
 def engine_source(stated: Mapping[str, Any]) -> EngineSource:
-    """The source of a table's ``measured_engine``."""
+    """Source rebuilt from a table's ``measured_engine``."""
     return EngineSource(str(stated["name"]), EngineTimes.of_dict(stated["times"]), EngineFacts(**stated["facts"]))
 
 
 def engine_profile(name: str, facts: EngineFacts, ttft_offset_ms: float, source: str) -> EngineProfile:
-    """The profile beside measured times: they contain the host's overhead already."""
+    """Engine profile without overhead: the measured times already contain the host's share."""
     return EngineProfile(
         name=name,
         step_overhead_ms=0.0,
@@ -174,24 +182,28 @@ class EngineModel(OperatorModel):
         return self.times.step_ms + self.times.rows_ms(rows)
 
     def attention_row(self, n_decode: int) -> list[float]:
-        """In proportion to the context tokens."""
+        """Decode attention, proportional to the context tokens."""
         return [self.times.context_ms * n_decode * 2.0**j for j in range(1, LAST_CONTEXT + 1)]
 
     def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
-        """In proportion to the pairs that causal attention looks at."""
+        """Prefill attention, proportional to the causal token pairs of all chunks."""
         return self.times.attention_ms * sum(attended_pairs(chunk.tokens, chunk.prefix) for chunk in chunks)
 
+    def loop_terms(self) -> LoopTerms:
+        """Prefill attention by token pairs; drafts without a draft model."""
+        return LoopTerms("pairs", self.times.attention_ms, draft_head=False)
+
     def head_ms(self, rows: int) -> float:
-        """In proportion to the tokens that are sampled."""
+        """LM head, proportional to the sampled tokens."""
         return self.times.sequence_ms * rows
 
     def draft_ms(self, n_decode: int, context_tokens: float, draft_tokens: int) -> float:
-        """Nothing but the host's time: drafts are taken to come from a lookup in the prompt, not from a model."""
-        return draft_tokens * self._draft_overhead_ms
+        """Host time only: drafts are assumed to come from prompt lookup, not from a draft model."""
+        return draft_tokens * self.draft_overhead_ms
 
 
 def attended_pairs(tokens: float, prefix: float = 0.0) -> float:
-    """Pairs of a token and one that it attends to, for a chunk behind a prefix."""
+    """Causal token pairs (a token and one that it attends to) of a chunk after a prefix."""
     return tokens * (prefix + tokens / 2.0)
 
 

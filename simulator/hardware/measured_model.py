@@ -2,11 +2,11 @@
 
 All were taken on one reference card, one layer at a time:
 
-* GEMMs of a layer: exact shapes up to 128 rows; another source's, interpolated in n and k, from 512 rows, because the
-  first is 13-20 % slow there; a blend in log rows between. Quantised tiers multiply them by the measured ratio of
-  quantised to bf16 kernels at the same number of rows.
+* GEMMs of a layer: exact shapes up to 128 rows. From 512 rows on, times of another source, interpolated in n and k,
+  because the first source is 13-20 % too slow there; in between a blend, linear in the logarithm of rows. Quantised
+  tiers multiply them by the measured ratio of quantised to bf16 kernels at the same number of rows.
 * Norms, rotary embedding, activation, residual adds: exact shapes.
-* Attention: sequences prefilled in one step share a launch, the batched measurements give the cost.
+* Attention: sequences prefilled in one step share a launch, and the batched measurements give its cost.
 * LM head: scaled to the model's vocabulary.
 
 On another card with the same compute units the bandwidth-bound parts scale with memory bandwidth; a GEMM combines the
@@ -30,20 +30,21 @@ from simulator.hardware.operators import (
     MEASURED,
     MODELLED,
     Chunk,
+    LoopTerms,
     OperatorModel,
     Source,
 )
 from simulator.hardware.profiles import EngineProfile, Hardware, engine, hardware, profiles
 
-# Beyond this many rows curves continue in proportion; the measurements of the GEMMs end here.
+# GEMM measurements end at this many rows; beyond, curves grow in proportion.
 MAX_ROWS = 32768
 # Longest context whose prefill attention is measured, tokens.
 MAX_PREFILL = 16384
-LAUNCH_MS = 0.0115  # shortest attention kernel measured, one layer
+LAUNCH_MS = 0.0115  # shortest measured attention kernel, one layer
 
 
 class MeasuredSource(Source):
-    """The model of ``profiles.json`` on one of its cards."""
+    """The measured model of ``profiles.json`` on one of its cards."""
 
     def __init__(self, card: str | Hardware) -> None:
         model = profiles()["model"]
@@ -61,7 +62,7 @@ class MeasuredSource(Source):
         return _model(self.card, self.check_tier(tier), profile)
 
     def with_bandwidth(self, scale: float) -> MeasuredSource:
-        """The same model on a card of ``scale`` times the memory bandwidth."""
+        """The same model on a card with ``scale`` times the memory bandwidth."""
         return MeasuredSource(replace(self.card, bandwidth_gb_s=round(self.card.bandwidth_gb_s * scale, 1)))
 
     def support(self, tier: str, n_decode: int, prompt_tokens: int, draft_tokens: int) -> int:
@@ -69,7 +70,7 @@ class MeasuredSource(Source):
         return support(tier, n_decode, prompt_tokens, prompt_tokens, draft_tokens)
 
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
-        """Checksums of the measured files, but for those that have no part in tables."""
+        """Checksums of the measured files that tables use."""
         return {"measured_sha256": {k: v for k, v in measured.checksums().items() if k not in measured.NOT_IN_TABLES}}
 
 
@@ -85,7 +86,7 @@ def _model(card: Hardware, tier: str, profile: EngineProfile) -> OperatorModel:
 
 @cache
 def _files() -> dict[str, Any]:
-    """Names of the measured files, and the shapes in them that stand for the model's."""
+    """Names of the measured files, and the measured shapes that stand for the model's."""
     found: dict[str, Any] = profiles()["measurements"]
     return found
 
@@ -109,13 +110,17 @@ class MeasuredModel(OperatorModel):
     def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
         """Causal attention of all layers for chunks that are prefilled together.
 
-        Sequences share a launch: the cost is that of the longest one alone, or the sum of per-sequence costs as
-        measured in large batches, whichever is more.
+        Sequences share a launch. Its cost is that of the longest chunk alone, or the sum of the per-sequence costs
+        measured in large batches, whichever is larger.
         """
         alone, batched = _prefill_attention()
         longest = max(_after_prefix(alone, chunk) for chunk in chunks)
         together = sum(_after_prefix(batched, chunk) for chunk in chunks)
         return self.layers * max(longest, together, LAUNCH_MS)
+
+    def loop_terms(self) -> LoopTerms:
+        """Prefill attention as its measured curves."""
+        return LoopTerms("curves", self.layers, LAUNCH_MS, *_prefill_curves())
 
     def head_ms(self, rows: int) -> float:
         """LM head for ``rows`` tokens whose next token is sampled."""
@@ -131,7 +136,7 @@ class MeasuredModel(OperatorModel):
         if self.tier in _files()["quantised_dtypes"]:
             ratio = _quant_ratio(_files()["quantised_dtypes"][self.tier])
             gemm = gemm * np.interp(np.log2(rows), np.log2(ratio.rows), ratio.value)
-        # One row is nothing but streaming the weights. More rows never take less time, quantised kernels' jumps aside.
+        # One row only streams the weights. More rows never take less time, except where quantised kernels jump.
         gemm = _slower_memory(np.maximum.accumulate(gemm), gemm[0], self._bandwidth_ratio)
         elementwise = np.interp(rows, curves.rows, curves.elementwise)
         elementwise = elementwise[0] + (elementwise - elementwise[0]) * self._bandwidth_ratio
@@ -154,7 +159,7 @@ class MeasuredModel(OperatorModel):
             time = grid.latency[-1] * (n_decode / grid.batch[-1])
         else:
             time = np.array([np.interp(n_decode, grid.batch, column) for column in grid.latency.T])
-        floor = grid.latency[0, 0]  # one sequence with hardly any context: the launch
+        floor = grid.latency[0, 0]  # one sequence with hardly any context: just the launch
         scaled = floor + np.maximum(time - floor, 0.0) * self._bandwidth_ratio
         return [float(t) * self.layers for t in scaled]
 
@@ -204,7 +209,7 @@ def _linear_curves() -> _LinearCurves:
 
 
 def _layer_gemm(times: measured.GemmTimes, shapes: str) -> FloatArray:
-    """The GEMMs of a layer over the measured row counts, each from two measured shapes [n, k] around its own."""
+    """GEMM times of a layer at the measured row counts, each interpolated between two measured shapes [n, k]."""
     total = np.zeros(len(times.m))
     for (low, high), share in _files()[shapes]:
         total += times.latency_ms[tuple(low)] * (1.0 - share) + times.latency_ms[tuple(high)] * share
@@ -214,7 +219,7 @@ def _layer_gemm(times: measured.GemmTimes, shapes: str) -> FloatArray:
 def _slower_memory(gemm: FloatArray, streaming: float, ratio: float) -> FloatArray:
     """GEMM times on a card whose memory is ``ratio`` times slower and whose compute units are the same.
 
-    Memory and compute overlap in part: time^p = streaming^p + compute^p, with p from the measured curve itself.
+    Memory traffic and compute overlap in part: time^p = streaming^p + compute^p, with p from the measured curve itself.
     """
     p = _overlap_exponent()
     slower: FloatArray = (gemm**p + (ratio**p - 1.0) * streaming**p) ** (1.0 / p)
@@ -223,9 +228,9 @@ def _slower_memory(gemm: FloatArray, streaming: float, ratio: float) -> FloatArr
 
 @cache
 def _overlap_exponent() -> float:
-    """The p that best explains the measured GEMM curve up to 512 rows as streaming^p + (rate * rows)^p, to two digits.
+    """The p with which streaming^p + (rate * rows)^p best fits the measured GEMM curve up to 512 rows, to two decimals.
 
-    ``rate`` is the time per row at 2,048 rows, where compute is all. Full overlap would be infinite, none 1.
+    ``rate`` is the time per row at 2,048 rows, where compute dominates. Full overlap would give infinity, no overlap 1.
     """
     curves = _linear_curves()
     rows = 2.0 ** np.arange(1, 10)
@@ -251,7 +256,7 @@ def _decode_attention() -> _DecodeAttention:
     latency[np.searchsorted(batch, data["batch_size"]), np.searchsorted(context, data["step"] + 1.0)] = data["latency"]
     is_measured = np.isfinite(latency).astype(float)
     for j in range(2, len(context)):
-        # Caches beyond 80 GB could not be measured. The time is affine in context, and nodes double.
+        # KV caches above 80 GB could not be measured. Time is affine in the context, and nodes double.
         beyond = latency[:, j - 1] + 2.0 * (latency[:, j - 1] - latency[:, j - 2])
         latency[:, j] = np.where(np.isnan(latency[:, j]), beyond, latency[:, j])
     # Neither more sequences nor a longer context takes less time; the measurements jitter by a microsecond.
@@ -279,8 +284,15 @@ def _prefill_attention() -> tuple[list[float], list[float]]:
     return dense(alone), dense(batched)
 
 
+@cache
+def _prefill_curves() -> tuple[FloatArray, FloatArray]:
+    """The curves of :func:`_prefill_attention` as arrays."""
+    alone, batched = _prefill_attention()
+    return np.array(alone), np.array(batched)
+
+
 def _after_prefix(curve: list[float], chunk: Chunk) -> float:
-    """Attention of a chunk behind its prefix: the whole so far less the prefix alone (causality)."""
+    """Attention of a chunk after its prefix: by causality, that of prefix and chunk less that of the prefix alone."""
     end = chunk.prefix + chunk.tokens
     return _at(curve, end) - (_at(curve, chunk.prefix) if chunk.prefix else 0.0)
 
@@ -288,16 +300,17 @@ def _after_prefix(curve: list[float], chunk: Chunk) -> float:
 def _at(curve: list[float], tokens: int) -> float:
     if tokens <= MAX_PREFILL:
         return curve[tokens]
-    return curve[MAX_PREFILL] * (tokens / MAX_PREFILL) ** 2
+    share = tokens / MAX_PREFILL
+    return curve[MAX_PREFILL] * (share * share)
 
 
 def support(tier: str, n_decode: int, context_tokens: int, prompt_tokens: int, draft_tokens: int) -> int:
     """Coverage by measurements of the operator times behind one decode batch and one prompt.
 
-    0 measured: every kernel was timed at exactly this shape. 1 interpolated: between measured shapes or row counts,
-    or a measured ratio of quantised to bf16 kernels on neighbouring shapes. 2 modelled: rests on the draft model's
-    cost, which is composed and not measured. 3 extrapolated: beyond the measured range of some kernel. The transfer
-    from the measured 80 GB card to another applies to every answer alike and is not counted.
+    0 measured: every kernel was timed at exactly this shape. 1 interpolated: between measured shapes or row counts, or
+    a measured ratio of quantised to bf16 kernels on neighbouring shapes. 2 modelled: depends on the draft model's cost,
+    which is composed and not measured. 3 extrapolated: beyond the measured range of some kernel. The transfer from the
+    measured 80 GB card to another one affects every answer and is not counted.
     """
     grid, rows = _decode_attention(), n_decode * (draft_tokens + 1)
     i = np.searchsorted(grid.batch, n_decode)

@@ -1,12 +1,12 @@
-"""Time of one engine iteration, composed from operator times: what table builder and reference ask for.
+"""Time of one engine iteration, composed from operator times, for the table builder and the reference.
 
 An iteration that decodes for B sequences (k draft tokens verified for each) and prefills some chunks takes::
 
     T = linear(m) + decode_attention(B, context) + prefill_attention(chunks) + head(rows) + o0 + o1 * sequences
 
-with m = B * (k + 1) + prefill tokens. The terms are those of an :class:`OperatorModel`, times in milliseconds of the
-whole model on all cards of a replica; o0, o1 and the GEMM scale come from the engine profile. A :class:`Source` makes
-the operator models of one deployment: :mod:`simulator.hardware.measured_model` from measured CSV files,
+with m = B * (k + 1) + prefill tokens. An :class:`OperatorModel` gives the terms, in milliseconds for the whole model on
+all cards of a replica; o0, o1 and the GEMM scale come from the engine profile. A :class:`Source` makes the operator
+models of one deployment: :mod:`simulator.hardware.measured_model` from measured CSV files,
 :mod:`simulator.hardware.aiconfigurator` from NVIDIA's database of operator times.
 """
 
@@ -15,17 +15,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from inferencegym.errors import InvalidConfigError
+from simulator.hardware.measured import FloatArray
 from simulator.hardware.profiles import EngineProfile, Hardware, profiles
 
 MEASURED, INTERPOLATED, MODELLED, EXTRAPOLATED = range(4)
-"""Support of an operator time by measurements, best first."""
+"""How well measurements support an operator time, best first."""
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens that one iteration prefills for one sequence, after ``prefix`` tokens it already holds."""
+    """Prompt tokens that one iteration prefills for one sequence, after ``prefix`` tokens already in its cache."""
 
     tokens: int
     prefix: int = 0
@@ -35,8 +36,8 @@ class Chunk(NamedTuple):
 class Source(ABC):
     """One model in its precision tiers on the cards of one replica, and where its operator times come from.
 
-    ``tiers`` are in the order of ``quant_tier``. Memory figures are those of one card: ``weights_gb`` by tier,
-    ``kv_bytes_per_token``, and in ``memory_gb`` what activations, workspace, each sequence and a draft model take.
+    ``tiers`` are in the order of ``quant_tier``. Memory figures are per card: ``weights_gb`` by tier,
+    ``kv_bytes_per_token``, and in ``memory_gb`` the memory of activations, workspace, each sequence and a draft model.
     """
 
     model: str
@@ -49,7 +50,7 @@ class Source(ABC):
 
     @property
     def fleet_rules(self) -> Mapping[str, Any]:
-        """Arguments of the discrete-event reference's ``Fleet`` by which this engine hands out its KV cache."""
+        """Arguments of the discrete-event reference's ``Fleet`` that say how this engine allocates its KV cache."""
         return {}
 
     @abstractmethod
@@ -57,22 +58,40 @@ class Source(ABC):
         """The operator model of a tier under an engine profile."""
 
     def with_bandwidth(self, scale: float) -> Source | None:
-        """The same on a card of ``scale`` times the memory bandwidth; None where times do not follow from it."""
+        """The same on a card with ``scale`` times the memory bandwidth; None if its times cannot be scaled."""
         return None
 
     @abstractmethod
     def support(self, tier: str, n_decode: int, prompt_tokens: int, draft_tokens: int) -> int:
-        """Coverage by measurements of the times behind one decode batch and one prompt, at that context."""
+        """How well measurements support one decode batch and one prompt, at a context of ``prompt_tokens``."""
 
     @abstractmethod
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
         """Where the operator times come from, for the metadata of a table that is built with this profile."""
 
     def check_tier(self, tier: str) -> str:
-        """The tier; raises :class:`InvalidConfigError` with those that there are."""
+        """Return the tier if it exists; raises :class:`InvalidConfigError` listing the tiers."""
         if tier not in self.tiers:
             raise InvalidConfigError(f"tier={tier!r} is unknown: choose one of {', '.join(self.tiers)}", "tier")
         return tier
+
+
+@dataclass(frozen=True, eq=False)
+class LoopTerms:
+    """Terms that depend on more than the number of rows, in the form that the discrete-event engine evaluates.
+
+    ``prefill`` is the form of prefill attention. ``"asked"``: the model is called. ``"curves"``: ``scale`` times the
+    largest of ``floor_ms``, the longest chunk on ``alone_ms``, and the sum of all chunks on ``batched_ms`` (both curves
+    in ms by tokens, quadratic beyond their end). ``"pairs"``: ``scale`` ms per attended pair. With ``draft_head``
+    drafts come from a layer and a head of the model; otherwise each costs only host time.
+    """
+
+    prefill: Literal["asked", "curves", "pairs"] = "asked"
+    scale: float = 0.0
+    floor_ms: float = 0.0
+    alone_ms: Sequence[float] | FloatArray = ()
+    batched_ms: Sequence[float] | FloatArray = ()
+    draft_head: bool = True
 
 
 class OperatorModel(ABC):
@@ -84,21 +103,26 @@ class OperatorModel(ABC):
         self.layers = layers
         self.kv_bytes_per_token = kv_bytes_per_token
         self._attention_rows: dict[int, list[float]] = {}
-        self._draft_overhead_ms = float(profiles()["speculation"]["draft_step_overhead_ms"])
+        self.draft_overhead_ms = float(profiles()["speculation"]["draft_step_overhead_ms"])
 
     def decode_attention_ms(self, n_decode: int, context_tokens: float) -> float:
         """Attention of all layers for ``n_decode`` sequences at a mean context of ``context_tokens``.
 
         Linear between the contexts of :meth:`attention_row`.
         """
-        row = self._attention_rows.get(n_decode)
-        if row is None:
-            row = self._attention_rows[n_decode] = self.attention_row(n_decode)
+        row = self.known_attention_row(n_decode)
         context = max(context_tokens, 2.0)
         # Nodes lie at 2, 4, 8, ...: the bit length finds the segment.
         j = min(int(context).bit_length() - 2, len(row) - 2)
         start = 2 << j
         return row[j] + (row[j + 1] - row[j]) * (context - start) / start
+
+    def known_attention_row(self, n_decode: int) -> list[float]:
+        """:meth:`attention_row`, computed once."""
+        row = self._attention_rows.get(n_decode)
+        if row is None:
+            row = self._attention_rows[n_decode] = self.attention_row(n_decode)
+        return row
 
     # One iteration -------------------------------------------------------------------------------------------------
 
@@ -112,7 +136,7 @@ class OperatorModel(ABC):
     ) -> float:
         """One iteration: ``n_decode`` sequences at a mean context of ``context_tokens``, fused with prefill ``chunks``.
 
-        ``n_first`` chunks (all of them unless told) end their prompt and need the LM head. Drafting is included.
+        ``n_first`` chunks (default: all) end their prompt and need the LM head. Drafting is included.
         """
         rows = n_decode * (draft_tokens + 1)
         head_rows = rows + (len(chunks) if n_first is None else n_first)
@@ -201,9 +225,13 @@ class OperatorModel(ABC):
     def head_ms(self, rows: int) -> float:
         """LM head for ``rows`` tokens whose next token is sampled."""
 
+    def loop_terms(self) -> LoopTerms:
+        """The terms in the form of the discrete-event engine; a model that overrides ``draft_ms`` states its own."""
+        return LoopTerms()
+
     def draft_ms(self, n_decode: int, context_tokens: float, draft_tokens: int) -> float:
         """An EAGLE head drafting ``draft_tokens`` one after the other: one decoder layer and one LM head each."""
         if draft_tokens == 0:
             return 0.0
         layer = (self.linear_ms(n_decode) + self.decode_attention_ms(n_decode, context_tokens)) / self.layers
-        return draft_tokens * (layer + self.head_ms(n_decode) + self._draft_overhead_ms)
+        return draft_tokens * (layer + self.head_ms(n_decode) + self.draft_overhead_ms)

@@ -18,9 +18,9 @@ PROFILES_PATH = Path(__file__).resolve().parents[1] / "data" / "profiles.json"
 class Hardware:
     """One accelerator card. Memory in decimal GB.
 
-    An engine sizes its KV pool to ``memory_budget_gb`` and runs out of memory beyond ``memory_limit_gb``; it takes its
-    share of memory in use from the ``memory_reported_gb`` that the driver states. ``engine`` names the profile that the
-    card's table is built with.
+    An engine sizes its KV pool to ``memory_budget_gb`` and runs out of memory beyond ``memory_limit_gb``; its share of
+    memory in use is relative to the ``memory_reported_gb`` that the driver reports. ``engine`` names the profile that
+    the card's table is built with.
     """
 
     name: str
@@ -34,14 +34,14 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """Engine profile: the overhead beside its kernels, and how it schedules.
+    """Engine profile: the overhead on top of its kernels, and its scheduling.
 
     An iteration costs ``step_overhead_ms + sequence_overhead_ms * sequences`` on top of the kernels; ``gemm_scale``
-    corrects the GEMM library; ``ttft_offset_ms`` is what a client sees beyond the iterations (tokenising, transport).
-    ``scheduler`` is ``chunked`` (decodes and up to ``max_batched_tokens`` in one iteration) or ``prefill_first``
-    (whole prompts in iterations of their own, before any decode). ``reserve_output`` admits a request only when the
-    cache has room for its whole output, so nothing is ever preempted. ``output_delay`` is the part of the next
-    iteration that passes before a first token is sent, where outputs are processed while that iteration runs.
+    corrects the GEMM library; ``ttft_offset_ms`` is the time that a client sees on top of the iterations (tokenising,
+    transport). ``scheduler`` is ``chunked`` (decodes and up to ``max_batched_tokens`` in one iteration) or
+    ``prefill_first`` (whole prompts in iterations of their own, before any decode). ``reserve_output`` admits a request
+    only when the cache has room for its whole output, so nothing is ever preempted. ``output_delay`` is the part of the
+    next iteration that passes before a first token is sent, where outputs are processed while that iteration runs.
     """
 
     name: str
@@ -58,11 +58,11 @@ class EngineProfile:
 
 @dataclass(frozen=True, slots=True)
 class FleetChanges:
-    """What it costs to change a running fleet of an engine.
+    """Times that it takes to change a running fleet of an engine.
 
-    A new replica serves ``start_s`` + weights / ``load_gb_per_s`` seconds after it was asked for. One that restarts,
-    for another precision or another place of prefill (its role), is away for ``restart_s`` + weights /
-    ``load_gb_per_s``.
+    A new replica serves ``start_s`` + weights / ``load_gb_per_s`` seconds after it was asked for. A replica that
+    restarts for another precision or prefill placement is out of service for ``restart_s`` + weights /
+    ``load_gb_per_s`` seconds.
     """
 
     name: str
@@ -80,26 +80,26 @@ def profiles() -> dict[str, Any]:
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """Return the card of that name; a card of one's own is returned as it is."""
+    """Return the card of that name; a ``Hardware`` object is returned unchanged."""
     if isinstance(name, Hardware):
         return name
     return Hardware(name=name, **_entry("hardware", name))
 
 
 def engine(name: str | EngineProfile) -> EngineProfile:
-    """Return the engine profile of that name; a profile of one's own is returned as it is."""
+    """Return the engine profile of that name; an ``EngineProfile`` object is returned unchanged."""
     if isinstance(name, EngineProfile):
         return name
     return EngineProfile(name=name, **_entry("engines", name))
 
 
 def fleet_changes(name: str = "vllm") -> FleetChanges:
-    """Return what changing a fleet of the engine of that name costs."""
+    """Return the times that it takes to change a fleet of the engine of that name."""
     return FleetChanges(name=name, **_entry("changes", name))
 
 
 def engine_of_file(path: Path) -> EngineProfile:
-    """The engine profile of a JSON file: fields of one, over those of the profile that its ``base`` names.
+    """Engine profile from a JSON file, whose fields override those of the profile that ``base`` names.
 
     Raises :class:`InvalidConfigError` naming what is wrong.
     """

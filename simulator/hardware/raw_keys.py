@@ -1,4 +1,4 @@
-"""Raw shapes that aiconfigurator-core's data hold, to tell measured times from interpolated and extrapolated ones."""
+"""Measured shapes in aiconfigurator-core's raw data, to tell measured times from interpolated and extrapolated ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FOLDER = Path(library.__file__).parent / "systems" / "data"
 
 
 class RawKeys:
-    """Shapes that were timed on one system under one engine, all versions up to the one in use."""
+    """Shapes measured on one system under one engine, in all versions up to the one in use."""
 
     def __init__(self, system: str, engine: str, version: str) -> None:
         self._folder, self._engine, self._version = _FOLDER / system, engine, _numbers(version)
 
     def level(self, op: str, fields: dict[str, Any], rows: int, batch: int, tokens: int) -> int:
-        """Support of one operator at ``rows`` tokens, or for attention at ``batch`` sequences of ``tokens``."""
+        """Support of one operator at ``rows`` tokens, or of attention at ``batch`` sequences of ``tokens`` tokens."""
         if op == "Gemm":
             return self._gemm(rows, fields["n"], fields["k"], fields["quant_mode"])
         if op == "GenerationAttention":
@@ -53,7 +53,8 @@ class RawKeys:
             return MODELLED
         if (batch, tokens) in shapes.held:
             return MEASURED
-        # Large batches of long contexts do not fit into the card: what lies within is what some timed shape exceeds.
+        # Large batches of long contexts do not fit into the card, so the range is no rectangle: a shape lies within it
+        # if some measured shape is at least as large in both.
         return INTERPOLATED if ((shapes.all >= (batch, tokens)).all(axis=1)).any() else EXTRAPOLATED
 
     def _moe(self, fields: dict[str, Any], rows: int) -> int:
@@ -112,14 +113,14 @@ class RawKeys:
             if _numbers(path.parent.name) <= self._version:
                 there = set(pq.read_schema(path).names)
                 table = pq.read_table(path, columns=[name for name in names if name in there])
-                # Older files have no column for sliding windows: there are none in them.
+                # Older files have no column for sliding windows, and none of their rows uses one.
                 columns = [table[n].to_numpy() if n in there else np.zeros(len(table)) for n in names]
                 parts.append(np.array(columns, dtype=object))
         return np.concatenate(parts, axis=1)
 
 
 class _Shapes:
-    """Timed shapes of one kernel, one row each."""
+    """Measured shapes of one kernel, one per row."""
 
     def __init__(self, shapes: Any) -> None:
         self.all: FloatArray = shapes
@@ -128,7 +129,7 @@ class _Shapes:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """A version's numbers, for comparison; what follows them (``rc1``, ``dev2``) is left out."""
+    """Numbers of a version, for comparison; suffixes (``rc1``, ``dev2``) are left out."""
     found = []
     for part in version.split("."):
         digits = "".join(c for c in part if c.isdigit())

@@ -1,4 +1,4 @@
-"""Sources of operator times by the metadata of the table that was built from them."""
+"""Sources of operator times, found by the metadata of a table that was built from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def source_of(meta: Mapping[str, Any]) -> Source:
     built_from = meta.get("aiconfigurator")
     if built_from is None:
         return MeasuredSource(str(meta["hardware"]))
-    # Only who rebuilds or calibrates has the library of 82 MB.
+    # Imported late: only those who rebuild or calibrate tables install this library of 82 MB.
     from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
 
     return AiconfiguratorSource(Deployment(**built_from["deployment"]))
@@ -31,7 +31,7 @@ def engine_of(meta: Mapping[str, Any]) -> EngineProfile:
 
 
 def reported_gb(meta: Mapping[str, Any]) -> float:
-    """Memory that the driver of a table's card states; cards without a data sheet here are out of memory just there."""
+    """Memory (GB) that the driver reports for a table's card; without a data sheet, the out-of-memory limit."""
     if "aiconfigurator" in meta or "measured_engine" in meta:
         return float(meta["memory_limit_gb"])
     return hardware(str(meta["hardware"])).memory_reported_gb

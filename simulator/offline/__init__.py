@@ -1,1 +1,1 @@
-"""Offline tools: discrete-event reference engine, table builder, importers of request logs and benchmark files."""
+"""Builders of lookup tables: from operator times, or fitted to a measured engine."""

@@ -1,15 +1,15 @@
-"""Fit of an engine's iteration times to the times at which its clients got their tokens.
+"""Fit an engine's iteration times to the times at which clients received their tokens.
 
-While a request decodes it gets one token per iteration, so the time between its first and its last token is the sum of
-as many iterations. What those iterations did besides follows from the other requests' times: how many sequences
-decoded, how long their contexts were, which prompts ended meanwhile. That gives one linear equation per request in the
-coefficients of :class:`~simulator.hardware.engine_times.EngineTimes`, and one more for the first token of each request
-that was alone on the engine, whose intercept is the way to the client and back. Least squares on relative errors
-without negative coefficients solves them; single requests that a busy machine delayed weigh less (Huber).
+A decoding request receives one token per iteration, so the time from its first to its last token is the sum of that
+many iterations. The other requests' times show what else those iterations did: how many sequences decoded, how long
+their contexts were, which prompts were completed. That gives one linear equation per request in the coefficients of
+:class:`~simulator.hardware.engine_times.EngineTimes`. Each request that was alone on the engine adds an equation for
+its first token; its intercept is the round trip between client and engine. Non-negative least squares on relative
+errors solves them; requests that a busy machine delayed weigh less (Huber).
 
-No engine is timed in a way that its clients cannot see, so finished benchmark files serve as well where they have the
-times of every request. Held out is one phase of the load at a time, each predicted by a fit to all others: that error,
-not the one of the fit, is stated, and a fit is refused where it is large or the load does not tell the terms apart.
+The fit uses only times that clients see, so it also accepts benchmark files with the times of every request. Each phase
+of the load in turn is held out and predicted by a fit to all others. This held-out error is the one reported. A fit is
+refused if this error is large or if the load cannot separate the terms.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from inferencegym.errors import DataFormatError
+from simulator.events.fleet import Fleet
+from simulator.events.requests import Requests
+from simulator.events.simulation import serve, serve_closed
 from simulator.hardware.engine_times import (
     TIER,
     EngineFacts,
@@ -33,25 +36,24 @@ from simulator.hardware.engine_times import (
 )
 from simulator.hardware.operators import OperatorModel
 from simulator.hardware.profiles import EngineProfile
-from simulator.offline.discrete_event import Fleet, Requests, serve, serve_closed
-from simulator.tables import FloatArray
+from simulator.hardware.tables import FloatArray
 
 MOST_ERROR: Final = 0.35
-"""Median error of held-out phases beyond which a fit is refused."""
+"""Largest median error of held-out phases; fits beyond it are refused."""
 LEAST_TOKENS: Final = 8
-"""Output tokens below which a request's span says little about an iteration."""
+"""Fewest output tokens with which a request's duration says something about an iteration."""
 LEAST_SPANS: Final = 12
-"""Requests that a fit takes at least."""
+"""Fewest requests that a fit needs."""
 LEAST_PHASES: Final = 3
-"""Phases of load that a fit takes at least: each is predicted from the others."""
+"""Fewest phases of load that a fit needs: each is predicted from the others."""
 LEAST_STREAMED: Final = 0.01
-"""Share of a request's time between its tokens, below which they came at once."""
+"""Share of a request's time between its tokens below which the tokens are taken to have come all at once."""
 LEAST_RANGE: Final = 2.0
-"""Ratio between the largest and the smallest batch, and prompt, below which their effects cannot be told apart."""
+"""Smallest ratio of the largest to the smallest batch (and prompt) with which their effects can be separated."""
 KNOTS: Final[tuple[tuple[float, ...], ...]] = ((0.0,), (0.0, 16.0), (0.0, 64.0), (0.0, 256.0), (0.0, 16.0, 64.0, 256.0))
-"""Rows between which the time per row may change: the first that others do not beat clearly is taken."""
+"""Candidate row counts at which the time per row may change; later candidates must be clearly better."""
 CLEARLY: Final = 0.9
-"""Held-out error, as a share of a simpler form's, at which a form with more knots is taken."""
+"""A later candidate is taken if its held-out error is below this share of the best so far."""
 _HUBER: Final = 0.1
 _ROUNDS: Final = 8
 _TERMS: Final = ("step", "sequence", "context", "attention", "offset")
@@ -59,10 +61,10 @@ _TERMS: Final = ("step", "sequence", "context", "attention", "offset")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedRequests:
-    """Answered requests of one phase of a load as their client saw them, arrays (N,): seconds on one clock, tokens.
+    """Answered requests of one phase of a load as their client saw them, arrays (N,): seconds of one clock, tokens.
 
     ``clients`` > 0: a closed loop, in which each client sends its next request when its last is answered. ``token_s``
-    has the time of each output token of each request; without it, they are taken to have come evenly.
+    holds the time of each output token of each request; without it, tokens are assumed to be evenly spaced.
     """
 
     name: str
@@ -97,12 +99,12 @@ class TimedRequests:
         return (self.first_token_s - self.sent_s) * 1e3
 
     def tpot_ms(self) -> FloatArray:
-        """Mean time per output token after the first, ms, of the requests of two tokens or more."""
+        """Mean time per output token after the first, ms, of requests with at least two tokens."""
         many = self.output_tokens > 1
         return (self.finish_s - self.first_token_s)[many] * 1e3 / (self.output_tokens[many] - 1)
 
     def streamed_share(self) -> float:
-        """Share of a request's time that lies between its tokens, the median; 1 where none has tokens to tell by."""
+        """Median share of a request's time that lies between its tokens; 1 if no request has enough tokens."""
         long = self.output_tokens >= LEAST_TOKENS
         share = (self.finish_s - self.first_token_s)[long] / np.maximum(self.finish_s - self.sent_s, 1e-9)[long]
         return float(np.median(share)) if len(share) else 1.0
@@ -121,7 +123,7 @@ class TimedRequests:
 
 @dataclass(frozen=True, slots=True)
 class PhaseError:
-    """Errors of a fit to all other phases on one phase: of the time between tokens, and of TTFT where it was alone."""
+    """Errors on one phase of a fit to all others: in the time between tokens, and in the TTFT of requests alone."""
 
     phase: str
     spans: int
@@ -132,17 +134,17 @@ class PhaseError:
 
 @dataclass(frozen=True, slots=True)
 class ReplayError:
-    """Relative errors of the simulator that plays a phase's requests."""
+    """Relative errors of the simulator when it plays a phase's requests."""
 
     phase: str
     requests: int
     errors: dict[str, float]
-    """By the names of :meth:`TimedRequests.figures`."""
+    """Errors by the names of :meth:`TimedRequests.figures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFit:
-    """Fitted iteration times, the way to the client and back, and how well phases held out were predicted."""
+    """Fitted iteration times, the round trip to the client, and how well held-out phases were predicted."""
 
     times: EngineTimes
     ttft_offset_ms: float
@@ -159,7 +161,7 @@ class EngineFit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Equation:
-    """One measured duration: the rows of its iterations, and the sums of what they did."""
+    """One measured duration: the rows of its iterations, and the sums of their work."""
 
     phase: int
     duration_ms: float
@@ -171,21 +173,21 @@ class _Equation:
     offsets: float
 
     def features(self, knots: Sequence[float]) -> list[float]:
-        """What each coefficient multiplies, in the order of ``_TERMS`` with the ramps behind."""
+        """Factors of the coefficients, in the order of ``_TERMS``, then the ramps."""
         ends = (*knots[1:], math.inf)
         ramps = [float(np.clip(self.rows - low, 0.0, high - low).sum()) for low, high in zip(knots, ends, strict=True)]
         return [float(len(self.rows)), self.sampled, self.context, self.pairs, self.offsets, *ramps]
 
     def batch(self) -> float:
-        """Tokens sampled in an iteration, the mean."""
+        """Mean number of tokens sampled per iteration."""
         return self.sampled / len(self.rows)
 
 
 def fit_engine_times(phases: Sequence[TimedRequests], max_batched_tokens: int) -> EngineFit:
     """Fit iteration times to the phases of a load.
 
-    Raises :class:`DataFormatError` with the reason where the load cannot tell the terms apart or the fit does not
-    predict phases that it has not seen.
+    Raises :class:`DataFormatError` with the reason if the load cannot separate the terms, or if the fit does not
+    predict the phases held out of it.
     """
     equations = [e for i, phase in enumerate(phases) for e in _equations(i, phase, max_batched_tokens)]
     _check_load(phases, equations)
@@ -193,13 +195,15 @@ def fit_engine_times(phases: Sequence[TimedRequests], max_batched_tokens: int) -
     median, p90 = _quantiles(errors)
     if median > MOST_ERROR:
         raise DataFormatError(
-            f"phases that were held out are predicted {median:.0%} off at the median, where {MOST_ERROR:.0%} is the "
+            f"held-out phases are predicted {median:.0%} off at the median, where {MOST_ERROR:.0%} is the "
             "most: the engine's time does not follow from its batch, contexts and prompts. Was something else running "
             "beside it, did it preempt, draft tokens or reuse prompts, or are there several engines behind the address?"
         )
     solution = _solve(equations, chosen)
     if solution[0] + solution[5:].sum() <= 0.0:
-        raise DataFormatError("the fit finds iterations that take no time: is every token sent as soon as it is there?")
+        raise DataFormatError(
+            "the fit gives iterations of 0 ms: does the engine send each token as soon as it is written?"
+        )
     return EngineFit(
         times=_times(solution, chosen, phases, equations),
         ttft_offset_ms=round(float(solution[_TERMS.index("offset")]), 3),
@@ -222,7 +226,7 @@ def fit_engine_times(phases: Sequence[TimedRequests], max_batched_tokens: int) -
 
 
 def _check_load(phases: Sequence[TimedRequests], equations: Sequence[_Equation]) -> None:
-    """Raise :class:`DataFormatError` where a load cannot tell the terms of an iteration apart."""
+    """Raise :class:`DataFormatError` if a load cannot separate the terms of an iteration."""
     reasons = []
     fitted = {e.phase for e in equations if not e.offsets}
     spans = sum(not e.offsets for e in equations)
@@ -231,14 +235,16 @@ def _check_load(phases: Sequence[TimedRequests], equations: Sequence[_Equation])
     if len(fitted) < LEAST_PHASES:
         reasons.append(f"{len(fitted)} phases of load, where {LEAST_PHASES} are the least")
     if not any(e.offsets for e in equations):
-        reasons.append("no request that was alone on the engine, by whose first token the way to it is known")
+        reasons.append("no request that was alone on the engine, whose first token shows the round trip")
     batches = [e.batch() for e in equations if not e.offsets]
     prompts = np.concatenate([phase.prompt_tokens for phase in phases]) if phases else np.ones(1)
     for what, values in (("sequences at once", batches), ("tokens in a prompt", prompts)):
         if len(values) and max(values) < LEAST_RANGE * min(values):
-            reasons.append(f"from {min(values):.0f} to {max(values):.0f} {what}, where twice the least is needed")
+            reasons.append(
+                f"only {min(values):.0f} to {max(values):.0f} {what}: the load must vary by a factor of 2 at least"
+            )
     if any(p.streamed_share() < LEAST_STREAMED for p in phases):
-        reasons.append("answers whose tokens all came at once: the engine, or something before it, does not stream")
+        reasons.append("answers whose tokens all came at once: the engine, or a proxy before it, does not stream")
     if reasons:
         raise DataFormatError("the load does not show how long iterations take: it has " + "; ".join(reasons))
 
@@ -246,7 +252,7 @@ def _check_load(phases: Sequence[TimedRequests], equations: Sequence[_Equation])
 def _equations(index: int, phase: TimedRequests, max_batched_tokens: int) -> list[_Equation]:
     """Equations of one phase: requests that decoded for a while, and first tokens of requests that were alone."""
     tpot = phase.tpot_ms()
-    # Answers of one iteration arrive within a fraction of it; the shortest iteration is the measure.
+    # Tokens of one iteration arrive within a fraction of it; half of the shortest TPOT separates iterations.
     together_s = 0.5 * float(tpot.min()) / 1e3 if len(tpot) else 0.0
     prompts = _prompt_iterations(phase, together_s)
     found = []
@@ -265,7 +271,7 @@ def _equations(index: int, phase: TimedRequests, max_batched_tokens: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _PromptIteration:
-    """An iteration at whose end some prompts were complete."""
+    """An iteration at whose end one or more prompts were complete."""
 
     end_s: float
     tokens: float
@@ -274,7 +280,7 @@ class _PromptIteration:
 
 
 def _prompt_iterations(phase: TimedRequests, together_s: float) -> list[_PromptIteration]:
-    """First tokens in order of time; those that came together are one iteration's."""
+    """Prompt iterations in order of time; first tokens that arrived together belong to one iteration."""
     found: list[_PromptIteration] = []
     for i in np.argsort(phase.first_token_s):
         end, tokens = float(phase.first_token_s[i]), float(phase.prompt_tokens[i])
@@ -297,14 +303,14 @@ def _span(
     together_s: float,
     max_batched_tokens: int,
 ) -> _Equation | None:
-    """The equation of one request between its first and its last token; None where its iterations are not known."""
+    """Equation of one request between its first and last token; None if its iterations cannot be told."""
     ends = phase.tokens_of(i)[1:]
     first, last = float(phase.first_token_s[i]), float(ends[-1])
     inside = [p for p in prompts if first + together_s < p.end_s < last + together_s]
-    # How a crowd of prompts is cut into iterations cannot be seen.
+    # If prompts exceed the token budget, clients cannot see how the engine split them into iterations.
     if any(p.tokens > max_batched_tokens for p in inside):
         return None
-    # What each iteration decoded, and with which contexts: a sequence takes part from its second token to its last.
+    # Sequences and contexts of each iteration: a sequence takes part from its second token to its last.
     at = ends - together_s
     decoding = (phase.first_token_s[:, None] < at) & (phase.finish_s[:, None] > at)
     length = np.maximum(phase.finish_s - phase.first_token_s, 1e-9)[:, None]
@@ -327,7 +333,7 @@ def _span(
 
 
 def _alone(index: int, phase: TimedRequests, i: int, max_batched_tokens: int) -> _Equation:
-    """The equation of a first token with nothing else on the engine."""
+    """Equation of the first token of a request that was alone on the engine."""
     prompt = float(phase.prompt_tokens[i])
     chunks = math.ceil(prompt / max_batched_tokens)
     last = prompt - (chunks - 1) * max_batched_tokens
@@ -343,7 +349,7 @@ def _alone(index: int, phase: TimedRequests, i: int, max_batched_tokens: int) ->
 
 
 def _choose_knots(equations: Sequence[_Equation]) -> tuple[tuple[float, ...], list[float]]:
-    """The knots by which phases held out are predicted best, and the signed errors of every equation so."""
+    """Knots that predict held-out phases best, and the signed error of every equation with them."""
     most_rows = max(float(e.rows.max()) for e in equations)
     best: tuple[tuple[float, ...], list[float]] | None = None
     least = math.inf
@@ -354,12 +360,12 @@ def _choose_knots(equations: Sequence[_Equation]) -> tuple[tuple[float, ...], li
         median = _quantiles(errors)[0]
         if best is None or median < CLEARLY * least:
             best, least = (knots, errors), median
-    assert best is not None  # rows are one at least, so the first has its knot below
+    assert best is not None  # an iteration has at least one row, so the first candidate is always tried
     return best
 
 
 def _held_out(equations: Sequence[_Equation], knots: Sequence[float]) -> list[float]:
-    """Relative error of every equation, by a fit to the phases other than its own."""
+    """Relative error of every equation when its own phase is left out of the fit."""
     errors = np.zeros(len(equations))
     for phase in sorted({e.phase for e in equations}):
         rest = [e for e in equations if e.phase != phase]
@@ -376,7 +382,7 @@ def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def _solve(equations: Sequence[_Equation], knots: Sequence[float]) -> FloatArray:
-    """Coefficients without a negative one that leave the least relative errors; each phase weighs the same."""
+    """Non-negative coefficients with the least squared relative errors; every phase has the same weight."""
     features = np.array([e.features(knots) for e in equations])
     duration = np.array([e.duration_ms for e in equations])
     group = np.array([2 * e.phase + (e.offsets > 0) for e in equations])
@@ -412,20 +418,20 @@ def _times(
 
 
 def _drift(phases: Sequence[TimedRequests]) -> list[str]:
-    """Phases of the same name that were repeated and differ: what else the machine did shows in them."""
+    """Repeated phases whose medians differ, which shows that the machine was busy with something else."""
     medians: dict[str, list[float]] = {}
     for phase in phases:
         if len(tpot := phase.tpot_ms()):
             medians.setdefault(phase.name, []).append(float(np.median(tpot)))
     return [
-        f"{name}: {min(found):.3g} to {max(found):.3g} ms per token in {len(found)} repeats; the machine was not alike"
+        f"{name}: {min(found):.3g} to {max(found):.3g} ms per token in {len(found)} repeats; the machine's load changed"
         for name, found in medians.items()
         if len(found) > 1 and max(found) > 1.15 * min(found)
     ]
 
 
 def replay(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> TimedRequests:
-    """The phase's requests as the discrete-event reference serves them, in the same closed loop if it was one."""
+    """Serve the phase's requests in the discrete-event reference, in a closed loop if the phase was one."""
     begin = float(phase.sent_s.min())
     order = np.argsort(phase.sent_s, kind="stable")
     fleet = Fleet(
@@ -441,7 +447,7 @@ def replay(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> Ti
         served = serve(fleet, Requests(phase.sent_s[order] - begin, prompt, output))
     if served.rejected.any():
         raise DataFormatError(f"{phase.name}: {int(served.rejected.sum())} requests do not fit the stated KV pool")
-    # A client sees every token, the last one too, by the way's time later than the engine writes it.
+    # A client sees every token, the last one included, later by the round trip.
     later = model.profile.ttft_offset_ms / 1e3
     return TimedRequests(
         phase.name,
@@ -454,7 +460,7 @@ def replay(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> Ti
 
 
 def replay_error(phase: TimedRequests, model: OperatorModel, facts: EngineFacts) -> ReplayError:
-    """How far the simulator is from a phase."""
+    """Errors of the simulator on a phase."""
     simulated, seen = replay(phase, model, facts).figures(), phase.figures()
     errors = {name: round(simulated[name] / seen[name] - 1.0, 4) for name in seen if math.isfinite(seen[name])}
     return ReplayError(phase.name, len(phase.sent_s), errors)
@@ -462,12 +468,12 @@ def replay_error(phase: TimedRequests, model: OperatorModel, facts: EngineFacts)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """A measured engine: its facts, the fitted times, and how well the simulator plays each phase again."""
+    """A measured engine: its facts, the fitted times, and how well the simulator reproduces each phase."""
 
     facts: EngineFacts
     fit: EngineFit
     phases: list[TimedRequests]
-    """Those that were fitted, then those that the fit has not seen."""
+    """Phases that were fitted, then phases that the fit has not seen."""
     replays: list[ReplayError]
     notes: list[str]
 
@@ -488,7 +494,7 @@ class MeasuredEngine:
 def measured_engine(
     facts: EngineFacts, fitted: Sequence[TimedRequests], unseen: Sequence[TimedRequests], notes: Sequence[str] = ()
 ) -> MeasuredEngine:
-    """Fit to some phases, and play them and those that the fit has not seen; errors as :func:`fit_engine_times`."""
+    """Fit to some phases, then replay them and unseen ones; raises as :func:`fit_engine_times` does."""
     fit = fit_engine_times(fitted, facts.max_batched_tokens)
     phases = [*fitted, *unseen]
     model = EngineSource("", fit.times, facts).operators(TIER, engine_profile("", facts, fit.ttft_offset_ms, ""))

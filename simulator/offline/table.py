@@ -1,12 +1,12 @@
-"""Builder of the lookup table: every configuration of the action grid, at every prompt length, on one card.
+"""Build the lookup table: every configuration of the action grid, at every prompt length, on one card.
 
-Two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``,
+There are two kinds of columns. The operator columns (``decode_ms``, ``prefill_ms``, ``prefill_marginal_ms``,
 ``prefill_saturated_ms``) are step times that the serving dynamics compose. The saturated columns (``ttft_*``,
 ``tpot_ms``, ``tps``, ``cost_per_1k``) come from the discrete-event engine: ``batch_size`` clients in a closed loop on
-one replica, prompts of the bucket's length, log-normal outputs of 128 tokens. They answer for an engine that always
-has ``batch_size`` requests in hand.
+one replica, prompts of the bucket's length, log-normal outputs of 128 tokens. They describe an engine that always has
+``batch_size`` requests.
 
-* ``batch_size``: concurrent requests served at most
+* ``batch_size``: largest number of concurrent requests
 * ``kv_budget``: share of the free memory given to the KV cache
 * ``spec_length``: draft tokens per verify step, 0 = off
 * ``quant_tier``: index of the precision among those of the source (the keys of ``weights_gb`` in the metadata)
@@ -14,13 +14,14 @@ has ``batch_size`` requests in hand.
 * ``ttft_p50_ms``, ``ttft_p99_ms``: time to first token, the engine's TTFT offset included
 * ``tpot_ms``: median over requests of the time per output token
 * ``tps``: output tokens per second
-* ``gpu_mem_gb``: weights, activations, sequences, draft model and KV pool, decimal GB; an OOM above the card's limit
+* ``gpu_mem_gb``: weights, activations, sequences, draft model and KV pool, decimal GB; out of memory above the card's
+  limit
 * ``cost_per_1k``: GPUs / (tps / 1000), at a price of 1 per GPU and second
-* ``decode_ms``: one decode iteration with ``batch_size`` resident sequences at a context of the bucket's length,
-  drafting and verification included, whatever the KV budget
+* ``decode_ms``: one decode iteration with ``batch_size`` sequences at a context of the bucket's length, drafting and
+  verification included; independent of the KV budget
 * ``prefill_ms``: a prompt alone on an idle engine
-* ``prefill_marginal_ms``: what one prompt adds to the iterations of a batch of ``batch_size`` that decodes anyway
-* ``prefill_saturated_ms``: the same per prompt when such prompts fill the engine's token budget
+* ``prefill_marginal_ms``: time that one prompt adds to the iterations of a decoding batch of ``batch_size``
+* ``prefill_saturated_ms``: time that each prompt adds when such prompts fill the engine's token budget
 * ``kv_capacity_tokens``: tokens that the KV pool holds
 * ``support``: how well measurements cover the operator times, 0 measured, 1 interpolated, 2 modelled, 3 extrapolated
 
@@ -45,10 +46,13 @@ import pyarrow.parquet as pq
 from scipy.special import ndtri
 
 from inferencegym.files import atomic_write, prepare_output
+from simulator.events.fleet import BLOCK_TOKENS, Fleet
+from simulator.events.requests import IntArray, Outcome
+from simulator.events.simulation import serve_closed
 from simulator.hardware import measured
+from simulator.hardware.memory import gpu_memory_gb, kv_capacity_tokens
 from simulator.hardware.operators import EXTRAPOLATED, OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, profiles
-from simulator.offline.discrete_event import BLOCK_TOKENS, Fleet, IntArray, Outcome, serve_closed
 
 BUILDER_VERSION = 2
 METADATA_KEY = b"inferencegym"
@@ -57,7 +61,7 @@ BATCH_SIZES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 KV_BUDGETS = (0.1, 0.25, 0.5, 0.75, 1.0)
 SPEC_LENGTHS = (0, 1, 2, 4, 8)
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# Batch sizes at which the metadata lists decode iterations: GEMM times step up where another tile of rows starts.
+# Batch sizes at which the metadata lists decode iterations: GEMM times jump where another tile of rows starts.
 ITERATION_BATCHES = (
     *(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 68, 72, 80, 96, 112),
     *(128, 136, 160, 192, 224, 256, 288, 320, 384, 448, 512),
@@ -91,7 +95,7 @@ Row = dict[str, float]
 
 
 class Slice(NamedTuple):
-    """A share of the table that one process computes: all batch sizes and KV budgets of the rest of the key."""
+    """Part of the table that one process computes: all batch sizes and KV budgets for one value of the other keys."""
 
     source: Source
     engine: EngineProfile
@@ -125,13 +129,13 @@ def build_table(
 ) -> Path:
     """Compute all rows and write them as one plain parquet file; returns its path.
 
-    ``jobs`` processes share the work. The same inputs give the same file content whatever ``jobs`` is. ``notes`` are
-    kept in the file's metadata. Without ``saturated`` the columns of the saturated engine are left out, which take
-    minutes: episodes and what-ifs do not read them. ``spec_tokens`` are the tokens per verification step by draft
-    length where the engine's own were measured. The file appears when it is complete.
+    ``jobs`` processes share the work; the content does not depend on their number. ``notes`` are kept in the file's
+    metadata. Without ``saturated`` the columns of the saturated engine are left out: they take minutes, and episodes
+    and what-ifs do not read them. ``spec_tokens`` are tokens per verification step by draft length, if they were
+    measured on this engine. The file appears only once it is complete.
     """
     path = Path(out_path)
-    prepare_output(path)  # a path that cannot be written is refused before minutes of work
+    prepare_output(path)  # refuse a path that cannot be written before minutes of work
     slices = [
         Slice(source, engine, t, p, k, saturated)
         for t in source.tiers
@@ -158,7 +162,7 @@ def build_table(
 def slice_rows(part: Slice) -> list[Row]:
     """All rows of one slice."""
     cache: dict[tuple[int, int], Saturated] = {}
-    budgets = KV_BUDGETS if part.saturated else KV_BUDGETS[-1:]  # step times do not depend on them
+    budgets = KV_BUDGETS if part.saturated else KV_BUDGETS[-1:]  # step times do not depend on the KV budget
     return [_row(part, batch, kv, cache) for batch in BATCH_SIZES for kv in budgets]
 
 
@@ -167,19 +171,8 @@ def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
     return _row(part, batch_size, kv_budget, {})
 
 
-def kv_capacity_tokens(source: Source, tier: str, kv_budget: float, spec_length: int) -> int:
-    """Tokens that the KV pool holds."""
-    return math.floor(_kv_pool_gb(source, tier, kv_budget, spec_length) * 1e9 / source.kv_bytes_per_token)
-
-
-def gpu_memory_gb(source: Source, tier: str, kv_budget: float, spec_length: int, batch_size: int) -> float:
-    """Memory that a card takes, decimal GB. Engines allocate the KV pool at the start, so load does not matter."""
-    fixed_gb = _fixed_gb(source, tier, spec_length) + source.memory_gb["per_sequence_gb"] * batch_size
-    return fixed_gb + _kv_pool_gb(source, tier, kv_budget, spec_length)
-
-
 def table_metadata(source: Source, profile: EngineProfile) -> dict[str, Any]:
-    """Metadata of a table: what it was built from, and constants that its user needs beside the columns."""
+    """Metadata of a table: its sources, and constants that its readers need beside the columns."""
     card = source.card
     speculation = profiles()["speculation"]
     tokens = measured.spec_tokens_per_step(speculation["dataset"], speculation["method"])
@@ -216,10 +209,10 @@ def _iteration_ms(source: Source, profile: EngineProfile) -> list[list[list[list
 
 
 def output_lengths(n: int) -> IntArray:
-    """``n`` log-normal output lengths (tokens, mean ``OUTPUT_TOKENS``), every stretch of them representative.
+    """``n`` log-normal output lengths (tokens, mean ``OUTPUT_TOKENS``); any run of them is representative.
 
-    Quantiles follow the golden-ratio sequence instead of random draws: nothing to seed, and neighbouring rows of the
-    table differ by their configuration alone.
+    Quantiles follow the golden-ratio sequence instead of random draws, so there is nothing to seed, and neighbouring
+    rows of the table differ only by their configuration.
     """
     quantiles = (0.5 + np.arange(n) * (math.sqrt(5.0) - 1.0) / 2.0) % 1.0
     log_mean = math.log(OUTPUT_TOKENS) - OUTPUT_LOG_SIGMA**2 / 2.0
@@ -240,8 +233,8 @@ def saturated(
 
     ``rules`` are :attr:`Source.fleet_rules`.
     """
-    # Clients beyond what the cache can ever hold only wait. They need not be simulated: first come first served, each
-    # lengthens every wait by the time between two departures (Little's law).
+    # Clients beyond what the KV cache can hold only wait, so they need not be simulated: first come first served, each
+    # of them lengthens every wait by the time between two departures (Little's law).
     clients = min(batch_size, pool_tokens // (prompt_tokens + 1) + 8)
     n = max(4 * clients, clients + 96)
     speculation = profiles()["speculation"]
@@ -259,7 +252,8 @@ def saturated(
 
 
 def _steady_state(outcome: Outcome, clients: int, more_clients: int) -> Saturated:
-    # From one generation of requests after the start to the last arrival: all clients are busy and out of step.
+    # Measure from one generation of requests after the start to the last arrival: then all clients are busy and out of
+    # step.
     start = float(np.sort(outcome.finish_s)[clients - 1])
     end = float(outcome.arrival_s.max())
     inside = (outcome.arrival_s >= start) & (outcome.arrival_s <= end)
@@ -292,26 +286,13 @@ def _row(part: Slice, batch_size: int, kv_budget: float, cache: dict[tuple[int, 
     }
     if not part.saturated:
         return row
-    # A pool larger than all requests together changes nothing: budgets that leave room to spare share one simulation.
+    # A pool larger than all requests together changes nothing, so budgets with such pools share one simulation.
     pool = min(max(capacity, largest_request), batch_size * largest_request)
     if (batch_size, pool) not in cache:
         cache[batch_size, pool] = saturated(model, batch_size, prompt, pool, k, source.fleet_rules)
     steady = cache[batch_size, pool]
     row |= {**steady._asdict(), "cost_per_1k": 1000.0 * source.cards_per_replica / steady.tps}
     return {name: row[name] for name in COLUMNS}
-
-
-def _fixed_gb(source: Source, tier: str, spec_length: int) -> float:
-    """Memory allocated before the KV pool, decimal GB: weights, activations, and the draft model if there is one."""
-    memory = source.memory_gb
-    fixed_gb = source.weights_gb[source.check_tier(tier)] + memory["activations_gb"]
-    return fixed_gb + (memory["speculation_gb"] if spec_length else 0.0)
-
-
-def _kv_pool_gb(source: Source, tier: str, kv_budget: float, spec_length: int) -> float:
-    """The KV pool, decimal GB: ``kv_budget`` of what is left of the card's budget beside a workspace."""
-    room_gb = source.card.memory_budget_gb - _fixed_gb(source, tier, spec_length) - source.memory_gb["workspace_gb"]
-    return kv_budget * room_gb
 
 
 @contextmanager
@@ -328,6 +309,6 @@ def _with_progress(parts: Iterable[list[Row]], total: int, title: str, show: boo
     if not show:
         yield from parts
         return
-    from rich.progress import track  # only the command line shows a bar
+    from rich.progress import track  # only the command line shows a progress bar
 
     yield from track(parts, description=title, total=total)

@@ -1,4 +1,4 @@
-"""Example of a third environment family, as its author would add it: one folder, and one line in the registry.
+"""Example of a third environment family, as an author would add it: one folder, and a line in each registry.
 
 Heat a room through a night: choose the heater's level once a minute, keep the room near its set point, use little fuel.
 """
@@ -85,7 +85,7 @@ class ThermostatEnv:
         config: Mapping[str, Any] | None = None,
         session_id: str | None = None,
     ) -> Room:
-        wanted = self.task_id if task_id is None else task_id
+        wanted = str(self.task_id if task_id is None else task_id)
         self._config = check_config(wanted, config)
         self.task_id, self.seed = wanted, self.seed if seed is None else seed
         self.session_id = session_id or str(uuid.uuid4())
@@ -94,8 +94,13 @@ class ThermostatEnv:
         self.actions, self.episode_log = [], []
         return self.observation()
 
-    def check(self, action: HeaterAction) -> None:
-        """Every heater does what it is told."""
+    @property
+    def n_entries(self) -> int:
+        return len(self.episode_log)
+
+    def check(self, action: HeaterAction) -> HeaterAction:
+        """Every heater level is allowed."""
+        return action
 
     def play(self, action: HeaterAction) -> tuple[Room, float, bool]:
         if not self._outside:
@@ -158,6 +163,10 @@ def grade(task_id: TaskId, entries: Sequence[Entry]) -> Grade:
     return {"score": comfort, "breakdown": {"comfort": comfort}, "feedback": f"{100 * comfort:.0f} % comfortable."}
 
 
+POLICIES: Final = {"off": "Never heats.", "two_point": "Heats below the set point."}
+"""Policies that a server offers, by name, each with a description."""
+
+
 def make_policy(name: str, env: EpisodeEnv) -> Policy:
     if name == "off":
         return lambda room: HeaterAction(level=0)
@@ -187,8 +196,6 @@ FAMILY: Final = Family(
     grade=grade,
     constants=lambda task_id: {"outside_c": TASKS[str(task_id)]},
     check_config=check_config,
-    policies={"off": "Never heats.", "two_point": "Heats below the set point."},
-    make_policy=make_policy,
     gym=GymCodec(
         action_space=lambda: spaces().Discrete(MAX_LEVEL + 1),
         observation_space=lambda: spaces().Box(-100.0, 1_000.0, (3,), np.float32),

@@ -20,7 +20,6 @@ from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, ValidationError
 
 from agents.integrations.nemo_gym.rows import ARGUMENTS
-from agents.integrations.text_episode import grade_of
 from agents.integrations.trl import FleetTools
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.errors import InferenceGymError
@@ -80,8 +79,8 @@ class FleetResourcesServer(SimpleResourcesServer):  # type: ignore[misc]
     def verify(self, request: Request, body: FleetVerifyRequest) -> FleetVerifyResponse:
         """Pay the grade; the session has no episode afterwards. One without an episode is paid nothing."""
         episode = self.episodes.pop(request.session[SESSION_ID_KEY], None)
-        reward = 0.0 if episode is None else grade_of(episode.score, episode.get_reward())
         finished = episode is not None and episode.done
+        reward = 0.0 if episode is None else episode.get_reward()
         return FleetVerifyResponse(**body.model_dump(), reward=reward, finished=finished)
 
     def _endpoint(self, name: str) -> Any:

@@ -33,33 +33,45 @@ TOOL: Final = Tool(
 
 
 class FleetSession(StepEnvSessionAdapter):  # type: ignore[misc]
-    """One episode; a call that is refused is told to the model, and no time passes."""
+    """One episode; a call that is refused is told to the model, and no time passes.
+
+    ``verify`` pays the score. What the model has not played is played then, with its last knobs.
+    """
+
+    def __init__(self, fleet: Any, **settings: Any) -> None:
+        super().__init__(fleet, **settings)
+        self.fleet = fleet
+        self.steps = 0
+        self.score: float | None = None
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Play a step; see :data:`TOOL`."""
         try:
-            return super().call_tool(name, arguments)
+            result = super().call_tool(name, arguments)
         except InferenceGymError as error:
             return ToolResult(error=str(error))
+        self.steps += 1
+        self.score = result.data.get("score")
+        return result
+
+    def verify(self, transcript: list[Any], final_state: Any = None) -> VerifyResult:
+        """Reward of the episode: its score. ``done`` tells whether the model played it to its end."""
+        finished = self.score is not None
+        while self.score is None:
+            self.score = self.fleet.step({}).observation.metadata.get("score")
+        return VerifyResult(env_reward=self.score, done=finished, metrics={"steps": self.steps, "score": self.score})
 
 
 class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore[misc]
     """Makes a session of its own for every rollout.
 
-    ``hold`` are the seconds of a step, ``reward`` what they pay, ``episode_length`` the seconds of an episode (None:
-    the task's own). A task may name other ones under ``config``.
+    ``hold`` are the seconds of a step, ``episode_length`` those of an episode (None: the task's own). A task may name
+    other ones under ``config``.
     """
 
-    def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        *,
-        hold: int = HOLD_S,
-        reward: str = "grade",
-        episode_length: int | None = None,
-    ) -> None:
+    def __init__(self, base_url: str = DEFAULT_URL, *, hold: int = HOLD_S, episode_length: int | None = None) -> None:
         self._base_url = base_url
-        self._config: dict[str, Any] = {"hold": hold, "reward": reward}
+        self._config: dict[str, Any] = {"hold": hold, "reward": "grade"}
         if episode_length is not None:
             self._config["episode_length"] = episode_length
 
@@ -72,7 +84,7 @@ class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore
         if entry is None:
             raise InvalidConfigError(f"task_id={row.get('task_id')!r} is unknown: GET /tasks?all=true lists them")
         return FleetSession(
-            InferenceGymEnv(base_url=self._base_url),
+            InferenceGymEnv(base_url=self._base_url).sync(),
             task=entry,
             seed=seed,
             episode_id=episode_id,
@@ -85,7 +97,6 @@ class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore
                 }
             ],
             tool_result_builder=_result,
-            verify_builder=_verified,
             reset_kwargs={"task_id": entry["id"], "config": config},
         )
 
@@ -99,18 +110,3 @@ def _result(_name: str, _knobs: dict[str, Any], result: Any, _state: Any) -> Too
     ending = {name: value for name, value in result.observation.metadata.items() if name in ("score", "feedback")}
     data = {"observation": _shown(result.observation), "reward": result.reward, "done": result.done, **ending}
     return ToolResult(data=data, done=bool(result.done), metadata={"reward": result.reward})
-
-
-def _verified(_transcript: list[Any], _final: Any, last: Any, state: Any) -> VerifyResult:
-    """The environment's rewards over the seconds of the whole episode; with ``reward="grade"`` that is the score.
-
-    Seconds that were not played pay nothing, so that it does not pay to stop before a flood.
-    """
-    if last is None:
-        return VerifyResult(env_reward=0.0)
-    metrics = {"steps": state.step_count}
-    if "score" in last.observation.metadata:
-        metrics["score"] = last.observation.metadata["score"]
-    return VerifyResult(
-        env_reward=state.cumulative_reward / state.episode_length, done=bool(last.done), metrics=metrics
-    )

@@ -25,7 +25,8 @@ class FleetEnv(BaseTextEnv):  # type: ignore[misc]
     """An episode of the serving fleet on a server, as SkyRL plays environments.
 
     ``env_config`` may name the server (``base_url``), and so may a row; ``extras`` are the row's columns. A turn is one
-    step of ``config["hold"]`` seconds; the rewards of all turns add up to the score.
+    step of ``config["hold"]`` seconds. The last turn pays the episode's score, the others nothing; an episode that ends
+    at ``max_turns`` is paid for carrying on with its last knobs.
     """
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -49,8 +50,9 @@ class FleetEnv(BaseTextEnv):  # type: ignore[misc]
         if self._episode is None:
             raise RuntimeError("no episode is being played: init first")
         self.turns += 1
-        shown, reward = self._episode.answer(action)
+        shown = self._episode.answer(action)
         done = self._episode.done or self.turns >= self.max_turns
+        reward = self._episode.pay() if done else 0.0
         return BaseTextEnvStepOutput(
             observations=[] if done else [_message(shown)], reward=reward, done=done, metadata=self.get_metrics()
         )

@@ -69,7 +69,7 @@ class FleetTaskset(vf.Taskset[FleetTask, FleetTasksetConfig]):  # type: ignore[m
 
 
 class FleetEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """Who plays: a model that talks and has no tools, hence a process beside this one."""
+    """Agent for models without tool calling; it runs in a process beside this one."""
 
     operator: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
@@ -84,13 +84,14 @@ class FleetEnv(vf.Env[FleetEnvConfig]):  # type: ignore[misc]
         try:
             async with agents.operator.interaction(task) as interaction:
                 segment = await interaction.turn(episode.briefing)
-                # A model that ran into a limit of turns or tokens is paid for what it played.
                 while not segment.terminated:
-                    shown, _ = await asyncio.to_thread(episode.answer, segment.last_reply)
+                    shown = await asyncio.to_thread(episode.answer, segment.last_reply)
                     if episode.done:
                         break
                     segment = await interaction.turn(shown)
+            finished = episode.done
+            score = await asyncio.to_thread(episode.pay)
         finally:
             episode.close()
-        interaction.trace.record_reward("grade", episode.grade())
-        interaction.trace.record_metrics({"invalid_answers": episode.invalid_answers, "finished": float(episode.done)})
+        interaction.trace.record_reward("grade", score)
+        interaction.trace.record_metrics({"invalid_answers": episode.invalid_answers, "finished": float(finished)})

@@ -18,7 +18,7 @@ async function urlOf(environment, path) {
   return (await site)[environment] + path;
 }
 
-/** The environment that the server has at its root: "serving" or "traffic". */
+/** The environment that the server has at its root: "serving", "traffic" or "rollouts". */
 export async function atRoot() {
   site ??= request("site.json");
   return (await site).env;

@@ -9,7 +9,7 @@ export async function start(panel) {
   const data = await own("data/fidelity.json");
   fill(panel,
     el("h2", { text: "How far is the simulated fleet from a real one?" }),
-    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Points that the model was fitted to are marked; only the others are predictions.` }));
+    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Points used for fitting are marked; only the others are predictions.` }));
   const batches = batchScatter(data.batches), served = servedScatter(data.served);
   panel.append(
     el("div", { class: "charts wide" }, batches.figure, served.figure),

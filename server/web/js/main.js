@@ -12,6 +12,7 @@ const LOADERS = {
   plan: () => import("./plan.js"),
   fidelity: () => import("./fidelity.js"),
   code: () => import("./code.js"),
+  rollouts: () => import("./rollouts.js"),
   traffic: () => import("./traffic.js"),
 };
 
@@ -47,9 +48,9 @@ async function open(name, params) {
 async function followAddress() {
   const { tab, params } = address.read();
   if (tab in LOADERS) return open(tab, params);
-  // A server with the traffic controller at its root shows that tab first.
+  // A server with another environment at its root shows that tab first.
   const home = await atRoot().catch(() => "serving");
-  return open(home === "traffic" ? "traffic" : "race", params);
+  return open(home in LOADERS ? home : "race", params);
 }
 
 function chooseTab(tab) {

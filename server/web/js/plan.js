@@ -20,7 +20,7 @@ class PlanTab {
     this.catalogue = hardware;
     this.box = new LogBox({
       label: "Request log to plan for (CSV or JSON)", example: "Load an example log", tell: (node) => this.tell(node),
-      hint: "A table with a time, prompt and output tokens under any usual names, or a published trace. The server does not keep it.",
+      hint: "A table with arrival time, prompt tokens and output tokens under any usual names, or a published trace. The server does not keep it.",
     });
     this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
@@ -34,12 +34,12 @@ class PlanTab {
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
       el("h2", { text: "Which GPUs, how many, which settings" }),
-      el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what the cheapest ones do, what more traffic needs, and whether adapting the settings pays. All of it is simulated." }),
+      el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings. It reports the cheapest plans, their results under more traffic, and whether adapting the settings pays. All results are simulated." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
           el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts),
-            field("Price of a GPU's hour", this.prices, "Yours, by card; cards without one are left out. Left empty, plans count GPUs."), field("Currency", this.currency)),
+            field("Price per GPU hour", this.prices, "Your price of each card; cards without a price are left out. If empty, plans are ordered by number of GPUs."), field("Currency", this.currency)),
           this.cards),
         this.out));
     this.offer();
@@ -93,13 +93,13 @@ class PlanTab {
     const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, setting(plan), percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const first = report.plans[0];
-    const verdict = first ? `${priced ? "Cheapest" : "Fewest GPUs"}: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet that was tried meets the objectives.";
+    const verdict = first ? `${priced ? "Cheapest" : "Fewest GPUs"}: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet in the search meets the objectives.";
     const nodes = [el("p", { class: "verdict", text: verdict })];
     if (first) nodes.push(table(priced ? "Cheapest plans" : "Fewest GPUs of each hardware", head, report.plans.map(row)));
     nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
     if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
       report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.meets ? "yes" : "no", percent(plan.share_in_time, 2)])));
-    if (report.autoscaling.length) nodes.push(table("The first plan's replicas, set by an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
+    if (report.autoscaling.length) nodes.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     nodes.push(el("ul", {}, ...report.notes.map((text) => el("li", { text }))));
     if (first) nodes.push(settings(report));
@@ -110,7 +110,7 @@ class PlanTab {
 
 function setting({ policy, action, precision }) {
   if (!action) return policy;
-  return `${precision}, batch ${action.batch_size}, KV ${action.kv_budget}${action.spec_length ? `, ${action.spec_length} drafts` : ""}${action.prefill_disagg ? ", prefill apart" : ""}`;
+  return `${precision}, batch ${action.batch_size}, KV ${action.kv_budget}${action.spec_length ? `, ${action.spec_length} drafts` : ""}${action.prefill_disagg ? ", separate prefill" : ""}`;
 }
 
 /** All fleets tried, cost against the share of requests in time, with the front as a line; without prices each hardware has its own. */

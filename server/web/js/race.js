@@ -7,12 +7,12 @@ import { announce, copy, download, el, field, fill, problem, select } from "./do
 import { compact, percent } from "./format.js";
 import { Knobs, knobsOf } from "./knobs.js";
 import { handed } from "./log.js";
-import { POLICIES } from "./players.js";
+import { player } from "./players.js";
 import { placeOf, scoreBoard } from "./score.js";
 import { Strip } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
-const RIVALS = ["heuristic", "best_adaptive", "ppo", "best_static", "random_search", "vllm_defaults", "naive"].map((key) => ({ key, ...POLICIES[key] }));
+const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive"]; // until the visitor asks for them
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const REPLAY_SPEED = 25;
 const MAX_SEED = 2 ** 53 - 1;
@@ -31,7 +31,7 @@ class Race {
     const knobs = tasks.map((task) => task.active_actions.length);
     this.first = tasks[knobs.indexOf(Math.max(...knobs))];
     this.info = info;
-    this.hidden = new Set(["naive", "vllm_defaults", "random_search"]);
+    this.hidden = new Set(HIDDEN);
     this.phase = "idle"; // idle, running, paused, over
     this.generation = 0;
     this.speed = 10;
@@ -108,8 +108,7 @@ class Race {
     this.updateButtons();
     try {
       const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.id)}`);
-      const names = new Set(policies.map(({ name }) => name));
-      const rivals = RIVALS.filter(({ key }) => names.has(key));
+      const rivals = policies.map(player).reverse(); // the server begins with the baselines
       const episodes = await Promise.all(rivals.map(({ key }) => post("play", { task_id: this.task.id, seed, agent: key })));
       if (generation !== this.generation) return;
       this.rivals = rivals.map((rival, i) => ({ ...rival, episode: episodes[i] }));
@@ -135,7 +134,7 @@ class Race {
       memory: new TimeChart({ title: "Memory per GPU", unit: "GB", series: players, sync,
         limits: memoryLimit ? [{ value: memoryLimit, label: "limit" }] : [{ value: this.info.data.memory_budget_gb, label: "GPU" }] }),
       throughput: new TimeChart({ title: "Throughput", unit: "tokens/s", series: players, sync }),
-      ...(this.task.max_replicas ? { replicas: new TimeChart({ title: "Replicas asked for", unit: "loading and in service", series: players, sync, stepped: true, limits: [{ value: this.task.max_replicas, label: "most" }] }) } : {}),
+      ...(this.task.max_replicas ? { replicas: new TimeChart({ title: "Replicas requested", unit: "loading and in service", series: players, sync, stepped: true, limits: [{ value: this.task.max_replicas, label: "maximum" }] }) } : {}),
       cost: new TimeChart({ title: "Cost so far", unit: "units", series: players, sync, limits: [{ value: this.task.cost_budget, label: "budget" }] }),
     };
     const shaded = floods(this.rivals[0].episode.phase);
@@ -158,13 +157,13 @@ class Race {
     return choice;
   }
 
-  legendEntry({ key, label, colour }) {
+  legendEntry({ key, label, colour, title = "" }) {
     const box = el("input", { type: "checkbox", checked: !this.hidden.has(key), on: { change: (event) => {
       if (event.target.checked) this.hidden.delete(key);
       else this.hidden.add(key);
       this.hide();
     } } });
-    return el("label", { class: `chip ink-${colour}` }, box, label);
+    return el("label", { class: `chip ink-${colour}`, title }, box, label);
   }
 
   hide() {
@@ -226,7 +225,7 @@ class Race {
 
   updateButtons() {
     this.node.dataset.phase = this.phase;
-    this.startButton.textContent = { idle: "Start the race", running: "Pause", paused: "Go on", over: "Race again" }[this.phase];
+    this.startButton.textContent = { idle: "Start the race", running: "Pause", paused: "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
     for (const control of [this.taskSelect, this.seedInput]) control.disabled = this.phase === "running";
   }

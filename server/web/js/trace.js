@@ -5,17 +5,15 @@ import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, problem, select, table } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
-import { POLICIES } from "./players.js";
+import { player } from "./players.js";
 import { EngineSettings, LogBox } from "./request_log.js";
 import { Strip } from "./strip.js";
 
-const PLAYERS = {
+const BASELINES = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
   best_constant: { label: "Best constant", colour: "ink", dash: [3, 3] },
-  ...POLICIES,
 };
-const ALONE = ["heuristic", "hill_climb", "vllm_defaults"];
-const STORED = ["ppo", "best_static", "best_adaptive", "random_search"];
+const UNCHECKED = ["random", "naive"];
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
 export async function start(panel) {
@@ -29,6 +27,7 @@ class Trace {
   constructor(tasks, info) {
     this.charts = [];
     this.catalogue = info.hardware;
+    this.first = tasks[0].id;
     this.hardwareOf = new Map(tasks.map((task) => [String(task.id), task.hardware]));
     this.box = new LogBox({
       label: "Request log (CSV or JSON)", example: "Load an example", tell: (node) => this.tell(node),
@@ -64,13 +63,10 @@ class Trace {
   /** List the policies to choose from. Stored policies belong to one task; the others work on any log. */
   async offer() {
     this.offerTiers();
-    const names = [...ALONE];
-    if (this.task.value) {
-      const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.value)}`);
-      names.push(...STORED.filter((name) => policies.some((policy) => policy.name === name)));
-    }
-    fill(this.policies, el("legend", { text: "Policies" }), ...names.map((name) => el("label", { class: `chip ink-${PLAYERS[name].colour}` },
-      el("input", { type: "checkbox", checked: true, value: name }), PLAYERS[name].label)));
+    const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.value || this.first)}`);
+    const players = policies.filter(({ stored }) => !stored || this.task.value).map(player).reverse();
+    fill(this.policies, el("legend", { text: "Policies" }), ...players.map(({ key, label, colour, title }) => el("label", { class: `chip ink-${colour}`, title },
+      el("input", { type: "checkbox", checked: !UNCHECKED.includes(key), value: key }), label)));
   }
 
   /** Name of the table that the log is played on. */
@@ -111,7 +107,7 @@ class Trace {
   }
 
   report(report, tiers) {
-    const players = report.outcomes.map((outcome) => ({ key: outcome.policy, ...PLAYERS[outcome.policy], outcome }));
+    const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
     const verdict = `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
     const { log } = report;

@@ -11,9 +11,9 @@ const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const RIVALS = [
   { key: "adaptive", label: "Adaptive rule", colour: "heuristic" },
   { key: "planner", label: "Optimal plan", colour: "ppo", dash: [8, 3] },
-  { key: "allow_all", label: "Allow all", colour: "naive", dash: [1, 3] },
+  { key: "allow_all", label: "Admit all", colour: "naive", dash: [1, 3] },
 ];
-const ACTIONS = [["allow_all", "Allow all", 1], ["throttle_70", "Let 70 % in", 0.7], ["throttle_40", "Let 40 % in", 0.4], ["drop_aggressive", "Let 20 % in", 0.2]];
+const ACTIONS = [["allow_all", "Admit all", 1], ["throttle_70", "Admit 70 %", 0.7], ["throttle_40", "Admit 40 %", 0.4], ["drop_aggressive", "Admit 20 %", 0.2]];
 
 export async function start(panel) {
   const { tasks } = await once("tasks", "traffic");
@@ -37,7 +37,7 @@ class Traffic {
     this.strip = el("div", { class: "moves", role: "list", "aria-label": "Your decisions" });
     this.legend = el("div", { class: "legend" });
     this.node = el("div", {},
-      el("h2", { text: "Let in as many requests as the server can handle" }),
+      el("h2", { text: "Admit as many requests as the server can handle" }),
       this.story,
       el("div", { class: "controls" }, field("Task", this.taskSelect), this.again),
       this.now,
@@ -92,11 +92,11 @@ class Traffic {
     const players = [YOU, ...this.rivals], sync = "traffic";
     for (const chart of Object.values(this.charts ?? {})) chart.destroy();
     this.charts = {
-      traffic: new TimeChart({ title: "Incoming and let in", unit: "requests/s", sync, limits: [{ value: this.config.server_capacity, label: "capacity" }],
+      traffic: new TimeChart({ title: "Incoming and admitted", unit: "requests/s", sync, limits: [{ value: this.config.server_capacity, label: "capacity" }],
         series: [{ key: "incoming", label: "Incoming", colour: "ink" }, ...players] }),
       queue: new TimeChart({ title: "Queue", unit: "requests", series: players, sync }),
-      latency: new TimeChart({ title: "Latency", unit: "ms, log", log: true, series: players, sync, limits: [{ value: 200, label: "penalty from here" }] }),
-      load: new TimeChart({ title: "CPU in use", unit: "share", series: players, sync, limits: [{ value: 1, label: "all of it" }] }),
+      latency: new TimeChart({ title: "Latency", unit: "ms, log", log: true, series: players, sync, limits: [{ value: 200, label: "penalty above" }] }),
+      load: new TimeChart({ title: "CPU in use", unit: "share", series: players, sync, limits: [{ value: 1, label: "maximum" }] }),
     };
     fill(this.board, ...Object.values(this.charts).map(({ figure }) => figure));
     fill(this.legend, el("span", { class: "chip ink-ink", text: "Incoming" }), ...players.map(({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label })));

@@ -10,7 +10,7 @@ import { scoreBoard } from "./score.js";
 /** Fields of a log that are drawn, by environment. */
 const CHARTED = {
   serving: [["tokens_per_sec", "Throughput", "tokens/s"], ["ttft_p50_ms", "Time to first token", "ms"], ["gpu_memory_gb", "Memory per GPU", "GB"]],
-  traffic: [["allowed_requests", "Let through", "requests/s"], ["avg_latency", "Latency", "ms"], ["queue_length", "Queue", "requests"]],
+  traffic: [["allowed_requests", "Admitted", "requests/s"], ["avg_latency", "Latency", "ms"], ["queue_length", "Queue", "requests"]],
 };
 
 export async function start(panel) {
@@ -28,7 +28,7 @@ class Verify {
     this.box = new DropBox({
       label: "Episode log (JSON)", accept: ".json,application/json", limitBytes, rows: 12,
       placeholder: '{"task_id": 3, "seed": 42, "episode_log": [{"timestep": 1, "action": {...}, "reward": ..., "metrics": {...}}, ...]}',
-      hint: "The array of steps alone, or an object with task_id, seed, config and episode_log, as downloaded from the race.",
+      hint: "An array of steps, or an object with task_id, seed, config and episode_log, as downloaded from the race.",
       onText: (text) => this.read(text), onProblem: (error) => this.tell(problem(error)),
     });
     const tasks = [...serving.map((task) => [task.id, `${task.id}: ${task.name}`]), ...traffic.map((task) => [task.id, task.id])];

@@ -12,6 +12,6 @@ envs = gymnasium.make_vec(
     autoreset_mode=AutoresetMode.SAME_STEP,
 )
 model = PPO("MlpPolicy", SB3VecEnv(envs), n_steps=100, batch_size=200, gamma=0.95, use_sde=True, device="cpu")
-model.learn(3_200)  # fifty thousand and more for a policy worth keeping
+model.learn(3_200)  # fifty thousand or more for a useful policy
 model.save("ppo-task-1")
 print(f"trained for {model.num_timesteps} steps")

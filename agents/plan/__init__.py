@@ -1,1 +1,0 @@
-"""Plans: which GPUs, how many, which settings, for a request log, objectives and prices."""

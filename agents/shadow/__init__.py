@@ -1,1 +1,0 @@
-"""Comparison of policies on a user's own request log."""

@@ -1,0 +1,223 @@
+"""Fidelity by card: errors of the dynamics by band of utilisation, on every card with measured runs.
+
+    python -m benchmarks.fidelity.hardware           writes results/hardware_fidelity.json and .md
+    python -m benchmarks.fidelity.hardware --json    prints the JSON and writes nothing
+    python -m benchmarks.fidelity.hardware --widths  prints what widths of the output lengths do to TTFT under load
+
+Two sources: loads that AccelMark served on an A100-80GB and an A100-40GB (see benchmarks/fidelity/hardware_runs.py),
+and ``silicon_sample.csv`` of aiconfigurator-core (extra ``hardware``), closed loops on an H100, H200 and B200. All
+measured rows that a shipped table can play are compared; the others are counted by reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.fidelity.fluid import ORDER, QUANTITY
+from benchmarks.fidelity.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons, width_errors
+from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+BANDS = ("light", "knee", "saturated", "overload")
+BAND_OF_LOAD = {
+    "interactive": "light",
+    "sustained": "light",
+    "online 5/s": "light",
+    "online 10/s": "knee",
+    "online 25/s": "knee",
+    "online 50/s": "saturated",
+    "offline": "saturated",
+    "online 100/s": "overload",
+    "burst": "overload",
+}
+"""A replica answers about 10 requests/s of this load, and with 256 slots admits 25/s for the length of a run."""
+GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
+TTFT_GOALS = {"TTFT p50": 0.25, "TTFT p99": 0.25}
+"""Goals for engines whose host overhead is known."""
+CLAIM = (
+    "Beside it: NVIDIA states of its own simulator, AISimulate, a mean absolute error of 30.1 % for TPOT and of 76.1 % "
+    "for TTFT on 759 measured points (its [accuracy overview](https://github.com/ai-dynamo/aisimulate/pull/216), "
+    "second-hand, of other rows and models, and a mean is larger than a median)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured figure of one run and its simulated value."""
+
+    card: str
+    group: str
+    band: str
+    quantity: str
+    measured: float
+    simulated: float
+
+    def error(self) -> float:
+        """Relative error, signed."""
+        return self.simulated / self.measured - 1.0
+
+
+def accelmark_points() -> list[Point]:
+    """Every figure of the served loads on both A100s."""
+    found = []
+    for c in hardware_comparisons((*SYSTEMS_80GB, SYSTEM_40GB)):
+        # the quiet windows of the burst run are a light load
+        band = "light" if c.metric.startswith("steady") else BAND_OF_LOAD[c.scenario]
+        found.append(Point(c.card, c.group, band, QUANTITY[c.metric], c.measured, c.predicted))
+    return found
+
+
+def silicon_points(loops: Iterable[ClosedLoop]) -> list[Point]:
+    """Every figure of the closed loops that a shipped table can play."""
+    found = []
+    for loop, figures in played(loops):
+        for quantity, (measured, simulated) in figures.items():
+            found.append(Point(loop.card, loop.group, loop.band, quantity, measured, simulated))
+    return found
+
+
+def errors(points: Sequence[Point], quantity: str) -> dict[str, float] | None:
+    """Median and 90th percentile of the absolute error, bias and number of points; None without points."""
+    error = np.array([p.error() for p in points if p.quantity == quantity])
+    if not len(error):
+        return None
+    size = np.abs(error)
+    return {
+        "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(error.mean()),
+        "points": len(error),
+    }
+
+
+def grid(points: Sequence[Point], keys: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Errors of all quantities by (card, group, band); empty text in a key means any value."""
+    rows = []
+    for card, group, band in keys:
+        mine = [p for p in points if p.card == card and group in ("", p.group) and band in ("", p.band)]
+        rows.append({"card": card, "group": group, "band": band, **{q: errors(mine, q) for q in ORDER}})
+    return rows
+
+
+def summary(accelmark: Sequence[Point], silicon: Sequence[Point], left_out: Counter[str]) -> dict[str, Any]:
+    """Contents of the report."""
+    held_out = [p for p in accelmark if "held out" in p.group]
+    cards = list(dict.fromkeys(p.card for p in accelmark))
+    silicon_cards = list(dict.fromkeys(p.card for p in silicon))
+    groups = list(dict.fromkeys((p.card, p.group) for p in accelmark))
+    silicon_groups = sorted(dict.fromkeys((p.card, p.group) for p in silicon))
+    return {
+        "accelmark_by_band": grid(held_out, [(card, "", band) for card in cards for band in BANDS]),
+        "accelmark_by_group": grid(accelmark, [(card, group, "") for card, group in groups]),
+        "accelmark_by_card": grid(held_out, [(card, "", "") for card in cards]),
+        "silicon_by_band": grid(silicon, [(card, "", band) for card in silicon_cards for band in BANDS]),
+        "silicon_by_group": grid(silicon, [(card, group, "") for card, group in silicon_groups]),
+        "silicon_by_card": grid(silicon, [(card, "", "") for card in silicon_cards]),
+        "silicon_vllm_by_card": grid(
+            [p for p in silicon if ", vllm" in p.group], [(card, "", "") for card in silicon_cards]
+        ),
+        "silicon_left_out": dict(left_out.most_common()),
+        "points": [asdict(p) for p in accelmark],
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    parts = [
+        "<!-- written by benchmarks/fidelity/hardware.py; do not edit -->",
+        "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
+        "points. Steps of 0.25 s.",
+        "**Served loads (AccelMark, Llama-3-8B), rows that nothing was fitted to, by band of utilisation**",
+        _table(found["accelmark_by_band"], ("card", "band")),
+        _goals(found["accelmark_by_card"], GOALS | TTFT_GOALS),
+        "**The same runs by engine version and precision, calibration rows included**",
+        _table(found["accelmark_by_group"], ("card", "group")),
+        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted but the bits of the KV cache, by band of "
+        "utilisation**",
+        _table(found["silicon_by_band"], ("card", "band")),
+        "Medians of the rows of vLLM, whose kernels the shipped tables have:",
+        _goals(found["silicon_vllm_by_card"], GOALS),
+        "Medians of all rows, TensorRT-LLM and SGLang included:",
+        _goals(found["silicon_by_card"], GOALS),
+        CLAIM,
+        "**The same by model and engine**",
+        _table(found["silicon_by_group"], ("card", "group")),
+        "Rows of that file that are not compared: "
+        + "; ".join(f"{n:,} {why}" for why, n in found["silicon_left_out"].items())
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    quantities = [q for q in ORDER if any(row[q] for row in rows)]
+    lines = ["| " + " | ".join((*names, *quantities)) + " |", "|" + "---|" * (len(names) + len(quantities))]
+    for row in rows:
+        if any(row[q] for q in quantities):
+            lines.append("| " + " | ".join([*(row[n] for n in names), *(_cell(row[q]) for q in quantities)]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(e: dict[str, float] | None) -> str:
+    if e is None:
+        return ""
+    return f"{100 * e['median']:.1f} % / {100 * e['p90']:.1f} %, {e['bias']:+.0%} ({e['points']:.0f})"
+
+
+def _goals(rows: Sequence[dict[str, Any]], goals: dict[str, float]) -> str:
+    """Goals that the medians of each card reach."""
+    lines = []
+    for row in rows:
+        said = []
+        for quantity, goal in goals.items():
+            if row[quantity] is not None:
+                median = row[quantity]["median"]
+                verdict = "reached" if median <= goal else "MISSED"
+                said.append(f"{quantity} {100 * median:.1f} % (goal {100 * goal:.0f} %: {verdict})")
+        lines.append(f"- *{row['card']}*: " + "; ".join(said) + ".")
+    return "\n".join(lines)
+
+
+def print_widths() -> None:
+    """Print log errors of TTFT under load by width of the output lengths, for the systems to which it was fitted."""
+    for system in (SYSTEMS_80GB[0], SYSTEM_40GB):
+        rows = []
+        for width in np.arange(1.0, 2.01, 0.1):
+            found = width_errors(system, float(width))
+            rows.append({"width": round(width, 1), **{" ".join(key): round(error, 3) for key, error in found.items()}})
+        print(f"{system.card}, vLLM {system.version}\n{pd.DataFrame(rows).to_string(index=False)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Errors of the dynamics by card and band of utilisation.")
+    parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
+    parser.add_argument(
+        "--widths", action="store_true", help="print the errors by width of the output lengths, write nothing"
+    )
+    options = parser.parse_args(arguments)
+    if options.widths:
+        print_widths()
+        return
+    loops, left_out = closed_loops()
+    found = summary(accelmark_points(), silicon_points(loops), left_out)
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "hardware_fidelity.json").write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
+    text = markdown(found)
+    (RESULTS / "hardware_fidelity.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Training report: PPO with five seeds and both rewards, learning curves, scores, and policies to ship.
+
+    python -m benchmarks.learning.curves             everything
+    python -m benchmarks.learning.curves --ship      and copy the chosen policies to agents/data/policies
+    python -m benchmarks.learning.curves --add       only runs that the stored results lack
+
+Every run is scored on the held-out seeds as it trains, but these choose nothing: validation seeds choose the policy
+that a run keeps, and the run to ship. Runs are trained in parallel, one per core. Results go to
+``benchmarks/results/learning.json`` and ``.md``, curves to ``benchmarks/figures/learning.png``, each run's own files
+below ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from agents.evaluate import compare, evaluate, interval, paired
+from agents.policies.ppo import PpoAgent
+from agents.policies.stored import POLICY_DIR
+from agents.ppo_demo import PpoSettings, local_envs, rise, train
+from agents.seeds import HELD_OUT_SEEDS
+from env.threads import CORES
+from inferencegym.tasks import TaskSpec, get_task
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRATCH, PLAN, WARM, LONG = "from scratch", "from scratch, the plan's reward", "warm-started", "from scratch, longer"
+"""Kinds of runs; unless stated otherwise, the reward is the grade."""
+RIVALS = ["random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training run."""
+
+    task_id: str
+    kind: str
+    seed: int
+    steps: int
+    out: Path
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Key that identifies the run."""
+        return self.task_id, self.kind, self.seed
+
+
+def one_run(job: Job) -> dict[str, Any]:
+    """Train once; returns wall time, the scores during training, and those of the policy that is kept."""
+    task = get_task(job.task_id)
+    settings = PpoSettings(from_scratch=job.kind != WARM, reward="plan" if job.kind == PLAN else "grade")
+    started = time.perf_counter()
+    make_envs = partial(local_envs, task.task_id, settings)
+    trained = train(make_envs, job.out, steps=job.steps, seed=job.seed, settings=settings, progress=False)
+    wall_s = time.perf_counter() - started
+    held_out = evaluate(PpoAgent(trained.policy, task), task, HELD_OUT_SEEDS, "ppo")
+    return {
+        "kind": job.kind,
+        "seed": job.seed,
+        "steps": int(trained.model.num_timesteps),
+        "wall_s": wall_s,
+        "rise": rise(trained.episodes),
+        "scores": held_out.scores.tolist(),
+        "score": interval(held_out.scores).to_dict(),
+        "breakdown": {name: float(part.mean()) for name, part in held_out.breakdown.items()},
+        "validation_score": float(trained.policy.trained["validation_score"]),
+        "curve": [(each.step, each.held_out) for each in trained.scores],
+        "policy": str(job.out / "policy.npz"),
+    }
+
+
+def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
+    """Scores of PPO over its training seeds, and paired differences from other agents on the same held-out seeds."""
+    rivals = compare(task, RIVALS, HELD_OUT_SEEDS)
+    per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
+    mean_of_runs = per_seed.mean(axis=0)
+    entries = {entry["agent"]: entry for entry in rivals["agents"]}
+    return {
+        "rivals": {name: entry["score"] for name, entry in entries.items()},
+        "ppo_by_training_seed": interval(per_seed.mean(axis=1)).to_dict(),
+        "ppo_worst_seed": float(per_seed.mean(axis=1).min()),
+        "shipped": {key: chosen[key] for key in ("seed", "steps", "score", "validation_score")},
+        "mean_run_over": {
+            name: paired(mean_of_runs, np.array(entry["scores"])).to_dict() for name, entry in entries.items()
+        },
+        "shipped_over": {
+            name: paired(np.array(chosen["scores"]), np.array(entry["scores"])).to_dict()
+            for name, entry in entries.items()
+        },
+    }
+
+
+def curves(results: dict[str, Any], path: Path) -> None:
+    """Plot the scores on held-out seeds over decisions, one line per run, with the levels of other agents."""
+    figure = Figure(figsize=(6.2 * len(results), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = np.atleast_1d(figure.subplots(1, len(results)))
+    for axis, (task_id, result) in zip(axes, results.items(), strict=True):
+        for colour, kind in zip(("C0", "C1", "C2"), (SCRATCH, PLAN, WARM), strict=True):
+            runs = [run for run in result["runs"] if run["kind"] == kind]
+            for i, run in enumerate(runs):
+                label = f"PPO, {kind}, {len(runs)} seeds" if i == 0 else None
+                axis.plot(*np.array(run["curve"]).T, color=colour, alpha=0.8, linewidth=1.2, label=label)
+        for style, rival in zip((":", "--", "-."), ("heuristic", "best_static", "best_adaptive"), strict=True):
+            axis.axhline(result["table"]["rivals"][rival]["mean"], color="black", linestyle=style, label=rival)
+        axis.set(title=get_task(task_id).name, xlabel="decisions", ylabel="mean score, held-out seeds")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The tables as Markdown."""
+    lines = [
+        "Written by `python -m benchmarks.learning.curves`. Scores are means over 30 held-out seeds with 95 %",
+        "intervals; the PPO rows are the policies that other seeds chose, the one from scratch is the shipped one.",
+        "",
+        "| task | agent | score | 95 % interval | PPO over it, paired |",
+        "|---|---|---|---|---|",
+    ]
+    for task_id, result in results.items():
+        shipped = result["table"]["shipped"]
+        rows = {**result["table"]["rivals"], f"PPO, from scratch, {shipped['steps']:,} steps": shipped["score"]}
+        warm = [run for run in result["runs"] if run["kind"] == WARM]
+        if warm:
+            best = max(warm, key=lambda run: float(run["validation_score"]))
+            rows[f"PPO, warm-started, {best['steps']:,} steps"] = best["score"]
+        for name, i in sorted(rows.items(), key=lambda row: float(row[1]["mean"])):
+            over = result["table"]["shipped_over"].get(name)
+            gap = "" if over is None else f"{over['mean']:+.3f} [{over['ci95_low']:+.3f}, {over['ci95_high']:+.3f}]"
+            lines.append(
+                f"| {task_id} | {name} | {i['mean']:.3f} | [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}] | {gap} |"
+            )
+    lines += [
+        "",
+        "Every run; a step is a decision, and the score is that of the policy that the validation seeds chose.",
+        "",
+        "| task | PPO | training seed | steps | score | score at the end | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for task_id, result in results.items():
+        for run in result["runs"]:
+            lines.append(
+                f"| {task_id} | {run['kind']} | {run['seed']} | {run['steps']:,} | {run['score']['mean']:.3f} "
+                f"| {run['curve'][-1][1]:.3f} | {run['wall_s']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="PPO on every task and seed, scored on held-out traffic.")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning", help="files of the runs")
+    parser.add_argument(
+        "--task",
+        action="append",
+        help="task id, repeatable; others keep their results (default: all)",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="runs from scratch (default 5)")
+    parser.add_argument("--plan-seeds", type=int, default=5, help="runs with the plan's reward (default 5)")
+    parser.add_argument("--warm-seeds", type=int, default=2, help="runs with a warm start (default 2)")
+    parser.add_argument("--steps", type=int, default=600_000, help="decisions of a run (default 600000)")
+    parser.add_argument("--long-task", default="3", help="task of a run of three times the steps (default 3)")
+    parser.add_argument("--ship", action="store_true", help="copy the chosen policies to agents/data/policies")
+    parser.add_argument("--add", action="store_true", help="keep the stored runs and add those that are missing")
+    args = parser.parse_args()
+    if args.add and args.ship:
+        parser.error("--ship needs the files of all runs: leave --add out")
+    directory = ROOT / "benchmarks"
+    stored = json.loads((directory / "results" / "learning.json").read_text())["tasks"]
+    task_ids: list[str] = args.task or ["1", "2", "3"]
+    n_runs = {SCRATCH: args.seeds, PLAN: args.plan_seeds, WARM: args.warm_seeds}
+    jobs = [
+        Job(task_id, kind, seed, args.steps, args.out / f"task{task_id}-{i}-{seed}")
+        for task_id in task_ids
+        for i, (kind, count) in enumerate(n_runs.items())
+        for seed in range(count)
+    ]
+    # Start the long run first, so that it does not run alone at the end.
+    if args.long_task in task_ids:
+        jobs.insert(0, Job(args.long_task, LONG, 0, 3 * args.steps, args.out / f"task{args.long_task}-long"))
+    done: dict[tuple[str, str, int], dict[str, Any]] = {}
+    if args.add:
+        done = {(task_id, run["kind"], run["seed"]): run for task_id in task_ids for run in stored[task_id]["runs"]}
+    missing = [job for job in jobs if job.key not in done]
+    with ProcessPoolExecutor(CORES) as pool:
+        done |= zip((job.key for job in missing), pool.map(one_run, missing), strict=True)
+    results: dict[str, Any] = {}
+    for task_id in task_ids:
+        task = get_task(task_id)
+        runs = [run for (of, _, _), run in sorted(done.items()) if of == task_id]
+        scratch = [run for run in runs if run["kind"] == SCRATCH]
+        chosen = max(scratch, key=lambda run: float(run["validation_score"]))
+        results[task_id] = {"runs": runs, "table": table(task, scratch, chosen)}
+        if args.ship:
+            shutil.copy(chosen["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
+    if args.task:
+        results = dict(sorted({**stored, **results}.items()))
+    told: dict[str, Any] = {
+        "cpu_count": os.cpu_count(),
+        "settings": asdict(PpoSettings(from_scratch=True)),
+        "tasks": results,
+    }
+    text = report(results)
+    (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
+    (directory / "results" / "learning.md").write_text(text)
+    curves(results, directory / "figures" / "learning.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Report on the tasks: scores of all agents, constant against adaptive policies, ablation of the knobs, and agreement
+of rewards and grades.
+
+    python -m benchmarks.policies.tasks                       everything: results/tasks.json, tasks.md, figures/
+    python -m benchmarks.policies.tasks --skip-ablation       without the slow ablation (a search for each knob)
+
+Agents play 30 held-out seeds; intervals are 95 % Student t intervals over seeds, differences are paired by seed. A
+task's free parameters were chosen after its held-out scores had been seen, so the claims are confirmed on 30 further
+seeds. Figures need the extra `report` (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agents.episodes import EpisodeResults, run_episodes
+from agents.evaluate import compare, evaluate, interval, paired
+from agents.policies.stored import policy_path, read_constant_policy, read_switching_policy
+from agents.registry import make_agent
+from agents.search.ablation import ablate
+from agents.search.reward_grade_agreement import correlation_over_constants, reward_grade_correlation
+from agents.search.solver import QUICK, Budget
+from agents.seeds import CONFIRMATION_SEEDS, HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS
+from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from simulator.hardware.tables import load_tables
+from simulator.workload import load_source
+
+HERE = Path(__file__).resolve().parents[1]
+FIGURES = HERE / "figures"
+ABLATED_TASK = 3
+CONFIRMED = ("random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive")
+DRAWN_SEED = HELD_OUT_SEEDS[0]
+ABLATION = replace(QUICK, seeds=TRAINING_SEEDS[:8], validation=VALIDATION_SEEDS, generations=10, finalists=1)
+"""Budget of an ablation's search, which is smaller because it starts from the policy found without the ablation."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Scores, ablation and reward correlation of the tasks.")
+    parser.add_argument("--skip-ablation", action="store_true", help="keep the ablation of the last full run")
+    parser.add_argument("--quick", action="store_true", help="short searches in the ablation")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tasks.json", help="where to write the numbers")
+    parser.add_argument("--no-figures", action="store_true", help="numbers only")
+    options = parser.parse_args(arguments)
+    began = time.perf_counter()
+    result: dict[str, Any] = {"tasks": [measure(task) for task in list_tasks()]}
+    if options.skip_ablation:
+        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+        result["ablation"] = before.get("ablation", [])
+    else:
+        result["ablation"] = ablation(get_task(ABLATED_TASK), QUICK if options.quick else ABLATION)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    text = markdown(result)
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
+    if not options.no_figures:
+        draw(result)
+
+
+def measure(task: TaskSpec) -> dict[str, Any]:
+    compared = compare(task, ["all"])
+    adaptive = evaluate("best_adaptive", task)
+    static = evaluate("best_static", task)
+    heuristic = evaluate("heuristic", task)
+    return {
+        **compared,
+        "expected_naive": task.expected_baseline,
+        "adaptive_over_static": paired(adaptive.scores, static.scores).to_dict(),
+        "heuristic_over_random": paired(heuristic.scores, evaluate("random", task).scores).to_dict(),
+        "heuristic_over_naive": paired(heuristic.scores, evaluate("naive", task).scores).to_dict(),
+        "confirmed": confirm(task),
+        "reward_grade_spearman": reward_grade_correlation(task),
+        "reward_grade_spearman_random_constants": correlation_over_constants(task),
+    }
+
+
+def confirm(task: TaskSpec) -> dict[str, Any]:
+    """Paired differences on the confirmation seeds."""
+    scores = {name: evaluate(name, task, CONFIRMATION_SEEDS).scores for name in CONFIRMED}
+    return {
+        "seeds": list(CONFIRMATION_SEEDS),
+        "scores": {name: interval(values).to_dict() for name, values in scores.items()},
+        "adaptive_over_static": paired(scores["best_adaptive"], scores["best_static"]).to_dict(),
+        "heuristic_over_random": paired(scores["heuristic"], scores["random"]).to_dict(),
+        "heuristic_over_naive": paired(scores["heuristic"], scores["naive"]).to_dict(),
+    }
+
+
+def ablation(task: TaskSpec, budget: Budget) -> list[dict[str, Any]]:
+    adaptive = read_switching_policy(policy_path("best_adaptive", task.task_id))
+    static = read_constant_policy(policy_path("best_static", task.task_id))
+    return ablate(task, adaptive, static, budget)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def markdown(result: dict[str, Any]) -> str:
+    parts = [scores_table(result), differences_table(result), confirmation_table(result)]
+    if result["ablation"]:
+        parts.append(ablation_table(result["ablation"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def scores_table(result: dict[str, Any]) -> str:
+    names = list(dict.fromkeys(e["agent"] for t in result["tasks"] for e in t["agents"]))
+    lines = [
+        "Mean grade over 30 held-out seeds [95 % CI].",
+        "",
+        "| agent | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "|---|" + "---|" * len(result["tasks"]),
+    ]
+    for name in names:
+        cells = []
+        for t in result["tasks"]:
+            entry = next((e for e in t["agents"] if e["agent"] == name), None)
+            cells.append("" if entry is None else cell(entry["score"]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    expected = [t["expected_naive"] for t in result["tasks"]]
+    lines.append("| naive is meant to lie in | " + " | ".join(f"{e[0]:.2f} to {e[1]:.2f}" for e in expected) + " |")
+    return "\n".join(lines)
+
+
+DIFFERENCES = {
+    "best adaptive over best constant action": "adaptive_over_static",
+    "heuristic over random": "heuristic_over_random",
+    "heuristic over naive": "heuristic_over_naive",
+}
+
+
+def differences_table(result: dict[str, Any]) -> str:
+    lines = [
+        "Paired differences [95 % CI], and rank correlation of episode return and grade over a spread of policies.",
+        "",
+        "| | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "|---|" + "---|" * len(result["tasks"]),
+    ]
+    for label, key in DIFFERENCES.items():
+        lines.append(f"| {label} | " + " | ".join(cell(t[key]) for t in result["tasks"]) + " |")
+    for label, key in (
+        ("Spearman, ladder of competence", "reward_grade_spearman"),
+        ("Spearman, random constant actions", "reward_grade_spearman_random_constants"),
+    ):
+        lines.append(f"| {label} | " + " | ".join(f"{t[key]:.3f}" for t in result["tasks"]) + " |")
+    return "\n".join(lines)
+
+
+def confirmation_table(result: dict[str, Any]) -> str:
+    tasks = result["tasks"]
+    seeds = tasks[0]["confirmed"]["seeds"]
+    lines = [
+        f"The same on seeds {seeds[0]} to {seeds[-1]}, played only to confirm.",
+        "",
+        "| | " + " | ".join(f"task {t['task']}" for t in tasks) + " |",
+        "|---|" + "---|" * len(tasks),
+    ]
+    for name in CONFIRMED:
+        lines.append(f"| {name} | " + " | ".join(cell(t["confirmed"]["scores"][name]) for t in tasks) + " |")
+    for label, key in DIFFERENCES.items():
+        lines.append(f"| {label} | " + " | ".join(cell(t["confirmed"][key]) for t in tasks) + " |")
+    return "\n".join(lines)
+
+
+def ablation_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at its default value.",
+        "A new policy is searched each time; costs are relative to the best policy of all these searches.",
+        "",
+        "| knob | best constant value | cost of freezing it there [95 % CI] | default | cost of leaving it there |",
+        "|---|---|---|---|---|",
+    ]
+    for r in rows:
+        default = f"{r['default']:g} | {cell(r['cost_of_default'])}"
+        lines.append(f"| {r['knob']} | {r['frozen_at']:g} | {cell(r['cost'])} | {default} |")
+    return "\n".join(lines)
+
+
+def cell(x: dict[str, float]) -> str:
+    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
+
+
+# ---------------------------------------------------------------- figures
+
+
+def draw(result: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    FIGURES.mkdir(exist_ok=True)
+    draw_scores(result, FIGURES / "tasks_scores.png")
+    draw_episode(get_task(ABLATED_TASK), FIGURES / "task3_episode.png")
+
+
+def draw_scores(result: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(result["tasks"]), figsize=(10, 3.2), sharey=True, layout="constrained")
+    for axis, task in zip(axes, result["tasks"], strict=True):
+        entries = sorted(task["agents"], key=lambda e: e["score"]["mean"])
+        means = [e["score"]["mean"] for e in entries]
+        half = [e["score"]["ci95_high"] - e["score"]["mean"] for e in entries]
+        axis.errorbar(range(len(means)), means, yerr=half, fmt="o", markersize=4, capsize=3, color="#1f4e79")
+        axis.axhspan(*task["expected_naive"], color="#dddddd", zorder=0, label="meant for naive")
+        axis.set_xticks(range(len(means)), [e["agent"] for e in entries], rotation=60, ha="right", fontsize=8)
+        axis.set_title(f"Task {task['task']}", fontsize=10)
+        axis.set_ylim(0, 1)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel("grade, 30 held-out seeds, 95 % CI", fontsize=8)
+    axes[0].legend(fontsize=7, loc="upper left")
+    save(figure, path)
+
+
+def draw_episode(task: TaskSpec, path: Path) -> None:
+    """Draw one episode under the best adaptive policy: load, queue, latency against its objective, knobs."""
+    import matplotlib.pyplot as plt
+
+    load = load_source(task, load_tables()).draw([DRAWN_SEED], task.episode_length)
+    adaptive = run_episodes(
+        task,
+        make_agent("best_adaptive", task),
+        [DRAWN_SEED],
+        keep=("queue_requests", "ttft_p99_ms"),
+    )
+    naive = run_episodes(task, make_agent("naive", task), [DRAWN_SEED], keep=("queue_requests",))
+    figure, axes = plt.subplots(4, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
+    axes[0].plot(load.arrivals[0].sum(axis=1), color="#444444", linewidth=1)
+    axes[0].set_ylabel("arrivals/s")
+    axes[1].plot(adaptive.metrics["queue_requests"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[1].plot(naive.metrics["queue_requests"][:, 0], label="naive", color="#b0b0b0")
+    axes[1].set_ylabel("queue")
+    axes[1].legend(fontsize=7)
+    axes[2].plot(adaptive.metrics["ttft_p50_ms"][:, 0], label="best adaptive", color="#1f4e79")
+    axes[2].plot(naive.metrics["ttft_p50_ms"][:, 0], label="naive", color="#b0b0b0")
+    axes[2].axhline(task.slo_target_ms, color="#b22222", linestyle="--", linewidth=1, label="objective")
+    axes[2].set_yscale("log")
+    axes[2].set_ylabel("TTFT p50, ms")
+    axes[2].legend(fontsize=7)
+    draw_knobs(axes[3], adaptive)
+    axes[3].set_xlabel("second of the episode")
+    figure.suptitle(f"Task {task.task_id}, seed {DRAWN_SEED}: one episode of the best adaptive policy", fontsize=10)
+    save(figure, path)
+
+
+def draw_knobs(axis: Any, results: EpisodeResults) -> None:
+    knobs = results.actions[:, 0]
+    scales = {
+        "kv_budget": 1.0,
+        "spec_length / 8": 8.0,
+        "batch_size / 512": 512.0,
+        "prefill_disagg": 1.0,
+        "quant_tier / 2": 2.0,
+    }
+    for i, (label, scale) in enumerate(scales.items()):
+        axis.step(range(len(knobs)), knobs[:, i] / scale, where="post", label=label, linewidth=1.2)
+    axis.set_ylim(-0.05, 1.05)
+    axis.set_ylabel("knobs")
+    axis.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.18))
+
+
+def save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

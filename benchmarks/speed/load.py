@@ -1,0 +1,259 @@
+"""Load test: 1,000 sessions over HTTP, each on its own connection, and 64 over WebSockets, against one server.
+
+    python -m benchmarks.speed.load                       starts a server of its own and stops it
+    python -m benchmarks.speed.load --url http://127.0.0.1:7860
+
+A server that was started separately needs INFERENCEGYM_CONCURRENT_ENVS_PER_CLIENT=64 for that many WebSockets of one
+client. The load is bounded in count and time, and restricted to servers on this machine. It prints requests per second,
+latencies as clients saw them (client and server share the processor), counts of the statuses, and the server's peak
+memory. A session ends with its first answer other than 200 (503 if the machine is so busy that the store's file stays
+locked for INFERENCEGYM_STORE_TIMEOUT_S), and any such answer makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import websockets
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_SESSIONS, MAX_STEPS, MAX_WEBSOCKETS, MAX_SECONDS = 5_000, 1_000, 512, 900
+
+
+@dataclass
+class Report:
+    """Results of a load test as its clients saw them."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    latencies_s: dict[str, list[float]] = field(default_factory=dict)
+    rewards: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """Rewards of every session by kind and seed, for comparison with episodes played in process."""
+    took_s: float = 0.0
+
+    def add(self, kind: str, status: str, took_s: float) -> None:
+        self.statuses[status] += 1
+        self.latencies_s.setdefault(kind, []).append(took_s)
+
+    def quantile_ms(self, kind: str, share: float) -> float:
+        ordered = sorted(self.latencies_s[kind])
+        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def refused(self) -> int:
+        """Number of answers other than 200 (HTTP) or an observation (WebSocket)."""
+        return sum(n for status, n in self.statuses.items() if status not in ("200", "observation"))
+
+
+class Connection:
+    """A minimal keep-alive HTTP/1.1 connection, so that the server is measured and not the client."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(*self._address)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        )
+        self._writer.write(head.encode() + b"\r\n" + data)
+        answer = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        length = next(
+            int(line.split(":")[1]) for line in answer.split("\r\n") if line.lower().startswith("content-length")
+        )
+        return int(answer.split(" ", 2)[1]), json.loads(await self._reader.readexactly(length))
+
+
+def action(seed: int, step: int) -> dict[str, Any]:
+    """Action of the session with this seed at this step, deterministic so that the episode can be replayed."""
+    rng = random.Random(1_000_003 * seed + step)
+    return {"batch_size": rng.randint(1, 512), "kv_budget": round(rng.uniform(0.1, 1.0), 3)}
+
+
+def episode(seed: int, steps: int) -> dict[str, Any]:
+    """Reset body of an episode that this many steps finish, because a server limits unfinished episodes."""
+    return {"task_id": 1 + seed % 3, "seed": seed, "config": {"episode_length": max(1, steps)}}
+
+
+async def play_http(address: tuple[str, int], seed: int, steps: int, report: Report, start: asyncio.Barrier) -> None:
+    connection = Connection(*address)
+    await connection.open()
+    try:
+        await start.wait()
+        began = time.perf_counter()
+        status, started = await connection.post("/reset", episode(seed, steps))
+        report.add("reset", str(status), time.perf_counter() - began)
+        if status != 200:
+            return
+        rewards = report.rewards.setdefault(("http", seed), [])
+        for step in range(1, steps + 1):
+            body = {"session_id": started["session_id"], "action": action(seed, step), "step": step}
+            began = time.perf_counter()
+            status, answer = await connection.post("/step", body)
+            report.add("step", str(status), time.perf_counter() - began)
+            if status != 200:
+                return  # later steps would be out of order
+            rewards.append(answer["reward"])
+        began = time.perf_counter()
+        status, _ = await connection.post("/grader", {"session_id": started["session_id"]})
+        report.add("grader", str(status), time.perf_counter() - began)
+    finally:
+        connection.close()
+
+
+async def play_websocket(url: str, seed: int, steps: int, report: Report, start: asyncio.Barrier) -> None:
+    address = f"{url.replace('http', 'ws', 1)}/ws"
+    async with websockets.connect(address, compression=None, proxy=None, open_timeout=60) as socket_:
+        await start.wait()
+
+        async def ask(kind: str, frame: dict[str, Any]) -> dict[str, Any]:
+            began = time.perf_counter()
+            await socket_.send(json.dumps(frame))
+            answer: dict[str, Any] = json.loads(await socket_.recv())
+            report.add(kind, str(answer["type"]), time.perf_counter() - began)
+            return answer
+
+        await ask("reset", {"type": "reset", "data": episode(seed, steps)})
+        rewards = report.rewards.setdefault(("websocket", seed), [])
+        for step in range(1, steps + 1):
+            answer = await ask("websocket step", {"type": "step", "data": action(seed, step)})
+            if answer["type"] != "observation":
+                return
+            rewards.append(answer["data"]["reward"])
+
+
+async def load(url: str, sessions: int, steps: int, sockets: int, seconds: float, first_seed: int = 0) -> Report:
+    """Play all sessions concurrently; they start together once all are connected."""
+    for name, value, most in (
+        ("sessions", sessions, MAX_SESSIONS),
+        ("steps", steps, MAX_STEPS),
+        ("websockets", sockets, MAX_WEBSOCKETS),
+        ("seconds", seconds, MAX_SECONDS),
+    ):
+        if not 0 <= value <= most:
+            raise ValueError(f"{name}={value} is not allowed: it must be at most {most}")
+    host, port = loopback(url)
+    report = Report()
+    # All sessions connect first; the clock starts when they begin together.
+    start = asyncio.Barrier(sessions + sockets + 1)
+    async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+        for seed in range(first_seed, first_seed + sessions):
+            group.create_task(play_http((host, port), seed, steps, report, start))
+        for seed in range(first_seed, first_seed + sockets):
+            group.create_task(play_websocket(url, seed, steps, report, start))
+        await start.wait()
+        began = time.perf_counter()
+    report.took_s = time.perf_counter() - began
+    return report
+
+
+def loopback(url: str) -> tuple[str, int]:
+    """Host and port of a URL of this machine; ValueError for any other."""
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if parts.scheme != "http" or not local:
+        raise ValueError(f"{url} is not allowed: load goes to this machine only, as http://127.0.0.1:PORT")
+    return host, parts.port or 80
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit on open files to the system's hard limit."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def memory_mb(pid: int, what: str = "VmHWM") -> float:
+    """Resident memory of a process, at its peak (VmHWM) or now (VmRSS), in MB of 1e6 bytes."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith(what))
+
+
+@contextlib.contextmanager
+def own_server(workers: int, **settings: int) -> Iterator[tuple[str, int]]:
+    """URL and process id of a server with these settings, which keeps its sessions in a temporary directory."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        names = {"PORT": port, "HOST": "127.0.0.1", "WORKERS": workers, "DATA_DIR": directory, "ACCESS_LOG": "errors"}
+        names |= {"CONCURRENT_ENVS_PER_CLIENT": MAX_WEBSOCKETS, **settings}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCEGYM_")}
+        environment = {**clean, **{f"INFERENCEGYM_{name}": str(value) for name, value in names.items()}}
+        log = stack.enter_context(Path(directory, "server.log").open("wb"))
+        server = subprocess.Popen([sys.executable, "-m", "server.app"], cwd=ROOT, env=environment, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 30
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                        break
+                if server.poll() is not None or time.monotonic() > deadline:
+                    sys.exit("the server did not start: " + Path(directory, "server.log").read_text()[-2000:])
+                time.sleep(0.1)
+            yield url, server.pid
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=30)
+
+
+def show(report: Report, peak_mb: float | None) -> None:
+    requests = sum(map(len, report.latencies_s.values()))
+    print(f"{requests:,} requests in {report.took_s:.1f} s, {requests / report.took_s:,.0f} per second")
+    for kind, latencies in report.latencies_s.items():
+        p50, p99 = report.quantile_ms(kind, 0.5), report.quantile_ms(kind, 0.99)
+        print(f"  {kind:<15} {len(latencies):>7,}   p50 {p50:8.1f} ms   p99 {p99:8.1f} ms")
+    print("answers: " + ", ".join(f"{status}: {n:,}" for status, n in sorted(report.statuses.items())))
+    if peak_mb is not None:
+        print(f"server memory, at most: {peak_mb:.0f} MB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Many sessions at once against one server of this machine.")
+    parser.add_argument("--sessions", type=int, default=1_000, help=f"HTTP sessions (at most {MAX_SESSIONS})")
+    parser.add_argument("--steps", type=int, default=20, help=f"steps of each session (at most {MAX_STEPS})")
+    parser.add_argument("--websockets", type=int, default=64, help=f"WebSocket sessions (at most {MAX_WEBSOCKETS})")
+    parser.add_argument("--seconds", type=float, default=120, help=f"give up after so long (at most {MAX_SECONDS})")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of the server that is started")
+    parser.add_argument("--url", help="a running server on this machine (default: start one)")
+    args = parser.parse_args()
+    allow_many_connections()
+    with contextlib.ExitStack() as stack:
+        url, pid = (args.url, None) if args.url else stack.enter_context(own_server(args.workers))
+        report = asyncio.run(load(url, args.sessions, args.steps, args.websockets, args.seconds))
+        # With several workers, the started process only supervises the others.
+        show(report, memory_mb(pid) if pid is not None and args.workers == 1 else None)
+    return 1 if report.refused() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Comparison of the simulator with measured runs and with the discrete-event reference."""

@@ -1,0 +1,81 @@
+"""The command line: ``inferencegym COMMAND``.
+
+Each command is a module of ``cli`` with ``HELP`` (a line), ``add_arguments(parser)`` and
+``run(args) -> int``; it is imported only when it is called, so ``--help`` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from inferencegym import __version__
+from inferencegym.errors import InferenceGymError
+from inferencegym.installation import INTERPRETED, install_hint, interpreted_modules
+
+COMMANDS: Final[dict[str, str]] = {
+    "simulate": "simulate one configuration under a steady, bursty or recorded load",
+    "evaluate": "score agents on held-out seeds with confidence intervals",
+    "calibrate": "measure the throughput and price constants of tasks",
+    "train": "train a PPO policy",
+    "llm": "let a language model play an episode on a server",
+    "sweep": "evaluate agents and seeds on many workers",
+    "verify": "replay episode logs and check every number",
+    "leaderboard": "add scores to a leaderboard, or check it by replay",
+    "import-bench": "turn benchmark results of your engine into a lookup table",
+    "measure": "turn a short load on your engine into a lookup table",
+    "import-trace": "turn a request log into a task",
+    "plan": "find the GPUs and settings that serve a request log within objectives",
+    "shadow": "compare policies on a request log",
+    "live": "let a policy observe or control a running engine",
+    "hardware": "list the lookup tables that ship, and what others can be built from",
+    "build-table": "build the lookup table of a card and model from measured operator times",
+    "serve": "start the HTTP and WebSocket server",
+}
+"""Commands and their one-line help; a command's module has its name, with ``_`` for ``-``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status.
+
+    Errors of this package, and missing packages of an extra, end in one line on stderr and status 2.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((a for a in arguments if a in COMMANDS), None)
+    try:
+        args = _parser(chosen).parse_args(arguments)
+        if interpreted_modules():
+            print(INTERPRETED, file=sys.stderr)
+        return int(args.run(args))
+    except InferenceGymError as error:
+        print(f"inferencegym {chosen}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        hint = install_hint(error)
+        if hint is None:
+            raise
+        print(f"inferencegym {chosen}: {hint}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Parser of all commands, with the options of the chosen one."""
+    parser = argparse.ArgumentParser(prog="inferencegym", description="RL environment for LLM-inference control.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

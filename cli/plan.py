@@ -1,0 +1,174 @@
+"""``inferencegym plan``: what serves a request log within objectives, and how many agent sessions an engine carries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.import_trace import add_log_arguments, print_log, read_log
+
+if TYPE_CHECKING:
+    from ops.plan import PlanReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--trace", type=Path, help="request log (see docs/operators.md) or packed trace")
+    asked.add_argument(
+        "--sessions",
+        type=Path,
+        metavar="LOG",
+        help="log of agent sessions instead: how many one engine carries at a time (docs/rollouts.md)",
+    )
+    parser.add_argument(
+        "--kv-pool-tokens", type=int, metavar="N", help="with --sessions: the engine's KV pool (default: the card's)"
+    )
+    add_log_arguments(parser)
+    parser.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="ttft_p99=500",
+        help="bound (ms) of ttft or tpot (p50, p90, p95, p99, mean); may be given several times",
+    )
+    parser.add_argument(
+        "--share-met",
+        type=float,
+        metavar="S",
+        help="share of requests whose first token must come within the objective (default: that of its percentile)",
+    )
+    parser.add_argument(
+        "--hardware",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="tables or cards to plan with, see `inferencegym hardware` (default all, or none beside --table)",
+    )
+    parser.add_argument(
+        "--table",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="your own table, written by measure or import-bench; may be given several times",
+    )
+    parser.add_argument(
+        "--model", help="model to serve, such as llama-3.1-8b; required if the hardware has tables of several"
+    )
+    parser.add_argument(
+        "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
+    )
+    parser.add_argument("--no-drafts", action="store_true", help="only settings without draft tokens")
+    parser.add_argument(
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help='your prices: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: none, plans count GPUs)',
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan with figures and engine settings")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against the share of requests in time")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all fleets tried (.csv, .parquet, .json)")
+    parser.add_argument(
+        "--export", choices=("vllm", "sglang", "helm"), help="print the first plan's settings for this engine"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and print the cheapest plans."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from cli.figures import check_table, print_report, write_table
+    from inferencegym.errors import InvalidConfigError, short_repr
+    from inferencegym.files import require_matplotlib, require_writable
+    from ops.export import engine_files
+    from ops.objectives import parse_objective
+    from ops.plan import make_plan, registered_tables, tables_of_files
+    from ops.prices import load_prices
+    from ops.report import front_figure, plan_report, write_page, write_picture
+
+    if args.sessions:
+        return _plan_sessions(args)
+    if not args.objective:
+        raise InvalidConfigError("--objective is missing: give one, for example --objective ttft_p99=500")
+    objectives = [parse_objective(text) for text in args.objective]
+    if args.share_met is not None and not 0 < args.share_met < 1:
+        raise InvalidConfigError(f"--share-met={short_repr(args.share_met)} is not allowed: it must be between 0 and 1")
+    if args.out:
+        check_table(args.out)
+    if args.html or args.png:
+        require_matplotlib()
+    for path in filter(None, (args.html, args.png, args.out)):
+        require_writable(path)
+    prices = load_prices(args.prices) if args.prices else None
+    hardware = names(args.hardware)
+    tables = tables_of_files(args.table or ())
+    if hardware is not None or not tables:
+        tables |= registered_tables(None if hardware is None or "all" in hardware else hardware, args.model)
+    imported = read_log(args.trace, args)
+    if not args.json:
+        print_log(args.trace, imported)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("searching", total=1.0)
+        report = make_plan(
+            imported.log,
+            objectives,
+            tables,
+            prices=prices,
+            share_met=args.share_met,
+            precisions=names(args.quant),
+            drafts=not args.no_drafts,
+            progress=lambda what, share: bar.update(line, completed=share, description=what),
+        )
+    first = report.plans[0] if report.plans else None
+    if args.json:
+        print(json.dumps({**report.to_dict(), "read": imported.describe()}))
+    else:
+        print_report(plan_report(report))
+    if args.html:
+        figures = {"Cost against the share of requests in time: all fleets tried, and the front.": front_figure(report)}
+        files = {} if first is None else engine_files(first, tables[first.hardware], report)
+        write_page(args.html, f"Plan for {args.trace.name}", report.log, plan_report(report), figures, files)
+    if args.png:
+        write_picture(args.png, front_figure(report))
+    if args.out:
+        write_table(_frame(report), args.out)
+    if args.export and first is not None:
+        print(engine_files(first, tables[first.hardware], report)[args.export], end="")
+    return 0 if report.plans else 1
+
+
+def _plan_sessions(args: argparse.Namespace) -> int:
+    """How many sessions each of the tables carries."""
+    from ops.plan import registered_tables, tables_of_files
+    from ops.sessions import plan_sessions, plans_json, read_sessions, sessions_table
+
+    sessions, notes = read_sessions(args.sessions)
+    tables = tables_of_files(args.table or ())
+    if args.hardware or not tables:
+        tables |= registered_tables(names(args.hardware) or ["a100-80gb"], args.model)
+    found = {name: plan_sessions(sessions, table, args.kv_pool_tokens) for name, table in tables.items()}
+    if args.json:
+        print(json.dumps({name: plans_json(plans) for name, plans in found.items()}))
+        return 0
+    print(
+        f"{args.sessions}: {len(sessions)} sessions of {len(sessions.tool_s)} turns" + "".join(f"; {n}" for n in notes)
+    )
+    for name, plans in found.items():
+        print(f"\n{name}\n{sessions_table(plans)}")
+    return 0
+
+
+def names(given: list[str] | None) -> list[str] | None:
+    """Names of an option that may be given several times and has several at commas; None where it is not given."""
+    return None if given is None else [name.strip() for text in given for name in text.split(",")]
+
+
+def _frame(report: PlanReport) -> Any:
+    """All fleets tried as a table, one a row."""
+    import pandas as pd
+
+    return pd.json_normalize(report.to_dict()["tried"])

@@ -1,0 +1,128 @@
+"""``inferencegym shadow``: compare policies on a request log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cli.import_trace import add_log_arguments, print_log, read_log
+from cli.tables import add_table_arguments, chosen_tables
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="request log (table, JSON, parquet, .gz) or packed trace (.npz)"
+    )
+    add_log_arguments(parser)
+    parser.add_argument(
+        "--agent",
+        action="append",
+        metavar="NAME",
+        help="policy to compare (default heuristic); several at commas or by several --agent; constant:{...} is one",
+    )
+    parser.add_argument(
+        "--baseline",
+        default="{}",
+        metavar="JSON",
+        help="your own configuration, 'fixed' in the report; knobs left out are those of the agent naive (default {})",
+    )
+    parser.add_argument("--task", help="take the number of GPUs, objectives and stored policies from this task")
+    parser.add_argument(
+        "--gpus", type=int, help="number of GPUs for every policy (default: the task's, or sized to the log)"
+    )
+    parser.add_argument("--slo-ms", type=float, help="objective for the time to first token (default 500)")
+    parser.add_argument(
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help='prices for costs: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: GPU-seconds only)',
+    )
+    add_table_arguments(parser)
+    parser.add_argument("--html", type=Path, help="write a report with figures (extra: report)")
+    parser.add_argument(
+        "--export", choices=("vllm", "sglang", "helm"), help="write the settings as a configuration file of this engine"
+    )
+    parser.add_argument("--export-policy", metavar="NAME", help="export this policy instead of the recommended one")
+    parser.add_argument("--export-file", type=Path, help="file to export to (default: shadow-ENGINE.yaml; - prints it)")
+    parser.add_argument("--draft-model", default="YOUR-EAGLE-HEAD", help="draft model named in the export")
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay the log under every policy."""
+    from agents.registry import load_own_agents
+    from cli.figures import print_report
+    from inferencegym.files import require_matplotlib, require_writable, write_text
+    from inferencegym.models import ServeAction
+    from inferencegym.tasks import get_task
+    from ops.export import EXPORTS, settings_of
+    from ops.prices import load_prices
+    from ops.report import shadow_figures, shadow_report, write_page
+    from ops.shadow import shadow
+
+    export_file = None if str(args.export_file) == "-" else args.export_file or Path(f"shadow-{args.export}.yaml")
+    if args.html:
+        require_matplotlib()
+        require_writable(args.html)
+    if args.export and export_file:
+        require_writable(export_file)
+    tables = chosen_tables(args)
+    agents = agent_names(",".join(args.agent or ["heuristic"]))
+    load_own_agents(agents)
+    imported = read_log(args.trace, args)
+    if not args.json:
+        print_log(args.trace, imported)
+    report = shadow(
+        imported.log,
+        agents,
+        fixed=ServeAction.from_dict(_object(args.baseline)),
+        n_gpus=args.gpus,
+        slo_ms=args.slo_ms,
+        task=get_task(args.task) if args.task else None,
+        tables=tables,
+        prices=load_prices(args.prices) if args.prices else None,
+    )
+    if args.json:
+        print(json.dumps({**report.to_dict(), "read": imported.describe()}))
+    else:
+        print_report(shadow_report(report))
+    if args.html:
+        figures = shadow_figures(report, tables.tiers)
+        files = {"Recommendation for vLLM": EXPORTS["vllm"](settings_of(report, tables))}
+        title = f"Shadow report: {args.trace.name}"
+        written = write_page(args.html, title, report.log, shadow_report(report), figures, files)
+        print(f"wrote {written}", flush=True)
+    if args.export:
+        text = EXPORTS[args.export](settings_of(report, tables, args.export_policy), args.draft_model)
+        if export_file:
+            print(f"wrote {write_text(export_file, text)}")
+        else:
+            print(text, end="")
+    return 0
+
+
+def agent_names(text: str) -> list[str]:
+    """Split a list of agent names at commas, except at those within braces."""
+    names, depth, start = [], 0, 0
+    for i, letter in enumerate(text + ","):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            names.append(text[start:i].strip())
+            start = i + 1
+    return [name for name in names if name]
+
+
+def _object(text: str) -> dict[str, Any]:
+    from inferencegym.errors import InvalidConfigError
+    from inferencegym.messages import parse_json
+
+    try:
+        value = parse_json(text, InvalidConfigError)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"--baseline: {error}; write --baseline '{{\"batch_size\": 256}}'") from error
+    if not isinstance(value, dict):
+        raise InvalidConfigError("--baseline must be a JSON object of knobs, as in '{\"batch_size\": 256}'")
+    return value

@@ -1,0 +1,247 @@
+"""``inferencegym simulate``: one configuration under a steady, bursty or recorded load, or under many rates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cli.import_trace import add_log_arguments, print_log, read_log
+from cli.tables import add_table_arguments, chosen_tables
+
+if TYPE_CHECKING:
+    from ops.objectives import Objective
+    from simulator.load.requests import RequestLog
+    from simulator.whatif import Served
+
+SWEEP_POINTS: Final = 12
+SWEEP_S: Final = 60.0
+"""Seconds of requests for each point of a sweep, unless --requests or --burst-s is given."""
+CURVE: Final = (
+    *("qps", "output_tokens_per_s", "completed_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"),
+    *("peak_kv_occupancy", "preemptions", "rejected"),
+)
+"""Columns of a sweep's printed table; files and JSON have all figures."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument(
+        "--gpus", type=int, default=1, help="replicas, each on the cards of its table (default %(default)s)"
+    )
+    fleet.add_argument(
+        "--batch-size", type=int, default=256, help="most requests that run at once on a replica (default %(default)s)"
+    )
+    fleet.add_argument(
+        "--kv-budget", type=float, default=0.95, help="share of free memory for the KV pool (default %(default)s)"
+    )
+    fleet.add_argument(
+        "--spec-length", type=int, default=0, help="draft tokens per verification: 0, 1, 2, 4, 8 (default %(default)s)"
+    )
+    fleet.add_argument("--quant", help="precision, of those of the table (default: its first)")
+    fleet.add_argument(
+        "--disagg", action="store_true", help="prefill on separate GPUs, one more per replica (default: together)"
+    )
+    add_table_arguments(fleet)
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--qps", type=float, default=10.0, help="mean requests per second, Poisson arrivals (default %(default)s)"
+    )
+    load.add_argument("--requests", type=int, help="number of requests (default 300, or as many as fit --burst-s)")
+    load.add_argument("--prompt-tokens", type=float, default=247.0, help="mean prompt length (default %(default)s)")
+    load.add_argument(
+        "--prompt-cv", type=float, default=0.0, help="its coefficient of variation, log-normal (default %(default)s)"
+    )
+    load.add_argument("--output-tokens", type=float, default=350.0, help="mean output length (default %(default)s)")
+    load.add_argument(
+        "--output-cv", type=float, default=0.55, help="its coefficient of variation, log-normal (default %(default)s)"
+    )
+    load.add_argument("--burst-s", type=float, help="requests arrive only in the first BURST_S seconds")
+    load.add_argument(
+        "--closed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="closed loop: N clients with one request each at a time (default: an open one)",
+    )
+    load.add_argument("--trace", type=Path, help="request log (see docs/operators.md) instead of drawn requests")
+    load.add_argument("--seed", type=int, default=0, help="seed of the drawn requests (default %(default)s)")
+    add_log_arguments(parser)
+    out = parser.add_argument_group("answers")
+    out.add_argument(
+        "--sweep",
+        metavar="qps=LOW:HIGH[:N]",
+        help=f"latency against throughput at N rates (default {SWEEP_POINTS}) from LOW to HIGH, each for "
+        f"{SWEEP_S:g} s; a log (--trace) is played faster or slower",
+    )
+    out.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="ttft_p99=500",
+        help="check ttft or tpot (p50, p90, p95, p99, mean) against a limit in ms; may be given several times",
+    )
+    out.add_argument("--per-request", type=Path, metavar="FILE", help="write every request (.csv, .parquet, .json)")
+    out.add_argument("--out", type=Path, metavar="FILE", help="write the sweep's table (.csv, .parquet, .json)")
+    out.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep (needs matplotlib: extra report)")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate the load and print latencies, throughput and memory."""
+    from ops.objectives import parse_objective
+
+    _check(args)
+    objectives = [parse_objective(text) for text in args.objective]
+    log = None
+    if args.trace is not None:
+        imported = read_log(args.trace, args)
+        log = imported.log
+        if not args.json:
+            print_log(args.trace, imported)
+    serve = _server(args, log)
+    if args.sweep is not None:
+        return _sweep(args, objectives, serve)
+    served = serve(None)
+    result = served.report().to_dict()
+    verdicts = _verdicts(objectives, result)
+    if args.per_request is not None:
+        _write_requests(served, args.per_request)
+    if args.json:
+        print(json.dumps({**result, **({"objectives": verdicts} if verdicts else {})}))
+        return 0
+    from ops.report import plain
+
+    width = max(map(len, result))
+    for name, value in result.items():
+        print(f"{name:{width}}  {plain(value)}")
+    for name, met in verdicts.items():
+        print(f"{name:{width}}  {'met' if met else 'missed'}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    from cli.figures import check_table
+    from inferencegym.errors import InvalidConfigError, short_repr
+    from inferencegym.files import require_matplotlib, require_writable
+    from simulator.load.requests import MAX_REQUESTS
+
+    for name, low, high in (("gpus", 1, 4096), ("closed", 0, MAX_REQUESTS)):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise InvalidConfigError(f"--{name}={short_repr(value)} is not allowed: it must be from {low} to {high}")
+    if args.requests is not None and args.requests < 1:
+        raise InvalidConfigError(f"--requests={short_repr(args.requests)} is not allowed: it must be at least 1")
+    if args.sweep is None and (args.out or args.png):
+        raise InvalidConfigError("--out and --png write a sweep: give --sweep qps=LOW:HIGH")
+    if args.sweep is not None and (args.per_request or args.closed):
+        raise InvalidConfigError("--sweep goes neither with --per-request nor with --closed: a sweep has many loads")
+    if args.per_request is not None and args.closed:
+        raise InvalidConfigError("--per-request goes without --closed: a closed loop's requests have no arrival times")
+    for path in filter(None, (args.per_request, args.out)):
+        check_table(path)
+        require_writable(path)
+    if args.png:
+        require_matplotlib()
+        require_writable(args.png)
+
+
+def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
+    """A function that serves the load at a rate (None: the rate of the options or the log)."""
+    from inferencegym.models import ServeAction
+    from simulator.whatif import serve_requests, steady_requests
+
+    tables = chosen_tables(args)
+    action = ServeAction.from_dict(
+        {
+            "kv_budget": args.kv_budget,
+            "spec_length": args.spec_length,
+            "batch_size": args.batch_size,
+            "prefill_disagg": args.disagg,
+            "quant_tier": 0 if args.quant is None else tables.tier_index(args.quant),
+        }
+    )
+
+    def requests_at(qps: float | None) -> RequestLog:
+        if log is not None:
+            rate = len(log.arrival_s) / max(float(log.arrival_s[-1]), 1.0)
+            return log if qps is None else log.faster(qps / rate)
+        n_requests = args.requests
+        if n_requests is None and args.burst_s is None:
+            n_requests = 300 if qps is None else max(300, math.ceil(SWEEP_S * qps))
+        return steady_requests(
+            args.qps if qps is None else qps,
+            n_requests,
+            args.prompt_tokens,
+            args.output_tokens,
+            args.output_cv,
+            args.prompt_cv,
+            args.burst_s,
+            args.seed,
+        )
+
+    def serve(qps: float | None) -> Served:
+        return serve_requests(action, requests_at(qps), tables, n_replicas=args.gpus, closed_clients=args.closed)
+
+    return serve
+
+
+def sweep_rates(text: str) -> list[float]:
+    """Rates of ``qps=LOW:HIGH[:N]``, evenly spaced by ratio."""
+    from inferencegym.errors import InvalidConfigError, short_repr
+
+    name, _, span = text.partition("=")
+    try:
+        low, high, *count = (float(part) for part in span.split(":"))
+        points = int(count[0]) if count else SWEEP_POINTS
+        if name != "qps" or len(count) > 1 or not 0 < low < high <= 1e5 or not 2 <= points <= 200:
+            raise ValueError
+    except ValueError:
+        raise InvalidConfigError(
+            f"--sweep={short_repr(text)} is not allowed: it must be qps=LOW:HIGH or qps=LOW:HIGH:N with 0 < LOW < HIGH "
+            "requests per second and 2 to 200 points, as in qps=1:50"
+        ) from None
+    return [low * (high / low) ** (i / (points - 1)) for i in range(points)]
+
+
+def _sweep(args: argparse.Namespace, objectives: list[Objective], serve: Any) -> int:
+    from cli.figures import print_table, write_table
+    from ops.objectives import margin
+    from ops.report import curve_figure, write_picture
+
+    rows: list[dict[str, Any]] = []
+    for qps in sweep_rates(args.sweep):
+        result = serve(qps).report().to_dict()
+        row = {"qps": round(qps, 4), "completed_per_s": result["completed"] / result["makespan_s"], **result}
+        rows.append({**row, "objectives_met": margin(objectives, result) >= 0} if objectives else row)
+    best = max((row["qps"] for row in rows if row.get("objectives_met")), default=None)
+    if args.json:
+        print(json.dumps({"sweep": rows, "objectives": args.objective, "highest_qps_within_objectives": best}))
+    else:
+        columns = (*CURVE, *(("objectives_met",) if objectives else ()))
+        print_table(columns, [[row[name] for name in columns] for row in rows])
+        if objectives:
+            said = "no rate of this sweep" if best is None else f"{best:g} requests per second and less"
+            print(f"within {', '.join(map(str, objectives))}: {said}")
+    if args.out:
+        import pandas as pd
+
+        write_table(pd.json_normalize(rows), args.out)
+    if args.png:
+        write_picture(args.png, curve_figure(rows, "latency against throughput (simulated)"))
+    return 0
+
+
+def _verdicts(objectives: list[Objective], result: dict[str, Any]) -> dict[str, bool]:
+    return {str(o): result[o.figure] <= o.limit_ms for o in objectives}
+
+
+def _write_requests(served: Served, path: Path) -> None:
+    import pandas as pd
+
+    from cli.figures import write_table
+
+    write_table(pd.DataFrame(served.per_request()), path)

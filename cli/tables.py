@@ -1,0 +1,25 @@
+"""Options that choose a lookup table, for the commands that play on one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulator.hardware.tables import ServingTables
+
+
+def add_table_arguments(parser: Any) -> None:
+    """Add the alternatives ``--hardware`` and ``--table`` to a parser or a group of its options."""
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--hardware", help="table of the catalogue, see `inferencegym hardware` (default a100-40gb)")
+    chosen.add_argument("--table", type=Path, help="file of your own table, written by measure or import-bench")
+
+
+def chosen_tables(args: argparse.Namespace) -> ServingTables:
+    """The table that was chosen, or the default."""
+    from simulator.hardware.catalogue import table_path
+    from simulator.hardware.tables import load_tables
+
+    return load_tables(table_path(args.hardware) if args.hardware else args.table)

@@ -1,0 +1,47 @@
+"""Registry of environment families.
+
+A new family is a folder in ``env/`` with its :class:`env.family.Family` record and a line here.
+HTTP routes, OpenEnv's protocol, Gymnasium ids, grading, verification, the leaderboard and the command line follow.
+Its policies, if it has any, are a line in :data:`agents.families.PLAYERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from env.family import Family
+from env.rollouts import family as rollouts
+from env.serving import family as serving
+from env.traffic import family as traffic
+from inferencegym.errors import DataFormatError, UnknownTaskError, short_repr
+from inferencegym.tasks import TaskId
+
+SERVING: Final = serving.NAME
+TRAFFIC: Final = traffic.NAME
+ROLLOUTS: Final = rollouts.NAME
+
+_ALL: Final = (
+    serving.FAMILY,
+    traffic.FAMILY,
+    rollouts.FAMILY,
+)
+FAMILIES: Final[dict[str, Family]] = {family.name: family for family in _ALL}
+"""Every family by name."""
+
+
+def family_of(task_id: TaskId, named: str | None = None) -> Family:
+    """The family called ``named``, or without a name the family of the task.
+
+    Raises :class:`UnknownTaskError` if no family has the task, and :class:`DataFormatError` for an unknown family.
+    """
+    if named is not None:
+        if named not in FAMILIES:
+            raise DataFormatError(f"family={short_repr(named)} is not allowed: it must be one of {', '.join(FAMILIES)}")
+        return FAMILIES[named]
+    known: list[str] = []
+    for family in FAMILIES.values():
+        ids = [str(task.task_id) for task in family.tasks()]
+        if str(family.listed_id(task_id)) in ids:
+            return family
+        known += ids
+    raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(known)}")

@@ -1,0 +1,1 @@
+"""Agent sessions on one engine as an environment."""

@@ -1,0 +1,148 @@
+"""Native batch of serving episodes with Gymnasium's vector interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from env.autoreset import AutoresetBatch
+from env.batch import ServingBatch
+from env.family import Grade
+from grader.episode import GRADED_METRICS, Episode
+from grader.grader import grade_episodes
+from inferencegym.errors import refusal
+from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
+from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from simulator.hardware.tables import ServingTables
+
+
+class VectorInferenceEnv(AutoresetVectorEnv):
+    """``num_envs`` episodes of one serving task, stepping together in compiled code.
+
+    Every row equals the scalar environment with the same seed and actions. Observation and action formats are those of
+    :mod:`inferencegym.spaces.formats`, autoreset modes those of :class:`AutoresetVectorEnv`, seeds of restarts
+    :func:`inferencegym.seeds.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its
+    budget is an episode's, and the step is observed), so its end is ``terminated`` and nothing is ever truncated.
+
+    ``reward`` ("plan" or "grade") and ``hold`` (seconds of a step) may be given here or in ``config``.
+
+    ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.kernel.arrays.METRICS`; put together by
+    :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds) and ``seed`` (B,), the seed of each
+    row's current episode. Where an episode has ended there are also ``score`` (B,), ``breakdown`` (name -> (B,)) and
+    ``feedback`` (B,) of its grade, valid where ``info["_score"]`` is set.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        task_id: TaskId = 1,
+        *,
+        config: Mapping[str, Any] | None = None,
+        reward: str | None = None,
+        hold: int | None = None,
+        observation: str = "raw",
+        action: str = "box",
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        n_threads: int = 1,
+        tables: ServingTables | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if num_envs < 1:
+            raise refusal("num_envs", num_envs, "at least 1")
+        self.task = task_of(get_task(task_id), config)
+        self.config = self.task.config(with_settings(config, reward=reward, hold=hold))
+        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)
+        self._episodes = AutoresetBatch(self.batch)
+        self._actions = action_codec(action, self.task.fleet.max_replicas)
+        self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
+        self._played = EpisodeRing(self.batch)
+        super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
+
+    @property
+    def seeds(self) -> NDArray[np.int64]:
+        """Seed of each row's current episode, (B,)."""
+        return self._episodes.seeds.copy()
+
+    def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
+        self._episodes.reset(seeds, rows)
+
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+        self._episodes.step(self._actions.decode(actions), rows)
+        self._played.record()
+        return self.batch.reward.copy()
+
+    def _ended(self) -> tuple[BoolArray, BoolArray]:
+        return self.batch.done, np.zeros(self.num_envs, dtype=np.bool_)
+
+    def _observe(self) -> Float32Array:
+        needs_fleet = self._observations.needs_fleet
+        return self._observations.encode(self.batch.full_observation() if needs_fleet else self.batch.observation)
+
+    def _info(self) -> Info:
+        metrics = self.batch.step_metrics()
+        info = {"metrics": metrics, "_metrics": self._everywhere, "seed": self.seeds, "_seed": self._everywhere}
+        ended = self.batch.done
+        if ended.any():
+            grades = grade_episodes(self.task, self.batch.calibration, self._played.episodes(np.flatnonzero(ended)))
+            info |= vector_outcome(ended, grades)
+        return info
+
+
+class EpisodeRing:
+    """Values for grading of the last D steps of B rows, D being the steps of an episode, each with H seconds.
+
+    All rows step together, so when a row's episode ends, the ring holds exactly that episode. The last step may have
+    fewer seconds.
+    """
+
+    def __init__(self, batch: ServingBatch) -> None:
+        self._batch = batch
+        self._steps = 0
+        # Of the step's seconds, (H, B); the knobs are the same in all of them.
+        self._source = {
+            "batch_size": batch.fleet.batch_size,
+            "kv_budget": batch.fleet.kv_budget,
+            "replicas": batch.fleet.replicas,
+            **{name: batch.second(name) for name in GRADED_METRICS},
+        }
+        shape = (batch.config.n_steps, batch.hold, batch.n_rows)
+        self._columns = {name: np.zeros(shape) for name in self._source}
+
+    def record(self) -> None:
+        """Keep the step that the rows have just taken."""
+        at = self._steps % self._batch.config.n_steps
+        for name, column in self._columns.items():
+            column[at] = self._source[name]
+        self._steps += 1
+
+    def episodes(self, rows: NDArray[np.int64]) -> Episode:
+        """The episodes (N, T) of rows whose last step was an episode's last."""
+        config = self._batch.config
+        order = (self._steps + np.arange(config.n_steps)) % config.n_steps
+        # Each row is contiguous, so that it is summed as if it were alone.
+        length, width = config.episode_length, len(rows)
+        columns = {
+            name: np.ascontiguousarray(column[order][..., rows].reshape(-1, width)[:length].T)
+            for name, column in self._columns.items()
+        }
+        # Logs carry whole violations, see ServingFleet.snapshot.
+        columns["slo_violations"] = np.rint(columns["slo_violations"])
+        return Episode(**columns)
+
+
+def vector_outcome(ended: BoolArray, grades: Sequence[Grade]) -> Info:
+    """:func:`env.family.outcome` of the rows that have ended (B,), in Gymnasium's vector form; one grade for each."""
+    rows = np.flatnonzero(ended)
+    score, feedback = np.zeros(len(ended)), np.full(len(ended), None, dtype=object)
+    breakdown = {name: np.zeros(len(ended)) for name in grades[0]["breakdown"]}
+    for row, grade in zip(rows, grades, strict=True):
+        score[row], feedback[row] = grade["score"], grade["feedback"]
+        for name, part in grade["breakdown"].items():
+            breakdown[name][row] = part
+    info: Info = {"score": score, "breakdown": breakdown, "feedback": feedback}
+    return {**info, **{f"_{name}": ended for name in info}}

@@ -1,0 +1,1 @@
+"""Tools for operators to use on their own logs: read, plan, compare, report."""

@@ -1,0 +1,399 @@
+"""Play a request log on a fleet: the log as an episode, policies played on it, and constant settings screened on it.
+
+The log is played once from its first second, the same for every policy; nothing is random. Requests enter as recorded
+and the fleet is simulated; docs/fidelity.md states how far that is from hardware.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+
+from agents.policies.capacity import CapacityPlanner, Setting
+from agents.protocol import Agent, FloatArray
+from env.batch import ServingBatch
+from env.dynamics import FluidFleet
+from grader.kinds.autoscaling import gpu_cost
+from inferencegym.errors import DataFormatError
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, QuantTier, ServeAction
+from inferencegym.spaces.actions import action_size, to_row
+from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from inferencegym.tasks import Calibration, Fleet, LengthDist, RequestClass, RewardWeights, TaskSpec
+from ops.objectives import QUANTILES
+from simulator.coverage import LEVELS, fleet_support
+from simulator.hardware.catalogue import table_name
+from simulator.hardware.profiles import fleet_changes
+from simulator.hardware.tables import ServingTables, tables_of
+from simulator.load.prefix import reuse_curve
+from simulator.load.requests import RequestLog
+from simulator.whatif import ttft_samples, weighted_quantile
+from simulator.workload import load_source
+
+HEADROOM: Final = 1.2
+"""Planned capacity of the default fleet, at the default precision (FP16), relative to the log's mean load."""
+DEFAULT_SLO_MS: Final = 500.0
+STATED_ERROR: Final = 0.04
+"""Error of a simulated share of requests: the largest difference between an agent's grade here and in the
+discrete-event reference (docs/fidelity.md, "Policies")."""
+DRAIN_S: Final = 60
+"""Seconds after the last arrival in which waiting and running requests may still be served."""
+MAX_SPAN_S: Final = MAX_EPISODE_LENGTH - DRAIN_S
+TIMELINE_POINTS: Final = 600
+_SIGNALS: Final = ("queue_requests", "running_requests", "ttft_p50_ms", "ttft_p99_ms", "tokens_per_sec", "kv_occupancy")
+_BIN_EDGES: Final = np.exp(np.linspace(0.0, math.log(1e7), 4001))
+"""Edges (ms) of the histogram from which TTFT percentiles are read: 0.4 % apart."""
+_RECORDS_AT_ONCE: Final = 400
+_TOLERANCE: Final = 1e-6
+"""Rounding error allowed in the number of GPUs in use."""
+PIECES_PER_STEP: Final = 6
+"""Pieces of the wait distribution per step: each of three classes ends a second's arrivals and starts on the next."""
+GRID: Final[dict[str, tuple[float, ...]]] = {
+    "kv_budget": (0.9, 1.0),
+    "spec_length": (0, 2, 4),
+    "batch_size": (16, 32, 64, 128, 256, 512),
+}
+"""Values that are tried in all combinations and in each precision, with prefill on the replicas or on separate GPUs."""
+NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
+"""Placeholder calibration for constant settings, which do not look at observations."""
+
+
+# ---------------------------------------------------------------- the log as an episode
+
+
+def log_task(
+    log: RequestLog, tables: ServingTables, slo_ms: float | None = None, like: TaskSpec | None = None
+) -> TaskSpec:
+    """Task that plays the whole log as one episode; everything but the load is as in ``like``, if given.
+
+    Without it the fleet is sized to the log, and the objective is 500 ms. Restarts take as long as vLLM's. Raises
+    :class:`DataFormatError` if the log lasts longer than an episode may.
+    """
+    span_s = math.ceil(float(log.arrival_s[-1]) + 1e-9)
+    if span_s > MAX_SPAN_S:
+        raise DataFormatError(
+            f"the log lasts {span_s} s, but a replay at most {MAX_SPAN_S} s: choose a part of it (--from-s, --to-s)"
+        )
+    task = replace(
+        _own_task() if like is None else like,
+        log=log,
+        trace=None,
+        burst=None,
+        recorded=True,
+        arrival_rate_rps=max(0.01, log_summary(log)["rate_rps"]),
+        episode_length=span_s + DRAIN_S,
+        # Policies that plan use the table on which they play.
+        hardware=table_name(tables.sha256),
+    )
+    if slo_ms is not None:
+        task = replace(task, slo_target_ms=slo_ms, classes=tuple(replace(c, slo_ms=slo_ms) for c in task.classes))
+    return on_replicas(task, fleet_for(task, tables)) if like is None else task
+
+
+def _own_task() -> TaskSpec:
+    """Defaults for what a log does not state: all knobs, one objective for all classes, vLLM's restart times."""
+    changes, length = fleet_changes(), LengthDist("trace")
+    return TaskSpec(
+        task_id="log",
+        name="Log",
+        gym_id="Log",
+        difficulty="recorded",
+        description="Requests of a log.",
+        active_actions=tuple(ACTION_FIELDS),
+        classes=tuple(
+            RequestClass(name, float(i == 0), float(i == 0), DEFAULT_SLO_MS, length, length)
+            for i, name in enumerate(PRIORITY_CLASSES)
+        ),
+        arrival_rate_rps=1.0,
+        burst=None,
+        slo_target_ms=DEFAULT_SLO_MS,
+        fleet=Fleet(start_s=changes.start_s, restart_s=changes.restart_s, load_gb_per_s=changes.load_gb_per_s),
+        reward=RewardWeights(),
+        grade={},
+    )
+
+
+def on_replicas(task: TaskSpec, n_replicas: int) -> TaskSpec:
+    """The task with another number of replicas."""
+    return replace(task, fleet=replace(task.fleet, n_replicas=n_replicas))
+
+
+def fleet_for(task: TaskSpec, tables: ServingTables | None = None) -> int:
+    """Number of replicas that serve a task's mean load at the default precision (FP16) with some headroom."""
+    tables = tables or tables_of(task.hardware)
+    source = load_source(task, tables)
+    plan = CapacityPlanner(task, tables, source.stats.shares).plan(Setting(tier=0, spec_length=0, disagg=False))
+    each = plan.capacity_rps / task.fleet.n_replicas
+    return max(1, math.ceil(HEADROOM * source.nominal_rate_rps / each))
+
+
+def log_summary(log: RequestLog) -> dict[str, Any]:
+    """Summary of a log: size, rate, lengths, burstiness, and the share of repeated prompt tokens."""
+    prompts, outputs = np.quantile(log.prompt_tokens, (0.5, 0.99)), np.quantile(log.output_tokens, (0.5, 0.99))
+    span_s = max(1.0, float(log.arrival_s[-1]))
+    per_second = np.bincount(log.arrival_s.astype(np.int64))
+    return {
+        "requests": len(log.arrival_s),
+        "span_s": span_s,
+        "rate_rps": len(log.arrival_s) / span_s,
+        "peak_rps": int(per_second.max()),
+        "index_of_dispersion": float(per_second.var() / per_second.mean()),
+        "prompt_tokens_p50": float(prompts[0]),
+        "prompt_tokens_p99": float(prompts[1]),
+        "output_tokens_p50": float(outputs[0]),
+        "output_tokens_p99": float(outputs[1]),
+        "reused_share": float(log.reused_tokens.sum() / log.prompt_tokens.sum()),
+        "reuse_measured": reuse_curve(log) is not None and len(log.reuse_hit) > 0,
+    }
+
+
+# ---------------------------------------------------------------- hundreds of constant settings at once
+
+
+def grid(prefill_apart: bool, tiers: Sequence[int], drafts: bool = True) -> list[ServeAction]:
+    """All settings of :data:`GRID` in these precisions; without ``drafts``, only those that draft no tokens."""
+    return [
+        ServeAction(kv, int(spec), int(batch), prefill_apart, QuantTier(tier))
+        for kv, spec, batch, tier in product(*GRID.values(), tiers)
+        if drafts or not spec
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """Results of S settings on one load: share of requests missed, (S,); TPOT (ms) and tokens of each second, (T, S).
+
+    A request is missed if it is later than its objective, refused, or still queued at the end. A setting that runs out
+    of memory misses all of them.
+    """
+
+    missed: FloatArray
+    tpot_ms: FloatArray
+    tokens: FloatArray
+
+    def tpot(self, statistic: str) -> FloatArray:
+        """A statistic of TPOT over tokens for each setting, (S,) in ms."""
+        if statistic == "mean":
+            mean: FloatArray = (self.tpot_ms * self.tokens).sum(axis=0) / self.tokens.sum(axis=0)
+            return mean
+        q = QUANTILES[statistic]
+        columns = zip(self.tpot_ms.T, self.tokens.T, strict=True)
+        return np.array([weighted_quantile(tpot, tokens, q) for tpot, tokens in columns])
+
+
+def screen(task: TaskSpec, tables: ServingTables, settings: Sequence[ServeAction]) -> Screened:
+    """Play all settings as rows of one batch with the same requests."""
+    batch = ServingBatch(task, len(settings), None, tables, NEUTRAL, n_loads=1)
+    batch.reset([0])
+    actions = np.array([to_row(setting) for setting in settings])
+    missed, failed = np.zeros(len(settings)), np.zeros(len(settings), dtype=bool)
+    tpot, tokens = np.zeros((2, task.episode_length, len(settings)))
+    for t in range(task.episode_length):
+        batch.step(actions)
+        missed += batch.metric["slo_violations"]
+        failed |= batch.metric["oom"] > 0
+        tpot[t], tokens[t] = batch.metric["tpot_ms"], np.maximum(batch.metric["tokens_per_sec"], 1e-12)
+    left = batch.fleet.state.rows["queue"].reshape(len(settings), -1).sum(axis=1)
+    shares = np.minimum(1.0, (missed + left) / batch.fleet.arrivals[0].sum())
+    return Screened(np.where(failed, 1.0, shares), tpot, tokens)
+
+
+# ---------------------------------------------------------------- one policy, every request
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutcome:
+    """Outcome of one policy on a log.
+
+    Latencies are in ms per request (TTFT) and per token (TPOT, weighted by tokens). ``slo_miss_share`` counts requests
+    that missed their objective, were refused or were not served by the end; ``goodput_rps`` counts the others per
+    second of the log. ``n_gpus`` is the largest number of GPUs in use, with all cards of each replica; ``n_replicas``
+    is the size of the fleet, ``gpu_seconds`` the GPU time used. ``figures`` has all statistics that objectives bound
+    (``ops.objectives``), ``action`` the setting of a constant. ``timeline`` holds signals and knobs at ``t_s``, thinned
+    to a few hundred points; ``support`` is the share of seconds at each level of support by measurements.
+    """
+
+    policy: str
+    n_gpus: int
+    n_replicas: int
+    slo_miss_share: float
+    goodput_rps: float
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    tpot_mean_ms: float
+    tokens_per_s: float
+    completed: float
+    rejected: float
+    unserved: float
+    gpu_seconds: float
+    gpu_s_per_1k_tokens: float
+    restarts: int
+    oom_seconds: int
+    preemptions: float
+    peak_memory_gb: float
+    slo_miss_by_class: dict[str, float]
+    support: dict[str, float]
+    figures: dict[str, float]
+    timeline: dict[str, list[float]] = field(repr=False)
+    action: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run of one policy.
+
+    Its outcome, requests that arrived in each second, the highest throughput of a second, the cost per 1,000 tokens
+    summed over seconds, and whether it ever asked for prefill on separate GPUs.
+    """
+
+    outcome: PolicyOutcome
+    arrivals: FloatArray
+    best_tps: float
+    cost: float
+    asked_apart: bool
+
+
+def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> Run:
+    """Play one policy on the whole log, with the time to first token of every request recorded."""
+    n_steps = task.episode_length
+    batch = ServingBatch(task, 1, None, tables, calibration, record=PIECES_PER_STEP * n_steps)
+    batch.reset([0])
+    agent.reset(1)
+    metrics = {m: np.zeros(n_steps) for m in batch.metric}
+    actions = np.zeros((n_steps, action_size(task.fleet)))
+    levels = dict.fromkeys(LEVELS, 0)
+    asked_apart = False
+    for t in range(n_steps):
+        wanted = agent.act(batch.full_observation())
+        asked_apart |= bool(wanted[0, 3] > 0.5)
+        applied = batch.snap(wanted)
+        actions[t] = applied[0]
+        batch.step(applied)
+        for m, column in metrics.items():
+            column[t] = batch.metric[m][0]
+        assert isinstance(batch.fleet, FluidFleet)
+        levels[fleet_support(batch.fleet)] += 1
+    arrivals = batch.fleet.arrivals[0].sum(axis=1)
+    gpus = gpu_cost(metrics["tokens_per_sec"], metrics["cost_per_1k"]) / calibration.price
+    outcome = _outcome(name, batch, metrics, actions, gpus, levels)
+    best_tps = float(metrics["tokens_per_sec"].max())
+    return Run(outcome, arrivals, best_tps, float(metrics["cost_per_1k"].sum()), asked_apart)
+
+
+def _outcome(
+    name: str,
+    batch: ServingBatch,
+    metrics: dict[str, FloatArray],
+    actions: FloatArray,
+    gpus: FloatArray,
+    levels: dict[str, int],
+) -> PolicyOutcome:
+    """Statistics of an episode; ``gpus`` is the number of GPUs in use in each second, (T,)."""
+    fleet, task = batch.fleet, batch.task
+    assert isinstance(fleet, FluidFleet)
+    arrived = fleet.arrivals[0].sum(axis=0)
+    record = fleet.record[0, : int(fleet.state.rows["n_recorded"][0])]
+    slo_ms = fleet.params.stats.slo_ms
+    histogram, in_time = _latencies(record, slo_ms)
+    tokens = float(metrics["tokens_per_sec"].sum())
+    gpu_seconds = float(gpus.sum())
+    span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
+    missed = 1.0 - in_time / np.maximum(arrived, 1e-9)
+    running = np.maximum(metrics["running_requests"], 1e-9)
+    restarts = np.any(np.diff(actions[:, 3:5], axis=0) != 0, axis=1)
+    return PolicyOutcome(
+        policy=name,
+        n_gpus=math.ceil(float(gpus.max()) - _TOLERANCE),
+        n_replicas=task.fleet.n_replicas,
+        slo_miss_share=float(min(1.0, max(0.0, 1.0 - in_time.sum() / arrived.sum()))),
+        goodput_rps=float(in_time.sum() / span_s),
+        ttft_p50_ms=_quantile(histogram, 0.50),
+        ttft_p90_ms=_quantile(histogram, 0.90),
+        ttft_p99_ms=_quantile(histogram, 0.99),
+        tpot_mean_ms=float((metrics["tpot_ms"] * metrics["tokens_per_sec"]).sum() / max(tokens, 1e-9)),
+        tokens_per_s=tokens / span_s,
+        completed=float(metrics["completed"].sum()),
+        rejected=float(metrics["rejected"].sum()),
+        unserved=float(fleet.state.rows["queue"][0].sum() + fleet.state.rows["in_flight"][0].sum()),
+        gpu_seconds=gpu_seconds,
+        gpu_s_per_1k_tokens=1000.0 * gpu_seconds / max(tokens, 1e-9),
+        restarts=int(restarts.sum()),
+        oom_seconds=int((metrics["oom"] > 0).sum()),
+        preemptions=float(metrics["eviction_events"].sum()),
+        peak_memory_gb=float(metrics["gpu_memory_gb"].max()),
+        slo_miss_by_class={
+            c: float(min(1.0, max(0.0, m))) for c, m in zip(fleet.params.stats.names, missed, strict=True)
+        },
+        figures=_figures(histogram, metrics),
+        support={level: n / len(running) for level, n in levels.items()},
+        timeline=_timeline(metrics, actions),
+    )
+
+
+def _latencies(record: FloatArray, slo_ms: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Histogram of TTFT over ``_BIN_EDGES``, and requests within their objective by class, (C,)."""
+    histogram = np.zeros(len(_BIN_EDGES) + 1)
+    in_time = np.zeros(len(slo_ms))
+    for c, limit in enumerate(slo_ms):
+        mine = record[record[:, 0] == c]
+        for start in range(0, len(mine), _RECORDS_AT_ONCE):
+            values, weights = ttft_samples(mine[start : start + _RECORDS_AT_ONCE])
+            at = np.searchsorted(_BIN_EDGES, values)
+            histogram += np.bincount(at, weights=weights, minlength=len(histogram))
+            in_time[c] += float(weights[values <= limit].sum())
+    return histogram, in_time
+
+
+def _quantile(histogram: FloatArray, q: float) -> float:
+    """The latency (ms) below which a share ``q`` lies."""
+    below = np.cumsum(histogram)
+    if below[-1] <= 0.0:
+        return 0.0
+    return float(_BIN_EDGES[min(int(np.searchsorted(below, q * below[-1])), len(_BIN_EDGES) - 1)])
+
+
+def _figures(histogram: FloatArray, metrics: dict[str, FloatArray]) -> dict[str, float]:
+    """Statistics of TTFT over requests and of TPOT over tokens; all tokens of a second have the same TPOT."""
+    tpot, tokens = metrics["tpot_ms"], np.maximum(metrics["tokens_per_sec"], 1e-12)
+    found = {f"ttft_{name}_ms": _quantile(histogram, q) for name, q in QUANTILES.items()}
+    found |= {f"tpot_{name}_ms": weighted_quantile(tpot, tokens, q) for name, q in QUANTILES.items()}
+    centres = np.append(_BIN_EDGES, _BIN_EDGES[-1])
+    found["ttft_mean_ms"] = float(centres @ histogram / max(float(histogram.sum()), 1e-12))
+    return {**found, "tpot_mean_ms": float((tpot * tokens).sum() / tokens.sum())}
+
+
+def _timeline(metrics: dict[str, FloatArray], actions: FloatArray) -> dict[str, list[float]]:
+    every = _stride(len(actions))
+    admitted = metrics["admitted"]
+    line = {name: thinned(metrics[name]).round(4).tolist() for name in _SIGNALS if not name.startswith("ttft")}
+    for name in ("ttft_p50_ms", "ttft_p99_ms"):
+        # Only seconds with admissions count: a second without any says nothing about latency.
+        total = thinned(metrics[name] * (admitted > 1e-6))
+        count = thinned((admitted > 1e-6).astype(np.float64))
+        line[name] = _held(np.where(count > 0.0, total / np.maximum(count, 1e-12), np.nan)).round(4).tolist()
+    for knob, column in zip((*ACTION_FIELDS, "replicas"), actions.T, strict=False):
+        line[knob] = column[::every].round(4).tolist()
+    return {"t_s": [float(t) for t in range(0, len(actions), every)], **line}
+
+
+def _held(values: FloatArray) -> FloatArray:
+    """The values, with gaps (NaN) filled by the last value before them, or 0 at the start."""
+    last = np.maximum.accumulate(np.where(np.isnan(values), -1, np.arange(len(values))))
+    return np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
+
+
+def _stride(n: int) -> int:
+    return max(1, math.ceil(n / TIMELINE_POINTS))
+
+
+def thinned(values: FloatArray) -> FloatArray:
+    """Means over equal intervals, at most :data:`TIMELINE_POINTS` of them."""
+    every = _stride(len(values))
+    starts = np.arange(0, len(values), every)
+    means: FloatArray = np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
+    return means

@@ -1,0 +1,384 @@
+"""Settings of a policy or a plan as configuration files of serving engines: vLLM, SGLang and vLLM by its Helm chart.
+
+=================== ============================================= ==================================================
+knob                vLLM                                          SGLang
+=================== ============================================= ==================================================
+``batch_size``      ``max-num-seqs``                              ``max-running-requests``
+``kv_budget``       ``gpu-memory-utilization``                    ``mem-fraction-static``
+``spec_length``     ``speculative-config``                        ``speculative-num-steps``, ...
+``quant_tier``      ``quantization``, ``dtype``                   ``quantization``, ``dtype``
+``prefill_disagg``  ``kv-transfer-config``                        ``disaggregation-mode``
+=================== ============================================= ==================================================
+
+The batch limit is the largest value in use for at least 1 % of the time; a controller may lower it. vLLM's share of
+memory is everything that the replica takes (weights, activations, sequences, KV pool) over what the card reports;
+SGLang's is only weights and KV pool. vLLM chooses the number of draft tokens by running requests
+(``[[from, to, tokens], ...]``): the exported number is what the policy drafted there or, where it never ran, what is
+fastest by the lookup table. SGLang always drafts the same number. Precision and placement are those in use for most of
+the time; the precision has its name in the table (FP16 and BF16 are dtypes, the others are separate checkpoints).
+
+``max-num-batched-tokens`` and prefix caching are those of the modelled engine. An engine reads its flags at startup: if
+a policy changes precision or placement, the most used one is exported and a comment states the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from agents.protocol import FloatArray
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import SPEC_LENGTHS, ServeAction
+from ops.capacity import PolicyOutcome
+from ops.plan import Plan, PlanReport
+from ops.shadow import ShadowReport
+from simulator.hardware.engine_times import TIER
+from simulator.hardware.sources import reported_gb
+from simulator.hardware.tables import ServingTables
+
+BATCH_RANGES: Final = ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))
+MINIMUM_SHARE: Final = 0.01
+"""Smallest share of the time for which a setting counts as in use."""
+VLLM_TAG: Final = "v0.32.0"
+"""Image of the vLLM release whose parser checked the options."""
+_CHART_FIELDS: Final = {
+    "max-num-seqs": "maxNumSeqs",
+    "gpu-memory-utilization": "gpuMemoryUtilization",
+    "tensor-parallel-size": "tensorParallelSize",
+    "enable-prefix-caching": "enablePrefixCaching",
+    "dtype": "dtype",
+}
+"""Options for which vLLM's production-stack chart has values; it takes others as arguments."""
+DRAFT_MODEL: Final = "YOUR-EAGLE-HEAD"
+_QUANTIZATION: Final = {
+    "vllm": {
+        "INT8": "compressed-tensors",
+        "INT4": "awq_marlin",
+        "FP8": "fp8",
+        "NVFP4": "modelopt_fp4",
+        "MXFP4": "mxfp4",
+    },
+    "sglang": {"INT8": "w8a8_int8", "INT4": "awq_marlin", "FP8": "fp8", "NVFP4": "modelopt_fp4", "MXFP4": "mxfp4"},
+}
+_DTYPE: Final = {"FP16": "float16", "BF16": "bfloat16"}
+_CHECKPOINT: Final = {"INT8": "W8A8", "INT4": "W4A16", "FP8": "FP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+MOST_MEMORY: Final = 0.98
+"""Largest exported share of a card's memory."""
+
+Drafts = list[tuple[int, int, int, str]]
+"""Draft tokens by running requests of a replica: from, to, tokens, and their source (``policy`` or ``table``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of each replica, independent of the engine; ``comments`` are lines for the reader of the file.
+
+    ``memory_share`` is the share of the card's reported memory that the replica takes, ``static_share`` that of weights
+    and KV pool only.
+    """
+
+    comments: tuple[str, ...]
+    max_num_seqs: int
+    memory_share: float
+    static_share: float
+    tier: str
+    drafts: Drafts
+    prefill_apart: bool
+    max_batched_tokens: int
+    prefix_caching: bool
+    tensor_parallel: int = 1
+    n_replicas: int = 1
+
+    @property
+    def draft_tokens(self) -> int:
+        """Largest number of draft tokens; 0 without drafting."""
+        return max((k for _, _, k, _ in self.drafts), default=0)
+
+
+def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None = None) -> EngineSettings:
+    """Settings of a policy of a report (default: the recommended one)."""
+    outcome = next((o for o in report.outcomes if o.policy == policy), None) if policy else report.best()
+    if outcome is None:
+        raise InvalidConfigError(
+            f"policy {policy!r} is not in the report: one of {[o.policy for o in report.outcomes]}", "policy"
+        )
+    line = {name: np.array(values) for name, values in outcome.timeline.items()}
+    tier = int(_most_used(line["quant_tier"]))
+    most = int(max(_in_use(line["batch_size"])))
+    mean_prompt = float(report.log["prompt_tokens_p50"])
+    per_replica = line["running_requests"] / outcome.n_replicas
+    static_gb = outcome.peak_memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
+    card_gb = reported_gb(tables.meta)
+    return EngineSettings(
+        comments=_comments(report, outcome, line),
+        max_num_seqs=most,
+        memory_share=min(MOST_MEMORY, outcome.peak_memory_gb / card_gb),
+        static_share=min(MOST_MEMORY, static_gb / card_gb),
+        tier=tables.tiers[tier],
+        drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
+        if outcome.action is None
+        else constant_drafts(int(outcome.action["spec_length"]), most),
+        prefill_apart=bool(_most_used(line["prefill_disagg"])),
+        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
+        prefix_caching=report.log["reused_share"] > 0,
+        tensor_parallel=tables.cards_per_replica,
+        n_replicas=outcome.n_replicas,
+    )
+
+
+def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[str, str]:
+    """Configuration files with the plan's settings, by engine."""
+    assert plan.action is not None
+    action = ServeAction.from_dict(plan.action)
+    card_gb, tier = reported_gb(tables.meta), action.quant_tier.value
+    static_gb = plan.memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
+    settings = EngineSettings(
+        comments=(
+            f"Plan: {plan.n_gpus} x {plan.hardware}, replicas: {plan.n_replicas}; {', '.join(report.objectives)}.",
+        ),
+        max_num_seqs=action.batch_size,
+        memory_share=min(MOST_MEMORY, plan.memory_gb / card_gb),
+        static_share=min(MOST_MEMORY, static_gb / card_gb),
+        tier=tables.tiers[tier],
+        drafts=constant_drafts(action.spec_length, action.batch_size),
+        prefill_apart=action.prefill_disagg,
+        max_batched_tokens=int(tables.meta["max_batched_tokens"]),
+        prefix_caching=report.log["reused_share"] > 0,
+        tensor_parallel=plan.tensor_parallel,
+        n_replicas=plan.n_replicas,
+    )
+    return {name: write(settings) for name, write in EXPORTS.items()}
+
+
+def constant_drafts(spec_length: int, max_num_seqs: int) -> Drafts:
+    """Draft tokens of a constant setting: the same at every load."""
+    return [(1, max_num_seqs, spec_length, "policy")] if spec_length else []
+
+
+def draft_schedule(
+    spec_length: FloatArray,
+    running: FloatArray,
+    tables: ServingTables,
+    tier: int,
+    context_tokens: float,
+    max_num_seqs: int = BATCH_RANGES[-1][1],
+) -> Drafts:
+    """Draft tokens by running requests per replica; empty if the policy never drafts.
+
+    Ranges begin at 1 and end at ``max_num_seqs``; neighbouring ranges with the same number are merged.
+    """
+    if not (np.array(_in_use(spec_length)) > 0).any():
+        return []
+    found: Drafts = []
+    for low, last in BATCH_RANGES:
+        if low > max_num_seqs:
+            break
+        high = min(last, max_num_seqs)
+        here = (running >= low - 0.5) & (running < high + 0.5)
+        if here.mean() >= MINIMUM_SHARE:
+            k, source = int(_most_used(spec_length[here])), "policy"
+        else:
+            k, source = fastest_draft(tables, tier, (low * high) ** 0.5, context_tokens), "table"
+        if found and found[-1][2] == k and found[-1][3] == source:
+            found[-1] = (found[-1][0], high, k, source)
+        else:
+            found.append((low, high, k, source))
+    return found
+
+
+def fastest_draft(tables: ServingTables, tier: int, running: float, context_tokens: float) -> int:
+    """Draft length with the least time per token in the nearest cell of the lookup table."""
+    batch = int(np.argmin(np.abs(np.log(tables.axes["batch_size"] / running))))
+    context = int(np.argmin(np.abs(np.log(tables.axes["prompt_len_bucket"] / max(context_tokens, 1.0)))))
+    per_token = tables.decode_ms[tier, :, batch, context] / tables.spec_tokens
+    return int(SPEC_LENGTHS[int(np.argmin(per_token))])
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of an engine, its value (True: a flag), and a comment."""
+
+    name: str
+    value: str | int | float | bool
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value as on a command line; an object becomes JSON."""
+        if isinstance(self.value, bool):
+            return "true"
+        return f"{self.value:.2f}" if isinstance(self.value, float) else str(self.value)
+
+
+def vllm_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """A file for ``vllm serve MODEL --config FILE`` (YAML)."""
+    return _written(settings, "vllm serve MODEL --config THIS-FILE", vllm_options(settings, draft_model))
+
+
+def sglang_config(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """A file for ``python -m sglang.launch_server --model-path MODEL --config FILE`` (YAML)."""
+    command = "python -m sglang.launch_server --model-path MODEL --config THIS-FILE"
+    return _written(settings, command, sglang_options(settings, draft_model))
+
+
+def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> list[Option]:
+    """Options of ``vllm serve``."""
+    options = [
+        Option("max-num-seqs", settings.max_num_seqs),
+        Option("gpu-memory-utilization", settings.memory_share),
+        Option("max-num-batched-tokens", settings.max_batched_tokens),
+    ]
+    if settings.tensor_parallel > 1:
+        options.append(Option("tensor-parallel-size", settings.tensor_parallel))
+    if settings.prefix_caching:
+        options.append(Option("enable-prefix-caching", True))
+    options += _precision(settings, "vllm")
+    if settings.draft_tokens:
+        told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
+        config = {
+            "method": "eagle",
+            "model": draft_model,
+            "num_speculative_tokens": settings.draft_tokens,
+            "num_speculative_tokens_per_batch_size": [[low, high, k] for low, high, k, _ in settings.drafts],
+        }
+        options.append(Option("speculative-config", json.dumps(config), f"Draft tokens by running requests: {told}."))
+    if settings.prefill_apart:
+        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        why = "Prefill on instances of its own: one more per replica, behind a router that sends prompts there first."
+        options.append(Option("kv-transfer-config", json.dumps(config), why))
+    return options
+
+
+def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> list[Option]:
+    """Options of SGLang's ``launch_server``."""
+    options = [
+        Option("max-running-requests", settings.max_num_seqs),
+        Option("mem-fraction-static", settings.static_share),
+        Option("chunked-prefill-size", settings.max_batched_tokens),
+    ]
+    if settings.tensor_parallel > 1:
+        options.append(Option("tp-size", settings.tensor_parallel))
+    if not settings.prefix_caching:
+        options.append(Option("disable-radix-cache", True))
+    options += _precision(settings, "sglang")
+    if settings.draft_tokens:
+        told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
+        why = f"Draft tokens by running requests would be {told}; SGLang drafts one number at every load."
+        if len(settings.drafts) == 1:
+            why = ""
+        options += [
+            Option("speculative-algorithm", "EAGLE", why),
+            Option("speculative-draft-model-path", draft_model),
+            Option("speculative-num-steps", settings.draft_tokens),
+            Option("speculative-eagle-topk", 1),
+            Option("speculative-num-draft-tokens", settings.draft_tokens + 1),
+        ]
+    if settings.prefill_apart:
+        why = "This is the decoding instance; its twin of the same settings has disaggregation-mode: prefill."
+        options.append(Option("disaggregation-mode", "decode", why))
+    return options
+
+
+def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str:
+    """Values of vLLM's production-stack chart (YAML); the user sets the model, CPU and memory of a pod."""
+    options = [o for o in vllm_options(settings, draft_model) if o.name != "kv-transfer-config"]
+    engine: dict[str, Any] = {_CHART_FIELDS[o.name]: o.value for o in options if o.name in _CHART_FIELDS}
+    rest = [o for o in options if o.name not in _CHART_FIELDS]
+    # The chart turns prefix caching off if this is missing.
+    engine["enablePrefixCaching"] = settings.prefix_caching
+    engine["extraArgs"] = [part for option in rest for part in (f"--{option.name}", option.text)]
+    model = {
+        "name": "planned",
+        "repository": "vllm/vllm-openai",
+        "tag": VLLM_TAG,
+        "modelURL": "MODEL",
+        "replicaCount": settings.n_replicas,
+        "requestCPU": 6,
+        "requestMemory": "16Gi",
+        "requestGPU": settings.tensor_parallel,
+        "vllmConfig": engine,
+    }
+    comments = [
+        *settings.comments,
+        "Simulated; measure before you rely on it. helm install NAME vllm/vllm-stack -f THIS-FILE",
+        "Set modelURL, and CPU and memory of a pod, which are not planned.",
+        *(option.why for option in rest if option.why),
+    ]
+    if settings.prefill_apart:
+        comments.append(
+            "Prefill on GPUs of its own is set up with the chart's router and cache; it is not written here."
+        )
+    lines = [f"# {text}" for text in comments]
+    lines += ["servingEngineSpec:", "  modelSpec:"]
+    for i, (name, value) in enumerate(model.items()):
+        indent = "    - " if i == 0 else "      "
+        if isinstance(value, dict):
+            lines.append(f"{indent}{name}:")
+            lines += [f"        {key}: {json.dumps(_rounded(inner))}" for key, inner in value.items()]
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value
+
+
+EXPORTS: Final = {"vllm": vllm_config, "sglang": sglang_config, "helm": helm_values}
+"""Writers of configuration files, by engine; ``helm`` is vLLM in Kubernetes."""
+
+
+def _written(settings: EngineSettings, command: str, options: Sequence[Option]) -> str:
+    lines = [*settings.comments, f"Simulated; measure before you rely on it. {command}"]
+    lines = [f"# {text}" for text in lines]
+    for option in options:
+        lines += [f"# {option.why}"] * bool(option.why)
+        quoted = f"'{option.text}'" if option.text.startswith("{") else option.text
+        lines.append(f"{option.name}: {quoted}")
+    return "\n".join(lines) + "\n"
+
+
+def _precision(settings: EngineSettings, engine: str) -> list[Option]:
+    """Options for the precision; none for a measured engine, which has only one."""
+    if settings.tier == TIER:
+        return []
+    if settings.tier in _DTYPE:
+        return [Option("dtype", _DTYPE[settings.tier])]
+    why = f"{settings.tier}: serve a {_CHECKPOINT[settings.tier]} checkpoint of the model."
+    return [Option("quantization", _QUANTIZATION[engine][settings.tier], why)]
+
+
+def _comments(report: ShadowReport, outcome: PolicyOutcome, line: dict[str, FloatArray]) -> tuple[str, ...]:
+    log, bounds = report.log, _in_use(line["batch_size"])
+    texts = [
+        f"What the policy {outcome.policy!r} set on {log['requests']} recorded requests ({log['rate_rps']:.2f}/s).",
+        f"Replicas: {outcome.n_replicas}, on {outcome.n_gpus} GPUs ({report.hardware}).",
+    ]
+    if len(bounds) > 1:
+        texts.append(f"The policy moves the batch bound ({_listed(bounds)}); the largest is the engine's.")
+    if len(_in_use(line["quant_tier"])) > 1:
+        texts.append("The policy changes precision on the way; the most used one is below.")
+    if len(_in_use(line["prefill_disagg"])) > 1:
+        texts.append("The policy turns disaggregated prefill on and off; the more used is below.")
+    return tuple(texts)
+
+
+def _listed(values: list[float]) -> str:
+    whole = [int(v) for v in values]
+    return ", ".join(map(str, whole)) if len(whole) <= 6 else f"{whole[0]} to {whole[-1]} in {len(whole)} values"
+
+
+def _most_used(values: FloatArray) -> float:
+    kinds, counts = np.unique(values, return_counts=True)
+    return float(kinds[int(np.argmax(counts))])
+
+
+def _in_use(values: FloatArray) -> list[float]:
+    """Values in use for at least ``MINIMUM_SHARE`` of the time, ascending; if there are none, the most used value."""
+    kinds, counts = np.unique(values, return_counts=True)
+    kept = kinds[counts >= MINIMUM_SHARE * len(values)]
+    return [float(v) for v in kept] if len(kept) else [_most_used(values)]

@@ -1,0 +1,146 @@
+"""Offline work that a server runs in a separate process: read a request log, plan and compare on it.
+
+``python -m ops.jobs NAME PARENT`` reads a request as JSON from standard input and writes gzipped JSON to standard
+output: the answer (exit status 0), or the error's parts (exit status 2). A log never takes time or memory of the
+process that answers steps, and modules imported for it (pandas) are gone when the job ends. The job limits its own
+memory and time, and ends with the process PARENT that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from inferencegym.errors import InferenceGymError, short_text
+from inferencegym.models import NAIVE_ACTION, ServeAction
+from inferencegym.tasks import get_task
+from ops.export import EXPORTS, engine_files, settings_of
+from ops.log.reader import Imported, import_log
+from ops.objectives import parse_objective
+from ops.plan import make_plan, registered_tables
+from ops.prices import read_prices
+from ops.report import growth_lines, notes
+from ops.scaling import WITHIN_MISSES, scaling_note
+from ops.shadow import shadow
+from simulator.hardware.tables import tables_of
+
+Request = Mapping[str, Any]
+LIMIT_S: Final = 300
+"""Wall time and processor time of a job (s); a plan over many cards takes a minute on two cores."""
+LIMIT_BYTES: Final = 1 << 30
+"""Memory of a job (bytes); the largest log that a request may send takes two fifths of it."""
+NICENESS: Final = 10
+"""Niceness of a job: steps take precedence over it."""
+_PR_SET_PDEATHSIG: Final = 1
+ERROR_PARTS: Final = ("code", "http_status", "field", "line", "allowed")
+_OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
+
+
+def shadow_job(request: Request) -> dict[str, Any]:
+    """Report of policies on the log's text, with configuration files of engines per policy."""
+    imported = log_of(request)
+    task = None if request.get("task_id") is None else get_task(request["task_id"])
+    tables = tables_of(request.get("hardware") or (None if task is None else task.hardware))
+    fixed = request.get("fixed")
+    report = shadow(
+        imported.log,
+        request["policies"],
+        fixed=NAIVE_ACTION if fixed is None else ServeAction.from_dict(fixed),
+        n_gpus=request.get("gpus"),
+        slo_ms=request.get("slo_ms"),
+        task=task,
+        tables=tables,
+        prices=None if request.get("prices") is None else read_prices(request["prices"]),
+    )
+    settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
+    export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}
+    note = scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES)
+    return {**report.to_dict(), "read": imported.describe(), "notes": [note], "export": export}
+
+
+def plan_job(request: Request) -> dict[str, Any]:
+    """Plans for the log's text, notes on them, and the first plan's settings for engines."""
+    imported = log_of(request)
+    tables = registered_tables(request.get("hardware"), request.get("model"))
+    report = make_plan(
+        imported.log,
+        [parse_objective(text) for text in request["objectives"]],
+        tables,
+        prices=None if request.get("prices") is None else read_prices(request["prices"]),
+        share_met=request.get("share_met"),
+        precisions=request.get("precisions"),
+        drafts=request.get("drafts", True),
+    )
+    first = report.plans[0] if report.plans else None
+    return {
+        **report.to_dict(),
+        "read": imported.describe(),
+        "notes": [*growth_lines(report), *notes(report)],
+        "export": {} if first is None else engine_files(first, tables[first.hardware], report),
+    }
+
+
+JOBS: Final[dict[str, Callable[[Request], dict[str, Any]]]] = {"shadow": shadow_job, "plan": plan_job}
+
+
+def log_of(request: Request) -> Imported:
+    """The request log whose text is ``log``."""
+    end_s = request.get("to_s")
+    return import_log(
+        short_text(Path(request.get("name") or "log.csv").name),
+        columns=request.get("columns"),
+        start_s=request.get("from_s") or 0.0,
+        end_s=math.inf if end_s is None else end_s,
+        content=request["log"],
+    )
+
+
+def respond(name: str, request: Request) -> tuple[int, dict[str, Any]]:
+    """Do a job: returns 0 and its answer, or 2 and the parts of an error, worded for the sender of the request.
+
+    Error messages name fields of the request instead of command options.
+    """
+    try:
+        return 0, JOBS[name](request)
+    except InferenceGymError as error:
+        parts = {part: found for part in ERROR_PARTS if (found := getattr(error, part, None)) is not None}
+        return 2, {"message": _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error)), **parts}
+    except MemoryError:
+        said = f"the work took more than {LIMIT_BYTES:,} bytes of memory; send a shorter part of the log"
+        return 2, {"message": said, "code": "job_lost", "http_status": 503}
+
+
+def confine(parent: int) -> None:
+    """Limit this process's memory, processor time and wall time, and end it with the process that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent has already ended
+        sys.exit("the server has ended")
+    # Not RLIMIT_AS: libraries reserve address space in proportion to the number of processors.
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    os.nice(NICENESS)
+
+
+def main() -> int:
+    """Read a request, do the job, write the answer."""
+    confine(int(sys.argv[2]))
+    status, answer = respond(sys.argv[1], json.load(sys.stdin))
+    sys.stdout.buffer.write(gzip.compress(json.dumps(answer, allow_nan=False).encode(), 5, mtime=0))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

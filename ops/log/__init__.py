@@ -1,0 +1,1 @@
+"""Readers of request logs and benchmark files."""

@@ -1,0 +1,522 @@
+"""Read request logs: a file of any known format, or a packed trace, becomes a :class:`RequestLog` in memory.
+
+Formats are listed in :mod:`ops.log.formats`. Any file may be compressed (``.gz``). Tables and JSON lines are read in
+pieces, so a log of gigabytes needs only the memory of its numbers. A value that does not fit is refused with file, line
+and field; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
+from ops.log.columns import (
+    REQUIRED,
+    Clock,
+    Columns,
+    classes,
+    failed,
+    find_columns,
+    numbers_or_nan,
+    parse_columns,
+    parse_filter,
+    plain,
+    tokens,
+)
+from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
+from ops.log.source import Source, Value
+from simulator.hardware.tables import FloatArray
+from simulator.load.prefix import BLOCK_TOKENS, PrefixReuse
+from simulator.load.recorded import load_trace
+from simulator.load.requests import MAX_REQUESTS, RequestLog
+
+MAX_SPAN_S: Final = 366 * 86_400
+"""Longest log (s). Every second is kept, with or without requests, so a longer log would be mostly silence."""
+COARSE_TICK_S: Final = 0.5
+"""Arrivals recorded in steps at least this long are spread within their step."""
+ROWS_AT_ONCE: Final = 50_000
+MAX_COLUMNS: Final = 10_000
+"""Most columns of a table, or fields of a JSON record, those of nested objects included."""
+MAX_NAME_CHARS: Final = 1_000
+"""Longest name of a column, or path of a field (characters)."""
+_RECORDS_SEEN: Final = 100
+"""Records searched for columns: not every record has all fields."""
+_LISTS: Final = ("data", "logs", "results", "records", "rows", "items", "requests")
+"""Fields in which gateway APIs keep their list of records."""
+_NO_KNOWN_JSON: Final = (
+    "JSON of no known log; known are records one a line or in a list (data, logs, results, ...), AIPerf's records, "
+    "Mooncake's traces, GuideLLM's report (benchmarks), vLLM's detailed result (start_times, from --save-detailed) and "
+    "kv-cache-tester's conversations (requests, block_size)"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imported:
+    """A request log and how it was read.
+
+    ``columns`` says where each quantity came from, ``skipped`` how many rows were left out for each reason, ``tick_s``
+    over which step (s) arrivals were spread, ``notes`` what else a reader must know, one sentence each.
+    """
+
+    log: RequestLog
+    format: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    tick_s: float = 0.0
+    notes: Sequence[str] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Origin of the log, for the description in a packed trace."""
+        found = {"format": self.format, "columns": dict(self.columns), "skipped": dict(self.skipped)}
+        return {**found, "tick_s": self.tick_s, "notes": list(self.notes)}
+
+
+def import_log(
+    path: str | Path,
+    format: str = "auto",
+    *,
+    columns: str | None = None,
+    limit: int | None = None,
+    start_s: float = 0.0,
+    end_s: float = math.inf,
+    run: int | None = None,
+    content: str | None = None,
+    skip_failed: bool = False,
+    only: str | None = None,
+) -> Imported:
+    """Read a request log, sorted by arrival, starting at 0.
+
+    ``columns`` names columns of a table (:func:`ops.log.columns.parse_columns`); others are found by their usual names.
+    ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
+    chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``).
+    ``content`` is the text of a file that was uploaded under the name ``path``. A failed request was still load: if it
+    has a prompt it counts, with the median output of the others, unless ``skip_failed``. Arrivals recorded in coarse
+    steps are spread over their step, in the order of the file. Raises :class:`DataFormatError` naming file, line and
+    field.
+    """
+    source = Source(Path(path), run, content, skip_failed, None if only is None else parse_filter(only))
+    if content is None and source.path.suffix == ".npz":
+        return Imported(cut_log(load_trace(str(path))[0], start_s, end_s, str(path), limit), "packed trace")
+    if format not in ("auto", *NAMES):
+        raise InvalidConfigError(f"format={format!r} is not known: one of auto, {', '.join(NAMES)}")
+    given = parse_columns(columns) if columns is not None else None
+    with source.reading():
+        try:
+            table = _open_log(source, format, given)
+            rows, blocks = _collect(source, table, limit)
+        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            line = re.search(r"(?:line|row) (\d+)", str(error))
+            source.line = int(line[1]) if line else 0
+            raise source.wrong(f"is not CSV ({str(error).strip()})") from error
+    log, tick_s = _ordered(rows, blocks, source.block_tokens)
+    log = cut_log(log, start_s, end_s, str(path))
+    if log.arrival_s[-1] > MAX_SPAN_S:
+        raise DataFormatError(
+            f"{path}: lasts {log.arrival_s[-1]:g} s; a log may last {MAX_SPAN_S:,} s: if its times are not in "
+            "seconds, name their unit (--columns arrival=COLUMN:ms), else choose a part of it (--from-s, --to-s)"
+        )
+    return Imported(log, table.format.name, table.columns.describe(table.clock), source.skipped, tick_s, source.notes)
+
+
+# ---------------------------------------------------------------- files: frames of raw cells
+
+
+@dataclass(slots=True)
+class _Table:
+    """A file as frames of raw cells under its own column names, indexed by line (negative: by position in a list)."""
+
+    format: Format
+    columns: Columns
+    frames: Iterator[pd.DataFrame]
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.columns.unit, self.columns.names["arrival"])
+
+
+def _open_log(source: Source, format: str, given: Columns | None) -> _Table:
+    conversations = format_of("kv-cache-tester")
+    if source.is_folder():
+        if format not in ("auto", conversations.name):
+            raise source.wrong(f"is a folder; {format} is read from a file")
+        return _document(source, conversations, given)
+    if source.begins_with(b"PAR1"):
+        return _parquet(source, given)
+    first = next((line for line in source.lines() if line.strip()), "").strip()
+    source.line = 0
+    if not first:
+        raise source.wrong("is empty")
+    return _json(source, first, format, given) if first[0] in "{[" else _csv(source, format, given)
+
+
+def _format_of(source: Source, format: str, there: list[str], given: Columns | None) -> tuple[Format, Columns]:
+    """Format and columns of a table: a known format if its columns are present, else columns by their usual names."""
+    for known in FORMATS:
+        columns = parse_columns(known.columns).present(there)
+        told = given is None and not known.told_by and set(REQUIRED) <= set(columns.names)
+        if known.name == format or (format == "auto" and told):
+            return known, find_columns(source, there, given or columns)
+    if format not in ("auto", TABLE.name):
+        raise source.wrong(f"is a table, which {format} is not; leave --format out")
+    return TABLE, find_columns(source, there, given)
+
+
+def _wanted(source: Source, columns: Columns) -> list[str]:
+    """Names of the columns to read."""
+    return list(dict.fromkeys([*columns.names.values(), *([] if source.only is None else [source.only[0]])]))
+
+
+def _csv(source: Source, format: str, given: Columns | None) -> _Table:
+    before, header = next((source.line - 1, line) for line in source.lines() if line.strip())
+    separator = max(",;\t|", key=header.count)
+    # Count the columns first: pandas takes a minute for a hundred thousand of them.
+    for names in csv.reader(source.lines(), delimiter=separator, skipinitialspace=True):
+        _check_names(source, names)
+        if any(names):
+            break
+    source.line = 0
+    options: dict[str, Any] = {
+        "sep": separator,
+        "skiprows": before,
+        "dtype": str,
+        "keep_default_na": False,
+        "na_values": [""],
+        "skip_blank_lines": False,
+        "index_col": False,
+        "skipinitialspace": True,
+    }
+    with source.open() as text:
+        there = [str(c).strip() for c in pd.read_csv(text, nrows=0, **options).columns]
+    if set(there) & {"Metric", "Benchmark", "Run Info"} and not {plain(c) for c in there} & {"timestamp"}:
+        raise source.wrong("holds summaries, not requests; give the tool's per-request file")
+    found, columns = _format_of(source, format, there, given)
+    wanted = _wanted(source, columns)
+
+    def frames() -> Iterator[pd.DataFrame]:
+        options["usecols"] = lambda name: str(name).strip() in wanted
+        with source.open() as text, pd.read_csv(text, chunksize=ROWS_AT_ONCE, **options) as pieces:
+            for frame in pieces:
+                frame.columns = [str(c).strip() for c in frame.columns]
+                # Line numbers count the header and the blank lines before it; they hold if no quoted cell spans lines.
+                frame.index = frame.index + before + 2
+                yield frame.dropna(how="all")
+
+    return _Table(found, columns, frames())
+
+
+def _parquet(source: Source, given: Columns | None) -> _Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        there = pq.read_schema(source.path).names
+        columns = find_columns(source, there, given)
+        frame = pd.read_parquet(source.path, columns=_wanted(source, columns))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, DataFormatError):
+            raise
+        raise source.wrong(f"is not parquet ({error})") from error
+    frame.index = pd.RangeIndex(1, len(frame) + 1)
+    return _Table(TABLE, columns, iter([frame]))
+
+
+def _json(source: Source, first: str, format: str, given: Columns | None) -> _Table:
+    """Read JSON: one record per line, a list of records, or a document of a tool."""
+    record = _first_object(source, first)
+    if record is None:  # a list, or a document that spans lines
+        whole = source.json(source.text().strip())
+        if isinstance(whole, list):
+            return _records(source, format, given, lambda: _elements(whole))
+        record = whole if isinstance(whole, dict) else {}
+        if not {*_LISTS, *(key for known in FORMATS for key in known.told_by)} & set(record):
+            raise source.wrong(_NO_KNOWN_JSON)
+    for known in FORMATS:
+        if known.records and (known.name == format or (format == "auto" and set(known.told_by) & set(record))):
+            return _document(source, known, given)
+    inner = next((key for key in _LISTS if isinstance(record.get(key), list)), None)
+    if inner is None:
+        return _records(source, format, given, lambda: _json_lines(source))
+    listed = source.document().at(inner).elements()
+    source.within = inner
+    return _records(source, format, given, lambda: _elements(listed))
+
+
+def _document(source: Source, known: Format, given: Columns | None) -> _Table:
+    assert known.records is not None
+    listed = known.records(source)
+    return _records(source, known.name, given, lambda: _elements(listed))
+
+
+def _elements(records: list[Any]) -> Iterator[tuple[int, Any]]:
+    """Records of a list, numbered by negative positions (-1 is the first) because they have no lines."""
+    return ((-1 - i, record) for i, record in enumerate(records))
+
+
+def _json_lines(source: Source) -> Iterator[tuple[int, Any]]:
+    return ((source.line, source.object(line).value) for line in source.lines() if line.strip())
+
+
+def _first_object(source: Source, first: str) -> dict[str, Any] | None:
+    """The object on the first line; None for a list or a document that spans lines."""
+    try:
+        found = source.json(first)
+    except DataFormatError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _records(
+    source: Source, format: str, given: Columns | None, records: Callable[[], Iterable[tuple[int, Any]]]
+) -> _Table:
+    """Records with their lines, or positions in a list (:func:`_elements`), as frames of the fields to read."""
+    there: dict[str, None] = {}
+    for number, record in islice(records(), _RECORDS_SEEN):
+        there.update(dict.fromkeys(_flat(source, _object(source, number, record))))
+        _check_names(source, there)
+    source.line = 0
+    if not there:
+        raise source.wrong("holds no requests")
+    found, columns = _format_of(source, format, list(there), given)
+    wanted = _wanted(source, columns)
+
+    def frames() -> Iterator[pd.DataFrame]:
+        taken = iter(records())
+        while piece := list(islice(taken, ROWS_AT_ONCE)):
+            rows = []
+            for number, record in piece:
+                fields = _object(source, number, record)
+                if found.needs and not fields.get(found.needs):
+                    source.skipped["failed"] += 1
+                    continue
+                flat = _flat(source, fields)
+                rows.append((number, *(flat.get(name) for name in wanted)))
+            lines, *cells = zip(*rows, strict=True) if rows else ((), *[()] * len(wanted))
+            data = {name: pd.Series(list(c), dtype="object") for name, c in zip(wanted, cells, strict=True)}
+            yield pd.DataFrame(data).set_axis(list(lines))
+
+    return _Table(found, columns, frames())
+
+
+def _object(source: Source, number: int, record: Any) -> dict[str, Any]:
+    source.line = max(0, number)
+    if not isinstance(record, dict):
+        raise source.wrong("is not a JSON object")
+    return record
+
+
+def _flat(source: Source, record: Mapping[str, Any], before: str = "", depth: int = 5) -> dict[str, Any]:
+    """Fields of a record by path, nested objects included; a name may itself contain dots."""
+    found: dict[str, Any] = {}
+    # Check before names are joined to paths: each path repeats all names that lead to it.
+    _check_names(source, record, before)
+    for key, value in record.items():
+        found[before + key] = value
+        if isinstance(value, dict) and depth:
+            found.update(_flat(source, value, f"{before}{key}.", depth - 1))
+    _check_names(source, found)
+    return found
+
+
+def _check_names(source: Source, names: Collection[str], before: str = "") -> None:
+    """Refuse too many columns or fields, and names that are too long."""
+    if len(names) > MAX_COLUMNS:
+        raise source.wrong(f"has more than {MAX_COLUMNS:,} columns or fields: this is not a request log")
+    if names and len(before) + max(map(len, names)) > MAX_NAME_CHARS:
+        raise source.wrong(f"has a column or field whose name is longer than {MAX_NAME_CHARS:,} characters")
+
+
+# ---------------------------------------------------------------- from frames to a log
+
+
+def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataFrame, list[tuple[Any, ...]]]:
+    """Requests that count, in the order of the file, and the block ids of each prompt if the log has them."""
+    pieces: list[pd.DataFrame] = []
+    blocks: list[tuple[Any, ...]] = []
+    room = MAX_REQUESTS + 1 if limit is None else limit
+    models: Counter[str] = Counter()
+    for raw in table.frames:
+        if source.only is not None:
+            column, value = source.only
+            raw = raw[np.array([str(cell) == value for cell in raw[column]], dtype=bool)]
+        if "model" in table.columns.names:
+            models.update(map(str, raw[table.columns.names["model"]].dropna()))
+        pieces.append(_numbers_of(source, table, raw).iloc[:room])
+        room -= len(pieces[-1])
+        if sum(map(len, pieces)) > MAX_REQUESTS:
+            source.line = max(0, int(pieces[-1].index[-1]))
+            raise source.wrong(f"is request {MAX_REQUESTS + 1:,}, one more than a log may hold; cut it with --limit")
+        if "blocks" in table.columns.names:
+            blocks += _blocks_of(source, table.columns.names["blocks"], raw.loc[pieces[-1].index])
+        if room <= 0:
+            break
+    source.line = 0
+    rows = pd.concat(pieces) if pieces else pd.DataFrame()
+    if not len(rows):
+        raise source.wrong("holds no requests")
+    _note_duplicates(source, table, rows)
+    rows = _with_outputs(source, rows)
+    if len(models) > 1:
+        listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
+        source.notes.append(
+            f"requests of {len(models)} models are taken for one load ({short_text(listed, 200)}); choose one with "
+            f"--filter {table.columns.names['model']}=NAME"
+        )
+    return rows, blocks
+
+
+def _note_duplicates(source: Source, table: _Table, rows: pd.DataFrame) -> None:
+    """Add a note about requests that share an id; all of them count."""
+    twice = rows["id"].duplicated(keep=False).to_numpy() if "id" in table.columns.names else np.zeros(len(rows))
+    if twice.any():
+        first, second = rows.index[rows["id"] == rows["id"].to_numpy()[twice.argmax()]][:2]
+        where = f"lines {first} and {second}" if first > 0 else f"places {-1 - first} and {-1 - second} of the list"
+        source.notes.append(
+            f"{int(twice.sum()):,} requests share their {table.columns.names['id']} with another one, the first on "
+            f"{where}; all of them count"
+        )
+
+
+def _with_outputs(source: Source, rows: pd.DataFrame) -> pd.DataFrame:
+    """Give failed requests (output NaN) the median output of the others."""
+    n = int(rows["output"].isna().sum())
+    if n == 0:
+        return rows
+    median = 1.0 if n == len(rows) else float(rows["output"].median())
+    source.notes.append(
+        f"{n:,} of the requests failed; they count as demand with the median output, {median:g} tokens "
+        "(--failed skip leaves them out)"
+    )
+    return rows.fillna({"output": median})
+
+
+def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFrame:
+    """Requests of a frame that count, as numbers; those left out are counted by reason."""
+    names = table.columns.names
+    lost = failed(raw[names["status"]], names["status"]) if "status" in names else np.zeros(len(raw), dtype=bool)
+    if lost.any():
+        out = lost & (source.skip_failed | ~(numbers_or_nan(raw[names["prompt"]]) >= 1))
+        _count(source, "failed", out)
+        raw, lost = raw[~out], lost[~out]
+    prompt = tokens(raw[names["prompt"]], source, names["prompt"])
+    # The output of a failed request, if recorded at all, is not the output that it asked for.
+    answered = raw[names["output"]].astype("object").where(~lost, 0) if lost.any() else raw[names["output"]]
+    output = tokens(answered, source, names["output"])
+    lost |= (output < 1) & table.format.needs_output
+    reused = np.zeros(len(raw))
+    if "reused" in names:
+        reused = tokens(raw[names["reused"]].fillna(0), source, names["reused"])
+    frame = pd.DataFrame(
+        {
+            "arrival": table.clock.seconds(raw[names["arrival"]], source, names["arrival"]),
+            "prompt": prompt,
+            "output": np.where(lost, np.nan, np.maximum(1.0, output)),
+            "class": classes(raw[names["class"]], source, names["class"]) if "class" in names else 0.0,
+            "reused": np.minimum(reused, prompt),
+            "id": _hashes(raw[names["id"]]) if "id" in names else 0,
+        },
+        index=raw.index,
+    )
+    out = lost & source.skip_failed
+    _count(source, "failed", out)
+    _count(source, "no prompt", (prompt < 1) & ~out)
+    return frame[(prompt >= 1) & ~out]
+
+
+def _hashes(ids: pd.Series) -> list[int]:
+    """A number for each id; a row without an id gets a number of its own."""
+    cells = zip(ids.index, ids.astype("object").tolist(), ids.isna().tolist(), strict=True)
+    return [hash((line,)) if missing else hash(str(cell)) for line, cell, missing in cells]
+
+
+def _count(source: Source, why: str, which: Any) -> None:
+    if n := int(which.sum()):
+        source.skipped[why] += n
+
+
+def _blocks_of(source: Source, name: str, raw: pd.DataFrame) -> list[tuple[Any, ...]]:
+    """Block ids of each prompt."""
+    found = []
+    for line, ids in zip(raw.index, raw[name], strict=True):
+        source.line = max(0, int(line))
+        if ids is None:
+            raise source.wrong(f"has no {name}, which other lines have: give them for every prompt, or for none", name)
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
+        found.append(ids if isinstance(ids, tuple) else Value(source, name, ids).integers())
+    return found
+
+
+def _ordered(rows: pd.DataFrame, blocks: list[tuple[Any, ...]], block_tokens: int) -> tuple[RequestLog, float]:
+    """Sort by arrival (from 0 on), spread coarse arrivals, and find repeated prefixes."""
+    order = np.argsort(rows["arrival"].to_numpy(), kind="stable")
+    rows = rows.iloc[order]
+    arrival = rows["arrival"].to_numpy() - rows["arrival"].iloc[0]
+    tick_s = coarse_tick_s(arrival)
+    if tick_s > 0.0:
+        arrival = spread_ticks(arrival, tick_s)
+    log = RequestLog(
+        arrival_s=arrival,
+        prompt_tokens=rows["prompt"].to_numpy(),
+        output_tokens=rows["output"].to_numpy(),
+        class_index=rows["class"].to_numpy().astype(np.int64),
+        reused_tokens=rows["reused"].to_numpy(),
+    )
+    if blocks:
+        log = with_blocks(log, [blocks[i] for i in order], block_tokens)
+    return log, tick_s
+
+
+def with_blocks(log: RequestLog, blocks: list[tuple[Any, ...]], block_tokens: int = BLOCK_TOKENS) -> RequestLog:
+    """The log with its repeated prefixes, from the block ids of each prompt in order of arrival."""
+    reuse = PrefixReuse(block_tokens)
+    lengths = zip(blocks, log.prompt_tokens.astype(int).tolist(), log.output_tokens.astype(int).tolist(), strict=True)
+    reused = np.array([reuse.add(ids, prompt, output) for ids, prompt, output in lengths], dtype=np.float64)
+    return replace(log, reused_tokens=reused, reuse_hit=reuse.hit_curve())
+
+
+def coarse_tick_s(arrival_s: FloatArray) -> float:
+    """Step (s) of arrivals that were recorded in steps of half a second or more; 0 if they are finer."""
+    distinct = np.unique(arrival_s)
+    if len(distinct) < 3 or 2 * len(distinct) > len(arrival_s):
+        return 0.0
+    tick = float(np.median(np.diff(distinct)))
+    return tick if tick >= COARSE_TICK_S else 0.0
+
+
+def spread_ticks(arrival_s: FloatArray, tick_s: float) -> FloatArray:
+    """Spread arrivals uniformly at random over the step in which each was recorded; their order stays.
+
+    The random numbers come from a fixed seed: the same file always gives the same log.
+    """
+    within = np.random.default_rng([0, 0]).random(len(arrival_s))
+    # Sort by tick, then by draw: this keeps the ticks in place and orders the draws within each.
+    _, tick = np.unique(arrival_s, return_inverse=True)
+    moved: FloatArray = arrival_s + tick_s * within[np.lexsort((within, tick))]
+    return np.maximum.accumulate(moved)
+
+
+def cut_log(
+    log: RequestLog, start_s: float, end_s: float, name: str = "the log", limit: int | None = None
+) -> RequestLog:
+    """Requests of a window (s after the first arrival), at most ``limit``; times count from the window's start."""
+    inside = (log.arrival_s >= start_s) & (log.arrival_s < end_s)
+    if limit is not None:
+        inside &= np.cumsum(inside) <= limit
+    if inside.all() and start_s == 0.0:
+        return log
+    if not inside.any():
+        raise DataFormatError(
+            f"{name}: no request between {start_s:g} and {end_s:g} s; the last is at {log.arrival_s[-1]:g} s"
+        )
+    return log.part(inside, start_s)

@@ -1,0 +1,522 @@
+"""Search for the cheapest fleet that meets objectives on a request log.
+
+For every card it finds the smallest number of GPUs on which some setting meets all objectives, with the simulator's
+stated error as margin. Hundreds of constant settings are rows of one batch (:func:`ops.capacity.screen`); the best ones
+are then played with all latencies recorded. If the log is long, only its busiest part is searched, and the result is
+played on all of it. The report adds what adaptive policies do on as many GPUs and on fewer, and how many GPUs more
+traffic needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from agents.policies.constant import ConstantAgent
+from agents.registry import make_agent
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
+from inferencegym.tasks import TaskSpec
+from ops.capacity import (
+    MAX_SPAN_S,
+    NEUTRAL,
+    PolicyOutcome,
+    fleet_for,
+    grid,
+    log_summary,
+    log_task,
+    on_replicas,
+    play_policy,
+    screen,
+)
+from ops.objectives import Objective, margin
+from ops.prices import Prices
+from ops.scaling import Autoscaled, autoscaled
+from simulator.hardware.catalogue import table_path, tables_named, usual_name
+from simulator.hardware.tables import ServingTables, load_tables
+from simulator.load.requests import RequestLog
+
+STATED_ERRORS: Final = {"ttft": 0.109, "tpot": 0.019}
+"""Relative errors of simulated latencies against A100 runs held out of every fit: for TTFT the larger of the quantiles'
+errors in steps of 1 s (docs/fidelity.md, "Other simulators"). Other cards were not measured as fleets."""
+SEARCH_S: Final = 900.0
+"""Length (s) of the busiest part of a log, which is searched; the plan is played on all of it."""
+FINALISTS: Final = 2
+"""Number of settings of each precision that are played with all latencies recorded."""
+MAX_GPUS: Final = 256
+ADAPTIVE: Final = ("heuristic", "hill_climb")
+"""Policies that need only the observation; they are compared with the plan's constant setting."""
+GROWTH: Final = (1.5, 2.0)
+
+
+class Progress(Protocol):
+    """Callback for progress: the current task in words, and the share of all work that is done."""
+
+    def __call__(self, what: str, share: float) -> None: ...
+
+
+def silent(what: str, share: float) -> None:
+    """Report no progress."""
+
+
+def registered_tables(hardware: Sequence[str] | None = None, model: str | None = None) -> dict[str, ServingTables]:
+    """Load the tables that :func:`simulator.hardware.catalogue.tables_named` selects, by name."""
+    return {name: load_tables(table_path(name)) for name in tables_named(hardware, model)}
+
+
+def tables_of_files(paths: Sequence[Path]) -> dict[str, ServingTables]:
+    """Load the user's own table files, by file name without suffix."""
+    if twice := {path.stem for path in paths if [each.stem for each in paths].count(path.stem) > 1}:
+        raise InvalidConfigError(f"several tables are named {', '.join(sorted(twice))}: rename files", "table")
+    return {path.stem: load_tables(path) for path in paths}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A fleet on a log: its make-up, its performance, its cost.
+
+    ``margin`` is the smallest distance of a figure, with the stated error added, from its limit, as a share of the
+    limit; ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of
+    memory. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs,
+    and as many again if prefill runs on separate ones. ``gpu_hours_per_million_tokens`` counts output tokens. Costs are
+    None without prices.
+    """
+
+    hardware: str
+    card: str
+    n_gpus: int
+    n_replicas: int
+    tensor_parallel: int
+    policy: str
+    precision: str
+    action: dict[str, Any] | None
+    meets: bool
+    margin: float
+    share_in_time: float
+    figures: dict[str, float]
+    tokens_per_s: float
+    gpu_hours_per_million_tokens: float
+    cost_per_hour: float | None
+    cost_per_million_tokens: float | None
+    support: dict[str, float]
+    memory_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Answer to "which GPUs, how many, which settings": one plan per hardware, the cheapest first.
+
+    ``tried`` are all fleets that were played with latencies recorded; ``front`` is their :func:`pareto` front.
+    ``growth`` says how the first plan performs under more traffic, and how many GPUs its settings then need;
+    ``adaptive`` has policies on as many GPUs and on fewer. On the fewest GPUs that suffice for a policy, it serves the
+    share ``adapting_gain`` more of the requests in time than the best constant there. ``autoscaling`` is the first plan
+    under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
+    reason; ``unmet`` the largest fleet of each hardware on which nothing met the objectives; ``warnings`` the
+    catalogue's warnings about the tables of plans.
+    """
+
+    log: dict[str, Any]
+    objectives: list[str]
+    share_met: float
+    plans: list[Plan]
+    front: list[Plan]
+    growth: list[dict[str, Any]]
+    adaptive: list[Plan]
+    adapting_saves_gpus: int
+    adapting_gain: float
+    autoscaling: list[Autoscaled]
+    stated_errors: dict[str, float]
+    currency: str
+    prices_from: str
+    played_s: float
+    searched_s: float
+    wall_s: float
+    model: str
+    left_out: dict[str, str]
+    unmet: list[Plan]
+    warnings: dict[str, list[str]]
+    tried: list[Plan] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+def make_plan(
+    log: RequestLog,
+    objectives: Sequence[Objective],
+    tables: Mapping[str, ServingTables],
+    *,
+    prices: Prices | None = None,
+    share_met: float | None = None,
+    precisions: Sequence[str] | None = None,
+    drafts: bool = True,
+    policies: Sequence[str] = ADAPTIVE,
+    progress: Progress = silent,
+) -> PlanReport:
+    """Search fleets of all these tables, which must be of one model.
+
+    ``share_met`` is the share of requests whose first token must come within the objective (default: that of the
+    strictest percentile), ``precisions`` names the precisions that may be used (default: all of a table), ``drafts``
+    says whether settings may draft tokens. Tables with none of the precisions and cards without a price are left out.
+    Raises :class:`InvalidConfigError` if no objective is given or no table is left.
+    """
+    started = time.perf_counter()
+    if not objectives:
+        raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
+    tables, left_out = _usable(tables, prices, precisions)
+    first_token = [o for o in objectives if o.quantity == "ttft"]
+    strictest = max(first_token, key=lambda o: o.share, default=None)
+    required = max(share_met or 0.0, strictest.share if strictest else 0.0)
+    played, searched = busiest(log, MAX_SPAN_S), busiest(log, SEARCH_S)
+    limit_ms = strictest.limit_ms if strictest else None
+    searches = []
+    for at, (name, table) in enumerate(tables.items()):
+        tasks = [log_task(part, table, limit_ms) for part in (searched, played)]
+        card = _Card(name, table, tasks[0], tasks[1], objectives, required, prices, precisions, drafts)
+        progress(f"searching {name}", at / (len(tables) + 1))
+        card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
+        searches.append(card)
+    found = sorted((c for c in searches if c.best is not None), key=_Card.price)
+    tried = [plan for card in searches for plan in card.tried]
+    growth: list[dict[str, Any]] = []
+    adaptive: list[Plan] = []
+    saved, gain = 0, 0.0
+    scaling: list[Autoscaled] = []
+    if found:
+        progress("adaptive policies and growth", len(tables) / (len(tables) + 1))
+        first = found[0]
+        adaptive, saved, gain = first.adaptive(policies)
+        scaling = first.autoscaled()
+        growth = [first.under(factor, searched.faster(factor)) for factor in GROWTH]
+    progress("done", 1.0)
+    return PlanReport(
+        log=log_summary(log),
+        objectives=[str(o) for o in objectives],
+        share_met=required,
+        plans=[card.best for card in found if card.best is not None],
+        front=pareto(tried),
+        growth=growth,
+        adaptive=adaptive,
+        adapting_saves_gpus=saved,
+        adapting_gain=gain,
+        autoscaling=scaling,
+        stated_errors=STATED_ERRORS,
+        currency="" if prices is None else prices.currency,
+        prices_from="" if prices is None else prices.source,
+        played_s=float(played.arrival_s[-1]),
+        searched_s=float(searched.arrival_s[-1]),
+        wall_s=time.perf_counter() - started,
+        model=usual_name(str(next(iter(tables.values())).meta["model"])),
+        left_out=left_out,
+        unmet=[card.largest for card in searches if card.best is None],
+        warnings={
+            card.name: list(tables[card.name].meta["warnings"])
+            for card in found
+            if tables[card.name].meta.get("warnings")
+        },
+        tried=tried,
+    )
+
+
+def _usable(
+    tables: Mapping[str, ServingTables], prices: Prices | None, precisions: Sequence[str] | None
+) -> tuple[dict[str, ServingTables], dict[str, str]]:
+    """Tables that have a price and one of the precisions, and why the others are left out."""
+    left_out: dict[str, str] = {}
+    for name, table in tables.items():
+        card = str(table.meta["hardware"])
+        if prices is not None and card not in prices.per_gpu_hour:
+            left_out[name] = f"no price of {card}"
+        elif precisions is not None and not set(precisions) & set(table.tiers):
+            left_out[name] = f"it has {', '.join(table.tiers)}"
+    kept = {name: table for name, table in tables.items() if name not in left_out}
+    if not kept:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        unpriced = all(reason.startswith("no price") for reason in left_out.values())
+        raise InvalidConfigError(f"no hardware is left to plan with ({reasons})", "prices" if unpriced else "quant")
+    return kept, left_out
+
+
+def _within(progress: Progress, what: str, at: int, parts: int, share: float) -> None:
+    """Report the progress of one of several parts."""
+    progress(what, (at + share) / parts)
+
+
+def busiest(log: RequestLog, seconds: float) -> RequestLog:
+    """The part of this length with the most tokens, with times from its own start; all of a shorter log."""
+    if log.arrival_s[-1] < seconds:
+        return log
+    work = np.concatenate([[0.0], np.cumsum(log.prompt_tokens + log.output_tokens)])
+    ends = np.searchsorted(log.arrival_s, log.arrival_s + seconds - 1.0)
+    first = int(np.argmax(work[ends] - work[:-1]))
+    return log.part(slice(first, int(ends[first])), log.arrival_s[first])
+
+
+def pareto(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that no other plan beats in both cost and share of requests in time, cheapest first.
+
+    Without prices the cost is the number of GPUs, and GPUs of different hardware are not compared.
+    """
+    front: dict[str, list[Plan]] = {}
+    for plan in sorted(plans, key=lambda p: (_cost(p), -p.share_in_time)):
+        line = front.setdefault(plan.hardware if plan.cost_per_hour is None else "", [])
+        if not line or plan.share_in_time > line[-1].share_in_time + 1e-9:
+            line.append(plan)
+    return [plan for line in front.values() for plan in line]
+
+
+def _cost(plan: Plan) -> float:
+    return plan.n_gpus if plan.cost_per_hour is None else plan.cost_per_hour
+
+
+class _Card:
+    """Search on one card."""
+
+    def __init__(
+        self,
+        name: str,
+        tables: ServingTables,
+        searched: TaskSpec,
+        played: TaskSpec,
+        objectives: Sequence[Objective],
+        required: float,
+        prices: Prices | None,
+        precisions: Sequence[str] | None,
+        drafts: bool,
+    ) -> None:
+        self.name, self._tables, self._searched, self._played = name, tables, searched, played
+        self._objectives, self._required, self._drafts = objectives, required, drafts
+        self._card = str(tables.meta["hardware"])
+        self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
+        self._cards_each = tables.cards_per_replica
+        self._most = MAX_GPUS // self._cards_each
+        self._tiers = [i for i, tier in enumerate(tables.tiers) if precisions is None or tier in precisions]
+        self._known: dict[int, list[Plan]] = {}
+        self._on_all: dict[int, Plan] = {}
+        self.best: Plan | None = None
+
+    def price(self) -> tuple[float, float]:
+        """Sort key: cost of the best plan, then its margin, the largest first."""
+        assert self.best is not None
+        return _cost(self.best), -self.best.margin
+
+    def search(self, progress: Callable[[float], None]) -> None:
+        """Find the smallest number of GPUs on which a setting meets the objectives on all of the log."""
+        guess = max(1, fleet_for(self._searched, self._tables))
+        steps = 0
+
+        def best_on(units: int) -> Plan:
+            nonlocal steps
+            steps += 1
+            progress(min(0.95, steps / 10))
+            return self._best(units)
+
+        least = _smallest(lambda units: best_on(units).meets, guess, self._most)
+        if least is None:
+            return
+        for units in {1, least // 2, least + 1} - {0}:  # show what smaller and larger fleets achieve
+            best_on(units)
+        if self._all_searched:
+            self.best = best_on(least)
+            return
+        # The whole log is calmer than its busiest part, so fewer GPUs may do; rarely it needs more.
+        for units in range(least - 1, 0, -1):
+            whole = self._whole(units)
+            if not whole.meets:
+                break
+            self.best = whole
+        for units in range(least, least + 4):
+            if self.best is not None:
+                break
+            whole = self._whole(units)
+            self.best = whole if whole.meets else None
+
+    def _whole(self, units: int) -> Plan:
+        """The best setting of the busiest part, played on all of the log."""
+        if units not in self._on_all:
+            action = _action_of(self._best(units))
+            self._on_all[units] = self._plan("constant", self._play(self._played, units, action), action)
+        return self._on_all[units]
+
+    @property
+    def _all_searched(self) -> bool:
+        return self._played.episode_length == self._searched.episode_length
+
+    @property
+    def tried(self) -> list[Plan]:
+        """Fleets played on all of the log: the finalists or, for a long log, the best for each number of GPUs."""
+        if self._all_searched:
+            return [plan for units in self._shown for plan in self._known[units]]
+        return [self._whole(units) for units in self._shown]
+
+    @property
+    def _shown(self) -> list[int]:
+        """Sizes that were played, except the largest, which only shows whether any size suffices."""
+        return [units for units in self._known if units != self._most]
+
+    @property
+    def largest(self) -> Plan:
+        """The best setting on the largest fleet."""
+        return self._best(self._most) if self._all_searched else self._whole(self._most)
+
+    def _best(self, units: int) -> Plan:
+        """Best setting with the GPUs of ``units`` replicas, on the busiest part of the log.
+
+        Of the settings that meet the objectives, the one with the highest precision, because lower ones change the
+        model's answers.
+        """
+        if units not in self._known:
+            plays = [(self._play(self._searched, units, action), action) for action in self._finalists(units)]
+            self._known[units] = [self._plan("constant", outcome, action) for outcome, action in plays]
+        return max(self._known[units], key=_merit)
+
+    def _finalists(self, units: int) -> list[ServeAction]:
+        ranked: list[tuple[float, float, int, ServeAction]] = []
+        for apart in (False, True):
+            if apart and units % 2:
+                continue
+            settings = grid(apart, self._tiers, self._drafts)
+            task = on_replicas(self._searched, units // 2 if apart else units)
+            screened = screen(task, self._tables, settings)
+            slow = np.zeros(len(settings))
+            for o in self._objectives:
+                if o.quantity == "tpot":
+                    slow = np.maximum(slow, screened.tpot(o.statistic) * (1 + STATED_ERRORS["tpot"]) / o.limit_ms)
+            over = np.maximum(0.0, slow - 1.0)
+            rows = zip(over.tolist(), screened.missed.tolist(), slow.tolist(), settings, strict=True)
+            ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
+        in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
+        return [s for tier in self._tiers for s in [a for a in in_order if a.quant_tier.value == tier][:FINALISTS]]
+
+    def autoscaled(self) -> list[Autoscaled]:
+        """The best plan under autoscalers, with its replicas as the maximum."""
+        assert self.best is not None
+        action = _action_of(self.best)
+        task = on_replicas(self._played, self.best.n_replicas)
+        constant = play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL)
+        return autoscaled(
+            task, self._tables, action, constant, lambda outcome: self._plan(outcome.policy, outcome, None).meets
+        )
+
+    def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
+        n_replicas = units // 2 if action.prefill_disagg else units
+        task = on_replicas(task, n_replicas)
+        return play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL).outcome
+
+    def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
+        in_time = 1.0 - outcome.slo_miss_share
+        stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
+        left = margin(self._objectives, stated)
+        n_gpus = outcome.n_gpus
+        gpu_hours = n_gpus / 3600.0 / max(outcome.tokens_per_s, 1e-9) * 1e6
+        price = self._gpu_hour
+        return Plan(
+            hardware=self.name,
+            card=self._card,
+            n_gpus=n_gpus,
+            n_replicas=outcome.n_replicas,
+            tensor_parallel=self._cards_each,
+            policy=policy,
+            precision="" if action is None else self._tables.tiers[action.quant_tier.value],
+            action=None if action is None else action.to_dict(),
+            meets=left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0,
+            margin=left,
+            share_in_time=in_time,
+            figures=outcome.figures,
+            tokens_per_s=outcome.tokens_per_s,
+            gpu_hours_per_million_tokens=gpu_hours,
+            cost_per_hour=None if price is None else n_gpus * price,
+            cost_per_million_tokens=None if price is None else gpu_hours * price,
+            support=outcome.support,
+            memory_gb=outcome.peak_memory_gb,
+        )
+
+    def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float]:
+        """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.
+
+        Also returns how many GPUs they save, and how much larger a share of the requests they then serve in time than
+        the best constant does. If only the first precision is allowed, policies stay with it; under any other
+        restriction of precisions, no policy is played.
+        """
+        assert self.best is not None
+        held = {"prefill_disagg"} if len(self._tiers) == self._tables.n_tiers else {"prefill_disagg", "quant_tier"}
+        held |= set() if self._drafts else {"spec_length"}
+        if "quant_tier" in held and self._tiers != [0]:
+            return [], 0, 0.0
+        knobs = tuple(k for k in self._played.active_actions if k not in held)
+        units, saved = self.best.n_gpus // self._cards_each, 0
+        found: list[Plan] = []
+        for name in policies:
+            for n in range(units, 0, -1):
+                task = replace(on_replicas(self._played, n), active_actions=knobs)
+                outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL).outcome
+                found.append(self._plan(name, outcome, None))
+                if not found[-1].meets:
+                    break
+                saved = max(saved, units - n)
+        if not saved:
+            return found, 0, 0.0
+        fewer = units - saved
+        constant = self._best(fewer) if self._all_searched else self._whole(fewer)
+        best = max(p.share_in_time for p in found if p.n_gpus == fewer * self._cards_each)
+        return found, saved * self._cards_each, best - constant.share_in_time
+
+    def under(self, factor: float, log: RequestLog) -> dict[str, Any]:
+        """The best plan under ``factor`` times the traffic: its figures, and how many GPUs its settings then need."""
+        assert self.best is not None
+        action = _action_of(self.best)
+        units = self.best.n_gpus // self._cards_each
+        step = 2 if action.prefill_disagg else 1
+        task = log_task(log, self._tables, self._searched.slo_target_ms)
+        played: dict[int, Plan] = {}
+
+        def at(n: int) -> Plan:
+            if n not in played:
+                played[n] = self._plan("constant", self._play(task, n, action), action)
+            return played[n]
+
+        now = at(units)
+        least = _smallest(lambda n: at(n * step).meets, max(1, round(units * factor / step)), MAX_GPUS // step)
+        return {
+            "traffic": factor,
+            "n_gpus": self.best.n_gpus,
+            "meets": now.meets,
+            "share_in_time": now.share_in_time,
+            "figures": now.figures,
+            "gpus_needed": None if least is None else least * step * self._cards_each,
+        }
+
+
+def _merit(plan: Plan) -> tuple[bool, float, float]:
+    if not plan.meets:
+        return False, plan.share_in_time, plan.margin
+    return True, -float(_action_of(plan).quant_tier.value), plan.margin
+
+
+def _action_of(plan: Plan) -> ServeAction:
+    assert plan.action is not None
+    return ServeAction.from_dict(plan.action)
+
+
+def _smallest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """Smallest number from 1 to ``most`` for which ``meets`` holds; the search doubles and halves from a guess."""
+    low, high = 0, min(guess, most)
+    while not meets(high):
+        # If the largest fleet does not meet the objectives, no fleet does: this saves many steps.
+        if high >= most or (low == 0 and not meets(most)):
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,434 @@
+"""Reports of plans and comparisons, as printed text and as an HTML page, and their figures.
+
+A page is one self-contained file: tables, sentences, figures as inline SVG, and engine settings. Figures need
+matplotlib (extra ``report``).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from inferencegym.files import atomic_write, require_matplotlib, write_text
+from ops import scaling
+from ops.capacity import STATED_ERROR
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ops.plan import Plan, PlanReport
+    from ops.shadow import ShadowReport
+
+TEMPLATE: Final = Path(__file__).with_name("data") / "report.html"
+COLOURS: Final = ("#5b6472", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Colours that colour-blind readers can tell apart (Okabe and Ito)."""
+_INK: Final = "#1c2330"
+
+
+Rows = Sequence[Mapping[str, object]]
+"""A table: the cells of each row by heading; :func:`plain` formats them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line."""
+
+    lead: str
+    tables: Mapping[str, Rows]
+    lines: Sequence[str]
+
+
+def plain(value: object) -> str:
+    """A value for human readers: no exponents, thousands separators, about three significant digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if value != value:
+        return "-"
+    size = abs(value)
+    digits = 0 if float(value).is_integer() or size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 4
+    return f"{value:,.{digits}f}"
+
+
+def write_page(
+    path: Path,
+    title: str,
+    log: Mapping[str, Any],
+    report: Report,
+    figures: Mapping[str, Figure],
+    files: Mapping[str, str],
+) -> Path:
+    """Write a report on a log as one HTML file, with ``figures`` by caption and settings ``files`` by engine."""
+    parts = [f"<p>{escape(_of_log(log))} {escape(report.lead)}</p>"]
+    for heading, rows in report.tables.items():
+        if not rows:
+            continue
+        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0])
+        cells = [[f"<td>{escape(plain(cell))}</td>" for cell in row.values()] for row in rows]
+        body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+        table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        parts += [f"<h2>{escape(heading)}</h2>", table]
+    parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in report.lines)}</ul>")
+    for i, (caption, figure) in enumerate(figures.items()):
+        parts.append(f"<figure>{_svg(figure, f'figure{i}')}<figcaption>{escape(caption)}</figcaption></figure>")
+    parts += [f"<h2>{escape(engine)}</h2><pre>{escape(text)}</pre>" for engine, text in files.items()]
+    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(parts))
+    return write_text(path, page)
+
+
+def write_picture(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG or SVG, depending on the file's suffix."""
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    return path
+
+
+def _of_log(log: Mapping[str, Any]) -> str:
+    return (
+        f"{log['requests']:,} requests in {log['span_s']:,.0f} s ({log['rate_rps']:.2f}/s, peak {log['peak_rps']}/s), "
+        f"prompts p50 {log['prompt_tokens_p50']:,.0f} and outputs p50 {log['output_tokens_p50']:,.0f} tokens."
+    )
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element whose ids start with ``name``, undated: equal reports give equal files."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "inferencegym"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text[text.index("<svg") :])
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan_report(report: PlanReport) -> Report:
+    """A plan: the cheapest fleets, the front, adaptive policies, autoscalers, and notes."""
+    adaptive = [
+        {"policy": p.policy, "GPUs": p.n_gpus, "meets": _yes(p.meets), "in time": f"{p.share_in_time:.2%}"}
+        for p in report.adaptive
+    ]
+    tables: dict[str, Rows] = {
+        "cheapest plans" if report.currency else "fewest GPUs of each hardware": _plan_rows(report, report.plans),
+        "cost against requests in time": _plan_rows(report, report.front),
+        "adaptive policies on as many GPUs, and on fewer": adaptive,
+        "the first plan's replicas, set by an autoscaler": _scaling_rows(report.autoscaling),
+    }
+    asked = f"{', '.join(report.objectives)}; {report.share_met:.1%} of the first tokens in time"
+    lines = [
+        *growth_lines(report),
+        *notes(report),
+        f"{len(report.tried)} fleets played with all latencies, in {report.wall_s:.1f} s",
+    ]
+    return Report(f"model: {report.model}; objectives: {asked}", tables, lines)
+
+
+def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
+    return [_plan_cells(plan, report.currency) for plan in plans]
+
+
+def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
+    """Cells of a plan by heading."""
+    figures, best = plan.figures, max(plan.support, key=lambda level: plan.support[level])
+    costs = {f"cost/h {currency}": plan.cost_per_hour, f"cost/Mtok {currency}": plan.cost_per_million_tokens}
+    return {
+        "hardware": plan.hardware,
+        "GPUs": plan.n_gpus,
+        "TP": plan.tensor_parallel,
+        "replicas": plan.n_replicas,
+        "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
+        "meets": _yes(plan.meets),
+        "in time": f"{plan.share_in_time:.2%}",
+        "TTFT p50": figures["ttft_p50_ms"],
+        "TTFT p99": figures["ttft_p99_ms"],
+        "TPOT p50": figures["tpot_p50_ms"],
+        "TPOT p99 ms": figures["tpot_p99_ms"],
+        "margin": _margin(plan),
+        "GPU-h/Mtok": plan.gpu_hours_per_million_tokens,
+        **(costs if currency else {}),
+        "support": f"{plan.support[best]:.0%} {best}",
+    }
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _margin(plan: Plan) -> str:
+    return f"{plan.margin:.0%}" if plan.margin >= -1.0 else "< -100%"
+
+
+def _setting_text(action: Mapping[str, Any], precision: str) -> str:
+    """A constant setting in a few words."""
+    drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
+    apart = ", prefill apart" if action["prefill_disagg"] else ""
+    return f"{precision}, batch {action['batch_size']}, KV {action['kv_budget']:g}{drafts}{apart}"
+
+
+def notes(report: PlanReport) -> list[str]:
+    """Notes on a plan: its margin, its limits, and what was left out and why."""
+    errors = ", ".join(f"{name.upper()} {error:.1%}" for name, error in report.stated_errors.items())
+    found = [
+        f"Margin: distance from the nearest limit, with the simulator's stated error added ({errors}; measured on A100 "
+        "and added on every card).",
+        "Precisions below 16 bits change a model's answers; this report does not measure how much.",
+    ]
+    if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
+        found.append(
+            "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
+            "measured with Llama-3.1-8B. --no-drafts leaves them out."
+        )
+    found += [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
+    found += [
+        f"No setting on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "
+        f"{plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."
+        for plan in report.unmet
+    ]
+    if report.left_out:
+        found.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in report.left_out.items()) + ".")
+    if report.searched_s < report.log["span_s"] - 1.0:
+        whole = report.played_s >= report.log["span_s"] - 1.0
+        played = "all of it" if whole else f"its busiest {report.played_s:,.0f} s"
+        part = f"the busiest {report.searched_s:,.0f} s of the log"
+        found.append(f"Searched on {part}, played on {played}; more traffic is judged on the busiest part.")
+    if not report.currency:
+        found.append(
+            "Without prices plans are ordered by GPUs and then by margin: a large card counts the same as a small one."
+        )
+    elif report.prices_from:
+        found.append(f"Prices: {report.prices_from}.")
+    if report.plans and not report.adaptive:
+        found.append(
+            "Adaptive policies were not compared: they choose from all precisions, which these settings do not allow."
+        )
+    elif report.plans:
+        found.append(_adapting(report))
+    if report.plans:
+        found.append(scaling.scaling_note(report.autoscaling, report.played_s, "within the objectives"))
+    else:
+        found.append("No fleet that was tried meets the objectives: relax them, or allow more precisions and cards.")
+    return found
+
+
+def _adapting(report: PlanReport) -> str:
+    saved, gain = report.adapting_saves_gpus, report.adapting_gain
+    policies = " and ".join(dict.fromkeys(plan.policy for plan in report.adaptive))
+    first = report.plans[0]
+    if first.n_gpus == first.tensor_parallel:
+        return "The first plan is a single replica, so adapting the settings cannot save a GPU."
+    if not saved:
+        return f"Adapting the settings ({policies}) saves no GPU compared with the first plan."
+    told = (
+        f"Adapting the settings ({policies}) saves {saved} GPU{'s' if saved > 1 else ''} compared with the first plan"
+    )
+    more = f"serving {gain:.1%} more of the requests in time than the best constant on the same GPUs"
+    if gain > STATED_ERROR:
+        return f"{told}, {more}."
+    return f"{told} on paper, {more}: within the simulator's error ({STATED_ERROR:.0%}), so do not count on it."
+
+
+def growth_lines(report: PlanReport) -> list[str]:
+    """The first plan under more traffic, one line per factor."""
+    lines = []
+    for row in report.growth:
+        state = "objectives met" if row["meets"] else f"not met, {row['share_in_time']:.1%} in time"
+        needed = "more than were tried" if row["gpus_needed"] is None else row["gpus_needed"]
+        gpus = f"{row['n_gpus']} GPU{'s' if row['n_gpus'] > 1 else ''}"
+        lines.append(f"{row['traffic']:g}x the traffic: {gpus}: {state}; needed with these settings: {needed}")
+    return lines
+
+
+def front_figure(report: PlanReport) -> Figure:
+    """Cost against the share of requests in time: all fleets tried, and the front."""
+    figure, (axes,) = _axes(1, (7, 4.5))
+    priced = bool(report.currency)
+
+    def cost(plan: Plan) -> float:
+        return float(plan.n_gpus) if plan.cost_per_hour is None else plan.cost_per_hour
+
+    hardware = list(dict.fromkeys(plan.hardware for plan in report.tried))
+    for i, name in enumerate(hardware):
+        mine = [plan for plan in report.tried if plan.hardware == name]
+        colour = COLOURS[(i + 1) % len(COLOURS)]
+        axes.scatter([cost(p) for p in mine], [p.share_in_time for p in mine], s=14, color=colour, label=name)
+    for name in [""] if priced else hardware:  # without prices, each hardware has its own front
+        front = [plan for plan in report.front if name in ("", plan.hardware)]
+        steps = [cost(p) for p in front], [p.share_in_time for p in front]
+        axes.step(*steps, where="post", color=_INK, linewidth=0.9)
+    axes.axhline(report.share_met, color=COLOURS[0], linewidth=0.8, linestyle="--")
+    axes.set(xlabel=f"{report.currency} per hour" if priced else "GPUs", ylabel="share of requests in time")
+    axes.legend(frameon=False)
+    return figure
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def shadow_report(report: ShadowReport) -> Report:
+    """Report of a comparison: the policies, the best constant under autoscalers, and the recommendation."""
+    best = report.best()
+    rows = [
+        {
+            "policy": o.policy + (" *" if o is best else ""),
+            "GPUs": o.n_gpus,
+            "replicas": o.n_replicas,
+            "SLO misses": f"{o.slo_miss_share:.1%}",
+            "goodput/s": o.goodput_rps,
+            "TTFT p50": o.ttft_p50_ms,
+            "p90": o.ttft_p90_ms,
+            "p99 ms": o.ttft_p99_ms,
+            "TPOT ms": o.tpot_mean_ms,
+            "tok/s": o.tokens_per_s,
+            "GPU-s": o.gpu_seconds,
+            **({f"cost {report.currency}": report.cost(o)} if report.currency else {}),
+            "GPU-s/1k": o.gpu_s_per_1k_tokens,
+            "restarts": o.restarts,
+        }
+        for o in report.outcomes
+    ]
+    scaled = _scaling_rows(report.autoscaling)
+    tables: dict[str, Rows] = {"what each policy would have done": rows, "best_constant with an autoscaler": scaled}
+    shares = ", ".join(f"{share:.0%} {level}" for level, share in best.support.items() if share > 0)
+    lines = [
+        f"fixed: {json.dumps(report.fixed_action)}",
+        f"best_constant: {json.dumps(report.outcomes[1].action)}",
+        f"* {verdict(report)}",
+        scaling.scaling_note(report.autoscaling, report.log["span_s"], scaling.WITHIN_MISSES),
+        f"Simulated on the table {report.table_sha256[:12]}. Seconds of {best.policy} by how well measurements support "
+        f"them: {shares}.",
+    ]
+    gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
+    return Report(gpus, tables, lines)
+
+
+def verdict(report: ShadowReport) -> str:
+    """The recommendation in one sentence."""
+    best, fixed, constant = report.best(), report.outcomes[0], report.outcomes[1]
+    if best is fixed:
+        return f"No setting or policy beats your own configuration by more than {STATED_ERROR:.0%} of the requests."
+    if best is constant:
+        gain = report.gain(constant, fixed)
+        return f"The best constant serves {gain:.1%} more requests in time than yours; no policy is clearly better."
+    gain = report.gain(best, constant)
+    return f"{best.policy} serves {gain:.1%} more of the requests in time than the best constant on the same GPUs."
+
+
+_KNOBS: Final = (
+    ("batch_size", "batch size", None),
+    ("kv_budget", "KV budget", None),
+    ("spec_length", "draft tokens", None),
+    ("quant_tier", "precision", ()),
+    ("prefill_disagg", "separate prefill", ("off", "on")),
+)
+
+
+def shadow_figures(report: ShadowReport, tiers: Sequence[str]) -> dict[str, Figure]:
+    """Figures by caption: latency, and knobs; ``tiers`` names the precisions."""
+    return {
+        "Arrivals of the log; waiting requests and TTFT p99 under each policy. The dashed line is the "
+        "objective.": _latency_figure(report),
+        "What each policy set, second by second.": _knob_figure(report, tiers),
+    }
+
+
+def _latency_figure(report: ShadowReport) -> Figure:
+    figure, (arrivals, queue, ttft) = _axes(3, (10, 6.0), "seconds since the first request")
+    arrivals.plot(report.outcomes[0].timeline["t_s"], report.arrivals_per_s, color=_INK, linewidth=0.8)
+    for i, outcome in enumerate(report.outcomes):
+        line, style = outcome.timeline, {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.1}
+        queue.plot(line["t_s"], line["queue_requests"], label=_short(outcome.policy), **style)
+        ttft.plot(line["t_s"], line["ttft_p99_ms"], **style)
+    ttft.axhline(report.slo_ms, color=_INK, linewidth=0.8, linestyle="--")
+    ttft.set_yscale("log")
+    for axes, label in ((arrivals, "arrivals /s"), (queue, "waiting requests"), (ttft, "TTFT p99, ms")):
+        axes.set_ylabel(label)
+    _legend(figure, queue)
+    return figure
+
+
+def _knob_figure(report: ShadowReport, tiers: Sequence[str]) -> Figure:
+    figure, panels = _axes(len(_KNOBS), (10, 7.5), "seconds since the first request")
+    for axes, (name, label, names) in zip(panels, _KNOBS, strict=True):
+        for i, outcome in enumerate(report.outcomes):
+            line, width = outcome.timeline, 1.1 if i else 2.2
+            style = {"color": COLOURS[i % len(COLOURS)], "linewidth": width, "label": _short(outcome.policy)}
+            axes.step(line["t_s"], line[name], where="post", **style)
+        axes.set_ylabel(label)
+        ticks = tiers if name == "quant_tier" else names
+        if ticks is not None:
+            axes.set_yticks(range(len(ticks)), ticks)
+            axes.set_ylim(-0.3, len(ticks) - 0.7)
+    _legend(figure, panels[0])
+    return figure
+
+
+# ---------------------------------------------------------------- shared by all reports
+
+
+def curve_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Latency against throughput in a sweep over rates."""
+    figure, (axes,) = _axes(1, (7, 4.5))
+    x = [row["output_tokens_per_s"] for row in rows]
+    for name, label, colour in (
+        ("ttft_p50_ms", "TTFT p50", "#56b4e9"),
+        ("ttft_p99_ms", "TTFT p99", "#0072b2"),
+        ("tpot_p50_ms", "TPOT p50", "#d55e00"),
+    ):
+        axes.plot(x, [row[name] for row in rows], marker="o", markersize=3, color=colour, label=label)
+    for row in rows:
+        axes.annotate(f"{row['qps']:g}/s", (row["output_tokens_per_s"], row["ttft_p99_ms"]), fontsize=7)
+    axes.set(xlabel="output tokens per second", ylabel="ms", yscale="log", title=title)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _scaling_rows(found: Sequence[scaling.Autoscaled]) -> Rows:
+    return [
+        {
+            "autoscaler": each.policy,
+            "target": f"{each.target:.0%}",
+            "replicas": f"{each.mean_replicas:.1f} of {each.max_replicas}",
+            "GPU-hours": f"{each.gpu_seconds / 3600.0:.2f}",
+            "saved": f"{each.saved_share:.0%}",
+            "in time": f"{each.share_in_time:.2%}",
+            "more late": f"{each.late_more:+.2%}",
+            "TTFT p99": f"{each.figures['ttft_p99_ms']:,.0f}",
+            "meets": _yes(each.meets),
+        }
+        for each in found
+    ]
+
+
+def _axes(n_panels: int, size: tuple[float, float], below: str = "") -> tuple[Figure, Sequence[Any]]:
+    """Stacked panels that share the x axis, which is labelled ``below``."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    panels = list(figure.subplots(n_panels, 1, sharex=True, squeeze=False)[:, 0])
+    for axes in panels:
+        axes.grid(True, color="#e4e8ef", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(below)
+    return figure, panels
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", frameon=False, ncols=min(4, len(labels)))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else name[:27] + "…"

@@ -1,0 +1,213 @@
+"""Shadow mode: play each policy on a recorded log with the same GPUs, and compare it with constant settings.
+
+The log is replayed once from its first second, the same for every policy; nothing is random. Requests enter as recorded
+and the fleet is simulated; docs/fidelity.md states how far that is from hardware. Two constants are the baselines: the
+user's own setting and the best of a sweep. A policy uses all GPUs as replicas or, if it asks for prefill on separate
+GPUs, half as many replicas with twice the GPUs each; the better of the two counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from agents.policies.constant import ConstantAgent
+from agents.protocol import Agent
+from agents.registry import make_agent
+from inferencegym.errors import refusal
+from inferencegym.models import NAIVE_ACTION, ServeAction
+from inferencegym.tasks import Calibration, TaskSpec
+from ops.capacity import (
+    NEUTRAL,
+    STATED_ERROR,
+    PolicyOutcome,
+    Run,
+    grid,
+    log_summary,
+    log_task,
+    on_replicas,
+    play_policy,
+    screen,
+    thinned,
+)
+from ops.prices import Prices
+from ops.scaling import Autoscaled, autoscaled
+from simulator.hardware.tables import ServingTables, tables_of
+from simulator.load.requests import RequestLog
+
+MAX_SLO_MS: Final = 1e6
+FIXED: Final = "fixed"
+"""Name of the user's own configuration in a report."""
+CONSTANT: Final = "best_constant"
+"""Name of the best constant setting that a sweep found."""
+FINALISTS: Final = 4
+"""Number of constants of a sweep that are played with all latencies recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReport:
+    """Outcomes on one log with the same GPUs: the user's own configuration, the best constant, then the policies.
+
+    ``autoscaling`` is the best constant under autoscalers, with its replicas as the maximum. ``gpu_hour`` is the price
+    of a GPU-hour in ``currency``; None if no price was given.
+    """
+
+    log: dict[str, Any]
+    n_gpus: int
+    slo_ms: float
+    table_sha256: str
+    hardware: str
+    fixed_action: dict[str, Any]
+    outcomes: list[PolicyOutcome]
+    arrivals_per_s: list[float] = field(repr=False)
+    autoscaling: list[Autoscaled] = field(repr=False)
+    gpu_hour: float | None = None
+    currency: str = ""
+
+    def best(self) -> PolicyOutcome:
+        """The recommended policy.
+
+        The best adaptive policy, if it beats both constants by more than :data:`STATED_ERROR` of the requests; else the
+        best constant, if it beats the user's own configuration by as much; else the user's own.
+        """
+        fixed, constant, *policies = self.outcomes
+        adaptive = min(policies, key=lambda o: o.slo_miss_share, default=constant)
+        if self.gain(adaptive, constant) > STATED_ERROR and self.gain(adaptive, fixed) > STATED_ERROR:
+            return adaptive
+        return constant if self.gain(constant, fixed) > STATED_ERROR else fixed
+
+    @staticmethod
+    def gain(outcome: PolicyOutcome, baseline: PolicyOutcome) -> float:
+        """Share of requests in time of ``outcome``, minus that of ``baseline``."""
+        return baseline.slo_miss_share - outcome.slo_miss_share
+
+    def cost(self, outcome: PolicyOutcome) -> float | None:
+        """Cost of the GPUs of an outcome, in the currency of the prices; None without a price."""
+        return None if self.gpu_hour is None else outcome.gpu_seconds / 3600.0 * self.gpu_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; ``best`` names the policy of :meth:`best`."""
+        gains = {o.policy: self.gain(o, self.outcomes[1]) for o in self.outcomes}
+        costs = {o.policy: self.cost(o) for o in self.outcomes}
+        return {
+            **asdict(self),
+            "best": self.best().policy,
+            "stated_error": STATED_ERROR,
+            "gain_over_best_constant": gains,
+            "cost": costs,
+        }
+
+
+def shadow(
+    log: RequestLog,
+    agents: Sequence[str | Agent],
+    *,
+    fixed: ServeAction = NAIVE_ACTION,
+    n_gpus: int | None = None,
+    slo_ms: float | None = None,
+    task: TaskSpec | None = None,
+    tables: ServingTables | None = None,
+    prices: Prices | None = None,
+) -> ShadowReport:
+    """Replay a log under a fixed configuration, under the best constant of a sweep and under each agent.
+
+    ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` gives fleet, objectives and
+    stored policies of a task made from similar traffic; without it the fleet is sized to the log unless ``n_gpus`` is
+    given, and the objective is 500 ms for all classes. Raises :class:`DataFormatError` if the log lasts longer than an
+    episode may, and any error of making an agent.
+    """
+    fixed.validate()
+    if slo_ms is not None and not 1 <= slo_ms <= MAX_SLO_MS:
+        raise refusal("slo_ms", slo_ms, f"from 1 to {MAX_SLO_MS:,.0f}")
+    tables = tables or tables_of(None if task is None else task.hardware)
+    tables.refuse_tier(fixed.quant_tier.value)
+    as_task = log_task(log, tables, slo_ms, task)
+    if n_gpus is None:
+        n_gpus = as_task.fleet.n_replicas * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
+    _check_gpus(n_gpus, fixed, tables.cards_per_replica)
+    gpus = Field(as_task, tables, n_gpus)
+    constant, action = gpus.best_constant()
+    scaling = gpus.autoscaled(constant, action)
+    runs = [gpus.constant(FIXED, fixed), constant]
+    # Take price and peak from the fixed configuration, so that observations of learned policies are scaled as in
+    # training.
+    best_tps = runs[0].best_tps
+    scaled = Calibration(0.0, best_tps, best_tps, as_task.cost_budget / max(runs[0].cost, 1e-9))
+    runs += [gpus.policy(_name(agent), agent, scaled) for agent in agents]
+    outcomes = [run.outcome for run in runs]
+    outcomes[0] = replace(outcomes[0], action=fixed.to_dict())
+    outcomes[1] = replace(outcomes[1], action=action.to_dict())
+    hardware = str(tables.meta["hardware"])
+    return ShadowReport(
+        log=log_summary(log),
+        n_gpus=n_gpus,
+        slo_ms=as_task.slo_target_ms,
+        table_sha256=tables.sha256,
+        hardware=hardware,
+        fixed_action=fixed.to_dict(),
+        outcomes=outcomes,
+        arrivals_per_s=thinned(runs[0].arrivals).tolist(),
+        autoscaling=scaling,
+        gpu_hour=None if prices is None else prices.gpu_hour(hardware),
+        currency="" if prices is None else prices.currency,
+    )
+
+
+def _check_gpus(n_gpus: int, fixed: ServeAction, cards_per_replica: int) -> None:
+    each = cards_per_replica * (2 if fixed.prefill_disagg else 1)
+    if n_gpus < 1 or n_gpus % each:
+        why = " with prefill_disagg, which takes as many GPUs again" if fixed.prefill_disagg else ""
+        raise refusal("n_gpus", n_gpus, f"a multiple of {each}, the GPUs of a replica{why}")
+
+
+class Field:
+    """A log and a number of GPUs, on which policies are played."""
+
+    def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int) -> None:
+        self._tables = tables
+        knobs = tuple(name for name in task.active_actions if name != "prefill_disagg")
+        units = n_gpus // tables.cards_per_replica
+        self._together = replace(on_replicas(task, units), active_actions=knobs)
+        self._apart = on_replicas(task, units // 2) if units % 2 == 0 else None
+
+    def constant(self, name: str, action: ServeAction) -> Run:
+        """Play a constant setting."""
+        return play_policy(name, ConstantAgent(action), self._task(action), self._tables, NEUTRAL)
+
+    def autoscaled(self, constant: Run, action: ServeAction) -> list[Autoscaled]:
+        """Play a constant setting under autoscalers."""
+        return autoscaled(self._task(action), self._tables, action, constant)
+
+    def _task(self, action: ServeAction) -> TaskSpec:
+        task = self._apart if action.prefill_disagg else self._together
+        assert task is not None
+        return task
+
+    def best_constant(self) -> tuple[Run, ServeAction]:
+        """Constant setting of a sweep that misses the fewest requests; only the finalists are played with latencies."""
+        found: list[tuple[float, ServeAction]] = []
+        for task, apart in ((self._together, False), (self._apart, True)):
+            if task is not None:
+                settings = grid(apart, range(self._tables.n_tiers))
+                shares = screen(task, self._tables, settings).missed
+                found += zip(shares.tolist(), settings, strict=True)
+        finalists = [action for _, action in sorted(found, key=lambda f: f[0])[:FINALISTS]]
+        runs = [(self.constant(CONSTANT, action), action) for action in finalists]
+        return min(runs, key=lambda r: (r[0].outcome.slo_miss_share, r[0].outcome.ttft_p99_ms))
+
+    def policy(self, name: str, agent: str | Agent, calibration: Calibration) -> Run:
+        """Play a policy with prefill on the replicas and, if it ever asks, on separate GPUs; returns the better run."""
+        together = play_policy(name, _agent(agent, self._together), self._together, self._tables, calibration)
+        if self._apart is None or not together.asked_apart:
+            return together
+        apart = play_policy(name, _agent(agent, self._apart), self._apart, self._tables, calibration)
+        return min(together, apart, key=lambda run: run.outcome.slo_miss_share)
+
+
+def _agent(agent: str | Agent, task: TaskSpec) -> Agent:
+    return make_agent(agent, task) if isinstance(agent, str) else agent
+
+
+def _name(agent: str | Agent) -> str:
+    return agent if isinstance(agent, str) else type(agent).__name__

@@ -1,0 +1,233 @@
+"""Routes of the server: FastAPI's, with bounded bodies and one form of errors, and a direct one for steps.
+
+:class:`Route` is FastAPI: pydantic models in an endpoint's signature validate the request, document it and write the
+answer. It adds two things: the body is read within limits before FastAPI sees it, and pydantic's errors become one
+sentence.
+
+:class:`StepRoute` is documented in the same way, and :class:`Steps` calls its endpoint directly. /step and /step/batch
+use it: through FastAPI a step takes a fifth more instructions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inferencegym.errors import InferenceGymError
+from inferencegym.messages import explain, refuse_many_unknown
+from server.net.errors import InvalidRequestError
+from server.net.json_io import SMALL, JsonBounds, read_object
+from server.net.problems import problem_reply
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of a request's body: its bytes, the time it may take to arrive, and what its JSON may hold."""
+
+    most_bytes: int
+    timeout_s: float
+    bounds: JsonBounds = SMALL
+
+
+Endpoint = Callable[..., Awaitable[Any]]
+
+
+class Route(APIRoute):
+    """FastAPI route with a body within ``limits``; ``statuses`` are those of its errors beside the usual ones.
+
+    ``types`` are annotations of the endpoint's parameters, or pairs of annotation and default, where families differ.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        *,
+        method: str = "GET",
+        limits: BodyLimits | None = None,
+        types: Mapping[str, Any] | None = None,
+        statuses: tuple[int, ...] = (),
+        responses: Mapping[int | str, dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._limits = limits
+        errors: dict[int | str, Any] = {one: _ERRORS[one] for one in sorted({*_USUAL_STATUSES, *statuses})}
+        super().__init__(
+            path,
+            endpoint if types is None else _typed(endpoint, types),
+            name=endpoint.__name__,
+            methods=[method],
+            summary=summary,
+            responses={**errors, **(responses or {})},
+            strict_content_type=False,
+            **kwargs,
+        )
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, between reading within limits and errors of one form."""
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            if self._limits is not None:
+                request = await self._read(request, self._limits)
+            try:
+                response = await answer(request)
+            except RequestValidationError as error:
+                problems = error.errors()
+                model = self._model_of(problems[0]["loc"][0])
+                inner = [{**problem, "loc": problem["loc"][1:]} for problem in problems]
+                raise explain(model, cast("list[ErrorDetails]", inner), InvalidRequestError) from None
+            response.headers.setdefault("cache-control", "no-store")
+            return response
+
+        return handle
+
+    async def _read(self, request: Request, limits: BodyLimits) -> Request:
+        parsed = await read_object(request, limits.most_bytes, limits.timeout_s, limits.bounds)
+        refuse_many_unknown(self._model_of("body"), parsed, InvalidRequestError)
+        return _ParsedRequest(request, parsed)
+
+    def _model_of(self, place: object) -> type[BaseModel]:
+        """The model that reads a request's body, or else its query."""
+        field = self.body_field if place == "body" else self.dependant.query_params[0]
+        assert field is not None
+        return cast("type[BaseModel]", field.field_info.annotation)
+
+
+class StepRoute(Route):
+    """Route whose endpoint takes the request and returns the response itself; FastAPI only documents it."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[[Request], Coroutine[Any, Any, Response]], summary: str, **kwargs: Any
+    ) -> None:
+        super().__init__(path, endpoint, summary, method="POST", **kwargs)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await endpoint(Request(scope, receive))
+            await response(scope, receive, send)
+
+        self.app = answer
+
+
+class Steps:
+    """ASGI middleware that gives requests for a :class:`StepRoute` to it, without FastAPI's routing."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self.app = app
+        self._steps = {route.path: route.app for route in routes if isinstance(route, StepRoute)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        step = self._steps.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        try:
+            await (step or self.app)(scope, receive, send)
+        except InferenceGymError as error:
+            # A step's error: FastAPI answers those of other routes itself, in the same form.
+            await problem_reply(error, scope["path"])(scope, receive, send)
+
+
+class _ParsedRequest(Request):
+    """Request whose body is read and parsed."""
+
+    def __init__(self, request: Request, parsed: dict[str, Any]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._parsed = parsed
+
+    async def body(self) -> bytes:
+        """Any bytes, because FastAPI checks whether there are some. An absent body is an empty object."""
+        return b"{}"
+
+    async def json(self) -> dict[str, Any]:
+        """The parsed body."""
+        return self._parsed
+
+
+def _typed(endpoint: Endpoint, types: Mapping[str, Any]) -> Endpoint:
+    """The endpoint with these types in its signature, which FastAPI reads."""
+
+    async def typed(**arguments: Any) -> Any:
+        return await endpoint(**arguments)
+
+    signature = inspect.signature(endpoint, eval_str=True)
+    found = dict(signature.parameters)
+    for name, kind in types.items():
+        annotation, default = kind if isinstance(kind, tuple) else (kind, inspect.Parameter.empty)
+        found[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in found.values()]
+    vars(typed)["__signature__"] = signature.replace(parameters=by_name)
+    return typed
+
+
+@contextmanager
+def without_pydantic_1() -> Iterator[None]:
+    """Context in which routes are made.
+
+    FastAPI checks whether each model is one of pydantic 1, and would import pydantic 1 for this: 1.5 MB, 25 ms.
+    """
+    name = "pydantic.v1"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # the documented way to make an import fail
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+# ---------------------------------------------------------------- errors in the documents
+
+
+class ProblemDetail(BaseModel):
+    """What was wrong, what is allowed and what to do next."""
+
+    message: str
+    code: str
+    next: str
+    # These fields are optional; a factory keeps their default out of the schema.
+    field: str = Field(default_factory=str)
+    allowed: str = Field(default_factory=str)
+    step: int = Field(
+        default_factory=int, description="for a forged or malformed log: the first entry at fault, counted from 0"
+    )
+    line: int = Field(default_factory=int, description="for a request log: the line at fault, counted from 1")
+
+
+class Problem(BaseModel):
+    """Body of every error."""
+
+    detail: ProblemDetail
+
+
+_STATUS_TEXTS: Final = {
+    400: "The request is not possible in the current state (for example, the episode is over)",
+    401: "The API key is missing or wrong",
+    403: "A page of another origin sent more than a read, or the Host header is not an allowed name",
+    404: "There is no such session, or no such environment",
+    408: "The body did not arrive in time",
+    409: "Another action was already accepted for this step, or the session plays another task",
+    410: "The session's episode was started on another release of the server",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    422: "A field is missing, unknown or out of range",
+    429: "Too many requests; see Retry-After",
+    431: "The request's path and headers are too large",
+    503: "The store or the table is not available, or the server is overloaded; see Retry-After",
+}
+_USUAL_STATUSES: Final = (401, 403, 408, 413, 415, 422, 429, 431, 503)
+# A reference, not a model: FastAPI would make an unused validator for each status of each path.
+_BODY: Final = {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+_ERRORS: Final = {status: {"description": text, "content": _BODY} for status, text in _STATUS_TEXTS.items()}

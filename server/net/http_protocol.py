@@ -1,0 +1,89 @@
+"""uvicorn's HTTP protocol on httptools, with bounds for request heads and trailers, and answers in one write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.net.json_io import BODY_READ_KEY
+
+MAX_INCOMPLETE_BYTES: Final = 524_288
+"""Bytes that may arrive before a head, or a part of a body, is complete. httptools joins the pieces of a header again
+and again, so an endless header takes more and more time of the event loop. The limit is the largest accepted head (64
+KB) plus the largest read from a socket (256 KB), with some margin.
+"""
+_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: 36\r\n"
+    b"connection: close\r\n\r\nThe head of the request is endless.\n"
+)
+log = logging.getLogger(__name__)
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Cuts off heads and trailers that never end, and drops trailers: uvicorn would take them for headers.
+
+    Sends the head of an answer with the beginning of its body (:class:`OneWrite`).
+    """
+
+    incomplete_bytes: int = 0
+    in_body: bool = False
+
+    def data_received(self, data: bytes) -> None:
+        self.incomplete_bytes += len(data)
+        if self.incomplete_bytes <= MAX_INCOMPLETE_BYTES:
+            super().data_received(data)
+        elif not self.transport.is_closing():
+            log.warning("a connection was cut off: the head or trailer of its request does not end")
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self.incomplete_bytes, self.in_body = 0, False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.incomplete_bytes, self.in_body = 0, True
+        earlier = self.cycle
+        super().on_headers_complete()
+        # An upgrade has no cycle; nothing but a head is written for HEAD, and something before it for 100-continue.
+        if self.cycle is not earlier and self.scope["method"] != "HEAD" and not self.expect_100_continue:
+            self.cycle.transport = OneWrite(self.transport)
+
+    def on_message_complete(self) -> None:
+        self.scope[BODY_READ_KEY] = True  # type: ignore[typeddict-unknown-key]
+        super().on_message_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.incomplete_bytes = 0
+        super().on_body(body)
+
+
+class OneWrite(asyncio.Transport):
+    """Transport of one answer: keeps its head until uvicorn writes the first piece of the body, then sends both.
+
+    Each write is a system call that may wake the client up, too early for it to get the body.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._head is None:
+            self._head = bytes(data)
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()

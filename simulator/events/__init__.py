@@ -1,0 +1,1 @@
+"""Discrete-event engine: simulates every request and iteration of a fleet individually."""

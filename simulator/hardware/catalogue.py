@@ -1,0 +1,104 @@
+"""Catalogue of the shipped lookup tables by name, and of the systems and models for further tables.
+
+``data/tables/index.json`` describes each table (``python -m scripts.build_catalogue`` writes it), so that a table is
+read only when it is used. ``data/hardware.json`` lists the systems, models and precisions of aiconfigurator-core's
+data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from inferencegym.errors import InvalidConfigError, short_repr
+from inferencegym.tasks import DATA_DIR, table_index
+
+HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
+
+
+@cache
+def hardware_data() -> dict[str, Any]:
+    """Systems, models, precisions and shipped deployments as the data file states them."""
+    loaded: dict[str, Any] = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))
+    return loaded
+
+
+def table_name(sha256: str) -> str | None:
+    """Name of the table with this checksum; None for the default table and unknown ones."""
+    names = list(table_index())
+    return next((name for name in names[1:] if table_index()[name]["sha256"] == sha256), None)
+
+
+def table_path(name: str) -> Path:
+    """File of the table of this name; raises :class:`InvalidConfigError` listing the names."""
+    if name not in table_index():
+        raise InvalidConfigError(
+            f"hardware={short_repr(name)} is not in the catalogue: choose one of {', '.join(table_index())}; others "
+            "are built with `inferencegym build-table`",
+            "hardware",
+        )
+    return DATA_DIR / str(table_index()[name]["file"])
+
+
+def models() -> tuple[str, ...]:
+    """Models with shipped tables; each appears once, in its most common spelling."""
+    return tuple({_letters(str(entry["model"])): str(entry["model"]) for entry in table_index().values()}.values())
+
+
+def usual_name(model: str) -> str:
+    """Spelling of a model in :func:`models`; unknown models are returned unchanged."""
+    return next((name for name in models() if _same_model(name, model)), model)
+
+
+def cards() -> tuple[str, ...]:
+    """Cards with shipped tables; prices are given per card."""
+    return tuple(dict.fromkeys(str(entry["card"]) for entry in table_index().values()))
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names that :func:`tables_named` accepts: tables, then cards (a card stands for all of its tables)."""
+    return tuple(dict.fromkeys((*table_index(), *cards())))
+
+
+def tables_named(hardware: Sequence[str] | None = None, model: str | None = None) -> tuple[str, ...]:
+    """Names of the tables of one model, selected by table name or card (None: all).
+
+    ``model`` may be a checkpoint name (``meta-llama/Llama-3.1-8B-Instruct``); without it the hardware must have tables
+    of exactly one model. Raises :class:`InvalidConfigError` listing the choices.
+    """
+    index = table_index()
+    for name in hardware or ():
+        if name not in hardware_names():
+            raise InvalidConfigError(
+                f"hardware={short_repr(name)} is not in the catalogue: all, a card ({', '.join(cards())}) or a table "
+                "of `inferencegym hardware`",
+                "hardware",
+            )
+    wanted = [n for n in index if hardware is None or n in hardware or index[n]["card"] in hardware]
+    there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
+    if model is None:
+        if len(there) > 1:
+            raise InvalidConfigError(f"model is missing: this hardware has tables of {', '.join(there)}", "model")
+        return tuple(wanted)
+    found = tuple(name for name in wanted if _same_model(model, index[name]["model"]))
+    if not found:
+        raise InvalidConfigError(
+            f"model={short_repr(model)} has no table on this hardware: there are {', '.join(there)}; others are built "
+            "with `inferencegym build-table`",
+            "model",
+        )
+    return found
+
+
+def _same_model(asked: str, known: str) -> bool:
+    return _letters(asked) == _letters(known)
+
+
+def _letters(model: str) -> str:
+    """Common key of all spellings of a model; Llama 3, 3.1 and 3.3 have the same shape."""
+    name = model.lower().rpartition("/")[2].removeprefix("meta-").removesuffix("-instruct")
+    return "".join(c for c in re.sub(r"^llama-?3\.[13]", "llama3", name) if c.isalnum())

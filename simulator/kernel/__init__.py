@@ -1,0 +1,1 @@
+"""Fluid model of a serving fleet: one step of many fleets at once."""

@@ -1,0 +1,145 @@
+"""Policies that play for visitors: /policies and /play of both environments."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from agents.families import serving_policies
+from env.traffic.agents import POLICIES as TRAFFIC_POLICIES
+from inferencegym.tasks import list_tasks
+from server.api.policies import EpisodeCache, compressed
+from tests.servers import RunningServer
+
+TASKS = [task.task_id for task in list_tasks()]
+FIRST_STEPS = 20
+
+
+def rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_a_played_episode_is_what_its_actions_give_over_the_api(server: RunningServer, task_id: int) -> None:
+    played = server.post("/play", {"task_id": task_id, "seed": 9, "agent": "heuristic"})
+    begun = server.post("/reset", {"task_id": task_id, "seed": 9})
+    seen, measured, actions = (rows(played[name]) for name in ("observation", "metrics", "action"))
+    assert len(seen) == played["steps"] + 1 == begun["episode_length"] + 1
+    assert seen[0] == begun["observation"]
+    for step, action in enumerate(actions[:FIRST_STEPS]):
+        answer = server.post("/step", {"session_id": begun["session_id"], "action": action})
+        assert answer["observation"] == seen[step + 1]
+        assert answer["info"]["metrics"] == measured[step]
+        assert answer["reward"] == played["reward"][step]
+        assert answer["info"]["workload"]["phase"] == played["phase"][step]
+
+
+@pytest.mark.parametrize("agent", ["naive", "heuristic", "best_static", "best_adaptive"])
+def test_the_log_of_a_played_episode_is_verified_with_the_same_score(server: RunningServer, agent: str) -> None:
+    played = server.post("/play", {"task_id": 2, "seed": 3, "agent": agent, "log": True})
+    body = {"task_id": 2, "seed": 3, "episode_log": played["episode_log"], "verify": True}
+    grade = server.post("/grader", body)
+    assert grade["verified"] is True
+    assert (grade["score"], grade["breakdown"]) == (played["score"], played["breakdown"])
+
+
+def test_an_episode_is_the_same_whenever_it_is_asked_for(server: RunningServer) -> None:
+    body = {"task_id": 3, "seed": 1, "agent": "random"}
+    first, again = (server.post("/play", body) for _ in range(2))
+    assert first == again
+    assert server.post("/play", {**body, "seed": 2})["observation"] != first["observation"]
+
+
+def test_an_answer_is_compressed_only_for_those_who_read_that(server: RunningServer) -> None:
+    body = {"agent": "naive"}
+    with httpx.stream("POST", server.url + "/play", json=body, headers={"accept-encoding": "gzip"}) as answer:
+        assert answer.headers["content-encoding"] == "gzip"
+        packed = b"".join(answer.iter_raw())
+    plain = httpx.post(server.url + "/play", json=body, headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert json.loads(gzip.decompress(packed)) == plain.json()
+    assert len(packed) < len(plain.content) / 2
+
+
+def test_settings_of_the_episode_count(server: RunningServer) -> None:
+    played = server.post("/play", {"agent": "naive", "config": {"episode_length": 7}})
+    assert (played["steps"], played["config"]["episode_length"]) == (7, 7)
+    whole = server.post("/play", {"agent": "naive", "config": {"episode_length": None}})
+    assert whole["steps"] == 200, "null is the task's own length"
+    traffic = server.post("/traffic/play", {"agent": "allow_all", "config": {"max_queue": 9, "crash_load_ratio": 9}})
+    assert max(traffic["observation"]["queue_length"]) == 9
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_every_listed_policy_plays(server: RunningServer, task_id: int) -> None:
+    listed = server.get("/policies", task_id=task_id)["policies"]
+    names = [policy["name"] for policy in listed]
+    assert {"naive", "heuristic", "best_static", "best_adaptive"} <= set(names) <= set(serving_policies())
+    for name in names:
+        assert 0.0 <= server.post("/play", {"task_id": task_id, "agent": name})["score"] <= 1.0
+
+
+@pytest.mark.parametrize("agent", sorted(TRAFFIC_POLICIES))
+def test_a_played_traffic_episode_is_graded_and_verified_alike(server: RunningServer, agent: str) -> None:
+    played = server.post("/traffic/play", {"task_id": "task_hard", "agent": agent, "log": True})
+    body = {"task_id": "task_hard", "seed": played["seed"], "episode_log": played["episode_log"], "verify": True}
+    grade = server.post("/traffic/grader", body)
+    assert (grade["score"], grade["verified"]) == (played["score"], True)
+    assert len(played["observation"]["queue_length"]) == played["steps"] + 1
+
+
+def test_no_traffic_controller_beats_the_planner(server: RunningServer) -> None:
+    names = [policy["name"] for policy in server.get("/traffic/policies")["policies"]]
+    scores = {n: server.post("/traffic/play", {"task_id": "task_medium", "agent": n})["score"] for n in names}
+    assert max(scores.values()) == scores["planner"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/play", {}, "agent"),
+        ("/play", {"agent": "constant:{}"}, "agent"),
+        ("/play", {"agent": "naive", "session_id": "x"}, "session_id"),
+        ("/play", {"agent": "naive", "log": 1}, "log"),
+        ("/play", {"agent": "naive", "seed": -1}, "seed"),
+        ("/traffic/play", {"agent": "heuristic"}, "agent"),
+        ("/traffic/play", {"agent": "planner", "config": 9}, "config"),
+    ],
+)
+def test_a_request_to_play_with_a_mistake_is_refused_by_name(
+    server: RunningServer, path: str, body: dict[str, Any], named: str
+) -> None:
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["detail"]["field"]) == (422, named)
+
+
+def test_a_task_that_is_not_there_is_refused_with_those_that_are(server: RunningServer) -> None:
+    assert server.client.post("/play", json={"agent": "naive", "task_id": 99}).status_code == 422
+    assert server.client.get("/policies", params={"task_id": "99"}).status_code == 422
+    assert server.client.post("/play", json={"agent": "naive", "config": {"delta": 9}}).status_code == 422
+    assert server.client.post("/traffic/play", json={"agent": "planner", "task_id": "x"}).status_code == 400
+
+
+def test_of_answers_that_are_kept_the_one_that_was_asked_for_longest_ago_goes_first() -> None:
+    played: list[str] = []
+
+    async def ask(cache: EpisodeCache, name: str) -> None:
+        def play() -> dict[str, str]:
+            played.append(name)
+            return {"of": name}
+
+        assert json.loads(gzip.decompress(await cache.get(name, play))) == {"of": name}
+
+    async def ask_all(names: str) -> None:
+        # Room for two answers of this size.
+        cache = EpisodeCache(2 * len(compressed(lambda: {"of": "a"})))
+        for name in names:
+            await ask(cache, name)
+
+    asyncio.run(ask_all("abacab"))
+    assert "".join(played) == "abcb"

@@ -1,0 +1,241 @@
+"""The live environment on a real vLLM. Counts and limits are asserted, never milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from inferencegym.errors import InvalidActionError
+from inferencegym.tasks import get_task
+from live.driver import EngineApi, EngineRequest, OpenLoop, RequestTiming, play_open
+from live.engines.engine import Orders
+from live.engines.vllm import VllmEngine
+from live.engines.vllm_server import VllmServer
+from live.env import EngineEnv
+from live.scaling import Capacity, engine_calibration, live_task, scaled_lengths, scaled_rates
+from live.session_gate import SessionGate
+from tests.live_engine import vllm_server
+from tests.servers import until
+
+pytestmark = pytest.mark.engine
+
+BURST_S = 600.0
+"""Longest time for a burst; on a busy machine an iteration of 32 requests takes a third of a second."""
+KV_BLOCKS = 64
+"""Few enough to run out; vLLM for CPU has 128 tokens in each, and one of them it keeps for itself."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with vllm_server(tmp_path_factory.mktemp("vllm"), max_num_seqs=32, kv_blocks=KV_BLOCKS) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server: VllmServer) -> VllmEngine:
+    """The engine, idle and wide open."""
+    found = VllmEngine(EngineApi(server.url, priorities=True), server.control_file)
+    found.set(Orders({name: high for name, (_, high) in found.limits().items()}))
+    play_open(found.api, [EngineRequest(0.0, 8, 1)])  # with which an idle engine reads its orders
+    found.wait_until_applied()
+    return found
+
+
+class Peaks:
+    """Largest numbers that the engine reports while a load is played."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.running = 0.0
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            reading = self._engine.read()
+            self.running = max(self.running, reading.running_requests)
+
+    def play(self, requests: list[EngineRequest]) -> list[RequestTiming]:
+        self._thread.start()
+        try:
+            timings = play_open(self._engine.api, requests)
+        finally:
+            self._stop.set()
+            self._thread.join()
+        assert [timing.error for timing in timings] == [""] * len(requests)
+        assert all(timing.tokens == timing.request.output_tokens for timing in timings)
+        return timings
+
+
+def iterations(engine: VllmEngine) -> float:
+    found = engine.read().iterations
+    assert found is not None
+    return found
+
+
+def test_every_number_that_is_read_is_there(engine: VllmEngine) -> None:
+    Peaks(engine).play([EngineRequest(0.0, 16, 4)])
+    reading = engine.read()
+    assert reading.finished_requests is not None
+    assert reading.finished_requests >= 1
+    assert None not in (reading.prompt_tokens, reading.output_tokens, reading.preemptions, reading.iterations)
+    assert reading.ttft_buckets is not None
+    assert reading.tpot_buckets is not None
+    assert max(reading.ttft_buckets.values()) >= 1
+    assert engine.kv_blocks() == (KV_BLOCKS - 1, 128)
+
+
+def test_a_burst_takes_as_many_iterations_as_its_batches_have_tokens(engine: VllmEngine) -> None:
+    """124 requests of 64 tokens wait while one runs alone; then four fill each of 31 slots: 256 iterations.
+
+    The one writes a token in every iteration, so it counts those from their first token to their last.
+    """
+    engine.set(Orders({"batch_size": 1}))
+    requests = [EngineRequest(0.0, 16, 900), *[EngineRequest(0.1, 16, 64)] * 124]
+    with OpenLoop(engine.api, requests) as load:
+        until(lambda: engine.read().queue_requests == 124, BURST_S)
+        before = iterations(engine)
+        engine.set(Orders({"batch_size": 32}))
+        until(lambda: all(timing.completed for timing in load.timings[1:]), BURST_S)
+        assert iterations(engine) - before >= 4 * 64
+        alone, *others = load.timings
+        first = min(timing.first_token_s or 0.0 for timing in others)
+        last = max(timing.last_token_s or 0.0 for timing in others)
+        counted = [tokens for at, tokens in list(alone.tokens_at) if first <= at <= last]
+        assert counted[-1] - counted[0] + 1 == pytest.approx(4 * 64, rel=0.02)
+    until(lambda: engine.read().running_requests == 0)
+
+
+def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer, engine: VllmEngine) -> None:
+    engine.set(Orders({"batch_size": 4}))
+    pid, start, peaks = server.pid, iterations(engine), Peaks(engine)
+    peaks.play([EngineRequest(0.0, 16, 32)] * 16)
+    assert peaks.running == 4
+    assert iterations(engine) - start == pytest.approx(4 * 32, rel=0.02, abs=5)
+    engine.set(Orders({"batch_size": 16}))
+    start, peaks = iterations(engine), Peaks(engine)
+    peaks.play([EngineRequest(0.0, 16, 32)] * 16)
+    assert 4 < peaks.running <= 16
+    assert iterations(engine) - start < 2 * 32
+    assert server.pid == pid
+    assert engine.in_force()["batch_size"] == 16
+
+
+def test_of_those_that_wait_the_highest_class_is_served_first(engine: VllmEngine) -> None:
+    """One runs while six wait, the lowest class sent first; each of them runs alone then."""
+    engine.set(Orders({"batch_size": 1}))
+    requests = [EngineRequest(0.0, 16, 600), *[EngineRequest(0.2, 16, 4, c) for c in (2, 1, 0, 2, 1, 0)]]
+    with OpenLoop(engine.api, requests) as load:
+        until(lambda: engine.read().queue_requests == 6)
+        others = load.wait()[1:]
+    assert all(timing.completed for timing in others)
+    in_order = sorted(others, key=lambda timing: timing.first_token_s or 0.0)
+    assert [timing.request.class_index for timing in in_order] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_smaller_share_of_the_cache_bounds_what_runs(engine: VllmEngine) -> None:
+    """A request takes two blocks of 128 tokens; a quarter of the 63 blocks holds eight requests, all of them 24."""
+    engine.set(Orders({"kv_budget": 0.25}))
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 192, 32)] * 24)
+    assert peaks.running == 8
+    engine.set(Orders({"kv_budget": 1.0}))
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 192, 32)] * 24)
+    assert 8 < peaks.running <= 24
+
+
+def test_fewer_prompt_tokens_per_iteration_make_more_iterations(engine: VllmEngine) -> None:
+    """Eight prompts of 200 tokens: all in an iteration or few, or in iterations of 128 that each end one at most.
+
+    vLLM counts the iterations that write a token.
+    """
+    counts = []
+    for budget in (engine.limits()["prefill_tokens"][1], 128):
+        engine.set(Orders({"prefill_tokens": budget}))
+        before = iterations(engine)
+        Peaks(engine).play([EngineRequest(0.0, 200, 1)] * 8)
+        counts.append(iterations(engine) - before)
+    assert counts[1] == 8 > counts[0]
+
+
+def test_the_engine_goes_back_by_itself_when_its_controller_falls_silent(engine: VllmEngine) -> None:
+    engine.set(Orders({"batch_size": 2}, until=time.time() + 1.0, then={"batch_size": 8}))
+    Peaks(engine).play([EngineRequest(0.0, 8, 2)])
+    assert engine.wait_until_applied()["in_force"]["batch_size"] == 2
+    time.sleep(1.1)
+    peaks = Peaks(engine)
+    peaks.play([EngineRequest(0.0, 8, 32)] * 16)
+    assert engine.in_force()["batch_size"] == 8
+    assert peaks.running == 8
+
+
+def test_orders_outside_the_limits_change_nothing(server: VllmServer, engine: VllmEngine) -> None:
+    with pytest.raises(InvalidActionError, match="from 1 to 32"):
+        engine.set(Orders({"batch_size": 33}))
+    with pytest.raises(InvalidActionError, match="left out"):
+        engine.set(Orders({"spec_length": 2}))  # started without drafting
+    server.control_file.write_text(json.dumps({"set": {"batch_sice": 4}}))
+    timings = play_open(engine.api, [EngineRequest(0.0, 8, 2)])
+    assert timings[0].completed
+    state = json.loads((server.control_file.parent / f"{server.control_file.name}.state").read_text())
+    assert "batch_sice" in state["problem"]
+    assert state["in_force"]["batch_size"] == 32
+
+
+def test_an_episode_is_played_and_graded(engine: VllmEngine) -> None:
+    capacity = Capacity(20.0, 300.0)
+    task = scaled_rates(live_task(scaled_lengths(get_task(3), 256), engine), capacity.peak_tps)
+    config = {"episode_length": 8}
+    with EngineEnv(engine, task, engine_calibration(task, capacity), seed=1, config=config) as env:
+        env.reset()
+        batches = iter([4, 32] * 4)
+        while not env.done:
+            *_, info = env.step({"batch_size": next(batches), "kv_budget": 0.9})
+        assert 0.0 <= info["score"] <= 1.0
+        assert {entry["measured"] for entry in env.episode_log} == {"vllm"}
+        assert sum(entry["metrics"]["tokens_per_sec"] for entry in env.episode_log) > 0
+        assert env.timings
+    assert engine.read().running_requests == 0
+
+
+def test_the_gate_bounds_sessions_by_what_the_engine_reports(engine: VllmEngine, tmp_path: Path) -> None:
+    """Six sessions of three turns, each with the last prompt before its own: prefixes are found in the cache."""
+    audit = tmp_path / "audit.jsonl"
+
+    async def agent(gate: SessionGate, client: httpx.AsyncClient, number: int) -> None:
+        prompt: list[int] = []
+        async with gate.session(str(number)):
+            for turn in range(3):
+                prompt += [200 + number] * 200
+                async with gate.turn() as session:
+                    body = {"model": engine.api.model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+                    answer = await client.post(f"{engine.api.url}/v1/completions", json=body)
+                    usage = answer.raise_for_status().json()["usage"]
+                    session.report(usage["prompt_tokens"], usage["completion_tokens"])
+                    assert usage["prompt_tokens"] == 200 * (turn + 1)
+
+    async def play() -> SessionGate:
+        async with (
+            SessionGate(engine.api.url, lambda _: 2, bounds=(1, 4), audit=audit) as gate,
+            engine.api.client() as client,
+        ):
+            await asyncio.gather(*(agent(gate, client, number) for number in range(6)))
+            await gate.second()
+            return gate
+
+    gate = asyncio.run(play())
+    assert gate.finished == 6
+    seen = [json.loads(line)["observation"] for line in audit.read_text().splitlines()]
+    assert {each["kv_pool_tokens"] for each in seen} == {(KV_BLOCKS - 1) * 128}
+    assert max(each["sessions_in_flight"] for each in seen) <= 4
+    # What came before the gate's first reading it does not know.
+    assert 0 < sum(each["prefix_queried_tokens"] for each in seen) <= 6 * (200 + 400 + 600)
+    assert sum(each["prefix_hit_tokens"] for each in seen) > 0

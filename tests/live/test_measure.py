@@ -1,0 +1,134 @@
+"""``inferencegym measure`` against an HTTP engine without a model but with known iteration times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.main import main
+from inferencegym.errors import DataFormatError, InvalidConfigError, RemoteError
+from live.driver import EngineApi
+from live.measure import MeasureSettings, engine_facts, measure_engine
+from live.metrics import read_page
+from simulator.hardware.engine_times import EngineSource
+from simulator.hardware.sources import source_of
+from simulator.hardware.tables import load_tables
+from simulator.offline.engine_fit import MeasuredEngine
+from tests.engine_standin import Law, StandIn, running_engine
+
+STEP_MS, SEQUENCE_MS, PROMPT_MS = 15.0, 1.5, 0.3
+BRIEF = MeasureSettings(seconds=5, most_clients=8, kv_bytes_per_token=8192, max_batched_tokens=2048)
+
+
+def linear() -> Law:
+    return lambda decoding, context, prompts: (STEP_MS + SEQUENCE_MS * decoding + PROMPT_MS * sum(prompts)) / 1e3
+
+
+@pytest.mark.slow
+def test_the_command_measures_an_engine_and_writes_a_table_that_plays_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "engine.parquet"
+    # Six sequences at once: a loop of eight clients shows it.
+    with running_engine(StandIn(linear(), max_num_seqs=6)) as url:
+        options = ["--engine", url, "--out", str(out), "--seconds", "12", "--clients", "8", "--json"]
+        assert main(["measure", *options, "--kv-bytes-per-token", "8192", "--max-batched-tokens", "2048"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert main(["measure", *options]) == 2
+        assert "exists already" in capsys.readouterr().err
+    source = source_of(load_tables(out).meta)
+    assert isinstance(source, EngineSource)
+    times = source.times
+    # This runs in real time, so on a busy machine the engine itself is late.
+    assert times.step_ms == pytest.approx(STEP_MS, rel=0.15)
+    four_ms = times.rows_ms(4) + 4 * (times.sequence_ms + 100 * times.context_ms)
+    assert four_ms == pytest.approx(4 * SEQUENCE_MS, rel=0.3)
+    assert times.rows_ms(300) == pytest.approx(300 * PROMPT_MS, rel=0.2)
+    assert source.facts.max_num_seqs == 6
+    assert (source.facts.block_tokens, source.facts.pool_blocks, source.facts.memory_share) == (16, 4096, 0.9)
+    assert [r["phase"] for r in said["replays"]][-2:] == ["1 client, short", "Poisson"]
+    errors = said["replays"][-1]["errors"]
+    assert abs(errors["tpot_p50_ms"]) < 0.2
+    assert abs(errors["output_tokens_per_s"]) < 0.1
+    assert any("6 sequences" in note for note in said["notes"])
+    assert main(["simulate", "--table", str(out), "--qps", "1", "--prompt-tokens", "200", "--json"]) == 0
+    played = json.loads(capsys.readouterr().out)
+    assert played["tpot_p50_ms"] > STEP_MS
+
+
+@pytest.mark.slow
+def test_all_loops_up_to_a_bound_that_was_told_are_played() -> None:
+    with running_engine(StandIn(linear(), max_num_seqs=4)) as url:
+        found = measure_engine(EngineApi(url), replace(BRIEF, max_num_seqs=4))
+    loops = [f"{n} client{'s' * (n > 1)}, {shape}" for n in (1, 2, 4) for shape in ("short", "long")]
+    assert [phase.name for phase in found.phases] == [*loops, "1 client, short", "Poisson"]
+    assert found.facts.max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("rising", "reason"),
+    [
+        ("vllm:num_preemptions_total", "KV pool is too small"),
+        ("vllm:spec_decode_num_drafts_total", "drafts tokens"),
+        ("vllm:prefix_cache_hits_total", "reused prompts"),
+    ],
+)
+def test_what_iteration_times_do_not_explain_is_refused_by_the_engines_own_counters(rising: str, reason: str) -> None:
+    with pytest.raises(DataFormatError, match=reason):
+        measured(StandIn(linear(), rising=rising, counters={rising: 5.0}))
+
+
+def test_an_engine_that_does_not_stream_is_refused() -> None:
+    quick: Law = lambda decoding, context, prompts: 0.003  # noqa: E731
+    with pytest.raises(DataFormatError, match="does not stream"):
+        measured(StandIn(quick, streams=False))
+
+
+def test_a_pool_for_few_sequences_is_refused_before_the_load() -> None:
+    with pytest.raises(DataFormatError, match="only 2 sequences of 432 tokens fit"):
+        measured(StandIn(linear(), blocks=66))
+
+
+def test_an_engine_that_is_not_there_is_said() -> None:
+    with pytest.raises(RemoteError, match="is the engine running"):
+        measure_engine(EngineApi("http://127.0.0.1:9"), BRIEF)
+
+
+def test_what_the_engine_does_not_state_must_be_told() -> None:
+    with running_engine(StandIn(linear())) as url:
+        api = EngineApi(url).check()
+        page = api.metrics()
+    with pytest.raises(InvalidConfigError, match="--kv-bytes-per-token"):
+        engine_facts(api, page, MeasureSettings(), [])
+    with pytest.raises(InvalidConfigError, match="--block-tokens"):
+        engine_facts(api, None, BRIEF, [])
+    stated = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="101",kv_cache_memory_bytes="1616000"OTHER} 1\n'
+    own = engine_facts(api, read_page(stated.replace("OTHER", "")), MeasureSettings(), [])
+    assert (own.kv_bytes_per_token, own.pool_blocks) == (1000.0, 100)
+    # If the number of blocks is given, the bytes that vLLM would have used do not describe the pool.
+    overridden = stated.replace("OTHER", ',num_gpu_blocks_override="101"')
+    with pytest.raises(InvalidConfigError, match="--kv-bytes-per-token"):
+        engine_facts(api, read_page(overridden), MeasureSettings(), [])
+    told = MeasureSettings(kv_bytes_per_token=100.0, block_tokens=32, kv_pool_tokens=6500, max_num_seqs=7)
+    notes: list[str] = []
+    facts = engine_facts(api, None, told, notes)
+    assert (facts.pool_blocks, facts.max_num_seqs, facts.max_model_len, facts.memory_share) == (203, 7, 1024, 1.0)
+    assert len(notes) == 2
+    assert "2048 prompt tokens per iteration are assumed" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seconds": 1.0}, {"most_clients": 1}, {"max_num_seqs": 0}, {"kv_bytes_per_token": 0.0}, {"weights_gb": -1.0}],
+)
+def test_settings_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidConfigError, match=next(iter(wrong))):
+        MeasureSettings(**wrong)  # type: ignore[arg-type]
+
+
+def measured(engine: StandIn) -> MeasuredEngine:
+    with running_engine(engine) as url:
+        return measure_engine(EngineApi(url), BRIEF)

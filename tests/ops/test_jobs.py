@@ -1,0 +1,190 @@
+"""Jobs on visitors' logs: bounded in memory and time, scheduled fairly by client, ended with their client or server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ops.jobs import respond
+from tests.servers import PATIENCE_S, ROOT, RunningServer, running_server, until
+
+FEW = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},{200 + i},{50}\n" for i in range(40))
+JOB = {"log": FEW, "policies": ["naive"]}
+PLAN = {"log": FEW, "objectives": ["ttft_p99=500"], "model": "llama-3.1-8b"}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+
+
+def jobs_of(server: RunningServer) -> list[int]:
+    """Processes of jobs that the server has started."""
+    assert server.process is not None
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"\0ops.jobs\0" in (entry / "cmdline").read_bytes():
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                found += [int(entry.name)] * (int(parent) == server.process.pid)
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def stopped_job(server: RunningServer) -> int:
+    """The server's job, stopped by a signal so that it never ends by itself."""
+    until(lambda: any(map(is_confined, jobs_of(server))))
+    (pid,) = jobs_of(server)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def is_confined(pid: int) -> bool:
+    try:
+        return re.search(r"Max cpu time +300 ", (Path("/proc") / str(pid) / "limits").read_text()) is not None
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def waiting(server: RunningServer, path: str, body: object, client: str = "10.0.0.1") -> Iterator[socket.socket]:
+    """A connection that has sent a request and has no answer; at the end of the context it hangs up."""
+    request = httpx.Request("POST", server.url + path, json=body)
+    head = [f"POST {path} HTTP/1.1", "host: localhost", f"x-forwarded-for: {client}", "content-type: application/json"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        length = f"content-length: {len(request.content)}"
+        connection.sendall("\r\n".join([*head, length, "", ""]).encode() + request.content)
+        yield connection
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("jobs"), trusted_proxies="*") as server:
+        server.client.timeout = httpx.Timeout(PATIENCE_S)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "server" in request.fixturenames:
+        running: RunningServer = request.getfixturevalue("server")
+        until(lambda: not jobs_of(running))
+
+
+def test_a_log_that_is_parquet_and_text_at_once_is_not_read_as_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    columns = {name: pa.array([1] * 1000) for name in ("arrival_s", "prompt_tokens", "output_tokens")}
+    pq.write_table(pa.table(columns), path, compression="none", store_schema=False)
+    text = path.read_bytes().decode("latin-1")
+    assert text.startswith("PAR1")
+    status, answer = respond("shadow", {"log": text, "policies": ["naive"]})
+    assert (status, answer["code"]) == (2, "data_format")
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "said"),
+    [
+        ("log.csv", "," * 30_000 + "\n1,2,3\n", "more than 10,000 columns or fields"),
+        ("log.csv", '"\n"' + "," * 30_000 + "\n1,2,3\n", "more than 10,000 columns or fields"),
+        ("log.csv", "x" * 2_000 + ",arrival_s\n1,2\n", "longer than 1,000 characters"),
+        ("log.jsonl", json.dumps(dict.fromkeys(range(30_000), 1)), "more than 10,000 columns or fields"),
+        ("log.jsonl", json.dumps({"x" * 2_000: {"a": {"b": 1}}}), "longer than 1,000 characters"),
+        ("log.jsonl", json.dumps({"a": {"b": 1, "x" * 1_000: 2}}), "longer than 1,000 characters"),
+    ],
+)
+def test_columns_and_their_names_are_bounded(name: str, log: str, said: str) -> None:
+    status, answer = respond("shadow", {"log": log, "name": name, "policies": ["naive"]})
+    assert (status, answer["code"]) == (2, "data_format")
+    assert said in answer["message"]
+
+
+def test_a_job_cannot_take_more_memory_or_time_than_it_may() -> None:
+    program = (
+        "import os, resource, signal\n"
+        "from ops.jobs import LIMIT_BYTES, LIMIT_S, confine\n"
+        "confine(os.getppid())\n"
+        "assert resource.getrlimit(resource.RLIMIT_CPU) == (LIMIT_S, LIMIT_S)\n"
+        "assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= LIMIT_S\n"
+        "try:\n"
+        "    bytearray(LIMIT_BYTES)\n"
+        "except MemoryError:\n"
+        "    print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+def test_a_job_ends_when_its_client_hangs_up_and_the_next_one_begins(server: RunningServer) -> None:
+    with contextlib.ExitStack() as connections:
+        for _ in range(4):
+            connections.enter_context(waiting(server, "/plan", PLAN))
+        pid = stopped_job(server)
+    answer = server.client.post("/shadow", json=JOB, headers={"x-forwarded-for": "10.0.0.2"})
+    assert answer.status_code == 200
+    assert has_ended(pid)
+
+
+def test_clients_take_turns(server: RunningServer) -> None:
+    with contextlib.ExitStack() as connections:
+        for _ in range(4):
+            last = connections.enter_context(waiting(server, "/shadow", JOB, "10.0.0.1"))
+        pid = stopped_job(server)
+        other = connections.enter_context(waiting(server, "/shadow", JOB, "10.0.0.2"))
+        os.kill(pid, signal.SIGCONT)
+        assert other.recv(15) == b"HTTP/1.1 200 OK"
+        # At most two jobs of the first client have run, so its fourth has no answer yet.
+        last.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            last.recv(1)
+
+
+def test_jobs_that_wait_are_bounded_per_client_and_in_all_with_the_expected_wait(server: RunningServer) -> None:
+    def refused(client: str) -> tuple[int, str, bool]:
+        answer = server.client.post("/shadow", json=JOB, headers={"x-forwarded-for": client})
+        return answer.status_code, answer.json()["detail"]["code"], int(answer.headers["retry-after"]) >= 1
+
+    with contextlib.ExitStack() as connections:
+        for client in range(4):
+            for _ in range(4):
+                connections.enter_context(waiting(server, "/shadow", JOB, f"10.0.1.{client}"))
+            if client == 0:
+                stopped_job(server)
+                until(lambda: refused_at_once(server, "10.0.1.0"))
+                assert refused("10.0.1.0") == (429, "rate_limited", True)
+        until(lambda: refused_at_once(server, "10.0.1.9"))
+        assert refused("10.0.1.9") == (429, "rate_limited", True)
+
+
+def refused_at_once(server: RunningServer, client: str) -> bool:
+    """Whether a request is refused; a request that waits instead is abandoned."""
+    with waiting(server, "/shadow", JOB, client) as connection:
+        connection.settimeout(0.5)
+        try:
+            return connection.recv(12) == b"HTTP/1.1 429"
+        except TimeoutError:
+            return False
+
+
+@pytest.mark.parametrize("end", [RunningServer.kill, RunningServer.stop])
+def test_a_job_ends_with_its_server(tmp_path: Path, end: Callable[[RunningServer], None]) -> None:
+    with running_server(tmp_path, shutdown_grace_s="0") as server, waiting(server, "/plan", PLAN):
+        pid = stopped_job(server)
+        end(server)
+        until(lambda: has_ended(pid))

@@ -1,0 +1,326 @@
+"""Request logs as found in practice: columns with any usual name, times in any format, lists, lines, compressed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cli.main import main
+from inferencegym.errors import DataFormatError, InvalidConfigError
+from ops.log import reader
+from ops.log.reader import Imported, import_log
+from simulator.load.prefix import CAPACITY_TOKENS
+
+START = datetime(2025, 6, 1, 12, 0, 0, 250_000, tzinfo=UTC)
+AFTER_S = [0.0, 0.5, 2.25]
+PROMPTS, OUTPUTS = [100, 200, 300], [10, 20, 30]
+
+
+def moments(form: str) -> list[Any]:
+    at = [START + timedelta(seconds=s) for s in AFTER_S]
+    since = [round(m.timestamp() * 1e6) for m in at]
+    forms = {
+        "seconds": AFTER_S,
+        "epoch s": [s / 1e6 for s in since],
+        "epoch ms": [s // 1000 for s in since],
+        "epoch us": since,
+        "epoch ns": [1000 * s for s in since],
+        "ISO 8601, Z": [m.isoformat().replace("+00:00", "Z") for m in at],
+        "ISO 8601, offset": [(m.astimezone(tz=None)).isoformat() for m in at],
+        "ISO 8601, seven digits": [m.strftime("%Y-%m-%d %H:%M:%S.%f") + "0" for m in at],
+    }
+    return forms[form]
+
+
+ALL_FORMS = ["seconds", "epoch s", "epoch ms", "epoch us", "epoch ns"]
+ALL_FORMS += ["ISO 8601, Z", "ISO 8601, offset", "ISO 8601, seven digits"]
+
+
+def check(imported: Imported) -> None:
+    np.testing.assert_allclose(imported.log.arrival_s, AFTER_S, atol=2e-6)
+    assert imported.log.prompt_tokens.tolist() == PROMPTS
+    assert imported.log.output_tokens.tolist() == OUTPUTS
+
+
+def lines(records: list[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json", "parquet", "csv.gz", "jsonl.gz"])
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_times_of_every_form_are_read_alike_from_every_kind_of_file(tmp_path: Path, form: str, kind: str) -> None:
+    frame = pd.DataFrame({"created_at": moments(form), "tokens_in": PROMPTS, "tokens_out": OUTPUTS})
+    path = tmp_path / f"log.{kind}"
+    if kind.startswith("csv"):
+        frame.to_csv(path, index=False)
+    elif kind == "parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=kind.startswith("jsonl"))
+    imported = import_log(path)
+    check(imported)
+    assert imported.format == "table"
+    assert imported.columns["arrival"].startswith("created_at (")
+    assert imported.columns["prompt"] == "tokens_in"
+
+
+def test_a_column_of_dates_in_parquet_is_a_time(tmp_path: Path) -> None:
+    at = pd.to_datetime([START + timedelta(seconds=s) for s in AFTER_S])
+    pd.DataFrame({"ts": at, "isl": PROMPTS, "osl": OUTPUTS}).to_parquet(tmp_path / "log.parquet")
+    check(import_log(tmp_path / "log.parquet"))
+
+
+def litellm_row(i: int, status: str = "success") -> dict[str, Any]:
+    """A row of LiteLLM's spend table, with the relevant columns and some that must not be confused with them."""
+    return {
+        "request_id": f"chatcmpl-{i}",
+        "call_type": "acompletion",
+        "spend": 0.001,
+        "total_tokens": PROMPTS[i] + OUTPUTS[i],
+        "prompt_tokens": PROMPTS[i],
+        "completion_tokens": OUTPUTS[i],
+        "startTime": moments("ISO 8601, Z")[i],
+        "endTime": "2025-06-01T13:00:00Z",
+        "completionStartTime": "2025-06-01T12:59:00Z",
+        "model": "llama",
+        "metadata": {"usage_object": {"prompt_tokens": 7, "completion_tokens": 7}, "status": "failure"},
+        "messages": {},
+        "status": status,
+    }
+
+
+def openai_row(i: int) -> dict[str, Any]:
+    """An answer in OpenAI's form, as a proxy logs it."""
+    usage = {
+        "prompt_tokens": PROMPTS[i],
+        "completion_tokens": OUTPUTS[i],
+        "prompt_tokens_details": {"cached_tokens": 5},
+    }
+    return {"id": f"c{i}", "object": "chat.completion", "created": moments("epoch s")[i], "usage": usage}
+
+
+def span_row(i: int) -> dict[str, Any]:
+    """An OpenTelemetry span of a request, attributes with dots in their names."""
+    attributes = {"gen_ai.usage.input_tokens": PROMPTS[i], "gen_ai.usage.output_tokens": OUTPUTS[i]}
+    return {"name": "llm_request", "start_time": moments("epoch ns")[i], "attributes": attributes}
+
+
+def gateway_row(i: int) -> dict[str, Any]:
+    """A record of a gateway that writes token counts as text."""
+    return {
+        "createdAt": moments("ISO 8601, Z")[i],
+        "promptTokens": str(PROMPTS[i]),
+        "completionTokens": str(OUTPUTS[i]),
+        "messages": [{"role": "user", "content": "hello"}],
+    }
+
+
+@pytest.mark.parametrize("row", [litellm_row, openai_row, span_row, gateway_row])
+@pytest.mark.parametrize("form", ["lines", "list", "answer of an API"])
+def test_logs_of_gateways_are_read_without_naming_their_columns(tmp_path: Path, row: Any, form: str) -> None:
+    records = [row(i) for i in range(3)]
+    texts = {
+        "lines": lines(records),
+        "list": json.dumps(records, indent=1),
+        "answer of an API": json.dumps({"data": records}),
+    }
+    (tmp_path / "log.json").write_text(texts[form])
+    check(import_log(tmp_path / "log.json"))
+
+
+def test_requests_that_a_gateway_marks_as_failed_are_told_from_the_others(tmp_path: Path) -> None:
+    failed = {**litellm_row(1, "failure"), "prompt_tokens": None, "startTime": "2025-06-01T12:00:01Z"}
+    (tmp_path / "log.jsonl").write_text(lines([litellm_row(0), failed, litellm_row(1), litellm_row(2)]))
+    imported = import_log(tmp_path / "log.jsonl")
+    check(imported)
+    assert imported.skipped == {"failed": 1}
+    rows = ("0,200,100,10", "0.1,429,9,0", "0.2,503,9,0", "0.5,200,200,20", "2.25,200,300,30")
+    text = "\n".join(("time,status code,prompt tokens,completion tokens", *rows))
+    (tmp_path / "proxy.csv").write_text(text)
+    imported = import_log(tmp_path / "proxy.csv", skip_failed=True)
+    check(imported)
+    assert imported.skipped == {"failed": 2}
+    imported = import_log(tmp_path / "proxy.csv")
+    assert imported.log.prompt_tokens.tolist() == [100, 9, 9, 200, 300]
+    assert imported.log.output_tokens.tolist() == [10, 20, 20, 20, 30]
+
+
+def test_columns_of_other_names_are_named_with_a_unit(tmp_path: Path) -> None:
+    rows = "".join(f"{int(1000 * a)};x;{p};{o}\n" for a, p, o in zip(AFTER_S, PROMPTS, OUTPUTS, strict=True))
+    (tmp_path / "log.csv").write_text("wann;wer;rein;raus\n" + rows)
+    with pytest.raises(DataFormatError, match="arrival and prompt and output"):
+        import_log(tmp_path / "log.csv")
+    check(import_log(tmp_path / "log.csv", columns="arrival=wann:ms, prompt=rein, output=raus"))
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "log.csv", columns="arrival=wann:ms,prompt=hinein,output=raus")
+    assert refused.value.field == "hinein"
+    for wrong in ("prompt", "tokens=rein", "prompt="):
+        with pytest.raises(InvalidConfigError) as bad:
+            import_log(tmp_path / "log.csv", columns=wrong)
+        assert bad.value.field == "columns"
+
+
+def test_a_day_is_never_taken_for_a_month(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("time,prompt,output\n03.04.2025 10:00,5,5\n13.04.2025 10:00,5,5\n")
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "log.csv")
+    assert (refused.value.line, refused.value.field) == (2, "time")
+
+
+def test_times_of_a_web_servers_log_are_read(tmp_path: Path) -> None:
+    rows = "[01/Jun/2025:12:00:0{s} +0200],{p},5\n"
+    text = "time,prompt,output\n" + "".join(
+        rows.format(s=s, p=p).replace("[", "").replace("]", "") for s, p in ((1, 7), (4, 9))
+    )
+    (tmp_path / "log.csv").write_text(text)
+    assert import_log(tmp_path / "log.csv").log.arrival_s.tolist() == [0.0, 3.0]
+
+
+def test_a_log_is_read_in_pieces_with_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "ROWS_AT_ONCE", 2)
+    text = "\n\ntime,prompt,output\n0,1,1\n\n1,2,1\n2,3,1\n3,4,1\n"
+    (tmp_path / "log.csv").write_text(text)
+    assert import_log(tmp_path / "log.csv").log.prompt_tokens.tolist() == [1, 2, 3, 4]
+    (tmp_path / "log.csv").write_text(text + "4,many,1\n")
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "log.csv")
+    assert refused.value.line == 9
+
+
+def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(b"time,prompt,output\n" + b"".join(b"%d,5,5\n" % i for i in range(9000)))
+    (tmp_path / "log.csv.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataFormatError, match=r"log\.csv\.gz"):
+        import_log(tmp_path / "log.csv.gz")
+
+
+def conversation(name: str, scope: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": name, "models": ["m"], "block_size": 64, "hash_id_scope": scope, "requests": requests}
+
+
+def turn(t: float, blocks: list[int], kind: str = "n") -> dict[str, Any]:
+    return {
+        "t": t,
+        "type": kind,
+        "model": "m",
+        "in": 64 * len(blocks),
+        "out": 8,
+        "hash_ids": blocks,
+        "stop": "end_turn",
+    }
+
+
+TURNS = [
+    turn(0.0, [1, 2]),
+    turn(5.0, [1, 2, 3]),
+    turn(5.5, [1, 2, 3], "s"),  # the same call, streamed
+    {"t": 7.0, "type": "subagent", "agent_id": "a", "requests": [turn(0.0, [9]), turn(4.0, [9, 10])]},
+]
+
+
+def test_recorded_conversations_are_read_with_their_agents_and_each_call_once(tmp_path: Path) -> None:
+    (tmp_path / "trace_0001.json").write_text(json.dumps(conversation("a", "local", TURNS)))
+    imported = import_log(tmp_path / "trace_0001.json")
+    assert (imported.format, imported.skipped) == ("kv-cache-tester", {"recorded twice": 1})
+    assert imported.log.arrival_s.tolist() == [0.0, 5.0, 7.0, 11.0]
+    assert imported.log.prompt_tokens.tolist() == [128, 192, 64, 128]
+    # Blocks 1 and 2 come again in the second request, block 9 in the last: of 64 tokens each.
+    assert imported.log.reused_tokens.tolist() == [0, 128, 0, 64]
+    assert imported.log.reuse_hit[CAPACITY_TOKENS == 1024].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("scope", "reused"), [("local", [0, 0, 128, 128]), ("global", [0, 128, 128, 192])])
+def test_blocks_are_shared_between_conversations_where_they_are_said_to_be(
+    tmp_path: Path, scope: str, reused: list[int]
+) -> None:
+    for name in ("trace_1.json", "trace_2.json"):
+        (tmp_path / name).write_text(json.dumps(conversation(name, scope, TURNS[:2])))
+    assert import_log(tmp_path).log.reused_tokens.tolist() == reused
+
+
+def test_what_was_understood_is_printed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "spend.jsonl").write_text(lines([litellm_row(i) for i in range(3)]))
+    assert main(["shadow", "--trace", str(tmp_path / "spend.jsonl"), "--gpus", "1", "--agent", "naive"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "spend.jsonl: table; arrival from startTime (ISO 8601); prompt from prompt_tokens; "
+        "output from completion_tokens; status from status; id from request_id; "
+        "model from model"
+    )
+
+
+def test_a_folder_is_read_as_conversations_and_as_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"is a folder without \.json files"):
+        import_log(tmp_path)
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(conversation(name, "local", [turn(1.0, [1])])))
+    assert len(import_log(tmp_path).log.arrival_s) == 2
+    with pytest.raises(DataFormatError, match="is a folder; azure is read from a file"):
+        import_log(tmp_path, "azure")
+    odd = conversation("c", "local", [turn(1.0, [1])]) | {"block_size": 32}
+    (tmp_path / "c.json").write_text(json.dumps(odd))
+    with pytest.raises(DataFormatError, match="has blocks of 64 and 32 tokens; there must be one size"):
+        import_log(tmp_path)
+
+
+def test_a_benchmark_that_the_report_does_not_hold_is_refused(tmp_path: Path) -> None:
+    request = {"request_start_time": 100.0, "prompt_tokens": 256, "output_tokens": 128}
+    one = {"requests": {"successful": [request, request], "errored": []}}
+    (tmp_path / "g.json").write_text(json.dumps({"benchmarks": [one, one]}))
+    assert len(import_log(tmp_path / "g.json", run=1).log.arrival_s) == 2
+    for run in (-1, 2):
+        with pytest.raises(DataFormatError, match=f"there is no benchmark {run}; choose 0 to 1"):
+            import_log(tmp_path / "g.json", run=run)
+
+
+def test_columns_of_a_report_may_be_named_too(tmp_path: Path) -> None:
+    requests = [
+        {"sent": 100 + s, "prompt_tokens": p, "output_tokens": o}
+        for s, p, o in zip(AFTER_S, PROMPTS, OUTPUTS, strict=True)
+    ]
+    (tmp_path / "g.json").write_text(json.dumps({"benchmarks": [{"requests": {"successful": requests}}]}))
+    with pytest.raises(DataFormatError, match="no column with a usual name for arrival"):
+        import_log(tmp_path / "g.json")
+    check(import_log(tmp_path / "g.json", columns="arrival=sent:s"))
+
+
+def test_text_that_utf8_cannot_hold_is_refused_like_other_text(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"time": 0, "prompt": "\\ud800", "output": 5}\n')
+    with pytest.raises(DataFormatError) as refused:
+        import_log(tmp_path / "log.jsonl")
+    assert (refused.value.line, refused.value.field) == (1, "prompt")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_requests_of_several_models_are_named_and_one_is_chosen_by_a_filter(tmp_path: Path, kind: str) -> None:
+    models = ["a", "b", "a"]
+    frame = pd.DataFrame({"time": AFTER_S, "input_tokens": PROMPTS, "output_tokens": OUTPUTS, "model": models})
+    path = tmp_path / f"log.{kind}"
+    if kind == "csv":
+        frame.to_csv(path, index=False)
+    elif kind == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_parquet(path)
+    told = "requests of 2 models are taken for one load (a: 2, b: 1); choose one with --filter model=NAME"
+    assert import_log(path).notes == [told]
+    one = import_log(path, only="model=a")
+    assert (one.log.prompt_tokens.tolist(), one.notes) == ([100, 300], [])
+    with pytest.raises(DataFormatError, match="holds no requests"):
+        import_log(path, only="model=c")
+    with pytest.raises(DataFormatError, match="no column 'user' for filter; there are time, input_tokens"):
+        import_log(path, only="user=a")
+    with pytest.raises(InvalidConfigError, match="COLUMN=VALUE"):
+        import_log(path, only="a")
+
+
+def test_a_format_that_nobody_reads_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="one of auto, table, azure"):
+        import_log(tmp_path, "excel")

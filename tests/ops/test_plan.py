@@ -1,0 +1,393 @@
+"""Plans: the fewest GPUs that meet objectives, the front of cost and requests in time, growth, adaptive policies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cli.main import main
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ServeAction
+from inferencegym.tasks import table_index
+from ops.export import EXPORTS, constant_drafts, engine_files
+from ops.log.reader import import_log
+from ops.objectives import parse_objective
+from ops.plan import MAX_GPUS, STATED_ERRORS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
+from ops.prices import Prices
+from ops.report import notes
+from ops.shadow import shadow
+from server.api.web import PAGE_DIR
+from simulator.hardware.catalogue import models, table_path, tables_named
+from simulator.hardware.tables import load_tables
+from simulator.load.requests import RequestLog
+from tests.known_engine import table_file
+from tests.ops.test_shadow import flood
+from tests.servers import RunningServer
+
+EXAMPLE = PAGE_DIR / "data" / "azure-conversation.csv"
+A100 = ["a100-40gb", "a100-80gb"]
+OBJECTIVES = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=50")]
+LENIENT = [parse_objective("ttft_p99=2000"), parse_objective("tpot_p50=60")]
+PRICES = Prices("USD", {"a100-40gb": 1.2, "a100-80gb": 1.8})
+
+
+def log() -> RequestLog:
+    return flood(90, 10, 60)
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return make_plan(log(), OBJECTIVES, registered_tables(A100), prices=PRICES, precisions=["FP16"])
+
+
+def shares_of(n_gpus: int, action: dict[str, Any]) -> float:
+    """Share of requests missed by a constant on this many GPUs, from a shadow run."""
+    played = shadow(log(), [], fixed=ServeAction.from_dict(action), n_gpus=n_gpus, slo_ms=500.0)
+    return played.outcomes[0].slo_miss_share
+
+
+def test_a_plan_meets_its_objectives_with_the_stated_error_added(report: PlanReport) -> None:
+    assert [plan.hardware for plan in report.plans] == ["a100-40gb", "a100-80gb"]
+    for plan in report.plans:
+        assert plan.meets
+        ttft, tpot = plan.figures["ttft_p99_ms"], plan.figures["tpot_p50_ms"]
+        assert ttft * (1 + STATED_ERRORS["ttft"]) <= 500
+        assert tpot * (1 + STATED_ERRORS["tpot"]) <= 50
+        assert plan.margin == pytest.approx(min(1 - ttft * 1.109 / 500, 1 - tpot * 1.019 / 50))
+        assert plan.share_in_time >= 0.99
+        assert plan.precision == "FP16"
+
+
+def test_a_plan_is_what_shadow_plays_and_one_gpu_less_is_not_enough(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert plan.action is not None
+    assert 1.0 - plan.share_in_time == pytest.approx(shares_of(plan.n_gpus, plan.action))
+    fewer = [p for p in report.tried if p.hardware == plan.hardware and p.n_gpus < plan.n_gpus]
+    assert max(p.n_gpus for p in fewer) == plan.n_gpus - 1
+    assert not any(p.meets for p in fewer)
+
+
+def test_costs_are_gpus_times_price(report: PlanReport) -> None:
+    for plan in report.plans:
+        price = PRICES.per_gpu_hour[plan.hardware]
+        assert plan.cost_per_hour == pytest.approx(plan.n_gpus * price)
+        # GPUs for an hour write 3600 * tokens_per_s tokens.
+        hours = plan.n_gpus / (3600 * plan.tokens_per_s) * 1e6
+        assert plan.gpu_hours_per_million_tokens == pytest.approx(hours)
+        assert plan.cost_per_million_tokens == pytest.approx(hours * price)
+    costs = [plan.cost_per_hour for plan in report.plans]
+    assert costs == sorted(costs, key=float)
+
+
+def test_without_prices_nothing_costs_money() -> None:
+    plans = make_plan(flood(30), OBJECTIVES, registered_tables(["a100-40gb"])).plans
+    assert [(p.cost_per_hour, p.cost_per_million_tokens) for p in plans] == [(None, None)]
+
+
+def test_nothing_tried_beats_a_point_of_the_front(report: PlanReport) -> None:
+    for point in report.front:
+        for other in report.tried:
+            assert point.cost_per_hour is not None
+            assert other.cost_per_hour is not None
+            assert not (other.cost_per_hour < point.cost_per_hour and other.share_in_time > point.share_in_time)
+    shares = [point.share_in_time for point in report.front]
+    assert shares == sorted(shares)
+    assert pareto([]) == []
+
+
+def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert [row["traffic"] for row in report.growth] == [1.5, 2.0]
+    needed = [plan.n_gpus, *(row["gpus_needed"] for row in report.growth)]
+    assert needed == sorted(needed)
+    assert needed[2] > needed[0]
+    # Twice the traffic on as many GPUs, by hand.
+    fast = replace(log(), arrival_s=log().arrival_s / 2)
+    assert plan.action is not None
+    played = shadow(fast, [], fixed=ServeAction.from_dict(plan.action), n_gpus=plan.n_gpus, slo_ms=500.0)
+    assert report.growth[1]["share_in_time"] == pytest.approx(1 - played.outcomes[0].slo_miss_share)
+
+
+def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanReport) -> None:
+    assert {plan.policy for plan in report.adaptive} == {"heuristic", "hill_climb"}
+    assert all(plan.n_gpus <= report.plans[0].n_gpus for plan in report.adaptive)
+    saved = max((report.plans[0].n_gpus - p.n_gpus for p in report.adaptive if p.meets), default=0)
+    assert report.adapting_saves_gpus == saved
+    best = max(p.share_in_time for p in report.adaptive if p.n_gpus == report.plans[0].n_gpus - saved)
+    constants = [p.share_in_time for p in report.tried if p.n_gpus == report.plans[0].n_gpus - saved]
+    assert report.adapting_gain == (pytest.approx(best - max(constants), abs=0.02) if saved else 0.0)
+
+
+def test_a_saving_within_the_simulators_error_is_said_to_be_none_to_count_on(report: PlanReport) -> None:
+    small, large = (replace(report, adapting_saves_gpus=1, adapting_gain=gain) for gain in (0.01, 0.2))
+    assert any("do not count on it" in note for note in notes(small))
+    assert not any("do not count on it" in note for note in notes(large))
+
+
+def test_other_precisions_leave_adaptive_policies_nothing_to_keep_to() -> None:
+    assert make_plan(flood(30), OBJECTIVES, registered_tables(["a100-40gb"]), precisions=["INT8"]).adaptive == []
+
+
+def test_the_highest_precision_that_is_enough_is_taken() -> None:
+    calm = flood(60, 1.0, 1.0)
+    assert make_plan(calm, OBJECTIVES, registered_tables(["a100-40gb"])).plans[0].precision == "FP16"
+    tight = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=9")]
+    (plan,) = make_plan(calm, tight, registered_tables(["a100-40gb"]), precisions=["FP16", "INT8"]).plans
+    assert plan.figures["tpot_p50_ms"] < 9
+
+
+def test_objectives_that_no_fleet_meets_have_no_plan() -> None:
+    impossible = make_plan(flood(20), [parse_objective("tpot_p50=1")], registered_tables(["a100-40gb"]))
+    assert impossible.plans == []
+    assert impossible.tried
+    assert impossible.growth == []
+
+
+def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
+    arrival = np.array([0.0, 1.0, 100.0, 101.0, 102.0, 300.0])
+    work = np.array([5.0, 5.0, 50.0, 50.0, 50.0, 100.0])
+    whole = RequestLog(arrival, work, np.ones(6), np.zeros(6, dtype=np.int64))
+    part = busiest(whole, 10.0)
+    assert (part.arrival_s.tolist(), part.prompt_tokens.tolist()) == ([0.0, 1.0, 2.0], [50.0, 50.0, 50.0])
+    assert busiest(whole, 301.0) is whole
+
+
+def test_a_long_log_is_searched_at_its_busiest_and_played_whole() -> None:
+    rng = np.random.default_rng(3)
+    arrival = np.sort(np.concatenate([rng.random(1500) * 1500, 700 + rng.random(1500) * 60]))
+    n = len(arrival)
+    long = RequestLog(arrival - arrival[0], np.full(n, 300.0), np.full(n, 60.0), np.zeros(n, dtype=np.int64))
+    found = make_plan(long, OBJECTIVES, registered_tables(["a100-40gb"]), precisions=["FP16"])
+    assert found.searched_s < 900 < found.played_s
+    plan = found.plans[0]
+    assert plan.action is not None
+    fixed = ServeAction.from_dict(plan.action)
+    whole = shadow(long, [], fixed=fixed, n_gpus=plan.n_gpus, slo_ms=500.0)
+    assert plan.share_in_time == pytest.approx(1 - whole.outcomes[0].slo_miss_share)
+
+
+def test_wrong_input_is_refused() -> None:
+    for asked, wrong in (
+        (lambda: registered_tables(["h9000"]), "hardware"),
+        (lambda: registered_tables(None, "gpt-9"), "model"),
+        (lambda: registered_tables(["h100_sxm"]), "model"),
+        (lambda: registered_tables(["l40s"], "qwen3-32b"), "model"),
+        (lambda: make_plan(flood(20), [], registered_tables(A100)), "objective"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(A100), precisions=["FP3"]), "quant"),
+        (lambda: make_plan(flood(20), OBJECTIVES, registered_tables(A100), prices=Prices("USD", {})), "prices"),
+    ):
+        with pytest.raises(InvalidConfigError) as refused:
+            asked()
+        assert refused.value.field == wrong
+
+
+def test_a_models_usual_spellings_are_one_model() -> None:
+    llama = tables_named(None, "llama-3.1-8b")
+    assert len({table_index()[name]["card"] for name in llama}) == len(llama) == 7
+    for spelling in ("Llama-3-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B"):
+        assert tables_named(None, spelling) == llama
+    assert tables_named(None, "openai/gpt-oss-120b") == tables_named(None, "gpt-oss-120b") != ()
+    assert tables_named(None, "llama-3.3-70b") == tables_named(None, "llama-3.1-70b")
+
+
+def test_hardware_is_named_by_table_or_by_card() -> None:
+    cards = tables_named(["h200_sxm"], "llama-3.1-70b")
+    assert cards == ("h200-llama-3.1-70b", "h200-llama-3.1-70b-tp2", "h200-llama-3.1-70b-tp4")
+    assert tables_named(["h200-llama-3.1-70b-tp2", "a100-40gb"], "llama-3.1-70b") == ("h200-llama-3.1-70b-tp2",)
+    assert tables_named(["a100-40gb"]) == ("a100-40gb",)
+    every = {name for model in models() for name in tables_named(None, model)}
+    assert every == set(table_index())
+
+
+@pytest.fixture(scope="module")
+def large() -> PlanReport:
+    """A model that needs several cards a replica, with precisions of its own."""
+    prices = Prices("USD", {"h200_sxm": 3.0, "h100_sxm": 2.0})
+    return make_plan(flood(40), LENIENT, registered_tables(None, "llama-3.1-70b"), prices=prices)
+
+
+def test_gpus_are_replicas_times_their_cards_and_as_many_again_for_prefill_apart(large: PlanReport) -> None:
+    names = {plan.hardware for plan in large.tried}
+    assert names == set(tables_named(["h100_sxm", "h200_sxm"], "llama-3.1-70b"))
+    for plan in large.tried:
+        entry = table_index()[plan.hardware]
+        assert plan.action is not None
+        assert (plan.card, plan.tensor_parallel) == (entry["card"], entry["cards_per_replica"])
+        assert plan.n_gpus == plan.n_replicas * plan.tensor_parallel * (2 if plan.action["prefill_disagg"] else 1)
+        assert plan.precision == entry["tiers"][plan.action["quant_tier"]]
+        price = {"h200_sxm": 3.0, "h100_sxm": 2.0}[plan.card]
+        assert plan.cost_per_hour == pytest.approx(plan.n_gpus * price)
+    assert {plan.tensor_parallel for plan in large.tried} == {1, 2, 4}
+
+
+def test_cards_without_a_price_are_left_out_and_named(large: PlanReport) -> None:
+    assert large.left_out == {
+        "b200-llama-3.1-70b": "no price of b200_sxm",
+        "a100-llama-3.1-70b-tp4": "no price of a100_sxm",
+    }
+    assert any("b200-llama-3.1-70b (no price of b200_sxm)" in note for note in notes(large))
+
+
+def test_a_plan_for_several_cards_is_exported_with_them(large: PlanReport) -> None:
+    for plan in large.plans:
+        files = engine_files(plan, load_tables(table_path(plan.hardware)), large)
+        sized = plan.tensor_parallel > 1
+        assert (f"tensor-parallel-size: {plan.tensor_parallel}" in files["vllm"]) == sized
+        assert (f"tp-size: {plan.tensor_parallel}" in files["sglang"]) == sized
+
+
+def test_tables_without_the_precision_are_left_out_and_what_the_catalogue_warns_of_is_told() -> None:
+    tables = registered_tables(["b200_sxm", "h100_sxm"], "llama-3.1-8b")
+    found = make_plan(flood(20), LENIENT, tables, precisions=["NVFP4"], policies=[])
+    assert {plan.precision for plan in found.tried} == {"NVFP4"}
+    assert found.left_out == {"h100-llama-3.1-8b": "it has BF16, FP8"}
+    (warning,) = table_index()["b200-llama-3.1-8b"]["warnings"]
+    assert f"b200-llama-3.1-8b: {warning}." in notes(found)
+
+
+def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
+    tables = registered_tables(["a100-40gb", "b200_sxm"], "llama-3.1-8b")
+    found = make_plan(flood(20), [parse_objective("tpot_p50=3")], tables, policies=[])
+    assert [(plan.hardware, plan.n_gpus, plan.meets) for plan in found.unmet] == [("a100-40gb", MAX_GPUS, False)]
+    assert MAX_GPUS not in {plan.n_gpus for plan in found.tried}
+    assert [plan.hardware for plan in found.plans] == ["b200-llama-3.1-8b"]
+    assert any("a100-40gb" in note and "meets the objectives" in note for note in notes(found))
+
+
+def test_settings_may_go_without_drafts() -> None:
+    tables = registered_tables(["h100_sxm"], "llama-3.1-8b")
+    # An objective for which drafts are worth trying.
+    fast = [LENIENT[0], parse_objective("tpot_p50=6")]
+    found = make_plan(flood(20), fast, tables, policies=[])
+    without = make_plan(flood(20), fast, tables, drafts=False, policies=[])
+    drafting = [plan for plan in found.tried if plan.action and plan.action["spec_length"]]
+    assert {plan.action and plan.action["spec_length"] for plan in without.tried} == {0}
+    assert any("EAGLE" in note for note in notes(replace(found, plans=drafting[:1])))
+    assert not any("EAGLE" in note for note in notes(without))
+
+
+def test_without_prices_gpus_of_different_hardware_are_not_compared(report: PlanReport) -> None:
+    plan = report.plans[0]
+    here = [replace(plan, n_gpus=n, share_in_time=share, cost_per_hour=None) for n, share in ((1, 0.5), (2, 0.9))]
+    there = [replace(p, hardware="b200-llama-3.1-8b", share_in_time=p.share_in_time + 0.05) for p in here]
+    assert sorted(pareto([*here, *there]), key=id) == sorted([*here, *there], key=id)
+    priced = [replace(p, cost_per_hour=cost) for p, cost in zip([*here, *there], (1.0, 2.0, 1.0, 4.0), strict=True)]
+    assert pareto(priced) == [priced[2], priced[1], priced[3]]
+
+
+def test_the_plans_settings_are_exported(report: PlanReport) -> None:
+    plan = report.plans[0]
+    assert plan.action is not None
+    files = engine_files(plan, load_tables(), report)
+    assert f"max-num-seqs: {plan.action['batch_size']}" in files["vllm"]
+    assert f"max-running-requests: {plan.action['batch_size']}" in files["sglang"]
+
+
+def test_the_plans_drafts_are_exported_as_they_were_played(large: PlanReport) -> None:
+    (plan,) = [p for p in large.tried if p.action and p.action["spec_length"] and p.tensor_parallel == 2][:1]
+    assert plan.action is not None
+    drafts, slots = plan.action["spec_length"], plan.action["batch_size"]
+    assert constant_drafts(drafts, slots) == [(1, slots, drafts, "policy")]
+    said = engine_files(plan, load_tables(table_path(plan.hardware)), large)["vllm"]
+    assert f'"num_speculative_tokens_per_batch_size": [[1, {slots}, {drafts}]]' in said
+
+
+def test_the_command_prints_and_writes_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prices.json").write_text(json.dumps({"currency": "EUR", "per_gpu_hour": dict(PRICES.per_gpu_hour)}))
+    outputs = [tmp_path / name for name in ("plan.html", "front.png", "tried.csv")]
+    options = ["plan", "--trace", str(EXAMPLE), "--to-s", "60", "--objective", "ttft_p99=500", "--export", "vllm"]
+    options += [
+        "--hardware",
+        ",".join(A100),
+        "--prices",
+        str(tmp_path / "prices.json"),
+        "--html",
+        str(outputs[0]),
+        "--png",
+        str(outputs[1]),
+    ]
+    assert main([*options, "--out", str(outputs[2])]) == 0
+    said = capsys.readouterr().out
+    assert "cost/h EUR" in said
+    assert "2x the traffic" in said
+    assert "max-num-seqs:" in said
+    assert outputs[1].read_bytes().startswith(b"\x89PNG")
+    assert {"hardware", "n_gpus", "share_in_time", "figures.ttft_p99_ms"} <= set(pd.read_csv(outputs[2]).columns)
+    page = outputs[0].read_text()
+    assert page.count("<svg") == 1
+    assert "<script" not in page
+    command = [*options[:5], "--hardware", "a100-40gb", "--objective", "tpot_p50=1", "--json"]
+    assert main(command) == 1
+    assert json.loads(capsys.readouterr().out)["plans"] == []
+
+
+def test_a_measured_engine_is_planned_with_by_its_table_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt token takes 0.6 ms, so one replica is not enough but several are, and no card is searched."""
+    table = table_file(tmp_path / "mine.parquet")
+    command = ["plan", "--trace", str(EXAMPLE), "--to-s", "40", "--table", str(table), "--objective", "ttft_p99=9000"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["hardware"] for plan in found["tried"]} == {"mine"}
+    assert found["model"] == "some-model"
+    (plan,) = found["plans"]
+    assert plan["n_gpus"] > 1
+    assert plan["precision"] == "served"
+    assert main([*command, "--hardware", "a100-40gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["hardware"] for plan in found["plans"]} == {"mine", "a100-40gb"}
+    assert main([*command, "--export", "vllm"]) == 0
+    exported = capsys.readouterr().out
+    assert "max-num-seqs:" in exported
+    assert "dtype" not in exported
+    assert "quantization" not in exported
+    assert main([*command[:-3], str(table), "--table", str(table), "--objective", "ttft_p99=9000"]) == 2
+    assert "rename" in capsys.readouterr().err
+    assert main([*command[:-3], str(tmp_path / "none.parquet"), "--objective", "ttft_p99=9000"]) == 2
+    assert "none.parquet" in capsys.readouterr().err
+
+
+def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
+    prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
+    body = {"log": EXAMPLE.read_text(), "objectives": ["ttft_p99=500", "tpot_p50=50"], "prices": prices, "to_s": 60}
+    body["hardware"] = A100
+    answer = server.post("/plan", body)
+    report = make_plan(import_log(EXAMPLE, end_s=60).log, OBJECTIVES, registered_tables(A100), prices=PRICES).to_dict()
+    assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
+        name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
+    }
+    assert set(answer["export"]) == set(EXPORTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        ({"objectives": []}, "invalid_request", "objectives"),
+        ({"objectives": ["fast"]}, "invalid_request", "objectives[0]"),
+        ({"hardware": ["h9000"]}, "invalid_request", "hardware[0]"),
+        ({"share_met": 2}, "invalid_request", "share_met"),
+        ({"hardware": ["h100_sxm"]}, "invalid_config", "model"),
+        ({"model": "gpt-9"}, "invalid_config", "model"),
+        ({"precisions": ["FP3"]}, "invalid_request", "precisions[0]"),
+        ({"prices": {"currency": "USD", "per_gpu_hour": {}}}, "invalid_config", "prices"),
+        ({"log": "a,b\n1,2\n"}, "data_format", None),
+    ],
+)
+def test_a_mistake_over_http_is_named(server: RunningServer, change: dict[str, Any], code: str, field: str) -> None:
+    log = "arrival_s,prompt_tokens,output_tokens\n0,100,10\n1,100,10\n"
+    body = {"log": log, "objectives": ["ttft_p99=500"], "hardware": ["a100-40gb"], **change}
+    answer = server.client.post("/plan", json=body)
+    detail = answer.json()["detail"]
+    assert (answer.status_code, detail["code"], detail.get("field")) == (422, code, field)
+
+
+def test_a_plan_is_a_row_of_plain_numbers(report: PlanReport) -> None:
+    assert all(isinstance(plan, Plan) for plan in report.tried)
+    json.dumps(report.to_dict(), allow_nan=False)

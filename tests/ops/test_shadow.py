@@ -1,0 +1,353 @@
+"""Shadow mode: every policy plays the same recorded log, the report adds up, exports use the engine's own options."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from agents.protocol import FloatArray
+from cli.main import main
+from cli.shadow import agent_names
+from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
+from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
+from inferencegym.tasks import get_task
+from ops.capacity import DRAIN_S, STATED_ERROR, log_task, on_replicas
+from ops.export import draft_schedule, fastest_draft, settings_of, vllm_config
+from ops.prices import load_prices, read_prices
+from ops.report import shadow_figures, shadow_report, write_page
+from ops.shadow import CONSTANT, FIXED, ShadowReport, shadow
+from simulator.hardware.catalogue import table_path
+from simulator.hardware.tables import load_tables
+from simulator.load.requests import RequestLog
+from simulator.whatif import serve_requests
+from simulator.workload import load_source
+
+
+def flood(seconds: int = 120, calm: float = 2.0, busy: float = 14.0, classes: bool = False) -> RequestLog:
+    """A quiet log with a flood in its middle third."""
+    rng = np.random.default_rng(7)
+    rates = np.where((np.arange(seconds) >= seconds // 3) & (np.arange(seconds) < 2 * seconds // 3), busy, calm)
+    counts = rng.poisson(rates)
+    counts[0] = max(1, counts[0])
+    arrival = np.sort(np.repeat(np.arange(seconds), counts) + rng.random(counts.sum()))
+    n = len(arrival)
+    kinds = rng.integers(0, 2, n) if classes else np.zeros(n, dtype=np.int64)
+    return RequestLog(
+        arrival - arrival[0],
+        np.rint(rng.lognormal(6.0, 0.6, n)) + 1,
+        np.rint(rng.lognormal(4.8, 0.6, n)) + 1,
+        kinds.astype(np.int64),
+    )
+
+
+SMALL = ServeAction(1.0, 0, 16, False, QuantTier.FP16)
+
+
+@pytest.fixture(scope="module")
+def report() -> ShadowReport:
+    return shadow(
+        flood(),
+        ["heuristic", 'constant:{"batch_size": 128, "spec_length": 2, "quant_tier": 1}'],
+        fixed=SMALL,
+        n_gpus=1,
+    )
+
+
+def test_every_policy_meets_the_same_requests_and_none_gets_lost(report: ShadowReport) -> None:
+    arrived = report.log["requests"]
+    for outcome in report.outcomes:
+        assert outcome.completed + outcome.rejected + outcome.unserved == pytest.approx(arrived, abs=1e-6)
+        assert 0.0 <= outcome.slo_miss_share <= 1.0
+        assert outcome.ttft_p50_ms <= outcome.ttft_p90_ms <= outcome.ttft_p99_ms
+        assert sum(outcome.support.values()) == pytest.approx(1.0)
+
+
+def test_the_users_own_configuration_comes_first_and_then_the_best_constant(report: ShadowReport) -> None:
+    assert [o.policy for o in report.outcomes][:3] == [FIXED, CONSTANT, "heuristic"]
+    assert report.fixed_action == SMALL.to_dict()
+    assert set(report.outcomes[0].timeline["batch_size"]) == {16.0}
+
+
+def test_a_replay_is_the_same_every_time_and_does_not_depend_on_company(report: ShadowReport) -> None:
+    alone = shadow(flood(), ["heuristic"], fixed=SMALL, n_gpus=1)
+    assert alone.outcomes[2] == report.outcomes[2]
+
+
+def test_percentiles_agree_with_the_what_if_of_the_same_configuration(report: ShadowReport) -> None:
+    said = serve_requests(SMALL, flood(), load_tables(), queue_limit=512).report()
+    fixed = report.outcomes[0]
+    assert fixed.ttft_p50_ms == pytest.approx(said.ttft_p50_ms, rel=0.02)
+    assert fixed.ttft_p99_ms == pytest.approx(said.ttft_p99_ms, rel=0.02)
+
+
+def test_more_slots_miss_fewer_objectives_in_a_flood() -> None:
+    small, _, large = shadow(flood(), ['constant:{"batch_size": 128}'], fixed=SMALL, n_gpus=1).outcomes
+    assert large.slo_miss_share < 0.5 * small.slo_miss_share
+    assert large.goodput_rps > small.goodput_rps
+
+
+def test_every_policy_has_the_same_gpus_and_prefill_apart_takes_half_of_them() -> None:
+    log = flood(30)
+    apart = ServeAction(1.0, 0, 32, True, QuantTier.FP16)
+    outcomes = shadow(log, ['constant:{"prefill_disagg": true}', "naive"], fixed=apart, n_gpus=4).outcomes
+    seconds = int(np.ceil(log.arrival_s[-1] + 1e-9)) + DRAIN_S
+    assert {o.gpu_seconds for o in outcomes} == {4.0 * seconds}
+    assert [o.n_gpus for o in outcomes] == [4, 4, 4, 4]
+    assert (outcomes[0].n_replicas, outcomes[3].n_replicas) == (2, 4)
+
+
+def test_a_policy_that_may_not_spread_keeps_prefill_together() -> None:
+    outcomes = shadow(flood(30), ['constant:{"prefill_disagg": true}'], n_gpus=1).outcomes
+    assert set(outcomes[2].timeline["prefill_disagg"]) == {0.0}
+    assert outcomes[2].n_gpus == 1
+    with pytest.raises(InvalidConfigError) as refused:
+        shadow(flood(30), [], fixed=ServeAction(1.0, 0, 32, True, QuantTier.FP16), n_gpus=1)
+    assert refused.value.field == "n_gpus"
+
+
+def test_the_best_constant_is_no_worse_than_any_constant_of_the_sweep(report: ShadowReport) -> None:
+    best = report.outcomes[1]
+    assert best.action is not None
+    again = shadow(flood(), [f"constant:{json.dumps(best.action)}"], fixed=SMALL, n_gpus=1)
+    assert again.outcomes[2].slo_miss_share == best.slo_miss_share
+    for tried in ('{"batch_size": 64, "kv_budget": 1.0, "quant_tier": 2}', '{"batch_size": 32, "quant_tier": 1}'):
+        (_, _, other) = shadow(flood(), [f"constant:{tried}"], fixed=SMALL, n_gpus=1).outcomes
+        assert best.slo_miss_share <= other.slo_miss_share + 1e-9
+
+
+def test_only_a_gain_above_the_stated_error_is_recommended(report: ShadowReport) -> None:
+    fixed, constant, *policies = report.outcomes
+    assert report.gain(constant, fixed) > STATED_ERROR
+    assert all(report.gain(o, constant) <= STATED_ERROR for o in policies)
+    assert report.best() is constant
+    better = replace(policies[0], slo_miss_share=0.0)
+    worse = replace(constant, slo_miss_share=STATED_ERROR + 0.001)
+    assert replace(report, outcomes=[fixed, worse, better]).best() is better
+    own = replace(fixed, slo_miss_share=constant.slo_miss_share + STATED_ERROR)
+    assert replace(report, outcomes=[own, constant]).best() is own
+
+
+def test_costs_are_gpu_hours_times_the_users_price(tmp_path: Path) -> None:
+    prices = {"currency": "EUR", "per_gpu_hour": {"a100-40gb": 3.6}, "source": "a quote", "date": "2025-01-01"}
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    priced = shadow(flood(30), [], n_gpus=2, prices=load_prices(tmp_path / "prices.json"))
+    # 3.6 an hour are 0.001 a second.
+    assert priced.to_dict()["cost"][FIXED] == pytest.approx(0.001 * priced.outcomes[0].gpu_seconds)
+    assert priced.currency == "EUR"
+    with pytest.raises(InvalidConfigError) as refused:
+        shadow(flood(30), [], n_gpus=1, prices=read_prices({"currency": "EUR", "per_gpu_hour": {"h100": 2}}))
+    assert refused.value.field == "prices"
+    for wrong in ({"currency": "EUR"}, {"currency": "EUR", "per_gpu_hour": {"x": -1}}, []):
+        with pytest.raises(InvalidConfigError):
+            read_prices(wrong)
+
+
+def test_restarts_are_counted() -> None:
+    class Flipper:
+        """Changes precision once, at step 20."""
+
+        def reset(self, n_rows: int) -> None:
+            self._step = 0
+
+        def act(self, observation: FloatArray) -> FloatArray:
+            self._step += 1
+            return np.array([[1.0, 0, 32, 0, 1.0 if self._step > 20 else 0.0]])
+
+    outcomes = shadow(flood(30), [Flipper()], n_gpus=1).outcomes
+    assert [(o.policy, o.restarts) for o in outcomes] == [(FIXED, 0), (CONSTANT, 0), ("Flipper", 1)]
+
+
+def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
+    task = get_task(3)
+    outcome = shadow(flood(40, classes=True), [], task=task).outcomes[0]
+    assert list(outcome.slo_miss_by_class) == ["interactive", "batch"]
+
+
+def test_a_log_is_the_load_source_of_fleets_of_any_size_and_is_played_once() -> None:
+    log, tables = flood(30), load_tables()
+    task = log_task(log, tables)
+    source = load_source(task, tables)
+    assert load_source(on_replicas(task, 7), tables) is source
+    # Every second of the log from its first on, then silence, whatever the seed.
+    drawn = source.draw([0, 9], task.episode_length)
+    arrivals = np.bincount(log.arrival_s.astype(int), minlength=task.episode_length)
+    assert drawn.arrivals.shape == (2, task.episode_length, 1)
+    assert (drawn.arrivals[..., 0] == arrivals).all()
+    assert arrivals[-DRAIN_S:].sum() == 0
+
+
+def test_the_fleet_is_sized_to_the_log_unless_told() -> None:
+    small, large = (shadow(flood(30, rate, rate), []).n_gpus for rate in (2.0, 60.0))
+    assert small == 1
+    assert large > 3
+
+
+def test_wrong_input_is_refused() -> None:
+    log = flood(30)
+    with pytest.raises(InvalidConfigError, match="nobody"):
+        shadow(log, ["nobody"], n_gpus=1)
+    with pytest.raises(InvalidActionError) as refused:
+        shadow(log, [], fixed=ServeAction(1.0, 0, 0, False, QuantTier.FP16))
+    assert refused.value.field == "batch_size"
+    with pytest.raises(InvalidConfigError, match="from 1 to 1,000,000") as refused:
+        shadow(log, [], slo_ms=0.0, n_gpus=1)
+    assert refused.value.field == "slo_ms"
+    with pytest.raises(InvalidConfigError) as refused:
+        shadow(log, [], n_gpus=0)
+    assert refused.value.field == "n_gpus"
+    week = RequestLog(np.array([0.0, 6e5]), np.array([9.0, 9.0]), np.array([9.0, 9.0]), np.zeros(2, dtype=np.int64))
+    with pytest.raises(DataFormatError):
+        shadow(week, [], n_gpus=1)
+
+
+def test_the_report_is_json(report: ShadowReport) -> None:
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["best"] == report.best().policy
+    assert len(again["outcomes"][0]["timeline"]["t_s"]) == len(again["arrivals_per_s"]) <= 600
+
+
+# ---------------------------------------------------------------- the engine's terms
+
+
+def test_the_vllm_export_is_a_config_file_with_the_policys_settings(report: ShadowReport) -> None:
+    policy = report.outcomes[3].policy
+    config = yaml.safe_load(vllm_config(settings_of(report, load_tables(), policy), draft_model="my/eagle"))
+    assert config["max-num-seqs"] == 128
+    assert config["quantization"] == "compressed-tensors"
+    assert 0.9 < config["gpu-memory-utilization"] <= 0.98
+    speculative = json.loads(config["speculative-config"])
+    assert (speculative["method"], speculative["model"]) == ("eagle", "my/eagle")
+    ranges = speculative["num_speculative_tokens_per_batch_size"]
+    assert speculative["num_speculative_tokens"] == max(k for _, _, k in ranges)
+    assert (ranges[0][0], ranges[-1][1]) == (1, 128)
+
+
+def test_a_policy_without_drafting_exports_no_speculation(report: ShadowReport) -> None:
+    config = yaml.safe_load(vllm_config(settings_of(report, load_tables(), FIXED)))
+    assert config == {
+        "max-num-seqs": 16,
+        "gpu-memory-utilization": pytest.approx(0.94, abs=0.01),
+        "max-num-batched-tokens": 2048,
+        "dtype": "float16",
+    }
+
+
+def test_the_draft_schedule_covers_every_batch_size_once_and_follows_the_policy() -> None:
+    running = np.array([2.0] * 50 + [100.0] * 50)
+    drafted = np.array([4.0] * 50 + [0.0] * 50)
+    drafts = draft_schedule(drafted, running, load_tables(), 0, 512.0, max_num_seqs=200)
+    assert (drafts[0][0], drafts[-1][1]) == (1, 200)
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(drafts))
+    assert {n: next(k for low, high, k, _ in drafts if low <= n <= high) for n in (2, 100)} == {2: 4, 100: 0}
+    assert {source for *_, source in drafts} == {"policy", "table"}
+
+
+def test_drafting_that_pays_at_one_request_is_found_in_the_table() -> None:
+    tables = load_tables()
+    per_token = tables.decode_ms[0, :, 0, 3] / tables.spec_tokens
+    assert fastest_draft(tables, 0, 1.0, 512.0) == int(tables.axes["spec_length"][per_token.argmin()])
+
+
+def test_an_unknown_policy_cannot_be_exported(report: ShadowReport) -> None:
+    with pytest.raises(InvalidConfigError, match="nobody"):
+        settings_of(report, load_tables(), "nobody")
+
+
+# ---------------------------------------------------------------- the page and the command
+
+
+class Links(HTMLParser):
+    """All addresses that a browser would fetch, and duplicate ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and value and not value.startswith("#"):
+                self.fetched.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+
+def test_the_page_is_whole_by_itself(report: ShadowReport, tmp_path: Path) -> None:
+    figures, files = shadow_figures(report, load_tables().tiers), {"vLLM": "a: 1 # <b>"}
+    path = write_page(tmp_path / "r.html", 'my <log> & "more"', report.log, shadow_report(report), figures, files)
+    page = path.read_text()
+    links = Links()
+    links.feed(page)
+    assert links.fetched == []
+    assert len(links.ids) == len(set(links.ids))
+    assert "<script" not in page
+    assert "my &lt;log&gt; &amp; &quot;more&quot;" in page
+    assert page.count("<svg") == 2
+    assert "<pre>a: 1 # &lt;b&gt;</pre>" in page
+    for outcome in report.outcomes:
+        assert outcome.policy.replace('"', "&quot;") in page
+
+
+def test_the_command_writes_page_and_export_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f"{a:.3f},{int(p)},{int(o)}"
+        for a, p, o in zip(
+            *(getattr(flood(30), c).tolist() for c in ("arrival_s", "prompt_tokens", "output_tokens")), strict=True
+        )
+    ]
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    options = ["--agent", 'heuristic,constant:{"batch_size": 64, "quant_tier": 1}', "--gpus", "1"]
+    assert main(["shadow", "--trace", "log.csv", *options, "--html", "r.html", "--export", "vllm"]) == 0
+    said = capsys.readouterr().out
+    assert "heuristic" in said
+    assert 'constant:{"batch_size": 64, "quant_tier": 1}' in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "r.html", "shadow-vllm.yaml"]
+
+
+def test_a_wrong_baseline_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
+    for text, message in (
+        ("{", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"batch": 3}', "unknown field batch: did you mean batch_size?"),
+    ):
+        assert main(["shadow", "--trace", str(tmp_path / "log.csv"), "--baseline", text, "--gpus", "1"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_commas_within_braces_do_not_part_agent_names() -> None:
+    assert agent_names('naive, constant:{"a": 1, "b": 2},ppo') == ["naive", 'constant:{"a": 1, "b": 2}', "ppo"]
+
+
+def test_the_default_baseline_has_the_default_knobs() -> None:
+    assert shadow(flood(20), [], n_gpus=1).fixed_action == NAIVE_ACTION.to_dict()
+
+
+def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:
+    tables = load_tables(table_path("h200-llama-3.1-70b-tp2"))
+    outcomes = shadow(flood(20), ["heuristic"], n_gpus=4, slo_ms=2000, tables=tables).outcomes
+    seconds = int(np.ceil(flood(20).arrival_s[-1] + 1e-9)) + DRAIN_S
+    assert [o.n_gpus for o in outcomes] == [4, 4, 4]
+    assert (outcomes[0].n_replicas, outcomes[0].gpu_seconds) == (2, 4.0 * seconds)
+    for wrong in (0, 3):
+        with pytest.raises(InvalidConfigError, match="a multiple of 2"):
+            shadow(flood(20), [], n_gpus=wrong, tables=tables)
+
+
+def test_a_table_of_fewer_precisions_is_never_asked_for_another() -> None:
+    tables = load_tables(table_path("h100-llama-3.1-8b"))
+    report = shadow(flood(20), ['constant:{"quant_tier": 2}'], n_gpus=1, tables=tables)
+    assert set(report.outcomes[2].timeline["quant_tier"]) == {1.0}
+    assert report.outcomes[1].action is not None
+    assert report.outcomes[1].action["quant_tier"] < tables.n_tiers
+    assert settings_of(report, tables, report.outcomes[2].policy).tier == "FP8"

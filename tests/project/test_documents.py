@@ -1,0 +1,349 @@
+"""The documents do what they say: commands and snippets are run, numbers measured again.
+
+``test_task_authoring.py`` and ``test_traffic_tasks.py`` follow TASK_AUTHORING.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import inferencegym
+from agents.episodes import run_episodes
+from agents.evaluate import evaluate, interval
+from agents.registry import make_agent
+from agents.seeds import HELD_OUT_SEEDS
+from env.reference import ReferenceFleet
+from env.traffic.report import compare_traffic
+from env.traffic.tasks import list_traffic_tasks
+from inferencegym import InferenceEnv
+from inferencegym.tasks import get_task
+from setup import whole_source
+from simulator.kernel.serving import EngineParams
+from tests.ops.test_import_bench import benchmark
+from tests.servers import RunningServer
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAPTERS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+RENDERED = ("README.md", "ENVIRONMENT.md", *CHAPTERS)
+DOCUMENTS = (*RENDERED, "TASK_AUTHORING.md", "CONTRIBUTING.md")
+
+FENCED = (
+    r"(?m)(?:^ *<!-- test: (?P<note>.*?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w+)\n(?P<body>(?:.*\n)*?)(?P=indent)```$"
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block, and what the comment before it says about testing it.
+
+    ``<!-- test: A => B -->`` plays ``A`` as ``B``: a shorter run, or a file of ours for a reader's own. Several are
+    separated by ``;``.
+    """
+
+    document: str
+    line: int
+    language: str
+    text: str
+    note: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    def reduced(self) -> str:
+        """The text as it is tested."""
+        text = self.text
+        for change in filter(None, map(str.strip, self.note.split(";"))):
+            old, arrow, new = change.partition(" => ")
+            assert arrow, f"{self.place}: {change!r} is not A => B"
+            assert old in text, f"{self.place}: {change!r} changes nothing"
+            text = text.replace(old, new)
+        return text
+
+
+def snippets(document: str) -> Iterator[Snippet]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for match in re.finditer(FENCED, text):
+        line = text.count("\n", 0, match.start("body"))
+        yield Snippet(document, line, match["language"], textwrap.dedent(match["body"]), match["note"] or "")
+
+
+def every(language: str, *documents: str) -> list[Snippet]:
+    return [each for name in documents for each in snippets(name) if each.language == language]
+
+
+def shell(script: str, folder: Path, **settings: str) -> str:
+    """Run a script as a reader would, with our commands on the path; returns what it prints."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def python(script: str, folder: Path, **settings: str) -> str:
+    file = folder / "snippet.py"
+    file.write_text(script, encoding="utf-8")
+    return shell("python snippet.py", folder, **settings)
+
+
+# --- README ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: RunningServer, tmp_path: Path) -> None:
+    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
+    assert len(block.text.strip().splitlines()) == 5
+    said = shell(block.text.replace("http://localhost:7860", server.url), tmp_path)
+    graded = json.loads(said[said.rindex('{"score"') :])
+    assert (graded["verified"], graded["done"], graded["steps"]) == (True, True, 200)
+    played = evaluate('constant:{"batch_size": 128, "kv_budget": 0.9, "quant_tier": "INT8"}', get_task(3), [42])
+    assert graded["score"] == pytest.approx(played.scores[0], abs=1e-6)
+
+
+def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
+    (block,) = (each for each in every("bash", "README.md") if "make serve" in each.text)
+    targets = re.findall(r"(?m)^make (\w+)", block.text)
+    assert targets == ["serve", "test"]
+    for target in targets:
+        planned = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert planned.returncode == 0, planned.stderr
+
+
+def readme_commands() -> list[tuple[Snippet, str]]:
+    (block,) = (each for each in every("bash", "docs/first-steps.md") if "inferencegym simulate" in each.text)
+    return [(block, line.partition("  #")[0].strip()) for line in block.reduced().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that these commands use: a request log, results of an engine, an episode."""
+    folder = tmp_path_factory.mktemp("reader")
+    log = (ROOT / "server/web/data/azure-conversation.csv").read_text(encoding="utf-8").splitlines()
+    (folder / "requests.csv").write_text("\n".join(log[:120]) + "\n", encoding="utf-8")
+    (folder / "tasks").mkdir()
+    (folder / "results").mkdir()
+    for i, (rate, requests) in enumerate([(2.0, 30), (5.0, 50), (8.0, 60)]):
+        result = benchmark(rate, 0, requests, seed=i)
+        (folder / "results" / f"run{i}.json").write_text(json.dumps(result), encoding="utf-8")
+    env = InferenceEnv(task_id=1, seed=7)
+    env.reset()
+    while not env.done:
+        env.step({"batch_size": 64})
+    played = {"task": 1, "seed": 7, "config": env.config_dict(), "steps": env.episode_log}
+    (folder / "episode.json").write_text(json.dumps(played), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for _, line in readme_commands()], ids=lambda line: line.split()[1])
+def test_every_command_of_the_first_steps_does_what_it_says(command: str, readers_folder: Path) -> None:
+    assert shell(command, readers_folder).strip()
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def whole_script(snippet: Snippet, url: str) -> str:
+    """A script around lines that stand in an ``async`` function, and our server's address in place of the default."""
+    text = snippet.reduced().replace("http://localhost:7860", url)
+    if "async with" in text and "asyncio.run(" not in text:
+        imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
+        body = [line for line in text.splitlines() if line not in imports]
+        inner = textwrap.indent("\n".join(body), "    ")
+        text = "\n".join(["import asyncio", *imports, "", "async def main():", inner, "", "asyncio.run(main())"])
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", every("python", *RENDERED), ids=lambda s: s.place)
+def test_every_python_snippet_runs(snippet: Snippet, server: RunningServer, tmp_path: Path) -> None:
+    python(whole_script(snippet, server.url), tmp_path)
+
+
+# --- Commands that no test runs
+# -----------------------------------------------------------------------------------------
+
+
+def test_every_inferencegym_command_in_the_documents_exists_with_its_options() -> None:
+    """Also commands in running text, which no test runs."""
+    wrong = []
+    helps: dict[str, str] = {}
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for line in re.findall(r"`(inferencegym [a-z-]+[^`\n]*)`", text) + re.findall(
+            r"(?m)^ *(inferencegym .*)$", text
+        ):
+            command = line.split()[1]
+            if command in ("live", "leaderboard") and len(line.split()) > 2:
+                command += f" {line.split()[2]}"
+            if command not in helps:
+                done = subprocess.run(
+                    [sys.executable, "-m", "inferencegym", *command.split(), "--help"],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                helps[command] = done.stdout if done.returncode == 0 else ""
+            options = re.findall(r"(?<!\S)--[a-z-]+", line.partition("  #")[0])
+            wrong += [f"{document}: {line}: {each}" for each in options if each not in helps[command]]
+            if not helps[command]:
+                wrong.append(f"{document}: {line}: no such command")
+    assert wrong == []
+
+
+def test_every_path_in_code_marks_exists() -> None:
+    """``scripts/x.py``, ``simulator/data/y.json`` and the like: documents must not name files that no longer exist."""
+    missing = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for name in re.findall(r"`(?:python )?((?:[\w.-]+/)+[\w.-]+\.(?:py|md|json|parquet|yaml|sh))\b", text):
+            if not (ROOT / name).exists() and not name.startswith(("results/", "runs/", "build/")):
+                missing.append(f"{document}: {name}")
+    assert missing == []
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    """The laws of CONTRIBUTING.md name the tests that check them."""
+    missing = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for file, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+            source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+            if f"def {name}(" not in source:
+                missing.append(f"{document}: {file}::{name}")
+    assert missing == []
+
+
+def test_the_laws_are_numbered_without_gaps() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    numbers = [int(n) for n in re.findall(r"(?m)^\| (\d+) \|", text)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def prose(text: str) -> Iterator[str]:
+    """Lines that can be wrapped: no generated block, table row, fenced code, comment, lone picture or link."""
+    text = re.sub(r"(?s)<!-- begin: .*?<!-- end: [\w-]+ -->", "", text)
+    text = re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
+    for line in text.splitlines():
+        if not line.startswith(("|", "<!--")) and not re.fullmatch(r" *\[?!?\[.*\)", line):
+            yield line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_of_prose_end_at_120_characters(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert [line for line in prose(text) if len(line) > 120] == []
+
+
+def test_the_specification_is_short_and_names_every_chapter() -> None:
+    text = (ROOT / "ENVIRONMENT.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 300
+    assert [chapter for chapter in CHAPTERS if f"]({chapter})" not in text] == []
+
+
+def test_the_citation_is_valid_and_names_the_version_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["authors"] == [{"name": "InferenceGym contributors"}]
+    assert citation["version"] == inferencegym.__version__
+
+
+# --- Numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def render_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_docs", ROOT / "scripts" / "render_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("document", RENDERED)
+def test_the_generated_blocks_are_what_code_and_measurements_give(document: str, render_docs: ModuleType) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert render_docs.render(text) == text, "run `python scripts/render_docs.py`"
+
+
+def test_every_generated_block_stands_in_one_document(render_docs: ModuleType) -> None:
+    texts = [(ROOT / document).read_text(encoding="utf-8") for document in RENDERED]
+    found = [match["name"] for text in texts for match in render_docs.BLOCK.finditer(text)]
+    assert sorted(found) == sorted(render_docs.BLOCKS)
+
+
+def test_the_constants_of_the_dynamics_are_those_of_the_engine() -> None:
+    text = (ROOT / "docs/dynamics.md").read_text(encoding="utf-8")
+    stated = {name: float(value) for name, value in re.findall(r"(?m)^\| `(\w+)`[^|]*\| ([\de.]+) \|", text)}
+    source = whole_source(ROOT / "simulator/kernel/step.py")
+    of_kernel = {name: float(value) for name, value in re.findall(r"(?m)^([A-Z]\w+) = ([\de.-]+)$", source)}
+    assert stated == asdict(EngineParams()) | {name: of_kernel[name] for name in stated if name.isupper()}
+
+
+def table_rows(document: str, block: str) -> dict[str, list[str]]:
+    """Cells of a generated table's rows by their first cell."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    body = text.split(f"<!-- begin: {block} -->\n", 1)[1].split(f"<!-- end: {block} -->", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["naive", "heuristic"])
+def test_the_scores_of_the_readme_are_measured_again(agent: str, render_docs: ModuleType) -> None:
+    """All 30 held-out seeds, five in the reference: the numbers must come out as printed, stricter than intervals."""
+    shown = table_rows("README.md", "scores")[render_docs.SCORE_ROWS[agent]]
+    measured = []
+    for task_id in (1, 2, 3):
+        task = get_task(task_id)
+        score = interval(evaluate(agent, task).scores)
+        played = run_episodes(task, make_agent(agent, task), HELD_OUT_SEEDS[:5], dynamics=ReferenceFleet)
+        measured += [f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]", f"{played.scores().mean():.3f}"]
+    assert measured == shown
+
+
+def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
+    rows = table_rows("docs/traffic.md", "traffic-scores")
+    best = [float(cell) for cell in rows.pop("exact optimum")]
+    for name, cells in rows.items():
+        earned = [float(cell.split(" ")[0]) for cell in cells]
+        assert all(e <= b for e, b in zip(earned, best, strict=True)), name
+    assert best == [
+        round(number, 4)
+        for result in (compare_traffic(task.task_id, ["planner"]) for task in list_traffic_tasks())
+        for number in result["optimum"].values()
+    ]
+
+
+def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: Path) -> None:
+    results = ROOT / "benchmarks" / "results"
+    shutil.copy(results / "performance.json", tmp_path)
+    shell(f"python -m benchmarks.speed.interfaces --again --out {tmp_path / 'performance'}", ROOT)
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert text == (results / "performance.md").read_text(encoding="utf-8")
+    for interface in ("InferenceEnv", "gymnasium.make", "gymnasium.make_vec", "HTTP", "WebSocket", "/step/batch"):
+        assert interface in text

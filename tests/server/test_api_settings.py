@@ -1,0 +1,183 @@
+"""Settings are read from the environment, checked at start, and described for the documents."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from inferencegym.errors import InvalidConfigError
+from server.app import main
+from server.settings import READ_ELSEWHERE, Settings, describe_settings, load_settings
+from tests.servers import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("INFERENCEGYM_") or name in ("PORT", "WORKERS", "WEB_CONCURRENCY", "MAX_CONCURRENT_ENVS"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("INFERENCEGYM_PORT", "0", "an integer from 1 to 65,535"),
+        ("PORT", "http", "an integer from 1 to 65,535"),
+        ("INFERENCEGYM_WORKERS", "65", "an integer from 1 to 64"),
+        ("INFERENCEGYM_DURABILITY", "some", "one of full, process, none"),
+        ("INFERENCEGYM_ENV", "chess", "one of serving, traffic"),
+        ("INFERENCEGYM_STORE_TIMEOUT_S", "0", "a number from 0.05 to 60"),
+        ("INFERENCEGYM_STORE_URL", "mysql://x", "sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite", "must begin with sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "memory", "must begin with sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite:/var/x.db", "must begin with sqlite:///"),
+        ("INFERENCEGYM_STORE_URL", "sqlite://", "absolute path"),
+        ("INFERENCEGYM_STORE_URL", "sqlite://sessions.db", "absolute path"),
+        ("INFERENCEGYM_API_KEY", "short", "8 characters or more"),
+        ("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, nonsense", "addresses or networks, or *"),
+        ("INFERENCEGYM_CORS", "yes", "one of read, all, off"),
+        ("INFERENCEGYM_MAX_BODY_BYTES", "1e3", "an integer from 1,024 to 1,073,741,824"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert refused.value.field == "INFERENCEGYM_" + name.removeprefix("INFERENCEGYM_")
+    assert allowed in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["data_dir", "metrics_dir"])
+def test_a_folder_is_the_one_that_is_named_and_an_empty_name_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for value, folder in ((str(tmp_path), tmp_path), ("", None)):
+        monkeypatch.setenv(f"INFERENCEGYM_{name.upper()}", value)
+        assert getattr(load_settings(), name) == folder
+
+
+def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_API_KEY", "s3cret")
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert "s3cret" not in str(refused.value)
+    assert "s3cret!!" not in repr(Settings(api_key="s3cret!!"))
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_APIKEY", "correct horse")
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert refused.value.field == "INFERENCEGYM_APIKEY"
+    assert "INFERENCEGYM_API_KEY" in str(refused.value)
+
+
+def test_every_variable_that_the_code_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = ("agents", "benchmarks", "env", "grader", "inferencegym", "notebooks", "scripts", "server", "simulator")
+    places = [ROOT / "Dockerfile", ROOT / "Makefile", ROOT / "docker-compose.yml"]
+    places += [
+        place for room in rooms for place in (ROOT / room).rglob("*") if place.suffix in (".py", ".ipynb", ".sh")
+    ]
+    found = {
+        name for place in places for name in re.findall(r"INFERENCEGYM_[A-Z_]+", place.read_text(encoding="utf-8"))
+    }
+    assert {"INFERENCEGYM_TABLE", "INFERENCEGYM_LLM_URL", "INFERENCEGYM_URL", "INFERENCEGYM_PORT"} <= found
+    elsewhere = found - {row["variable"] for row in describe_settings()}
+    assert elsewhere == READ_ELSEWHERE
+    for name in elsewhere:
+        monkeypatch.setenv(name, "set in the shell")
+    load_settings()
+
+
+def test_a_store_in_memory_is_refused_to_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_STORE_URL", "memory://")
+    assert load_settings().workers == 1
+    monkeypatch.setenv("WORKERS", "2")
+    with pytest.raises(InvalidConfigError) as refused:
+        load_settings()
+    assert refused.value.field == "INFERENCEGYM_STORE_URL"
+
+
+@pytest.mark.parametrize("name", ["INFERENCEGYM_DATA_DIR", "INFERENCEGYM_METRICS_DIR"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
+def test_a_directory_that_cannot_be_used_stops_the_start_and_names_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv(name, str(tmp_path / place))
+    with pytest.raises(SystemExit, match=rf"{name}: '\S*{place}'"):
+        main()
+
+
+def test_a_directory_that_is_missing_is_made_and_an_empty_one_counts_as_unset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", str(tmp_path / "a" / "b"))
+    assert load_settings().shared_metrics_dir() == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", "")
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    settings = load_settings()
+    assert settings.shared_metrics_dir() is None
+    assert settings.sqlite_path() == tmp_path / "inferencegym" / "sessions.db"
+
+
+def test_values_come_from_the_environment_with_the_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORT", "9000")
+    monkeypatch.setenv("WORKERS", "3")
+    monkeypatch.setenv("MAX_CONCURRENT_ENVS", "128")
+    monkeypatch.setenv("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, 127.0.0.1")
+    settings = load_settings()
+    assert (settings.port, settings.workers, settings.max_concurrent_envs) == (9000, 3, 128)
+    assert [str(network) for network in settings.trusted_proxies] == ["10.0.0.0/8", "127.0.0.1/32"]
+    monkeypatch.setenv("INFERENCEGYM_PORT", "9001")
+    assert load_settings().port == 9001, "the product's own name goes before the common one"
+
+
+def test_every_setting_is_described_with_its_allowed_values() -> None:
+    rows = describe_settings()
+    assert [row["variable"] for row in rows] == ["INFERENCEGYM_" + name.upper() for name in Settings.model_fields]
+    for row in rows:
+        assert row["description"].endswith((".", ")")), row
+        assert row["allowed"], row
+
+
+def test_the_default_store_lies_in_a_directory_that_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert Settings().sqlite_path() == tmp_path / "state" / "inferencegym" / "sessions.db"
+    # If the home directory is not writable (in a container), the temporary directory is used.
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = Settings().sqlite_path()
+    assert found == tmp_path / f"inferencegym-{os.getuid()}" / "sessions.db"
+    assert found.parent.stat().st_mode & 0o077 == 0
+    assert Settings(data_dir=tmp_path / "mine").sqlite_path() == tmp_path / "mine" / "sessions.db"
+    assert Settings(store_url="sqlite:///var/x.db").sqlite_path() == Path("/var/x.db")
+
+
+def test_log_lines_of_libraries_are_json_too() -> None:
+    import orjson
+
+    from server.net.logs import JsonFormatter
+
+    record = logging.LogRecord("uvicorn.error", logging.WARNING, "file", 1, "port %d", (7860,), None)
+    line = orjson.loads(JsonFormatter().format(record))
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "uvicorn.error", "port 7860")
+
+
+@pytest.mark.parametrize(("most", "one_client"), [(1, 1), (2, 2), (4, 3), (64, 48), (128, 96)])
+def test_one_client_may_have_three_quarters_of_the_websocket_sessions_unless_it_is_set(
+    most: int, one_client: int
+) -> None:
+    assert load_settings(max_concurrent_envs=most).envs_per_client() == one_client
+    assert load_settings(max_concurrent_envs=most, concurrent_envs_per_client=7).envs_per_client() == 7

@@ -1,0 +1,127 @@
+"""Memory held by requests, byte by byte: bodies and answers against the bounds per client and in total."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from server.net.buffers import PIECE_BYTES, BoundedBuffers, BufferBudget
+from server.net.errors import OverloadedError, RateLimitedError
+from server.net.limits import Callers
+from server.settings import Settings
+
+CLIENT, ALL = 1 << 26, 5 << 25  # the least that settings allow per client, and room for two and a half
+
+
+def settings(**changed: Any) -> Settings:
+    room: dict[str, Any] = {"max_buffered_bytes_per_client": CLIENT, "max_buffered_bytes": ALL, **changed}
+    bodies = dict.fromkeys(("max_body_bytes", "max_batch_bytes", "max_log_bytes"), 500_000)
+    return Settings(**{**bodies, **room})
+
+
+def test_a_client_and_all_of_them_may_hold_exactly_their_bound() -> None:
+    budget = BufferBudget(settings())
+    budget.take("a", CLIENT - 1)
+    budget.take("a", 1)
+    with pytest.raises(RateLimitedError):
+        budget.take("a", 1)
+    budget.take("b", CLIENT)
+    budget.take("c", ALL - 2 * CLIENT)
+    with pytest.raises(OverloadedError):
+        budget.take("c", 1)
+    budget.give_back("b", 1)
+    budget.take("c", 1)
+    budget.give_back("a", CLIENT)
+    budget.take("a", CLIENT)
+    with pytest.raises(OverloadedError):
+        budget.take("d", 1)
+
+
+class Exchange:
+    """One request to an app that reads its body and then answers with a given number of bytes."""
+
+    def __init__(self, answer_bytes: int, body: tuple[int, ...] = (0,)) -> None:
+        self.answer_bytes = answer_bytes
+        self.body = [b"x" * size for size in body]
+        self.sent: list[Message] = []
+        self.failed = False
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            while (await receive())["more_body"]:
+                pass
+        except (RateLimitedError, OverloadedError):
+            self.failed = True
+            raise
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"y" * self.answer_bytes})
+
+    async def receive(self) -> Message:
+        piece = self.body.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(self.body)}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def answer(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def play(exchange: Exchange, bound: BoundedBuffers | None = None, path: str = "/step") -> BoundedBuffers:
+    bound = bound or BoundedBuffers(exchange.app, settings(), Callers(settings()))
+    bound.app = exchange.app
+    scope = {"type": "http", "path": path, "client": ("9.9.9.9", 1), "headers": []}
+    asyncio.run(bound(scope, exchange.receive, exchange.send))
+    return bound
+
+
+def test_an_answer_is_sent_in_pieces_and_a_small_one_whole() -> None:
+    for size, pieces in ((PIECE_BYTES, 1), (PIECE_BYTES + 1, 3), (3 * PIECE_BYTES, 4)):
+        exchange = Exchange(size)
+        play(exchange)
+        assert (exchange.status, len(exchange.answer)) == (200, size)
+        assert [message["type"] for message in exchange.sent] == [
+            "http.response.start", *["http.response.body"] * pieces,
+        ]  # fmt: skip
+        assert [m.get("more_body", False) for m in exchange.sent[1:]] == [True] * (pieces - 1) + [False]
+
+
+def test_an_answer_takes_the_room_of_the_body_before_it() -> None:
+    exchange = Exchange(40_000_000, (40_000_000,))
+    play(exchange)
+    assert (exchange.status, len(exchange.answer)) == (200, 40_000_000)
+
+
+def test_an_answer_without_room_is_refused_and_everything_is_given_back() -> None:
+    refused = Exchange(CLIENT + 1)
+    bound = play(refused)
+    assert refused.status == 429
+    assert json.loads(refused.answer)["detail"]["code"] == "rate_limited"
+    for _ in range(2):
+        fits = Exchange(CLIENT)
+        play(fits, bound)
+        assert (fits.status, len(fits.answer)) == (200, CLIENT)
+
+
+def test_a_body_is_counted_over_all_its_pieces() -> None:
+    whole = Exchange(0, (CLIENT - 10, 10))
+    bound = play(whole)
+    assert whole.status == 200
+    more = Exchange(0, (CLIENT - 10, 10, 1))
+    with pytest.raises(RateLimitedError):
+        play(more, bound)
+    assert more.failed
+    # A body that arrives in one small piece is not counted, whatever else is held.
+    play(Exchange(0, (PIECE_BYTES,)), bound)
+    again = Exchange(0, (CLIENT - 10, 10))
+    play(again, bound)
+    assert again.status == 200

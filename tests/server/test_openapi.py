@@ -1,0 +1,98 @@
+"""The OpenAPI document is correct: Schemathesis sends requests that it allows and forbids, and finds no deviation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.servers import ROOT, RunningServer, running_server
+
+
+@pytest.fixture(scope="module", params=["serving", "traffic"])
+def one_of_both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp(request.param)
+    with running_server(directory, env=request.param, access_log="errors") as server:
+        yield server
+
+
+def schemathesis_run(server: RunningServer, seed: int, examples: int, limit_s: float = 600) -> int:
+    """Requests sent; anything that Schemathesis finds fails the test."""
+    program = str(Path(sys.executable).with_name("schemathesis"))
+    command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed), "--max-examples", str(examples)]
+    command += ["--suppress-health-check", "all", "--no-color"]
+    # From the root, where schemathesis.toml lies.
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    generated = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
+    assert generated is not None, run.stdout[-2000:]
+    assert generated[1] == generated[2]
+    return int(generated[1])
+
+
+def test_schemathesis_finds_nothing(one_of_both: RunningServer) -> None:
+    assert schemathesis_run(one_of_both, seed=20, examples=8) > 500
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing_in_many_more_tries(one_of_both: RunningServer) -> None:
+    assert schemathesis_run(one_of_both, seed=21, examples=60) > 2_000
+
+
+@pytest.mark.soak
+def test_schemathesis_finds_nothing_in_thousands_of_tries_from_any_seed(
+    one_of_both: RunningServer, soak_seed: int
+) -> None:
+    tried = schemathesis_run(one_of_both, soak_seed, examples=200, limit_s=3600)
+    counted = one_of_both.client.get("/metrics").text
+    assert re.search(r'_http_requests_total\{[^}]*status="500"', counted) is None
+    assert "Traceback" not in one_of_both.log.read_text()
+    print(f"{tried:,} generated requests, none surprised the server")  # noqa: T201
+
+
+def bounds(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("minimum", "maximum", "exclusiveMaximum") and not isinstance(item, dict):
+                yield item
+            yield from bounds(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from bounds(item)
+
+
+def test_whole_bounds_are_written_as_integers(server: RunningServer) -> None:
+    text = httpx.get(f"{server.url}/openapi.json").text
+    assert '"exclusiveMaximum":9223372036854775808' in text.replace(" ", "")
+    found = list(bounds(server.get("/openapi.json")))
+    assert found
+    assert not [bound for bound in found if isinstance(bound, float) and bound.is_integer()]
+
+
+@pytest.mark.parametrize("path", ["/reset", "/traffic/reset"])
+def test_the_largest_seed_is_taken_and_the_next_one_refused(server: RunningServer, path: str) -> None:
+    assert server.post(path, {"seed": 2**63 - 1})["seed"] == 2**63 - 1
+    for seed in (2**63, 9223372036854775998):
+        assert server.client.post(path, json={"seed": seed}).status_code == 422
+
+
+def test_a_session_of_the_other_environment_is_unknown_here(server: RunningServer) -> None:
+    traffic = server.post("/traffic/reset")["session_id"]
+    stepped = server.client.post("/step", json={"session_id": traffic, "action": {"action": "allow_all"}})
+    graded = server.client.post("/grader", json={"session_id": traffic})
+    assert (stepped.status_code, graded.status_code) == (404, 404)
+    assert "traffic environment" in stepped.json()["detail"]["message"]
+    assert server.get("/traffic/state", session_id=traffic)["step_count"] == 0
+
+
+def test_grading_a_session_as_another_task_is_a_conflict(server: RunningServer) -> None:
+    session_id = server.post("/reset", {"task_id": 2})["session_id"]
+    answer = server.client.post("/grader", json={"session_id": session_id, "task_id": 1})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (409, "session_conflict")
+    assert server.post("/grader", {"session_id": session_id, "task_id": "2"})["steps"] == 0

@@ -1,0 +1,633 @@
+"""The page in a real browser, used as a person would use it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route, expect, sync_playwright
+
+from tests.programs import program
+from tests.servers import RunningServer, running_server
+
+pytestmark = [
+    pytest.mark.slow,
+    # Playwright's own event loop leaves its subprocess transport to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+# A test machine has neither a sandbox for root nor a network: the browser must not wait for either.
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"width": 390, "height": 800}
+PATIENCE_MS = 240_000  # a busy machine draws races slowly
+TABS = ("race", "verify", "trace", "plan", "fidelity", "code", "rollouts", "traffic")
+REFUSED = "the server responded with a status of 422"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program("chromium"), args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A browser window on the page that records errors and requested addresses."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.url = url
+        self.page: Page = context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.errors: list[str] = []
+        self.allowed_errors: list[str] = []
+        self.strangers: list[str] = []
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._on_request(request.url))
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def _on_request(self, url: str) -> None:
+        if not url.startswith((self.url, "data:", "blob:")):
+            self.strangers.append(url)
+
+    def open(self, tab: str = "", wait_for: str | None = None) -> Page:
+        self.page.goto(f"{self.url}/web/{'#' + tab if tab else ''}")
+        name = wait_for or (tab.split("?")[0] or "race")
+        self.page.wait_for_selector(f"#panel-{name}[data-ready=yes]")
+        return self.page
+
+    def check(self) -> None:
+        unexpected = [e for e in self.errors if not any(allowed in e for allowed in self.allowed_errors)]
+        assert unexpected == []
+        assert self.strangers == []
+
+
+Visit = Callable[..., Visitor]
+
+
+@pytest.fixture
+def visit(browser: Browser, server: RunningServer) -> Iterator[Visit]:
+    """Creates visitors; at the end, none of them may have seen an error or contacted another host."""
+    visitors: list[Visitor] = []
+    contexts: list[BrowserContext] = []
+
+    def make(**options: Any) -> Visitor:
+        context = browser.new_context(**{"viewport": DESKTOP, **options})
+        contexts.append(context)
+        visitors.append(Visitor(context, server.url))
+        return visitors[-1]
+
+    yield make
+    for visitor in visitors:
+        visitor.check()
+    for context in contexts:
+        context.close()
+
+
+def race_to_the_end(page: Page) -> float:
+    """Press start, wait for the verdict, and return the score it names."""
+    page.get_by_label("Speed").select_option("1000")
+    page.get_by_role("button", name="Start the race").click()
+    verdict = page.locator(".result h2")
+    expect(verdict).to_be_visible(timeout=PATIENCE_MS)
+    found = re.search(r"with ([\d.]+)\.$", verdict.inner_text())
+    assert found
+    return float(found[1])
+
+
+# ---------------------------------------------------------------- the race
+
+
+def test_a_stranger_sees_charts_of_real_episodes_before_touching_anything(visit: Visit, server: RunningServer) -> None:
+    page = visit().open()
+    expect(page.locator("#panel-race figure.chart canvas")).to_have_count(6)
+    policies = server.get("/policies", task_id=3)["policies"]
+    expect(page.locator("#panel-race .strip")).to_have_count(1 + len(policies))
+    expect(page.locator("#panel-race .legend label")).to_have_count(1 + len(policies))
+    assert "Heuristic: now" in page.locator("#panel-race figure.chart p.unseen").nth(1).text_content()
+
+
+def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("race?task=3&seed=5")
+    page.get_by_label("Speed").select_option("25")
+    slider = page.get_by_label("Batch size")
+    slider.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(slider).to_have_attribute("aria-valuetext", "batch 96")
+    start = page.get_by_role("button", name="Start the race")
+    start.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"[5-9] of 200|\d\d of 200"))
+    page.get_by_label("Precision").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Space")
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    page.get_by_label("Speed").select_option("1000")
+    page.keyboard.press("Tab")
+    page.get_by_role("button", name="Resume").press("Enter")
+    expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
+    rivals = {name: float(score) for name, score in _scores(page).items()}
+    assert rivals["Heuristic"] == _rounded(server, "heuristic", 3, 5)
+    assert rivals["Best static"] == _rounded(server, "best_static", 3, 5)
+    assert rivals["Best adaptive"] == _rounded(server, "best_adaptive", 3, 5)
+    assert "INT8" in page.locator(".strip").first.inner_text()
+
+
+def test_arrivals_are_drawn_as_they_came_and_not_as_an_average(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("race?task=3&seed=5")
+    arrivals = server.post("/play", {"task_id": 3, "seed": 5, "agent": "heuristic"})["arrivals"]
+    said = page.locator("#panel-race figure.chart p.unseen").first
+    expect(said).to_contain_text(f"Arrivals: now {arrivals[-1]:.0f}, highest {max(arrivals):.0f}")
+
+
+def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Visit) -> None:
+    page = visit().open("race?task=autoscale&seed=5")
+    replicas = page.locator("#panel-race figure.chart", has_text="Replicas requested")
+    expect(replicas.locator("p.unseen")).to_contain_text("Best adaptive: now")
+    slider = page.get_by_label("Replicas", exact=True)
+    expect(slider).to_have_attribute("aria-valuetext", "2 replicas")
+    slider.fill("3")
+    expect(slider).to_have_attribute("aria-valuetext", "4 replicas")
+    score = race_to_the_end(page)
+    expect(page.locator(".readings")).to_contain_text("4 of 4 ready")
+    expect(replicas.locator("p.unseen")).to_contain_text("You: now 4, highest 4")
+    link = page.url
+    page.locator("#panel-race").get_by_label("Task").select_option("3")
+    expect(slider).to_be_hidden()
+    expect(replicas).to_have_count(0)
+    again = visit().page
+    again.goto(link)
+    again.get_by_label("Speed").select_option("1000")
+    expect(again.locator(".result h2")).to_contain_text(f"with {score:.3f}.", timeout=PATIENCE_MS)
+
+
+SLOW_STEPS = """
+const real = window.fetch;
+window.fetch = async (...call) => {
+  if (String(call[0]).endsWith("step")) await new Promise((resolve) => setTimeout(resolve, 300));
+  return real(...call);
+};
+"""
+
+
+def test_going_on_while_a_second_is_still_on_its_way_plays_each_second_once(visit: Visit) -> None:
+    visitor = visit()
+    visitor.page.add_init_script(SLOW_STEPS)
+    page = visitor.open("race?task=3&seed=5")
+    steps: list[int] = []
+    page.on("request", lambda request: steps.append(request.post_data_json["step"]) if "/step" in request.url else None)
+    page.get_by_label("Speed").select_option("1000")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile("Second ?[1-9]"))
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"Second ?\d\d"))
+    page.get_by_role("button", name="Pause").click()
+    assert len(steps) >= 10
+    assert steps == sorted(set(steps))
+
+
+def _scores(page: Page) -> dict[str, str]:
+    rows = page.locator(".result tbody tr")
+    return {
+        rows.nth(i).locator("th").inner_text().strip(): rows.nth(i).locator("td.strong span").inner_text()
+        for i in range(rows.count())
+    }
+
+
+def _rounded(server: RunningServer, agent: str, task_id: int, seed: int) -> float:
+    return round(float(server.post("/play", {"task_id": task_id, "seed": seed, "agent": agent})["score"]), 3)
+
+
+def test_the_link_to_a_run_replays_it_to_the_same_score(visit: Visit) -> None:
+    first = visit().open("race?task=1&seed=8")
+    first.get_by_label("Batch size").fill("13")
+    score = race_to_the_end(first)
+    link = first.url
+    assert "you=200_" in link
+    second = visit().page
+    second.goto(link)
+    second.get_by_label("Speed").select_option("1000")
+    expect(second.locator(".result h2")).to_contain_text(f"with {score:.3f}.", timeout=PATIENCE_MS)
+
+
+def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
+    page = visit().open("race?task=1&seed=8&you=nonsense")
+    expect(page.get_by_role("alert")).to_contain_text("does not contain a valid run")
+
+
+def test_the_log_of_a_race_is_downloaded_and_verified(visit: Visit, tmp_path: Path) -> None:
+    page = visit().open("race?task=2&seed=3")
+    score = race_to_the_end(page)
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download the log").click()
+    waiting.value.save_as(tmp_path / "log.json")
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert (log["task_id"], log["seed"], len(log["episode_log"])) == (2, 3, 200)
+    page.get_by_role("button", name="Verify it").click()
+    expect(page.locator("#panel-verify h2.good")).to_contain_text("Verified: all 200 seconds")
+    expect(page.locator("#panel-verify td.strong")).to_contain_text(f"{score:.3f}")
+
+
+def test_a_lost_server_is_reported_and_the_race_goes_on_where_it_was(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append("ERR_FAILED")
+    page = visitor.open("race?task=1&seed=1")
+    page.get_by_label("Speed").select_option("25")
+
+    def cut(route: Route) -> None:
+        route.abort()
+
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"[1-9] of 200"))
+    page.route("**/step", cut)
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    page.unroute("**/step", cut)
+    page.get_by_label("Speed").select_option("1000")
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
+
+
+def test_a_line_is_hidden_with_its_strip(visit: Visit) -> None:
+    page = visit().open()
+    shown = page.locator("#panel-race .strip:visible")
+    before = shown.count()
+    page.locator("#panel-race .legend").get_by_label("Heuristic").uncheck()
+    expect(shown).to_have_count(before - 1)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_a_forged_log_is_shown_where_it_breaks(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("verify")
+    page.get_by_role("button", name="A forged log").click()
+    expect(page.locator("#panel-verify textarea")).to_have_value(re.compile("tokens_per_sec"))
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.locator("#panel-verify h2.bad")).to_have_text("Forged: first difference at second 101")
+    expect(page.locator("#panel-verify mark")).to_have_count(1)
+    expect(page.locator("#panel-verify figure.chart")).to_have_count(3)
+
+
+def test_a_genuine_log_is_verified_from_a_file(visit: Visit, server: RunningServer, tmp_path: Path) -> None:
+    played = server.post("/play", {"task_id": 3, "seed": 4, "agent": "best_adaptive", "log": True})
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps({"task_id": 3, "seed": 4, "episode_log": played["episode_log"]}))
+    page = visit().open("verify")
+    page.locator("#panel-verify input[type=file]").set_input_files(log)
+    expect(page.locator("#panel-verify textarea")).to_have_value(re.compile("episode_log"))
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.locator("#panel-verify h2.good")).to_contain_text("every number agrees")
+    expect(page.locator("#panel-verify td.strong")).to_contain_text(f"{played['score']:.3f}")
+
+
+def test_a_traffic_log_is_verified_too(visit: Visit, server: RunningServer) -> None:
+    played = server.post("/traffic/play", {"task_id": "task_medium", "agent": "adaptive", "log": True})
+    page = visit().open("verify")
+    text = json.dumps({"task_id": "task_medium", "seed": played["seed"], "episode_log": played["episode_log"]})
+    page.locator("#panel-verify textarea").fill(text)
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.locator("#panel-verify h2.good")).to_contain_text("all 40 seconds")
+
+
+def test_text_that_is_not_a_log_is_refused_in_words(visit: Visit) -> None:
+    page = visit().open("verify")
+    page.locator("#panel-verify textarea").fill("Hello")
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.get_by_role("alert")).to_contain_text("This is not an episode log")
+
+
+# ---------------------------------------------------------------- your trace
+
+
+def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tmp_path: Path) -> None:
+    rows = "".join(f"{0.4 * i:.1f},{150 + i},{60}\n" for i in range(60))
+    log = tmp_path / "mine.csv"
+    log.write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    page = visit().open("trace")
+    page.locator("#panel-trace input[type=file]").set_input_files(log)
+    page.get_by_label("Fixed batch size").fill("4")
+    page.get_by_role("button", name="Compare policies").click()
+    # Three policies, the visitor's configuration and the best constant.
+    expect(page.locator("#panel-trace table tbody tr")).to_have_count(5, timeout=PATIENCE_MS)
+    expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
+    expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
+    page.get_by_label("Policy", exact=True).select_option("fixed")
+    expect(page.locator("#panel-trace pre")).to_contain_text("max-num-seqs: 4")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download", exact=True).click()
+    assert "max-num-seqs: 4" in Path(waiting.value.path()).read_text()
+
+
+def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(visit: Visit) -> None:
+    page = visit().open("trace")
+    page.get_by_role("button", name="Load an example").click()
+    expect(page.locator("#panel-trace textarea")).to_have_value(re.compile("arrival_s"))
+    page.get_by_label("Fleet and objectives").select_option("azure-conv")
+    page.locator("#panel-trace fieldset").get_by_label("Best static").check()
+    page.get_by_role("button", name="Compare policies").click()
+    expect(page.locator("#panel-trace table")).to_contain_text("Best static", timeout=PATIENCE_MS)
+    assert objections(page) == []
+
+
+def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("trace")
+    page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\nsoon,10,10\n")
+    page.get_by_role("button", name="Compare policies").click()
+    expect(page.get_by_role("alert")).to_contain_text("log.csv, line 3: arrival_s='soon'", timeout=PATIENCE_MS)
+
+
+def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(visit: Visit) -> None:
+    page = visit().open("trace")
+    page.get_by_role("button", name="Load an example", exact=True).click()
+    expect(page.locator("#panel-trace textarea")).to_have_value(re.compile("arrival_s"))
+    mine = page.locator("#panel-trace fieldset", has_text="Your configuration")
+    expect(mine.get_by_label("Precision").locator("option")).to_have_text(["FP16", "INT8", "INT4"])
+    page.get_by_label("Hardware").select_option("h100-llama-3.1-8b")
+    expect(mine.get_by_label("Precision").locator("option")).to_have_text(["BF16", "FP8"])
+    mine.get_by_label("Precision").select_option("FP8")
+    mine.get_by_label("Fixed batch size").fill("24")
+    mine.get_by_label("KV cache").fill("0.8")
+    mine.get_by_label("Draft tokens").select_option("2")
+    mine.get_by_label("Prefill").select_option("separate GPUs")
+    with page.expect_request("**/shadow") as sent:
+        page.get_by_role("button", name="Compare policies").click()
+    body = sent.value.post_data_json
+    assert body["hardware"] == "h100-llama-3.1-8b"
+    knobs = {"batch_size": 24, "kv_budget": 0.8, "spec_length": 2, "prefill_disagg": True, "quant_tier": 1}
+    assert body["fixed"] == knobs
+    expect(page.locator("#panel-trace table tbody tr").first).to_contain_text("Your configuration", timeout=PATIENCE_MS)
+    expect(page.locator("#panel-trace")).to_contain_text("2 × h100_sxm for every policy")
+    strip = page.locator("#panel-trace .strip").first
+    expect(strip).to_contain_text("KV 80 % · speculate 2 · batch 24 · separate prefill · FP8")
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.get_by_role("button", name="Load an example log").click()
+    expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
+    page.get_by_label("Price per GPU hour").fill("a100-40gb=1.20, a100-80gb=1.80")
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.locator("#panel-plan .verdict")).to_contain_text("Cheapest: 1 × a100-40gb", timeout=PATIENCE_MS)
+    expect(page.locator("#panel-plan table").first).to_contain_text("USD /h")
+    assert page.locator("#panel-plan svg circle").count() > 3
+    page.get_by_label("For the engine").select_option("sglang")
+    expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
+    assert objections(page) == []
+
+
+def test_a_plan_searches_the_cards_that_are_chosen(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.get_by_role("button", name="Load an example log").click()
+    expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
+    cards = page.locator("#panel-plan fieldset input")
+    assert cards.count() > 3
+    page.get_by_label("Model").select_option("gpt-oss-20b")
+    expect(page.locator("#panel-plan fieldset")).not_to_contain_text("a100")
+    page.get_by_label("Model").select_option("llama-3.1-8b")
+    for box in cards.all():
+        box.set_checked(box.input_value() == "a100-80gb")
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.locator("#panel-plan .verdict")).to_contain_text("× a100-80gb", timeout=PATIENCE_MS)
+    tried = page.locator("#panel-plan svg circle title").all_text_contents()
+    assert tried
+    assert all("a100-80gb" in text for text in tried)
+
+
+def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\n1,10,10\n")
+    for box in page.locator("#panel-plan fieldset input").all():
+        box.uncheck()
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text("No card is chosen")
+
+
+# ---------------------------------------------------------------- the other tabs
+
+
+def test_fidelity_shows_errors_and_what_each_cell_of_the_table_rests_on(visit: Visit) -> None:
+    page = visit().open("fidelity")
+    expect(page.locator("#panel-fidelity figure.chart canvas")).to_have_count(2)
+    expect(page.locator("#panel-fidelity")).to_contain_text("vLLM, held out")
+    fp16 = page.locator("#panel-fidelity .heat .level0").count()
+    page.get_by_label("Precision").select_option("INT4")
+    page.locator("#panel-fidelity").get_by_label("Speculation").select_option("8 draft tokens")
+    assert page.locator("#panel-fidelity .heat .level0").count() < fp16
+    expect(page.locator("#panel-fidelity .heat tbody td")).to_have_count(72)
+
+
+def test_code_names_this_server_and_is_copied_by_a_button(visit: Visit, server: RunningServer) -> None:
+    page = visit(permissions=["clipboard-read", "clipboard-write"]).open("code")
+    pieces = page.locator("#panel-code pre")
+    assert pieces.count() >= 6
+    assert server.url in pieces.first.inner_text()
+    page.get_by_role("button", name="Copy: curl").click()
+    expect(page.get_by_role("button", name="Copy: curl")).to_have_text("Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == pieces.first.inner_text()
+
+
+def test_the_traffic_controller_is_played_with_number_keys(visit: Visit) -> None:
+    page = visit().open("traffic?task=task_easy")
+    page.get_by_role("button", name="1 Admit all").focus()
+    for second in range(30):
+        expect(page.locator("#panel-traffic .now")).to_contain_text(f"Second {second + 1} of 30")
+        page.keyboard.press("3" if 10 <= second < 15 else "1")
+    expect(page.locator("#panel-traffic .result h2")).to_contain_text("Your score: 1.000")
+    expect(page.locator("#panel-traffic .move")).to_have_count(30)
+
+
+def hit_rate(page: Page, percents: str) -> None:
+    reading = page.locator("#panel-rollouts .readings div", has_text="Hit rate").locator("dd")
+    expect(reading).to_have_text(re.compile(f"^{percents} %$"))
+
+
+def test_agent_sessions_fall_off_the_cliff_when_the_cap_is_raised(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("rollouts?task=rollout-batch&seed=42")
+    panel = page.locator("#panel-rollouts")
+    start = panel.get_by_role("button", name="Start", exact=True)
+    expect(start).to_be_enabled(timeout=PATIENCE_MS)
+    scores = [float(text) for text in panel.locator(".scores td.strong span").all_text_contents()]
+    assert scores == sorted(scores, reverse=True)
+    played = server.post("/rollouts/play", {"task_id": "rollout-batch", "seed": 42, "agent": "fit"})
+    assert round(played["score"], 3) in scores
+    slider = page.get_by_label("Sessions in flight, at most")
+    expect(slider).to_have_attribute("aria-valuetext", "12 sessions")
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        if route.request.post_data_json["step"] in (61, 121):
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/rollouts/step", hold)
+    start.press("Enter")
+    expect(panel.locator(".readings")).to_contain_text(re.compile(r"Second ?60"), timeout=PATIENCE_MS)
+    hit_rate(page, "[89]\\d")
+    slider.focus()
+    page.keyboard.press("End")
+    expect(slider).to_have_attribute("aria-valuetext", "96 sessions")
+    held.pop().continue_()
+    expect(panel.locator(".readings")).to_contain_text(re.compile(r"Second ?120"), timeout=PATIENCE_MS)
+    hit_rate(page, "[1-3]?\\d")
+    expect(panel.locator(".readings")).to_contain_text(re.compile(r"Share of pool ?[1-9]\d\d %"))
+    assert objections(page) == []
+
+
+def test_letting_everything_in_crashes_the_server(visit: Visit) -> None:
+    page = visit().open("traffic")
+    button = page.get_by_role("button", name="1 Admit all")
+    for second in range(11):
+        expect(page.locator("#panel-traffic .now")).to_contain_text(f"Second {second + 1} of 30")
+        button.click()
+    expect(page.locator("#panel-traffic .result h2")).to_contain_text("crashed at second 11. Your score: 0.000")
+    expect(button).to_be_disabled()
+
+
+# ---------------------------------------------------------------- for everybody, everywhere
+
+
+def test_tabs_are_walked_with_arrow_keys_and_named_in_the_address(visit: Visit) -> None:
+    page = visit().open()
+    page.locator("#tab-race").focus()
+    for name in (*TABS[1:], TABS[0]):
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(f"#tab-{name}")).to_have_attribute("aria-selected", "true")
+        expect(page.locator(f"#panel-{name}")).to_be_visible()
+        assert f"#{name}" in page.url
+    expect(page.locator("[role=tab][aria-selected=true]")).to_have_count(1)
+
+
+def objections(page: Page) -> list[str]:
+    """Violations that axe finds on the current page: rule and first element."""
+    found = Axe().run(page).response["violations"]
+    return [f"{v['id']}: {v['nodes'][0]['html'][:120]} {v['nodes'][0]['any'][0]['message'][:160]}" for v in found]
+
+
+def test_a_server_of_the_traffic_controller_opens_on_it_and_still_has_the_race(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with running_server(tmp_path, env="traffic") as server:
+        visitor = Visitor(browser.new_context(viewport=DESKTOP), server.url)
+        page = visitor.open(wait_for="traffic")
+        expect(page.locator("#panel-traffic .now")).to_contain_text("Second 1 of 30")
+        visitor.open("race?task=1&seed=3")
+        race_to_the_end(page)
+        page.context.close()
+    visitor.check()
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
+def test_axe_finds_nothing_to_object_to(visit: Visit, size: dict[str, int], scheme: str) -> None:
+    visitor = visit(viewport=size, color_scheme=scheme)
+    found: dict[str, list[str]] = {}
+    for tab in TABS:
+        page = visitor.open(tab)
+        found[tab] = objections(page)
+    assert found == {tab: [] for tab in TABS}
+
+
+def test_axe_finds_nothing_in_results_either(visit: Visit) -> None:
+    visitor = visit(color_scheme="dark")
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("race?task=1&seed=2")
+    race_to_the_end(page)
+    assert objections(page) == []
+    page = visitor.open("verify")
+    page.get_by_role("button", name="A forged log").click()
+    expect(page.locator("#panel-verify textarea")).to_have_value(re.compile("tokens_per_sec"))
+    page.get_by_role("button", name="Replay and grade").click()
+    expect(page.locator("#panel-verify h2.bad")).to_be_visible()
+    assert objections(page) == []
+
+
+def test_nothing_is_wider_than_a_phone(visit: Visit) -> None:
+    visitor = visit(viewport=PHONE, is_mobile=True, has_touch=True)
+    for tab in TABS:
+        page = visitor.open(tab)
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"], tab
+
+
+def test_a_table_says_that_it_scrolls_where_it_does(visit: Visit) -> None:
+    for size in (PHONE, {"width": 1800, "height": 900}):
+        page = visit(viewport=size).open("fidelity")
+        tables = page.locator("#panel-fidelity .scroll")
+        assert tables.count() == 3
+        wide = [bool(table.evaluate("node => node.scrollWidth > node.clientWidth + 1")) for table in tables.all()]
+        assert any(wide)
+        assert all(wide) == (size is PHONE)
+        for hint, is_wide in zip(page.locator("#panel-fidelity .scroll-hint").all(), wide, strict=True):
+            expect(hint).to_be_visible(visible=is_wide)
+
+
+def test_a_race_on_a_phone_keeps_pause_and_sliders_in_reach(visit: Visit) -> None:
+    page = visit(viewport=PHONE, is_mobile=True, has_touch=True).open("race?task=3&seed=1")
+    page.get_by_role("button", name="Start the race").tap()
+    pause = page.get_by_role("button", name="Pause")
+    expect(pause).to_be_visible()
+    page.locator("#panel-race figure.chart").nth(1).scroll_into_view_if_needed()
+    expect(pause).to_be_in_viewport()
+    page.get_by_label("Batch size").scroll_into_view_if_needed()
+    expect(page.locator("#panel-race figure.chart").first).to_be_in_viewport()
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(visit: Visit) -> None:
+    page = visit(color_scheme="dark").open()
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(background)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    light = page.evaluate(background)
+    assert light != dark
+    page.reload()
+    page.wait_for_selector("#panel-race[data-ready=yes]")
+    assert page.evaluate(background) == light
+
+
+def test_the_page_works_in_a_frame_and_only_where_it_is_allowed(visit: Visit, server: RunningServer) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.goto(f"{server.url}/health")
+    page.evaluate("() => { document.body.innerHTML = '<iframe width=1200 height=800 src=\"/web/\"></iframe>'; }")
+    inside = page.frame_locator("iframe")
+    inside.get_by_label("Task").select_option("1")
+    inside.get_by_label("Speed").select_option("1000")
+    inside.get_by_role("button", name="Start the race").click()
+    expect(inside.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
+
+    stranger = visit()
+    stranger.page.route(
+        "http://elsewhere.test/",
+        lambda route: route.fulfill(content_type="text/html", body=f'<iframe src="{server.url}/web/"></iframe>'),
+    )
+    stranger.page.goto("http://elsewhere.test/")
+    # The browser's own page about a refused frame stands where ours would be.
+    expect(stranger.page.frame_locator("iframe").locator("#main-frame-error")).to_have_count(1)
+    stranger.strangers.clear()

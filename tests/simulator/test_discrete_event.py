@@ -1,0 +1,288 @@
+"""The discrete-event engine: cases small enough to follow by hand, and laws that hold for any load."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferencegym.errors import InvalidConfigError
+from simulator.events.fleet import Fleet
+from simulator.events.requests import Outcome, Requests
+from simulator.events.simulation import serve, serve_closed
+from simulator.hardware.measured import spec_acceptance
+from simulator.hardware.measured_model import MeasuredModel, operator_model
+from simulator.hardware.operators import Chunk
+from simulator.hardware.profiles import engine, hardware
+
+KERNELS = operator_model("a100-40gb", "FP16", "nofit")
+CHUNKED = MeasuredModel(
+    hardware("a100-40gb"),
+    "FP16",
+    dataclasses.replace(engine("a100_40"), step_overhead_ms=0.0, sequence_overhead_ms=0.0, ttft_offset_ms=0.0),
+)
+PREFILL_FIRST = MeasuredModel(hardware("a100-40gb"), "FP16", dataclasses.replace(engine("nofit"), reserve_output=False))
+ROOMY = 160_000
+
+
+def requests(*each: tuple[float, int, int], priority: list[int] | None = None) -> Requests:
+    """Requests from (arrival s, prompt, output) triples."""
+    arrival, prompt, output = zip(*each, strict=True)
+    classes = None if priority is None else np.array(priority)
+    return Requests(np.array(arrival, float), np.array(prompt), np.array(output), classes)
+
+
+def test_a_lone_request_takes_its_prefill_and_one_iteration_per_further_token() -> None:
+    out = serve(Fleet(CHUNKED, 8, ROOMY), requests((1.0, 100, 3)))
+    prefill = CHUNKED.step_ms(0, 0, [Chunk(100)])
+    decode = CHUNKED.decode_ms(1, 101) + CHUNKED.decode_ms(1, 102)
+    assert out.ttft_ms()[0] == pytest.approx(prefill)
+    assert out.tpot_ms()[0] == pytest.approx(decode / 2)
+    assert out.finish_s[0] == pytest.approx(1.0 + (prefill + decode) / 1e3)
+    assert out.iterations == 3
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_token_budget() -> None:
+    out = serve(Fleet(CHUNKED, 8, ROOMY), requests((0.0, 5000, 1)))
+    chunks = [Chunk(2048), Chunk(2048, 2048), Chunk(904, 4096)]
+    expected = sum(CHUNKED.step_ms(0, 0, [chunk], n_first=int(i == 2)) for i, chunk in enumerate(chunks))
+    assert out.ttft_ms()[0] == pytest.approx(expected)
+
+
+def test_chunked_scheduling_decodes_while_it_prefills_and_prefill_first_does_not() -> None:
+    load = requests((0.0, 64, 200), (0.5, 6000, 2))
+    gap = {}
+    for name, model in (("chunked", CHUNKED), ("prefill first", PREFILL_FIRST)):
+        gap[name] = serve(Fleet(model, 8, ROOMY), load)
+    assert gap["chunked"].tpot_ms()[0] == pytest.approx(gap["prefill first"].tpot_ms()[0], rel=0.05)
+    # the long prompt gets its token earlier if nothing else is running
+    assert gap["prefill first"].ttft_ms()[1] < gap["chunked"].ttft_ms()[1]
+
+
+def test_an_output_delay_is_a_part_of_the_next_iteration() -> None:
+    late = MeasuredModel(hardware("a100-40gb"), "FP16", dataclasses.replace(PREFILL_FIRST.profile, output_delay=0.5))
+    at_once, delayed = (serve(Fleet(m, 8, ROOMY), requests((1.0, 100, 3))) for m in (PREFILL_FIRST, late))
+    next_ms = PREFILL_FIRST.decode_ms(1, 101)
+    assert delayed.ttft_ms()[0] - at_once.ttft_ms()[0] == pytest.approx(0.5 * next_ms)
+    assert delayed.finish_s[0] == at_once.finish_s[0]
+
+
+def test_the_second_request_waits_when_there_is_one_slot() -> None:
+    out = serve(Fleet(CHUNKED, 1, ROOMY), requests((0.0, 100, 10), (0.0, 100, 10)))
+    assert out.first_token_s[1] > out.finish_s[0]
+
+
+def test_the_higher_class_is_admitted_first() -> None:
+    load = requests((0.0, 100, 50), (0.01, 100, 50), (0.02, 100, 50), priority=[1, 1, 0])
+    out = serve(Fleet(CHUNKED, 1, ROOMY), load)
+    assert out.first_token_s[2] < out.first_token_s[1]
+
+
+def test_a_lower_class_that_is_to_start_next_takes_no_prompt_tokens_from_a_higher_one() -> None:
+    # The first fills an iteration of 2,048 tokens; the second is to fill the next one when the third comes.
+    load = requests((0.0, 2048, 1), (0.001, 2048, 1), (0.002, 100, 1), priority=[1, 1, 0])
+    out = serve(Fleet(CHUNKED, 8, ROOMY), load)
+    first = CHUNKED.step_ms(0, 0, [Chunk(2048)], n_first=1)
+    second = CHUNKED.step_ms(0, 0, [Chunk(100), Chunk(1948)], n_first=1)
+    third = CHUNKED.step_ms(0, 0, [Chunk(100, 1948)], n_first=1)
+    assert out.first_token_s * 1e3 == pytest.approx([first, first + second + third, first + second])
+
+
+@pytest.mark.parametrize(
+    "fleet", [Fleet(CHUNKED, 2, ROOMY), Fleet(CHUNKED, 8, 1200)], ids=["slots for two", "cache for two"]
+)
+def test_a_lower_class_that_is_to_start_next_takes_no_room_from_a_higher_one(fleet: Fleet) -> None:
+    load = requests((0.0, 500, 20), (0.001, 500, 20), (0.002, 500, 20), priority=[1, 1, 0])
+    out = serve(fleet, load)
+    assert out.first_token_s[2] < out.finish_s[0] < out.first_token_s[1]
+
+
+def test_a_full_queue_refuses_the_youngest_of_the_lowest_class() -> None:
+    load = requests(*[(0.001 * i, 100, 50) for i in range(6)], priority=[0, 1, 2, 0, 2, 1])
+    out = serve(Fleet(CHUNKED, 1, ROOMY, queue_limit=3), load)
+    # Request 0 runs; of the five that wait, three may stay: the two of class 2 go, the youngest first.
+    assert out.rejected.tolist() == [False, False, True, False, True, False]
+    assert np.isfinite(out.finish_s[~out.rejected]).all()
+
+
+def test_two_replicas_share_a_burst_evenly() -> None:
+    load = requests(*[(0.0, 100, 50)] * 16)
+    one, two = (serve(Fleet(CHUNKED, 8, ROOMY, replicas=n), load) for n in (1, 2))
+    assert two.makespan_s() == pytest.approx(one.makespan_s() / 2, rel=0.05)
+    assert np.ptp(two.finish_s) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_cache_that_is_too_small_preempts_and_still_finishes_everything() -> None:
+    load = requests(*[(0.0, 100, 200)] * 8)
+    tight, roomy = (serve(Fleet(CHUNKED, 8, pool), load) for pool in (1200, ROOMY))
+    assert tight.preemptions.sum() > 0
+    assert roomy.preemptions.sum() == 0
+    assert np.isfinite(tight.finish_s).all()
+    assert tight.makespan_s() > roomy.makespan_s()
+    assert tight.peak_kv_tokens <= 1200
+
+
+def test_reserving_outputs_never_preempts() -> None:
+    out = serve(Fleet(KERNELS, 8, 1200), requests(*[(0.0, 100, 200)] * 8))
+    assert out.preemptions.sum() == 0
+    assert np.isfinite(out.finish_s).all()
+
+
+def test_a_request_larger_than_the_whole_cache_is_refused() -> None:
+    out = serve(Fleet(CHUNKED, 8, 1600), requests((0.0, 1500, 200), (0.0, 100, 10)))
+    assert out.rejected.tolist() == [True, False]
+
+
+def test_a_closed_loop_keeps_its_clients_busy() -> None:
+    n, clients = 64, 8
+    out = serve_closed(Fleet(CHUNKED, clients, ROOMY), np.full(n, 64), np.full(n, 100), clients)
+    # Eight sequences decode together; prompts are short, so the rate is close to 8 tokens per iteration.
+    assert out.tokens_per_s() == pytest.approx(8e3 / CHUNKED.decode_ms(8, 114), rel=0.05)
+
+
+def test_the_way_to_the_client_leaves_a_slot_free_between_two_requests() -> None:
+    slow = MeasuredModel(CHUNKED.card, "FP16", dataclasses.replace(CHUNKED.profile, ttft_offset_ms=500.0))
+    near, far = (serve_closed(Fleet(m, 1, ROOMY), np.full(4, 64), np.full(4, 10), 1) for m in (CHUNKED, slow))
+    assert far.makespan_s() == pytest.approx(near.makespan_s() + 3 * 0.5)
+    assert far.ttft_ms() == pytest.approx(near.ttft_ms() + 500.0)
+
+
+def test_accepted_drafts_shorten_a_request_by_the_measured_factor() -> None:
+    n = 40
+    acceptance = spec_acceptance()[4]
+    fleet = Fleet(CHUNKED, 4, ROOMY, draft_tokens=4, acceptance=acceptance)
+    out = serve_closed(fleet, np.full(n, 64), np.full(n, 200), 4, seed=1)
+    iterations_per_request = out.iterations / n * 4
+    assert iterations_per_request == pytest.approx(200 / (1 + sum(acceptance)), rel=0.08)
+
+
+def test_a_prefill_gpu_of_its_own_leaves_decoding_undisturbed() -> None:
+    load = requests((0.0, 64, 400), *[(0.5 + 0.2 * i, 6000, 2) for i in range(10)])
+    together, apart = (serve(Fleet(CHUNKED, 16, ROOMY, disaggregated=d), load) for d in (False, True))
+    assert apart.tpot_ms()[0] < 0.75 * together.tpot_ms()[0]
+
+
+def test_no_pool_however_tight_holds_more_tokens_than_it_has_room_for() -> None:
+    # three answers grow in parallel in pools of various sizes (blocks of 16 tokens), until one must be preempted
+    load = requests(*[(0.01 * i, 64 + i, 100) for i in range(3)])
+    pools = range(192, 560, 16)
+    runs = [serve(Fleet(CHUNKED, 4, pool), load) for pool in pools]
+    assert all(run.peak_kv_tokens <= pool for pool, run in zip(pools, runs, strict=True))
+    assert all(np.isfinite(run.finish_s).all() for run in runs)
+    # All three at their longest take 11 blocks each.
+    preempted = [int(run.preemptions.sum()) > 0 for run in runs]
+    assert preempted == [pool < 33 * 16 for pool in pools]
+
+
+def test_where_prefill_is_apart_a_long_prompt_holds_up_no_answer_under_way() -> None:
+    fleet = Fleet(CHUNKED, 8, ROOMY, disaggregated=True)
+    alone = serve(fleet, requests((0.0, 100, 20)))
+    beside = serve(fleet, requests((0.0, 100, 20), (0.001, 40_000, 1)))
+    assert beside.first_token_s[1] > 2 * alone.finish_s[0], "the long prompt is computed until well after"
+    assert beside.finish_s[0] == pytest.approx(alone.finish_s[0])
+
+
+def test_the_first_token_after_a_disaggregated_prefill_waits_for_the_cache() -> None:
+    fleet = Fleet(CHUNKED, 8, ROOMY, disaggregated=True, link_gb_s=10.0)
+    out = serve(fleet, requests((0.0, 1000, 5)))
+    handover = 1000 * 131072 / 10e9 * 1e3
+    assert handover == pytest.approx(13.1, abs=0.01)
+    assert out.ttft_ms()[0] == pytest.approx(CHUNKED.step_ms(0, 0, [Chunk(1000)]) + handover)
+
+
+def test_tokens_per_second_counts_the_share_of_a_request_inside_the_window() -> None:
+    out = Outcome(
+        arrival_s=np.zeros(2),
+        first_token_s=np.array([1.0, np.nan]),
+        finish_s=np.array([3.0, np.nan]),
+        output_tokens=np.array([100, 50]),
+        rejected=np.array([False, True]),
+        preemptions=np.zeros(2, int),
+        iterations=1,
+        busy_ms=1.0,
+        peak_kv_tokens=1,
+        ttft_offset_ms=0.0,
+    )
+    assert out.tokens_per_s(2.0, 4.0) == pytest.approx(25.0)
+    assert out.makespan_s() == 3.0
+
+
+def test_a_slot_freed_by_an_answer_of_one_token_goes_to_the_next_request() -> None:
+    # Disaggregated, such an answer ends on the link: no iteration of the decode GPU follows that would look for work.
+    load = Requests(np.array([0.0, 0.0]), np.array([100, 100]), np.array([1, 1]))
+    out = serve(Fleet(CHUNKED, 1, ROOMY, disaggregated=True), load)
+    first, second = out.finish_s
+    assert second == pytest.approx(2 * first)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(1, 60),
+    batch_size=st.integers(1, 32),
+    replicas=st.integers(1, 3),
+    pool=st.integers(900, 6000),
+    draft=st.sampled_from([0, 2]),
+    disaggregated=st.booleans(),
+    chunked=st.booleans(),
+    queue_limit=st.sampled_from([None, 0, 5]),
+)
+def test_every_request_is_answered_or_refused_whatever_the_configuration(
+    seed: int,
+    n: int,
+    batch_size: int,
+    replicas: int,
+    pool: int,
+    draft: int,
+    disaggregated: bool,
+    chunked: bool,
+    queue_limit: int | None,
+) -> None:
+    rng = np.random.default_rng(seed)
+    load = Requests(
+        np.sort(rng.uniform(0, 2.0, n)), rng.integers(1, 500, n), rng.integers(1, 200, n), rng.integers(0, 3, n)
+    )
+    fleet = Fleet(
+        CHUNKED if chunked else PREFILL_FIRST,
+        batch_size,
+        pool,
+        replicas,
+        draft,
+        spec_acceptance()[2],
+        disaggregated,
+        queue_limit=queue_limit,
+    )
+    out = serve(fleet, load, seed)
+    again = serve(fleet, load, seed)
+    served = ~out.rejected
+    assert np.isfinite(out.finish_s[served]).all()
+    assert np.isnan(out.finish_s[out.rejected]).all()
+    assert (out.arrival_s[served] < out.first_token_s[served]).all()
+    assert (out.first_token_s[served] <= out.finish_s[served]).all()
+    # Disaggregated: a sequence about to be preempted may exceed the pool by what arrives over the link meanwhile.
+    assert disaggregated or out.peak_kv_tokens <= pool
+    assert np.array_equal(out.finish_s, again.finish_s, equal_nan=True)
+
+
+def test_impossible_configurations_are_refused() -> None:
+    with pytest.raises(InvalidConfigError):
+        Fleet(CHUNKED, 0, ROOMY)
+    with pytest.raises(InvalidConfigError):
+        Fleet(CHUNKED, 1, ROOMY, replicas=0)
+    with pytest.raises(InvalidConfigError) as refused:
+        Fleet(CHUNKED, 1, 15)
+    assert refused.value.field == "kv_pool_tokens"
+    for acceptance in ((), (0.5,)):
+        with pytest.raises(InvalidConfigError) as refused:
+            Fleet(CHUNKED, 1, ROOMY, draft_tokens=2, acceptance=acceptance)
+        assert refused.value.field == "draft_tokens"
+    for lengths in ((0.0, 0, 5), (0.0, 5, 0)):
+        with pytest.raises(InvalidConfigError):
+            requests(lengths)
+    with pytest.raises(InvalidConfigError):
+        Requests(np.zeros(2), np.ones(2, int), np.ones(1, int))
+    with pytest.raises(InvalidConfigError):
+        serve_closed(Fleet(CHUNKED, 1, ROOMY), np.ones(1, int), np.ones(1, int), 0)
