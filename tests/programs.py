@@ -14,7 +14,8 @@ REFUSE_SKIPS: Final = "TESTS_REFUSE_SKIPS"
 
 def program(name: str) -> str:
     """Path of an installed program such as ``redis-server``; without it the test is skipped, and the end says so."""
-    path = shutil.which(name)
+    # Debian leaves /usr/sbin, where nginx is, out of a user's path.
+    path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
     if path is None:
         pytest.skip(f"{name} is not installed")
     return path
