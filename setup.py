@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -48,6 +49,9 @@ DIRECTIVES = {
     # Annotations are for readers and type checkers; C types come from the .pxd alone.
     "annotation_typing": False,
 }
+
+# The code of memory views that all compiled modules need, translated and compiled once.
+UTILITIES = f"{PACKAGE}.cython_utilities"
 
 # --- Names ---------------------------------------------------------------------------------------------------------
 
@@ -106,8 +110,10 @@ def packages() -> list[str]:
 
 
 def extensions(published: bool) -> list[Extension]:
-    """One extension per Python module with a type declaration file beside it."""
-    found = []
+    """One extension per Python module with a type declaration file beside it, and the code that they share."""
+    # Whoever installs a wheel may have no compiler; whoever builds in a clone asked for one.
+    extension = partial(Extension, extra_compile_args=COMPILE_ARGS, optional=published)
+    found = [extension(UTILITIES, [f"build/cython/{UTILITIES.replace('.', '/')}.c"])]
     for root in (PACKAGE, *ROOMS):
         for declaration in sorted((ROOT / root).rglob("*.pxd")):
             source = declaration.with_suffix(".py").relative_to(ROOT)
@@ -116,15 +122,7 @@ def extensions(published: bool) -> list[Extension]:
                     f"{declaration.relative_to(ROOT)} declares types for {source}, which is missing"
                 )
             name = ".".join(source.with_suffix("").parts)
-            found.append(
-                Extension(
-                    published_name(name) if published else name,
-                    [source.as_posix()],
-                    extra_compile_args=COMPILE_ARGS,
-                    # Whoever installs a wheel may have no compiler; whoever builds in a clone asked for one.
-                    optional=published,
-                )
-            )
+            found.append(extension(published_name(name) if published else name, [source.as_posix()]))
     return found
 
 
@@ -220,12 +218,15 @@ class BuildExtensions(build_ext):
         from Cython.Build import cythonize
 
         for extension in self.extensions:
+            if extension.name == UTILITIES:
+                continue
             path = Path(*extension.name.split(".")).with_suffix(".py")
             extension.sources = [str(self._translated(path if self.in_clone else Path(self.build_lib, path), path))]
         translated = cythonize(  # type: ignore[no-untyped-call]
             self.extensions,
             include_path=["build/cython"],  # declarations are looked up by a module's full name
             compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=UTILITIES,
             nthreads=os.cpu_count() or 1,
         )
         sources = {extension.name: extension.sources for extension in translated}
