@@ -16,6 +16,7 @@ BOOTSTRAP_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 # What benchmarks/speed/interfaces.py compares with; no requirement file holds it.
 PEERS ?= envpool==1.2.5
+SBOM_TOOL ?= cyclonedx-bom==7.5.0
 TESTS ?= tests
 QUICK := not slow and not soak and not engine
 
@@ -176,8 +177,9 @@ sbom: $(STAMPS)/dev
 	@mkdir -p build
 	@# The tool reads a version from the project's file only where it stands there, and the package computes its own.
 	@sed 's/^dynamic = \["version"\]/version = "$(VERSION)"/' pyproject.toml > build/pyproject.toml
-	@# A list of pins knows no dependency graph; the tool warns of that.
-	@$(PYTHON) -W ignore -m cyclonedx_py requirements --pyproject build/pyproject.toml --output-reproducible \
+	@# In an environment of its own: one of its packages slows down what uses jsonschema. A list of pins knows no
+	@# dependency graph; the tool warns of that.
+	@PYTHONWARNINGS=ignore $(BIN)/uv tool run --quiet --python $(PYTHON) --from '$(SBOM_TOOL)' cyclonedx-py requirements --pyproject build/pyproject.toml --output-reproducible \
 		-o build/sbom.cdx.json requirements.txt
 	@echo 'build/sbom.cdx.json'
 
