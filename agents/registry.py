@@ -158,7 +158,7 @@ def _path(name: str, task: TaskSpec, folder: str) -> Path:
 register(
     "naive",
     lambda *_: NaiveAgent(),
-    "The plan's baseline, not an engine's defaults: batch size 32, FP16, the whole KV pool, never changed.",
+    "Fixed-32, not an engine's defaults: batch size 32, FP16, the whole KV pool, never changed.",
 )
 register(
     "vllm_defaults",

@@ -238,7 +238,7 @@ def exact(row: dict[str, Any], key: str) -> str:
 
 SCORE_ROWS = {
     "random": "random",
-    "naive": "naive (the plan's baseline: batch 32, FP16, whole pool)",
+    "naive": "fixed-32 (`naive`: batch 32, FP16, whole pool)",
     "vllm_defaults": "vLLM's defaults (256 slots, 90 % of the memory)",
     "hill_climb": "hill climbing",
     "heuristic": "heuristic",

@@ -30,7 +30,7 @@ class ConstantAgent:
 
 
 class NaiveAgent(ConstantAgent):
-    """Agent that takes the plan's baseline, :data:`NAIVE_ACTION`, at every step."""
+    """Agent fixed-32: takes :data:`NAIVE_ACTION` at every step."""
 
     def __init__(self) -> None:
         super().__init__(NAIVE_ACTION)

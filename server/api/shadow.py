@@ -35,7 +35,7 @@ class ShadowRequest(LogRequest):
     policies: list[str] | None = None
     fixed: Annotated[
         dict[str, Any] | None,
-        Field(description="your own setting, to compare with; missing knobs take the plan's baseline"),
+        Field(description="your own setting, to compare with; missing knobs take their default values"),
     ] = None
     task_id: Annotated[TaskName | None, Field(description="task with the fleet, objectives and policies to use")] = None
     hardware: Annotated[

@@ -130,7 +130,7 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(
     namespace["server"].close()
     namespace["fleets"].close()
     told = capsys.readouterr().out
-    for played in ("PPO", "the plan's baseline", "vLLM's defaults", "the heuristic"):
+    for played in ("PPO", "fixed-32", "vLLM's defaults", "the heuristic"):
         assert re.search(rf"score on traffic .*{played} [01]\.\d+", told)
     assert namespace["fleets"].taken >= 8000
     assert len(namespace["fleets"].finished) >= 8000 // 200 - 8

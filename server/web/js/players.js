@@ -11,7 +11,7 @@ const LINES = {
   random_search: { colour: "search", dash: [6, 2, 1, 2] },
   hill_climb: { label: "Hill climbing", colour: "climb" },
   vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
-  naive: { label: "Plan's baseline", colour: "naive", dash: [1, 3] },
+  naive: { label: "Fixed-32", colour: "naive", dash: [1, 3] },
 };
 
 /** Key, label and line of a policy; `title` is what it does. */
