@@ -331,7 +331,7 @@ def describe_settings() -> list[dict[str, str]]:
             "variable": _variable(name),
             "allowed": _allowed(field),
             "default": "" if field.default in (None, "", ()) else str(field.default),
-            "description": field.description or "",
+            "description": f"{field.description or ''}{_other_names(field)}",
         }
         for name, field in Settings.model_fields.items()
     ]
@@ -373,6 +373,12 @@ def _made(name: str, directory: Path) -> Path:
 
 def _variable(name: str) -> str:
     return PREFIX + name.upper()
+
+
+def _other_names(field: FieldInfo) -> str:
+    if not isinstance(field.validation_alias, AliasChoices):
+        return ""
+    return " Also read from " + " or ".join(str(name) for name in field.validation_alias.choices[1:]) + "."
 
 
 def _name(problem: Mapping[str, Any]) -> str:
