@@ -17,7 +17,7 @@ class AutoresetBatch:
 
     def __init__(self, batch: ServingBatch) -> None:
         self.batch = batch
-        self._series = SeedSeries(batch.n_rows)
+        self.series = SeedSeries(batch.n_rows)
 
     @property
     def seeds(self) -> NDArray[np.int64]:
@@ -26,7 +26,7 @@ class AutoresetBatch:
 
     def reset(self, seeds: Sequence[int | None] | None = None, rows: NDArray[np.bool_] | None = None) -> None:
         """Start episodes in all rows, or in those of the mask ``rows``; seeds as in :meth:`SeedSeries.next`."""
-        chosen, started = self._series.next(seeds, rows)
+        chosen, started = self.series.next(seeds, rows)
         self.batch.reset(started, rows=None if rows is None else chosen)
 
     def step(self, knobs: NDArray[np.float64], rows: NDArray[np.bool_] | None = None) -> None:
@@ -35,7 +35,7 @@ class AutoresetBatch:
         Knobs are clamped and snapped. Raises :class:`EpisodeDoneError` if one of the rows has ended.
         """
         batch = self.batch
-        if not self._series.started:
+        if not self.series.started:
             raise NotResetError("step before reset: call reset first")
         ended = batch.done if rows is None else batch.done & rows
         if ended.any():

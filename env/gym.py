@@ -32,6 +32,7 @@ from inferencegym.spaces.formats import ObservationCodec, action_codec
 from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, TaskId, get_calibration
 from inferencegym.vector_env import (
+    ArrayVectorEnv,
     AutoresetVectorEnv,
     BoolArray,
     Float32Array,
@@ -78,6 +79,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         self.observation_space = self._observations.space
         self.action_space = self._actions.space
         self.render_mode = render_mode
+        self.metadata = render.metadata()
         self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
 
     @property
@@ -176,7 +178,7 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         return self._episode.episode_log
 
 
-class EpisodeVectorEnv(AutoresetVectorEnv):
+class EpisodeVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
     """Vectorised form of :class:`EpisodeGymEnv`: ``num_envs`` episodes of one task.
 
     ``info`` has ``seed``, and where ``info["_score"]`` is set ``score``, ``breakdown`` and ``feedback`` of the grade.
@@ -190,13 +192,14 @@ class EpisodeVectorEnv(AutoresetVectorEnv):
         *,
         config: Mapping[str, Any] | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
         self._rows = [EpisodeGymEnv(family, task_id, config=config) for _ in range(num_envs)]
         self._series = SeedSeries(num_envs)
         first = self._rows[0]
-        super().__init__(num_envs, first.observation_space, first.action_space, autoreset_mode)
+        super().__init__(num_envs, first.observation_space, first.action_space, autoreset_mode, max_episode_steps)
         self._seen = np.zeros(self.observation_space.shape or (), np.float32)
         self._done: BoolArray = np.zeros(num_envs, dtype=np.bool_)
         self._seeds = np.zeros(num_envs, dtype=np.int64)

@@ -63,6 +63,19 @@ class InferenceEnv:
         self._stamp: Mapping[str, Any] = {}
         """Fields added to every entry of the log."""
 
+    def __getstate__(self) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+        """Settings, and the actions so far: a copy plays them again, and goes on as this episode does."""
+        settings = {**vars(self), "_batch": None, "_log": None}
+        return settings, None if self._log is None else self.actions
+
+    def __setstate__(self, state: tuple[dict[str, Any], list[dict[str, Any]] | None]) -> None:
+        settings, actions = state
+        vars(self).update(settings)
+        if actions is not None:
+            self.reset(session_id=self.session_id)
+            for action in actions:
+                self.advance(self.check(action))
+
     @property
     def task_id(self) -> TaskId:
         """Id of the task."""

@@ -15,19 +15,20 @@ from env.family import Grade
 from grader.episode import GRADED_METRICS, Episode
 from grader.grader import grade_episodes
 from inferencegym.errors import refusal
+from inferencegym.spaces.actions import action_size
 from inferencegym.spaces.formats import ObservationCodec, action_codec
 from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
-from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 from simulator.hardware.tables import ServingTables
 
 
-class VectorInferenceEnv(AutoresetVectorEnv):
+class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     """``num_envs`` episodes of one serving task, stepping together in compiled code.
 
     Every row equals the scalar environment with the same seed and actions. Observation and action formats are those of
     :mod:`inferencegym.spaces.formats`, autoreset modes those of :class:`AutoresetVectorEnv`, seeds of restarts
     :func:`inferencegym.seeds.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its
-    budget is an episode's, and the step is observed), so its end is ``terminated`` and nothing is ever truncated.
+    budget is an episode's, and the step is observed), so its end is ``terminated``; ``max_episode_steps`` truncates.
 
     ``reward`` ("plan" or "grade") and ``hold`` (seconds of a step) may be given here or in ``config``.
 
@@ -48,6 +49,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         observation: str = "raw",
         action: str = "box",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
         n_threads: int = 1,
         tables: ServingTables | None = None,
         calibration: Calibration | None = None,
@@ -56,12 +58,39 @@ class VectorInferenceEnv(AutoresetVectorEnv):
             raise refusal("num_envs", num_envs, "at least 1")
         self.task = task_of(get_task(task_id), config)
         self.config = self.task.config(with_settings(config, reward=reward, hold=hold))
-        self.batch = ServingBatch(self.task, num_envs, self.config, tables, calibration, n_threads=n_threads)
-        self._episodes = AutoresetBatch(self.batch)
+        self._made_of = (self.task, num_envs, self.config, tables, calibration)
+        self._n_threads = n_threads
+        self._make_batch()
         self._actions = action_codec(action, self.task.fleet.max_replicas)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
+        super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode, max_episode_steps)
+
+    def _make_batch(self) -> None:
+        self.batch = ServingBatch(*self._made_of, n_threads=self._n_threads)
+        self._episodes = AutoresetBatch(self.batch)
         self._played = EpisodeRing(self.batch)
-        super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings, and what each row has played of its episode: a copy plays it again, and goes on as this one."""
+        steps = -(-self.batch.time // self.batch.hold)
+        kept = {name: value for name, value in vars(self).items() if name not in ("batch", "_episodes", "_played")}
+        return {
+            **kept,
+            "series": self._episodes.series,
+            "episodes": (self.seeds, steps, self._played.knobs(steps.max())),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        series, (seeds, steps, knobs) = state.pop("series"), state.pop("episodes")
+        vars(self).update(state)
+        self._make_batch()
+        self._episodes.series = series
+        if series.started:
+            self.batch.reset(seeds)
+        for at, row_knobs in enumerate(knobs):  # all rows end at the last one
+            self.batch.write_knobs(row_knobs)
+            self.batch.advance_rows(steps >= len(knobs) - at)
+            self._played.record(row_knobs)
 
     @property
     def seeds(self) -> NDArray[np.int64]:
@@ -72,8 +101,9 @@ class VectorInferenceEnv(AutoresetVectorEnv):
         self._episodes.reset(seeds, rows)
 
     def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
-        self._episodes.step(self._actions.decode(actions), rows)
-        self._played.record()
+        knobs = self._actions.decode(actions)
+        self._episodes.step(knobs, rows)
+        self._played.record(knobs)
         return self.batch.reward.copy()
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:
@@ -94,7 +124,7 @@ class VectorInferenceEnv(AutoresetVectorEnv):
 
 
 class EpisodeRing:
-    """Values for grading of the last D steps of B rows, D being the steps of an episode, each with H seconds.
+    """Knobs, and values for grading, of the last D steps of B rows, D being an episode's steps, each with H seconds.
 
     All rows step together, so when a row's episode ends, the ring holds exactly that episode. The last step may have
     fewer seconds.
@@ -112,13 +142,19 @@ class EpisodeRing:
         }
         shape = (batch.config.n_steps, batch.hold, batch.n_rows)
         self._columns = {name: np.zeros(shape) for name in self._source}
+        self._knobs = np.zeros((batch.config.n_steps, batch.n_rows, action_size(batch.task.fleet)))
 
-    def record(self) -> None:
-        """Keep the step that the rows have just taken."""
+    def record(self, knobs: FloatArray) -> None:
+        """Keep the step that the rows have just taken with these knobs (B, 5 or 6)."""
         at = self._steps % self._batch.config.n_steps
+        self._knobs[at] = knobs
         for name, column in self._columns.items():
             column[at] = self._source[name]
         self._steps += 1
+
+    def knobs(self, n: int) -> FloatArray:
+        """Knobs of the last ``n`` steps, (n, B, 5 or 6)."""
+        return self._knobs[np.arange(self._steps - n, self._steps) % len(self._knobs)]
 
     def episodes(self, rows: NDArray[np.int64]) -> Episode:
         """The episodes (N, T) of rows whose last step was an episode's last."""

@@ -6,6 +6,8 @@ Needs matplotlib (extra ``report``), which is imported when an environment is ma
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
 
 METADATA: Final[dict[str, Any]] = {"render_modes": ["human", "rgb_array"], "render_fps": 10}
 """Gymnasium's ``metadata`` of an environment that :class:`EpisodePicture` draws."""
+
+
+def metadata() -> dict[str, Any]:
+    """:data:`METADATA` as it holds on this machine: without a display there is no ``"human"``."""
+    if sys.platform in ("win32", "darwin") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        return METADATA
+    return {**METADATA, "render_modes": ["rgb_array"]}
+
 
 SIZE_INCHES: Final = (8.0, 7.0)
 DPI: Final = 80
@@ -56,6 +66,13 @@ class EpisodePicture:
                 f"render_mode needs {error.name}: {install_extra('report')}, or leave render_mode out",
                 "render_mode",
             ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "figure": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.figure = _canvas()  # a copy opens no window
 
     def start(self, observation: NDArray[np.float64]) -> None:
         """Start an episode with its first observation (14 numbers or more)."""

@@ -200,6 +200,9 @@ class TaskSpec:
     calibration_file: str = str(CALIBRATION_FILE)
     """File of the task's measured constants; for user tasks it lies beside the task file."""
 
+    def __deepcopy__(self, _memo: object) -> TaskSpec:
+        return self  # compared by identity, and nothing changes it
+
     @property
     def listed(self) -> bool:
         """Whether task lists include the task by default.

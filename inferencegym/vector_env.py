@@ -12,12 +12,14 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from inferencegym.errors import EpisodeDoneError, InvalidConfigError
+from inferencegym.errors import EpisodeDoneError, InvalidConfigError, refusal
 
 Float32Array = NDArray[np.float32]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Info = dict[str, Any]
+ArrayVectorEnv = gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]
+"""Gymnasium's vector environment with arrays."""
 Stepped = tuple[Float32Array, FloatArray, BoolArray, BoolArray, Info]
 
 NAMESPACE: Final = "InferenceGym"
@@ -35,7 +37,7 @@ def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> Non
         gymnasium.register(id=env_id, entry_point=scalar, vector_entry_point=vector, kwargs=kwargs)
 
 
-class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], NDArray[Any]]):
+class AutoresetVectorEnv(ArrayVectorEnv):
     """Base of vectorised environments: Gymnasium's three autoreset modes over five methods that a subclass defines.
 
     ``NEXT_STEP`` (Gymnasium's default, which RLlib expects): the step after an end ignores that row's action and
@@ -43,6 +45,9 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
     an episode returns the next one's first observation, and ``info["final_obs"]``, ``info["final_info"]`` hold the last
     observation and info of the old one, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are
     restarted only by ``reset(options={"reset_mask": mask})``.
+
+    ``max_episode_steps`` truncates episodes after so many steps, as Gymnasium's ``TimeLimit`` does. Subclasses name
+    :data:`ArrayVectorEnv` as a base beside this class: skrl recognises environments by their direct bases.
     """
 
     # Some versions of Gymnasium close environments in __del__, so one whose __init__ failed must count as closed.
@@ -54,7 +59,10 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
         autoreset_mode: AutoresetMode | str,
+        max_episode_steps: int | None = None,
     ) -> None:
+        if max_episode_steps is not None and max_episode_steps < 1:
+            raise refusal("max_episode_steps", max_episode_steps, "at least 1, or None")
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
         self.num_envs = num_envs
@@ -64,6 +72,8 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         self.action_space = batch_space(action_space, num_envs)
         self._everywhere: BoolArray = np.ones(num_envs, dtype=np.bool_)
         self._ended_before: BoolArray = np.zeros(num_envs, dtype=np.bool_)
+        self._max_steps = max_episode_steps
+        self._steps = np.zeros(num_envs, dtype=np.int64)
         self.closed = False
 
     def reset(
@@ -78,7 +88,7 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
         """
         mask = _reset_mask(options, self.num_envs)
         seeds = [int(seed) + i for i in range(self.num_envs)] if isinstance(seed, (int, np.integer)) else seed
-        self._start(seeds, mask)
+        self._restart(seeds, mask)
         self._ended_before = np.zeros_like(self._ended_before) if mask is None else self._ended_before & ~mask
         return self._observe(), self._info()
 
@@ -90,14 +100,14 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
             row = int(np.argmax(self._ended_before))
             raise EpisodeDoneError(f'row {row}: the episode has ended; reset it with options={{"reset_mask": mask}}')
         reward = self._step_rows(np.asarray(actions), None)
-        terminated, truncated = self._ended()
+        terminated, truncated = self._over(self._everywhere)
         ended = terminated | truncated
         observation, info = self._observe(), self._info()
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._ended_before = ended
         elif ended.any():
             final = {"final_obs": observation, "_final_obs": ended, "final_info": info, "_final_info": ended}
-            self._start(None, ended)
+            self._restart(None, ended)
             observation, info = self._observe(), {**self._info(), **final}
         return observation, reward, terminated, truncated, info
 
@@ -107,10 +117,20 @@ class AutoresetVectorEnv(gymnasium.vector.VectorEnv[Float32Array, NDArray[Any], 
             reward = self._step_rows(actions, None)
         else:
             reward = np.where(restart, 0.0, 0.0 if restart.all() else self._step_rows(actions, ~restart))
-            self._start(None, restart)
-        terminated, truncated = self._ended()
+            self._restart(None, restart)
+        terminated, truncated = self._over(~restart)
         self._ended_before = terminated | truncated
         return self._observe(), reward, terminated, truncated, self._info()
+
+    def _restart(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
+        self._start(seeds, rows)
+        self._steps[self._everywhere if rows is None else rows] = 0
+
+    def _over(self, stepped: BoolArray) -> tuple[BoolArray, BoolArray]:
+        """Rows whose episode is terminated, and rows whose episode is truncated, also by ``max_episode_steps``."""
+        self._steps += stepped
+        terminated, truncated = self._ended()
+        return terminated, truncated if self._max_steps is None else truncated | (self._steps >= self._max_steps)
 
     # ------------------------------------------------------------ defined by subclasses
 

@@ -152,6 +152,9 @@ class EngineEnv(InferenceEnv):
         self._saturated: dict[str, dict[str, float]] = {}
         self._configured: tuple[QuantTier, bool] = (QuantTier.FP16, False)
 
+    def __getstate__(self) -> Any:
+        raise TypeError("an episode on a real engine cannot be copied or pickled: keep its episode_log instead")
+
     def __enter__(self) -> Self:
         return self
 

@@ -63,9 +63,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def windows() -> Iterator[None]:
+def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Windows for ``render_mode="human"`` on a machine without a display."""
     import matplotlib.pyplot as plt
+
+    monkeypatch.setenv("DISPLAY", "a stand-in")
 
     plt.switch_backend("module://tests.window")
     yield

@@ -158,6 +158,16 @@ class RolloutEnv:
         self.episode_log: list[dict[str, Any]] = []
         self._row: RolloutRow | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the engine: a copy plays the actions again, and goes on as this episode does."""
+        return {**vars(self), "_row": self._row is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._row = draw_row(self._task, self.seed, self._config) if state["_row"] else None
+        for action in self.actions:
+            self.row.play(action["max_sessions"])
+
     @property
     def task_id(self) -> str:
         """Id of the task."""

@@ -83,6 +83,10 @@ def _observation_space() -> Any:
     return spaces.Box(np.array(low, np.float32), np.array(high, np.float32), dtype=np.float32)
 
 
+def _encode(seen: Mapping[str, float]) -> Any:
+    return np.fromiter(seen.values(), np.float32, len(seen))
+
+
 FAMILY: Final = Family(
     name=NAME,
     title="Rollouts",
@@ -102,7 +106,7 @@ FAMILY: Final = Family(
     gym=GymCodec(
         action_space=_action_space,
         observation_space=_observation_space,
-        encode=lambda seen: np.fromiter(seen.values(), np.float32, len(seen)),
+        encode=_encode,
         decode=int,
     ),
     http=HttpShape(step_info=_step_info_schema()),

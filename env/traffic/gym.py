@@ -18,10 +18,10 @@ from env.traffic.tasks import get_traffic_task, traffic_config
 from env.vector import vector_outcome
 from inferencegym.errors import refusal
 from inferencegym.traffic import ACTION_NAMES, STATE_FIELDS
-from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 
 
-class VectorTrafficGymEnv(AutoresetVectorEnv):
+class VectorTrafficGymEnv(AutoresetVectorEnv, ArrayVectorEnv):
     """Vectorised environment: ``num_envs`` episodes of one traffic task; actions are indices of ``ACTION_NAMES``.
 
     A crash is ``terminated``; the end of the steps, with the server still up, is ``truncated``. The tasks have no
@@ -40,6 +40,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         config: Mapping[str, Any] | None = None,
         observation: str = "raw",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
@@ -52,7 +53,7 @@ class VectorTrafficGymEnv(AutoresetVectorEnv):
         high = (_upper_bounds(self.batch) / self._scale).astype(np.float32)
         space = spaces.Box(np.zeros_like(high), high, dtype=np.float32)
         self._metrics: dict[str, Any] = {}
-        super().__init__(num_envs, space, spaces.Discrete(len(ACTION_NAMES)), autoreset_mode)
+        super().__init__(num_envs, space, spaces.Discrete(len(ACTION_NAMES)), autoreset_mode, max_episode_steps)
         self._measured = ~self._everywhere
 
     def reset(

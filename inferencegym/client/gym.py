@@ -30,6 +30,7 @@ from inferencegym.spaces.formats import ObservationCodec, action_codec
 from inferencegym.spaces.observations import first_fleet, fleet_array, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task, with_settings
 from inferencegym.vector_env import (
+    ArrayVectorEnv,
     AutoresetVectorEnv,
     BoolArray,
     Float32Array,
@@ -66,7 +67,7 @@ class _RemoteTask:
         return snap(knobs, self._mask, self.task.fleet)
 
 
-class HTTPVectorEnv(AutoresetVectorEnv):
+class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
     """``num_envs`` episodes on a server at ``url``, one request a step (``POST /step/batch``).
 
     The numbers equal :class:`env.vector.VectorInferenceEnv` with the same arguments, seeds and actions, to the last
@@ -90,6 +91,7 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         observation: str = "raw",
         action: str = "box",
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        max_episode_steps: int | None = None,
         api_key: str | None = None,
         timeout_s: float = 60.0,
         retries: int = 5,
@@ -106,7 +108,9 @@ class HTTPVectorEnv(AutoresetVectorEnv):
         self._played: list[FloatArray] = []
         self._done = False
         self.seeds: NDArray[np.int64] = np.full(num_envs, -1, dtype=np.int64)
-        super().__init__(num_envs, self._remote.observations.space, self._remote.actions.space, autoreset_mode)
+        super().__init__(
+            num_envs, self._remote.observations.space, self._remote.actions.space, autoreset_mode, max_episode_steps
+        )
 
     @property
     def session_id(self) -> str | None:
@@ -203,6 +207,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         self.observation_space = self._remote.observations.space
         self.action_space = self._remote.actions.space
         self.render_mode = render_mode
+        self.metadata = render.metadata()
         self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
         self._client = InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
         self._series = SeedSeries(1)

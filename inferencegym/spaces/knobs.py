@@ -113,6 +113,10 @@ class ActionDecoder:
         self.n_levels, self.level = np.array(sizes, dtype=np.int64), np.array(padded)
         self.low, self.high = KNOB_LOW, KNOB_HIGH
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        levels = np.asarray(self.level).tolist()
+        return ActionDecoder, ([row[:n] for row, n in zip(levels, np.asarray(self.n_levels), strict=True)],)
+
     def decode_levels(self, actions: Any, knobs: Any) -> bool:
         """Write the knobs of whole numbers (B, 5), indices of levels; False if one of them is out of range."""
         return bool(self._levels(actions, knobs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -125,6 +126,11 @@ def test_the_task_offers_the_knobs_alone_that_the_engine_changes_while_it_runs()
         env.reset()
         *_, info = env.step({"quant_tier": 2, "spec_length": 4})
         assert (info["action_applied"]["quant_tier"], info["action_applied"]["spec_length"]) == (0, 0)
+
+
+def test_an_episode_on_an_engine_is_not_copied() -> None:
+    with env_on(engine()) as env, pytest.raises(TypeError, match="real engine"):
+        copy.deepcopy(env)
 
 
 def test_precision_is_refused_unless_a_restart_is_asked_for() -> None:
