@@ -204,6 +204,11 @@ class TaskSpec:
         return self  # compared by identity, and nothing changes it
 
     @property
+    def heading(self) -> str:
+        """Heading of the task in tables: ``task 3``, and ``task 1 (warm-up)`` for an easy one."""
+        return f"task {self.task_id}" + " (warm-up)" * (self.difficulty == "easy")
+
+    @property
     def listed(self) -> bool:
         """Whether task lists include the task by default.
 

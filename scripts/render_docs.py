@@ -70,9 +70,10 @@ def task_table() -> str:
                 f" from {t.burst.offset_steps} s"
             )
         knobs = ", ".join(f"`{a}`" for a in t.active_actions)
+        difficulty = "warm-up" if t.difficulty == "easy" else t.difficulty
         rate = "recorded" if t.recorded else f"{t.arrival_rate_rps:g}"
         lines.append(
-            f"| `{t.task_id}` | {t.name} | {t.difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
+            f"| `{t.task_id}` | {t.name} | {difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
             f" {t.slo_target_ms:g} ms | {knobs} |"
         )
     return "\n".join(lines)
@@ -251,6 +252,8 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out score of every agent on every task with its interval, and its score in the reference."""
+    from inferencegym.tasks import get_task
+
     measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
     by_task = [{agent["agent"]: agent["score"] for agent in task["agents"]} for task in measured]
     learned = RESULTS / "learning.json"
@@ -259,7 +262,7 @@ def scores() -> str:
         for task, scored in zip(measured, by_task, strict=True):
             scored["ppo"] = results[str(task["task"])]["table"]["shipped"]["score"]
     played = json.loads((RESULTS / "policy_fidelity.json").read_text(encoding="utf-8"))["tasks"]
-    heads = [f"task {t['task']} | reference" for t in measured]
+    heads = [f"{get_task(t['task']).heading} | reference" for t in measured]
     lines = [f"| agent | {' | '.join(heads)} |", "|---|" + "---|" * (2 * len(measured))]
     for name, title in SCORE_ROWS.items():
         references = [played[str(task["task"])]["agents"] for task in measured]

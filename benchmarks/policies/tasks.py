@@ -113,7 +113,7 @@ def scores_table(result: dict[str, Any]) -> str:
     lines = [
         "Mean grade over 30 held-out seeds [95 % CI].",
         "",
-        "| agent | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "| agent | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),
     ]
     for name in names:
@@ -138,7 +138,7 @@ def differences_table(result: dict[str, Any]) -> str:
     lines = [
         "Paired differences [95 % CI], and rank correlation of episode return and grade over a spread of policies.",
         "",
-        "| | " + " | ".join(f"task {t['task']}" for t in result["tasks"]) + " |",
+        "| | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),
     ]
     for label, key in DIFFERENCES.items():
@@ -157,7 +157,7 @@ def confirmation_table(result: dict[str, Any]) -> str:
     lines = [
         f"The same on seeds {seeds[0]} to {seeds[-1]}, played only to confirm.",
         "",
-        "| | " + " | ".join(f"task {t['task']}" for t in tasks) + " |",
+        "| | " + " | ".join(get_task(t["task"]).heading for t in tasks) + " |",
         "|---|" + "---|" * len(tasks),
     ]
     for name in CONFIRMED:

@@ -53,7 +53,7 @@ class Race {
   }
 
   buildControls() {
-    const described = this.tasks.map((task) => [task.id, `${task.recorded ? "Recorded" : task.id}: ${task.name} (${task.difficulty})`]);
+    const described = this.tasks.map((task) => [task.id, `${task.recorded ? "Recorded" : task.id}: ${task.name} (${task.difficulty === "easy" ? "warm-up" : task.difficulty})`]);
     this.taskSelect = select(described, this.first.id, () => this.choose());
     this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: "42", on: { change: () => this.choose() } });
     const dice = el("button", { type: "button", class: "quiet", text: "Another", "aria-label": "Another seed", on: { click: () => {
