@@ -34,6 +34,7 @@ PARTS: Final = {
         "docs/results.md",
         "docs/openenv.md",
         "docs/server.md",
+        "docs/deploy.md",
         "docs/performance.md",
     ],
     "Operate": ["docs/operators.md", "docs/live.md", "docs/session-gate.md", "docs/autoscaling.md", "docs/hardware.md"],

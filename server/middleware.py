@@ -23,7 +23,7 @@ from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
 from server.net.limits import Limits
 from server.net.logs import LineLog, traceback_text
 from server.net.metrics import Metrics
-from server.net.problems import problem_reply
+from server.net.problems import problem_page
 from server.settings import Settings
 
 CLIENT_WENT_AWAY: Final = 499
@@ -136,7 +136,7 @@ class Guard:
             self._limits.check(scope)
         except InferenceGymError as error:
             if scope["type"] == "http":
-                await problem_reply(error, scope["path"])(scope, receive, send)
+                await problem_page(error, scope)(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
             return

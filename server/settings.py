@@ -127,7 +127,9 @@ class Settings(BaseSettings):
     )
 
     api_key: SecretStr | None = Field(
-        None, description="If set, every path but /health requires it: `Authorization: Bearer KEY` or `X-API-Key: KEY`."
+        None,
+        description="If set, every path but /health requires it: `Authorization: Bearer KEY` or `X-API-Key: KEY`; a "
+        "browser asks for it as the password, with any user name.",
     )
     trusted_proxies: Annotated[tuple[Network, ...], NoDecode] = Field(
         (),

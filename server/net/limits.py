@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
@@ -102,12 +104,22 @@ class Limits:
                 sent = value
             elif name == b"authorization" and value[:7].lower() == b"bearer ":
                 sent = value[7:].strip()
+            elif name == b"authorization" and value[:6].lower() == b"basic ":
+                sent = _password(value[6:])
             else:
                 continue
             # Both are hashed first, so that the time of the comparison does not depend on the key's length either.
             if hmac.compare_digest(hashlib.sha256(sent).digest(), hashlib.sha256(key).digest()):
                 return
         raise UnauthorizedError("this server requires an API key, and it is missing or wrong")
+
+
+def _password(credentials: bytes) -> bytes:
+    """The password of HTTP's basic scheme, which a browser asks its visitor for; empty if it cannot be read."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _host_name(value: bytes) -> str:

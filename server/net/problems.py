@@ -8,6 +8,8 @@ from typing import Any, Final
 import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
 
 from env.families import FAMILIES
 from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
@@ -39,7 +41,7 @@ NEXT: Final[dict[str, str]] = {
     "head_too_large": "send fewer or shorter headers",
     "unsupported_media_type": "send the header Content-Type: application/json",
     "body_timeout": "send the whole body at once",
-    "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY",
+    "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY; a browser takes the key as password",
     "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
     "unknown_host": "use a known host name of the server, or have this one added to INFERENCEGYM_ALLOWED_HOSTS",
     "overloaded": "try again after the time in Retry-After; nothing was changed",
@@ -61,6 +63,30 @@ RETRY_AFTER_S: Final = 1
 _STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
+NO_KEY_PAGE: Final = b"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>InferenceGym: API key</title>
+<h1>This server requires an API key</h1>
+<p>Reload this page. Your browser asks for a user name and a password: enter the API key as password and any name.</p>
+<p>Programs send <code>Authorization: Bearer KEY</code> or <code>X-API-Key: KEY</code>.</p>
+<p>Ask the operator of this server for the key (its setting <code>INFERENCEGYM_API_KEY</code>).</p>
+</html>
+"""
+"""What a browser shows whose visitor gave no key."""
+
+
+def problem_page(error: InferenceGymError, scope: Scope) -> Response:
+    """:func:`problem_reply`, or a page where a browser opened an address without the API key."""
+    reply = problem_reply(error, scope["path"])
+    by_browser = any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
+    if error.http_status != 401 or not by_browser:
+        return reply
+    page = Response(NO_KEY_PAGE, 401, media_type="text/html")
+    page.raw_headers += [header for header in reply.raw_headers if header[0] == b"www-authenticate"]
+    return page
+
+
 def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
     """The answer to a request for ``path`` that ended in ``error``."""
     detail: dict[str, Any] = {"message": str(error), "code": error.code}
@@ -78,7 +104,8 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         seconds = max(RETRY_AFTER_S, int(getattr(error, "retry_after_s", 0) + 0.999))
         headers.append((b"retry-after", str(seconds).encode()))
     if error.http_status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        # The second lets a browser ask its visitor for the key.
+        headers += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="InferenceGym"')]
     if error.http_status in (408, 413):
         # Does not wait for the rest of the body.
         headers.append((b"connection", b"close"))

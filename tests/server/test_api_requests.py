@@ -276,7 +276,9 @@ def test_an_api_key_guards_everything_but_health() -> None:
         assert client.get("/tasks", headers={"X-API-Key": "correct horse"}).status_code == 200
         assert client.get("/tasks", headers={"Authorization": "Bearer correct horse"}).status_code == 200
         assert client.get("/tasks", headers={"Authorization": "Basic correct horse"}).status_code == 401
-        assert client.get("/tasks").headers["www-authenticate"] == "Bearer"
+        assert client.get("/tasks").headers["www-authenticate"] == 'Bearer, Basic realm="InferenceGym"'
+        assert client.get("/tasks", auth=("anybody", "correct horse")).status_code == 200
+        assert client.get("/tasks", auth=("correct horse", "")).status_code == 401
 
 
 def test_expensive_paths_are_limited_per_client_and_say_when_to_come_back() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route, expect, sync_playwright
@@ -542,6 +543,20 @@ def test_a_server_of_the_traffic_controller_opens_on_it_and_still_has_the_race(
         visitor.open("race?task=1&seed=3")
         race_to_the_end(page)
         page.context.close()
+    visitor.check()
+
+
+def test_a_browser_is_told_how_to_give_the_key_and_then_plays_with_it(browser: Browser, tmp_path: Path) -> None:
+    with running_server(tmp_path, api_key="correct horse") as server:
+        # Chromium without a window cannot show what a visitor sees who cancels its question for a password.
+        refused = httpx.get(f"{server.url}/web", headers={"Accept": "text/html,*/*"})
+        assert (refused.status_code, refused.headers["content-type"]) == (401, "text/html; charset=utf-8")
+        assert "enter the API key as password" in refused.text
+        known = browser.new_context(viewport=DESKTOP, http_credentials={"username": "me", "password": "correct horse"})
+        visitor = Visitor(known, server.url)
+        visitor.open("race?task=1&seed=3")
+        race_to_the_end(visitor.page)
+        known.close()
     visitor.check()
 
 
