@@ -18,7 +18,7 @@ from env.observation import ObservationKernel
 from env.reward import PLAN_TERMS, GradeRewardKernel, RewardKernel
 from env.threads import CORES, RowRange, split_rows
 from grader.kinds import RULES
-from grader.rule import StepShares
+from grader.rule import OF_EPISODE, QUANTITIES, StepShares
 from inferencegym.errors import EpisodeDoneError, InvalidActionError, InvalidConfigError, NotResetError, refusal
 from inferencegym.models import PRIORITY_CLASSES, SPEC_LENGTHS
 from inferencegym.spaces.actions import ACTION_SIZE, action_mask, action_size
@@ -104,7 +104,7 @@ class ServingBatch:
         self._observe = self._observation_kernel()
         shares = None
         if self.config.reward == "grade":
-            shares = RULES[str(task.grade["kind"])].shares(task, self.calibration, self.config.episode_length)
+            shares = self._shares()
         self.term_names = PLAN_TERMS if shares is None else shares.parts
         self.reward_terms = np.zeros((len(self.term_names), n_rows))
         self.hold = hold = min(self.config.hold, self.config.episode_length)
@@ -116,7 +116,22 @@ class ServingBatch:
             self._second_reward, self._second_terms = np.zeros_like(self.reward), np.zeros_like(self.reward_terms)
             self.second_metrics = np.zeros((hold, *self.fleet.metrics.shape))
             self.second_rewards = np.zeros((hold, n_rows))
-        self._reward = self._plan_reward() if shares is None else self._grade_reward(shares)
+        self._reward: RewardKernel | GradeRewardKernel = self._plan_reward()
+        if shares is not None:
+            self._reward = self._grade_reward(shares, self._second_reward, self._second_terms)
+        self._grade: GradeRewardKernel | None = None
+
+    def follow_grade(self) -> tuple[GradeRewardKernel, tuple[str, ...]]:
+        """Keep the grade of the seconds so far, from the next reset on: the kernel that tells it, and the parts' names.
+
+        The reward "grade" keeps it anyway.
+        """
+        shares = self._shares()
+        if isinstance(self._reward, GradeRewardKernel):
+            return self._reward, shares.parts
+        parts = np.zeros((len(shares.parts), self.n_rows))
+        self._grade = self._grade_reward(shares, np.zeros(self.n_rows), parts)
+        return self._grade, shares.parts
 
     @property
     def time(self) -> NDArray[np.int64]:
@@ -249,6 +264,8 @@ class ServingBatch:
     def _play_second(self, lo: int, hi: int) -> None:
         self.fleet.step(lo, hi)
         self._reward.compute(lo, hi)
+        if self._grade is not None:
+            self._grade.compute(lo, hi)
         self._observe.write(lo, hi)
 
     def step_metrics(self) -> dict[str, FloatArray]:
@@ -317,12 +334,18 @@ class ServingBatch:
         found: FloatArray = self.second_metrics[:, _METRIC_ROW[name]]
         return found
 
-    def _grade_reward(self, shares: StepShares) -> GradeRewardKernel:
+    def _shares(self) -> StepShares:
+        rule = RULES[str(self.task.grade["kind"])]
+        return rule.shares(self.task, self.calibration, self.config.episode_length)
+
+    def _grade_reward(self, shares: StepShares, reward: FloatArray, terms: FloatArray) -> GradeRewardKernel:
         constants = {
             "n_steps": float(self.config.episode_length),
             "weights": shares.weights,
             "shares": shares.constants,
             "factors": shares.factors,
+            "lowest": shares.lowest,
+            "of_episode": np.array([float(name in OF_EPISODE) for name in QUANTITIES]),
             "start_replicas": float(self.task.fleet.n_replicas),
             "min_billed_ktokens_per_s": CONVENTIONS.min_billed_ktokens_per_s,
             **self._memory_limit(),
@@ -331,7 +354,7 @@ class ServingBatch:
         arrays |= {"batch_size": self.fleet.batch_size, "kv_budget": self.fleet.kv_budget}
         arrays |= {"replicas": self.fleet.replicas}
         arrays |= {"time": self.fleet.state.rows["time"]}
-        return GradeRewardKernel(constants, {**arrays, "reward": self._second_reward, "terms": self._second_terms})
+        return GradeRewardKernel(constants, {**arrays, "reward": reward, "terms": terms})
 
     def _needed(self, *names: str) -> dict[str, Any]:
         """Metrics that a reward reads; memory counts only where the task grades it."""

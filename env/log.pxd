@@ -2,6 +2,8 @@
 cimport cython
 from libc.math cimport rint
 
+from env.reward cimport GradeRewardKernel
+
 @cython.final
 cdef class EpisodeLog:
     cdef object batch, stamp
@@ -17,16 +19,26 @@ cdef class EpisodeLog:
     cdef double[::1] rewards
     cdef double[:, :, :] step_metrics
     cdef double[:, :] step_rewards
+    cdef GradeRewardKernel grade
+    cdef tuple part_names
+    cdef list class_names
+    cdef double[:, ::1] queue, missed
+    cdef double[::1] missed_before, missed_in_step
 
-    @cython.locals(second=Py_ssize_t, i=Py_ssize_t)
+    @cython.locals(second=Py_ssize_t, i=Py_ssize_t, c=Py_ssize_t)
     cpdef void add(self)
     @cython.locals(second=Py_ssize_t)
     cpdef list entries(self)
-    @cython.locals(seconds=Py_ssize_t, second=Py_ssize_t, metrics=dict, terms=dict, i=Py_ssize_t)
+    @cython.locals(seconds=Py_ssize_t, second=Py_ssize_t, metrics=dict, terms=dict, found=dict,
+        i=Py_ssize_t)
     cpdef dict info(self)
     cpdef dict workload(self)
     @cython.locals(found=dict, i=Py_ssize_t, value=double)
     cdef dict _metrics(self, Py_ssize_t second)
+    @cython.locals(score=double, parts=dict, i=Py_ssize_t)
+    cdef dict _grade_so_far(self)
+    @cython.locals(found=dict, c=Py_ssize_t)
+    cdef dict _by_class(self)
     @cython.locals(action=dict)
     cdef dict _action(self)
     @cython.locals(found=dict)

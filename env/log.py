@@ -7,6 +7,7 @@ Plain Python that the build compiles to C (types in ``log.pxd``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import ceil
 from operator import itemgetter
 from statistics import fmean
@@ -25,12 +26,7 @@ if not cython.compiled:  # compiled, the same name is the C library's (see log.p
 
 _KIND: Final = get_type_hints(MetricsSnapshot)
 _COLUMN: Final = {name: i for i, name in enumerate(METRICS)}
-_TOGETHER: Final[Mapping[str, Callable[[list[Any]], Any]]] = {
-    "mean": fmean,
-    "sum": sum,
-    "max": max,
-    "last": itemgetter(-1),
-}
+_TOGETHER: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"sum": sum, "max": max, "last": itemgetter(-1)}
 
 
 class EpisodeLog:
@@ -54,6 +50,13 @@ class EpisodeLog:
             batch.second_rewards,
         )
         self.phases = batch.fleet.phase
+        self.grade, self.part_names = batch.follow_grade()
+        # Only the fluid model has them by class.
+        state, none = batch.fleet.state.rows, np.zeros((1, 0))
+        self.class_names = list(batch.fleet.params.stats.names) if "missed_so_far" in state else []
+        self.queue, self.missed = state.get("queue", none), state.get("missed_so_far", none)
+        self.missed_before = np.zeros(len(self.class_names))
+        self.missed_in_step = np.zeros(len(self.class_names))
         self.start()
 
     def start(self) -> None:
@@ -63,6 +66,7 @@ class EpisodeLog:
         self.rewards = np.zeros(self.length)
         self.written: list[dict[str, Any]] = []
         self.actions: list[dict[str, Any]] = []
+        self.missed_before[:] = 0.0
         self.seconds = 0
 
     def add(self) -> None:
@@ -72,6 +76,9 @@ class EpisodeLog:
                 self.metrics[self.seconds, i] = self.step_metrics[second, i, 0]
             self.rewards[self.seconds] = self.step_rewards[second, 0]
             self.seconds += 1
+        for c in range(self.missed_before.shape[0]):
+            self.missed_in_step[c] = self.missed[0, c] - self.missed_before[c]
+            self.missed_before[c] = self.missed[0, c]
         self.actions.append(self._action())
 
     def entries(self) -> list[dict[str, Any]]:
@@ -96,7 +103,7 @@ class EpisodeLog:
             metrics = self._metrics(self.seconds - 1)
         else:
             metrics = over_seconds([self._metrics(second) for second in range(self.seconds - seconds, self.seconds)])
-        return {
+        found = {
             "timestep": self.seconds,
             "seconds": seconds,
             "metrics": metrics,
@@ -104,7 +111,11 @@ class EpisodeLog:
             "action_applied": self.actions[len(self.actions) - 1],  # compiled code takes no negative index
             "reward_terms": terms,
             "fleet": self._fleet(),
+            "grade_so_far": self._grade_so_far(),
         }
+        if self.class_names:
+            found["by_class"] = self._by_class()
+        return found
 
     def workload(self) -> dict[str, Any]:
         """Fields of :class:`inferencegym.models.WorkloadState` after the last step."""
@@ -146,6 +157,23 @@ class EpisodeLog:
                 found[name] = bool(value != 0.0)
         return found
 
+    def _grade_so_far(self) -> dict[str, Any]:
+        score = self.grade.grade_so_far(0)
+        parts = {}
+        for i, name in enumerate(self.part_names):
+            parts[name] = float(self.grade.parts[i])
+        return {"score": score, "breakdown": parts}
+
+    def _by_class(self) -> dict[str, Any]:
+        """Queue after the step, and misses in it; to a millionth, because misses are differences of sums."""
+        found = {}
+        for c, name in enumerate(self.class_names):
+            found[name] = {
+                "queue_requests": rint(1e6 * self.queue[0, c]) / 1e6,
+                "slo_violations": rint(1e6 * self.missed_in_step[c]) / 1e6,
+            }
+        return found
+
     def _action(self) -> dict[str, Any]:
         """The action of the last step in JSON form, as applied."""
         f = self.fleet
@@ -176,6 +204,23 @@ class EpisodeLog:
         return found
 
 
-def over_seconds(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of several seconds in one: means, sums, maxima or last values, see :data:`OVER_SECONDS`."""
-    return {name: _TOGETHER[OVER_SECONDS[name]]([each[name] for each in metrics]) for name in metrics[0]}
+def over_seconds(metrics: Sequence[Mapping[str, Any]], seconds: Sequence[int] | None = None) -> dict[str, Any]:
+    """Metrics of several seconds in one: means, sums, maxima or last values, see :data:`OVER_SECONDS`.
+
+    ``seconds`` are those of each entry of ``metrics``; None: one each.
+    """
+    together: dict[str, Callable[[list[Any]], Any]] = {**_TOGETHER, "mean": partial(fmean, weights=seconds)}
+    return {name: together[OVER_SECONDS[name]]([each[name] for each in metrics]) for name in metrics[0]}
+
+
+def over_steps(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Infos of steps in a row as one: ``seconds``, ``metrics``, ``by_class`` where they have it, ``grade_so_far``."""
+    seconds = [info["seconds"] for info in infos]
+    last = infos[len(infos) - 1]  # compiled code takes no negative index
+    found = {"seconds": sum(seconds), "metrics": over_seconds([info["metrics"] for info in infos], seconds)}
+    if "by_class" in last:
+        found["by_class"] = {
+            name: {**now, "slo_violations": sum(info["by_class"][name]["slo_violations"] for info in infos)}
+            for name, now in last["by_class"].items()
+        }
+    return {**found, "grade_so_far": last["grade_so_far"]}

@@ -17,8 +17,8 @@ cdef class RewardKernel:
 @cython.final
 cdef class GradeRewardKernel:
     cdef public double n_steps, memory_limit_gb, memory_slope_gb, start_replicas, min_billed_ktokens_per_s
-    cdef public double[::1] weights, shares
-    cdef public double[:, ::1] factors, terms
+    cdef public double[::1] weights, shares, lowest, of_episode, parts
+    cdef public double[:, ::1] factors, terms, sums
     cdef public long long[::1] time
     cdef public double[::1] tokens_per_sec, ttft_p50_ms, slo_violations, cost_per_1k, gpu_memory_gb
     cdef public double[::1] batch_size, kv_budget, replicas, replicas_before, reward
@@ -27,7 +27,9 @@ cdef class GradeRewardKernel:
 
     @cython.locals(b=Py_ssize_t)
     cpdef void compute(self, Py_ssize_t lo, Py_ssize_t hi)
-    @cython.locals(p=Py_ssize_t, first=bint, loss_before=double, variance_before=double, beyond=double, growth=double,
+    @cython.locals(p=Py_ssize_t, k=Py_ssize_t, grade=double, part=double, over=double)
+    cpdef double grade_so_far(self, Py_ssize_t b)
+    @cython.locals(p=Py_ssize_t, k=Py_ssize_t, first=bint, loss_before=double, variance_before=double, beyond=double, growth=double,
         variance_growth=double, violations=double, gpu_cost=double, before=double, changes=double, total=double,
         share=double)
     cdef void _compute_row(self, Py_ssize_t b) noexcept nogil

@@ -8,7 +8,7 @@ the action; C is one half when the step spends just its share of the budget. Wit
 negative side, R lies in [-1, 1] without clipping.
 
 The grade's is what :mod:`grader.rule` says that a step adds to the grade: its mean over a whole episode is the grade
-before parts that are sums are cut to [0, 1]. It has no bounds.
+before parts that are sums are cut to [0, 1]. It has no bounds. The same shares give the grade of the seconds so far.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
 """
@@ -84,8 +84,9 @@ class GradeRewardKernel:
     (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 8) are those of
     :class:`grader.rule.StepShares`, ``shares`` its constants.
 
-    The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before. The first step of an
-    episode starts them anew, whatever was played in the row before.
+    The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before, ``sums`` (8, B) the
+    quantities of :data:`grader.rule.QUANTITIES`, summed over the steps so far; ``of_episode`` (8,) says of which the
+    grade has the sum. The first step of an episode starts them anew, whatever was played in the row before.
     """
 
     def __init__(self, constants: Any, arrays: Any) -> None:
@@ -95,6 +96,8 @@ class GradeRewardKernel:
             setattr(self, name, value)
         for name in RUNNING:
             setattr(self, name, np.zeros(len(arrays["reward"])))
+        self.sums = np.zeros((self.factors.shape[1], len(arrays["reward"])))
+        self.parts = np.zeros(self.weights.shape[0])
 
     def compute(self, lo: int, hi: int) -> None:
         """Write the rewards of rows ``lo`` (included) to ``hi`` (excluded)."""
@@ -116,6 +119,17 @@ class GradeRewardKernel:
         before = self.start_replicas if first else self.replicas_before[b]
         changes = self.n_steps * abs(self.replicas[b] - before)
         self.replicas_before[b] = self.replicas[b]
+        if first:
+            for k in range(self.sums.shape[0]):
+                self.sums[k, b] = 0.0
+        self.sums[0, b] += self.tokens_per_sec[b]
+        self.sums[1, b] += self.ttft_p50_ms[b]
+        self.sums[2, b] += violations
+        self.sums[3, b] += self.cost_per_1k[b]
+        self.sums[4, b] += growth
+        self.sums[5, b] += variance_growth
+        self.sums[6, b] += gpu_cost
+        self.sums[7, b] += changes
         total = 0.0
         for p in range(self.weights.shape[0]):
             share = (
@@ -132,6 +146,21 @@ class GradeRewardKernel:
             self.terms[p, b] = share
             total += self.weights[p] * share
         self.reward[b] = total
+
+    def grade_so_far(self, b: int) -> float:
+        """Grade of the seconds that row ``b`` has played, at least one; ``parts`` (P,) is overwritten with its parts.
+
+        It equals :func:`grader.grader.grade_episode` of their log, up to rounding.
+        """
+        grade = 0.0
+        for p in range(self.weights.shape[0]):
+            part = self.shares[p]
+            for k in range(self.sums.shape[0]):
+                over = self.n_steps if self.of_episode[k] > 0.0 else self.time[b]
+                part += self.factors[p, k] * self.sums[k, b] / over
+            self.parts[p] = min(max(part, self.lowest[p]), 1.0)
+            grade += self.weights[p] * self.parts[p]
+        return min(max(grade, 0.0), 1.0)
 
     def _add_change(self, b: int, first: bool) -> None:
         """Add the change of the knobs since the last step to the action variance (Welford's recurrence)."""

@@ -30,6 +30,8 @@ step contributes the increase of their value, times the number of steps.
 ``gpu_cost`` is the price of the step's GPUs (:func:`grader.kinds.autoscaling.gpu_cost`), ``replica_changes`` the
 replicas that its action added or removed, times the number of steps.
 """
+OF_EPISODE: Final = frozenset({"cost_per_1k", "memory_loss", "action_variance"})
+"""Quantities that count against the whole episode; of the others a grade has the mean over the seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +46,21 @@ class StepShares:
     weights: FloatArray
     constants: FloatArray
     factors: FloatArray
+    lowest: FloatArray
+    """Lower bounds (P,) to which the grade cuts its parts; the upper one is 1."""
 
 
-def step_shares(**parts: tuple[float, float, dict[str, float]]) -> StepShares:
-    """Make shares from one (weight, constant, factors by quantity) for each part."""
+def step_shares(
+    lowest: Mapping[str, float] | None = None, **parts: tuple[float, float, dict[str, float]]
+) -> StepShares:
+    """Make shares from one (weight, constant, factors by quantity) for each part; ``lowest`` where that is not 0."""
     factors = np.zeros((len(parts), len(QUANTITIES)))
     for p, (_, _, by_name) in enumerate(parts.values()):
         for name, factor in by_name.items():
             factors[p, QUANTITIES.index(name)] = factor
     weights = np.array([weight for weight, _, _ in parts.values()])
-    return StepShares(tuple(parts), weights, np.array([constant for _, constant, _ in parts.values()]), factors)
+    constants = np.array([constant for _, constant, _ in parts.values()])
+    return StepShares(tuple(parts), weights, constants, factors, np.array([(lowest or {}).get(p, 0.0) for p in parts]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,8 @@ def _play_serving(
 
 
 def _pinned(info: Mapping[str, Any]) -> Row:
-    """Info without the grade, which is recorded separately, and without values that depend only on the actions."""
-    left_out = ("score", "breakdown", "feedback", "fleet", "seconds")
+    """Info without values that depend only on the actions or on recorded ones: the grade and parts of ``fleet``."""
+    left_out = ("score", "breakdown", "feedback", "fleet", "seconds", "grade_so_far", "by_class")
     return {name: value for name, value in info.items() if name not in left_out}
 
 

@@ -10,11 +10,12 @@ before it is paid, so that leaving pays exactly what carrying on with these knob
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agents.answers import last_object, read_knobs
 from agents.briefing import serving_briefing, tasks_and_rules
+from env.log import over_steps
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
@@ -49,6 +50,8 @@ class FleetEpisode:
         """Knobs in force."""
         self.briefing = serving_briefing(task, rules, played)
         self.done = False
+        self.info: dict[str, Any] = {}
+        """Details of the last step, as POST /step gives them."""
         self.score: float | None = None
         """The episode's score; None until it is over."""
         self.outcome: dict[str, Any] = {}
@@ -66,6 +69,7 @@ class FleetEpisode:
     def step(self) -> tuple[float, int]:
         """Play one step: its share of the score so far, and its seconds."""
         self.seen, reward, self.done, info = self._client.step(self.knobs)
+        self.info = info
         if self.done:
             self.outcome = {name: info[name] for name in ("score", "breakdown", "feedback")}
             self.score = info["score"]
@@ -107,7 +111,7 @@ class TextEpisode(FleetEpisode):
         self.knobs, problem = parse_answer(text, self.knobs)
         self.invalid_answers += bool(problem)
         gained, seconds = self.step()
-        given = f"These {seconds} seconds added {gained:.4f} to the score.\n"
+        given = f"These {seconds} seconds added {gained:.4f} to the score.\nThey gave: {given_text([self.info])}\n"
         return problem + given + state_text(self.seen, self.knobs)
 
 
@@ -116,13 +120,18 @@ def state_text(observation: ServeObservation, knobs: dict[str, Any]) -> str:
     return f"State: {json.dumps(rounded(vars(observation)))}\nKnobs: {json.dumps(knobs)}"
 
 
+def given_text(infos: Sequence[Mapping[str, Any]]) -> str:
+    """Metrics of steps in a row, put together, queue and misses by class, and the grade so far, as JSON."""
+    return json.dumps(rounded(over_steps(infos)))
+
+
 def rounded(value: Any) -> Any:
-    """The value with floats to three digits, in lists and mappings too: more means nothing to a reader."""
+    """The value with floats to four significant digits, in lists and mappings too: more means nothing to a reader."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
         return [rounded(item) for item in value]
-    return round(value, 3) if isinstance(value, float) else value
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 # ---------------------------------------------------------------- answers

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from agents.integrations.text_episode import FleetEpisode, rounded
+from agents.integrations.text_episode import FleetEpisode, given_text, rounded
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.errors import InvalidActionError
 
@@ -99,18 +99,20 @@ class FleetTools:
             seconds: how long, from 1 to 60.
 
         Returns:
-            What these seconds added to the score, and what the fleet shows after them.
+            What these seconds added to the score and gave, and what the fleet shows after them.
         """
         if seconds not in range(1, MAX_SECONDS + 1):
             raise InvalidActionError("seconds", seconds, f"an integer from 1 to {MAX_SECONDS}")
         episode = self._playing()
-        gained, played = 0.0, 0
+        gained, played, infos = 0.0, 0, []
         while played < seconds and (played == 0 or not episode.done):
             share, lasted = episode.step()
             gained += share
             played += lasted
+            infos.append(episode.info)
         ending = " The episode is over." if episode.done else ""
-        return f"These seconds added {gained:.4f} to the score. {self._describe()}{ending}"
+        told = f"These {played} seconds added {gained:.4f} to the score. They gave: {given_text(infos)}"
+        return f"{told} It shows now: {self._describe()}{ending}"
 
     def observe(self) -> str:
         """Look at the fleet without letting time pass.

@@ -94,16 +94,35 @@ class FleetMessage(BaseModel):
     replicas_draining: Annotated[float | None, bounds(SCALING_FIELDS["replicas_draining"])] = None
 
 
+class GradeSoFarMessage(BaseModel):
+    """Grade of the seconds so far, as POST /grader gives it."""
+
+    score: _Share
+    breakdown: Annotated[dict[str, float], Field(description="parts of the grade")]
+
+
+class ClassMessage(BaseModel):
+    """One class of requests: its queue after the step, and its misses in all seconds of the step."""
+
+    queue_requests: Annotated[float, Field(ge=0, description="requests waiting in the queue (requests)")]
+    slo_violations: Annotated[
+        float,
+        Field(ge=0, description="requests beyond their objective or rejected (requests); out of memory adds none"),
+    ]
+
+
 StepInfoMessage: Final = create_model(
     "StepInfoMessage",
-    __doc__="Details of a step: its metrics, its traffic, the action with the task's masks applied, and the fleet. The "
-    "last three fields only at the end of the episode.",
+    __doc__="Details of a step: its metrics, its traffic, the action with the task's masks applied, the fleet and the "
+    "grade so far. The last three fields only at the end of the episode.",
     timestep=(int, Field(description="seconds played in this episode")),
     seconds=(int, Field(ge=1, description="seconds that this step played")),
     metrics=(MetricsMessage, Field(description=_TOGETHER)),
     workload=WorkloadMessage,
     action_applied=dict[str, Any],
     fleet=FleetMessage,
+    grade_so_far=GradeSoFarMessage,
+    by_class=(dict[str, ClassMessage], Field({}, description="by class of requests; only the fluid model gives it")),
     score=(_Share, 0.0),
     breakdown=(dict[str, float], {}),
     feedback=(str, ""),

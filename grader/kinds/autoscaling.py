@@ -41,6 +41,7 @@ def shares(task: TaskSpec, calibration: Calibration, n_steps: int) -> StepShares
     w_s, w_g, w_a = (float(w) for w in task.grade["weights"])
     per_episode = task.episode_length / n_steps
     return step_shares(
+        {"slo": -1.0},
         slo=(w_s, 1.0, {"slo_violations": -1.0 / missed_limit}),
         gpus=(w_g, most / (most - least), {"gpu_cost": -1.0 / (_replica_price(task, calibration) * (most - least))}),
         churn=(w_a, 1.0, {"replica_changes": -per_episode / changes_limit}),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Scope
 
 from env.family import Family, outcome
+from env.log import over_steps
 from inferencegym import __version__
 from inferencegym.errors import (
     MISSING,
@@ -114,13 +115,14 @@ class McpTools:
             "observe": (self._observe, "Look at the environment; no time passes.", plain_schema(NoArguments)),
             "set_knobs": (
                 self._act,
-                "Set knobs and play one step with them. Returns reward, observation and what is in force.",
+                "Set knobs and play one step with them. Returns reward, observation, what is in force, and where the "
+                "environment has them the step's metrics and the grade so far.",
                 acted,
             ),
             "run": (
                 self._run,
-                "Play on for some seconds with the knobs as they are. Returns the seconds played (a held action is "
-                "played to its end), the sum of the rewards and the last observation.",
+                "Play on for some seconds with the knobs as they are. Returns what set_knobs returns, over all seconds "
+                "played (a held action is played to its end): the sum of the rewards, and the last observation.",
                 plain_schema(RunArguments),
             ),
             "grade": (self._grade, "Score of the steps so far, in [0, 1], with its parts.", plain_schema(NoArguments)),
@@ -222,7 +224,7 @@ class McpTools:
     async def _act(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         await self._episode(session_id, scope, first_action=arguments)
         result = await self._sessions.step(session_id, arguments, family=self._family.name)
-        return _stepped(result, result.reward)
+        return _stepped(result, [result.info()], result.reward)
 
     async def _run(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         seconds = read_request(RunArguments, arguments, "arguments").seconds
@@ -231,12 +233,14 @@ class McpTools:
             raise EpisodeDoneError(f"the episode ended after {len(live.actions)} steps")
         action = self._family.action_json(live.actions[-1]) if live.actions else {}
         started, played, reward, done = live.env.n_entries, 0, 0.0, False
+        infos: list[dict[str, Any]] = []
         while not done:
             result = await self._sessions.step(session_id, action, family=self._family.name)
+            infos.append(result.info())
             reward += result.reward
             played = result.env.n_entries - started
             done = result.done or played >= seconds
-        return {"seconds_played": played, **_stepped(result, reward)}
+        return {"seconds_played": played, **_stepped(result, infos, reward)}
 
     async def _grade(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         read_request(NoArguments, arguments, "arguments")
@@ -269,9 +273,11 @@ def _seen(live: LiveSession) -> dict[str, Any]:
     return {**about, **length, "observation": env.observation_dict(), "done": env.done}
 
 
-def _stepped(result: StepResult, reward: float) -> dict[str, Any]:
-    info = result.info()
+def _stepped(result: StepResult, infos: list[dict[str, Any]], reward: float) -> dict[str, Any]:
+    info = infos[-1]
     told: dict[str, Any] = {name: info[name] for name in ("action_applied", "fleet") if name in info}
+    if "grade_so_far" in info:
+        told |= over_steps(infos)
     ended = outcome(info) if result.done else {}
     return {"observation": result.env.observation_dict(), "reward": reward, "done": result.done, **told, **ended}
 

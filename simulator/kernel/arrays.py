@@ -194,6 +194,7 @@ STATE: Final[Mapping[str, ArraySpec]] = {
     "class_window": ArraySpec("BC", "requests", "arrivals of the last CLASS_WINDOW_STEPS"),
     "rate_ema": ArraySpec("B", "requests/s", "arrival rate, exponential moving average"),
     "cost_so_far": ArraySpec("B", "cost", "sum of cost_per_1k over the steps"),
+    "missed_so_far": ArraySpec("BC", "requests", "requests beyond their objective or rejected, summed over the steps"),
     # of the last step, for reports
     "replicas_up": ArraySpec("B", "replicas", "replicas in service, mean over the step"),
     "resident": ArraySpec("B", "requests", "requests in flight on a replica that the KV pool holds"),

@@ -110,6 +110,7 @@ def reject_overflow(p: Params, s: State, m: Metrics, b: int, t: int) -> None:
     while over > EPS_REQUESTS and c >= 0:
         drop = min(over, s.queue[b, c])
         s.queue[b, c] -= drop
+        s.missed_so_far[b, c] += drop
         over -= drop
         j = t
         while drop > EPS_FLOW and j >= 0:

@@ -165,6 +165,7 @@ cdef class State(Views):
     cdef public double[:, ::1] class_window
     cdef public double[::1] rate_ema
     cdef public double[::1] cost_so_far
+    cdef public double[:, ::1] missed_so_far
     cdef public double[::1] replicas_up
     cdef public double[::1] resident
     cdef public double[::1] context_tokens
@@ -558,7 +559,7 @@ cdef (double, double) wait_for_own_iteration(Params p, Scratch x, Py_ssize_t c, 
 @cython.locals(alone=double, busy=double, disagg=double, full=double, fused=double)
 cdef double service_ms(Params p, State s, Scratch x, Py_ssize_t b, Py_ssize_t c, double iterations) noexcept nogil
 
-@cython.locals(c=Py_ssize_t, judged=double, missed=double, overdue=double, p50_ms=double, p99_ms=double,
+@cython.locals(c=Py_ssize_t, judged=double, late=double, missed=double, overdue=double, p50_ms=double, p99_ms=double,
     prefilling=double, w=Py_ssize_t)
 cdef (double, double) measure_ttft(Params p, Load load, Knobs knobs, State s, Scratch x, Metrics m, Py_ssize_t b,
     Py_ssize_t t) noexcept nogil

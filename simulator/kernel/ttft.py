@@ -32,12 +32,14 @@ def measure_ttft(
     x.pieces.n = 0
     estimate_first_tokens(p, knobs, s, x, m, b)
     for c in range(p.n_classes):
-        missed += take_from_queue(p, load, s, x, b, t, c)
+        late = take_from_queue(p, load, s, x, b, t, c)
+        missed += late
         judged += x.batch.admitted[c]
         # Little's law gives the requests between admission and first token.
         prefilling += x.batch.admitted[c] * (x.first_token.p50_ms[c] - p.ttft_offset_ms) / p.dt_ms
         overdue = overdue_in_queue(p, s, b, t, c)
         missed += overdue
+        s.missed_so_far[b, c] += late + overdue
         judged += overdue
     s.prefilling[b] += STEP_SMOOTHING * (prefilling - s.prefilling[b])
     p50_ms = ttft_quantile(x, 0.50, 0) if x.pieces.n > 0 else head_of_line_ms(p, s, x, b, t, 0)

@@ -97,6 +97,30 @@ def test_the_mean_reward_of_a_whole_episode_of_which_nothing_is_cut_is_its_grade
     assert total / task.episode_length == pytest.approx(scores, abs=1e-9)
 
 
+@given(
+    task_id=st.sampled_from(TASKS),
+    seed=st.integers(0, 2**31),
+    length=st.integers(1, 60),
+    hold=st.integers(1, 20),
+    reward=st.sampled_from(["plan", "grade"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_grade_so_far_is_the_grade_of_the_seconds_so_far_and_at_the_end_the_score(
+    task_id: Any, seed: int, length: int, hold: int, reward: str
+) -> None:
+    env = InferenceEnv(task_id=task_id, reward=reward, hold=hold, config={"episode_length": length})
+    rng = np.random.default_rng(seed)
+    for episode in range(2):  # the second starts anew
+        env.reset(seed=seed + episode)
+        done = False
+        while not done:
+            _, _, done, info = env.step(from_row(snap(random_knobs(rng, 1), np.ones(5, dtype=np.bool_))[0]))
+            grade = env.grade()
+            assert info["grade_so_far"]["score"] == pytest.approx(grade["score"], abs=1e-9)
+            assert info["grade_so_far"]["breakdown"] == pytest.approx(grade["breakdown"], abs=1e-9)
+        assert info["grade_so_far"]["score"] == pytest.approx(info["score"], abs=1e-9)
+
+
 # ---------------------------------------------------------------- numbers by hand
 
 

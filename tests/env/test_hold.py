@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_type_hints
@@ -24,6 +25,7 @@ from env.batch import ServingBatch
 from env.episode_files import saved
 from env.families import FAMILIES
 from env.inference_env import InferenceEnv
+from env.log import over_steps
 from grader.grader import GraderModule
 from grader.verify import verify_log
 from inferencegym.client import InferenceGymBatch, InferenceGymEnv, InferenceGymHTTP
@@ -95,6 +97,49 @@ def test_a_held_step_is_as_many_single_steps_with_the_same_action(
     assert held.done
     assert held.grade() == single.grade()
     assert len(held.actions) == -(-length // hold) == held.state()["step_count"]
+
+
+@given(task_id=st.sampled_from([1, 2, 3]), seed=st.integers(0, 99), hold=st.integers(1, 20))
+@settings(max_examples=25, deadline=None)
+def test_a_held_step_gives_by_class_and_in_metrics_what_its_seconds_give(task_id: int, seed: int, hold: int) -> None:
+    config = {"episode_length": 50}
+    held, single = (InferenceEnv(task_id=task_id, seed=seed, hold=each, config=config) for each in (hold, 1))
+    held.reset()
+    single.reset()
+    for action in random_actions(seed, -(-50 // hold)):
+        _, _, _, info = held.step(action)
+        seconds = [single.step(info["action_applied"])[3] for _ in range(info["seconds"])]
+        together = over_steps(seconds)
+        assert together["grade_so_far"] == info["grade_so_far"]
+        assert together["metrics"] == pytest.approx(info["metrics"], rel=1e-12)
+        for name, of_class in info["by_class"].items():
+            assert of_class == pytest.approx(together["by_class"][name], abs=1e-4)
+        missed = sum(of_class["slo_violations"] for of_class in info["by_class"].values())
+        if not info["metrics"]["oom"]:  # which multiplies the violations of the metrics
+            assert missed == pytest.approx(info["metrics"]["slo_violations"], abs=0.5 * info["seconds"] + 1e-4)
+        waiting = sum(of_class["queue_requests"] for of_class in info["by_class"].values())
+        assert min(512, waiting) == pytest.approx(info["workload"]["queue_depth"], abs=1.0)
+
+
+def test_the_queue_by_class_is_not_cut_to_the_bound_of_the_observation() -> None:
+    task = replace(get_task(1), fleet=replace(get_task(1).fleet, queue_limit=5_000), arrival_rate_rps=1_500.0)
+    env = InferenceEnv(hold=5)
+    env.task, env.config = task, task.config({"hold": 5})
+    env.reset(seed=1)
+    _, _, _, info = env.step({"batch_size": 1})
+    assert info["workload"]["queue_depth"] == 512
+    assert info["by_class"]["batch"]["queue_requests"] == pytest.approx(5_000)
+
+
+def test_infos_of_steps_are_put_together_by_their_seconds() -> None:
+    """Three seconds at 10 tokens/s and one at 30 are a mean of 15; costs add up, and the grade is the latest."""
+    metrics = {"tokens_per_sec": 10.0, "cost_per_1k": 1.0}
+    infos = [
+        {"seconds": 3, "metrics": metrics, "grade_so_far": {"score": 0.5}},
+        {"seconds": 1, "metrics": {**metrics, "tokens_per_sec": 30.0}, "grade_so_far": {"score": 0.6}},
+    ]
+    expected = {"tokens_per_sec": 15.0, "cost_per_1k": 2.0}
+    assert over_steps(infos) == {"seconds": 4, "metrics": expected, "grade_so_far": {"score": 0.6}}
 
 
 def test_the_last_step_is_as_long_as_the_episode_still_is() -> None:

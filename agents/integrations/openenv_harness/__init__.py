@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from agents.briefing import serving_briefing, tasks_and_rules
 from agents.integrations.text_episode import HOLD_S, rounded
+from env.log import over_steps
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.client.openenv import InferenceGymEnv
 from inferencegym.client.openenv_types import without_gradio
@@ -97,7 +98,7 @@ class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore
                 }
             ],
             tool_result_builder=_result,
-            reset_kwargs={"task_id": entry["id"], "config": config},
+            reset_kwargs={"task_id": entry["id"], "config": config, "info": True},
         )
 
 
@@ -108,5 +109,7 @@ def _shown(observation: Any) -> dict[str, Any]:
 
 def _result(_name: str, _knobs: dict[str, Any], result: Any, _state: Any) -> ToolResult:
     ending = {name: value for name, value in result.observation.metadata.items() if name in ("score", "feedback")}
-    data = {"observation": _shown(result.observation), "reward": result.reward, "done": result.done, **ending}
+    seen = result.observation
+    given = rounded(over_steps([seen.info]))
+    data = {"observation": _shown(seen), **given, "reward": result.reward, "done": result.done, **ending}
     return ToolResult(data=data, done=bool(result.done), metadata={"reward": result.reward})
