@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from inferencegym.errors import InvalidActionError
+from inferencegym.spaces.actions import ACTION_SIZE
 from inferencegym.tasks import TaskSpec
 
 FloatArray = NDArray[np.float64]
@@ -31,6 +33,25 @@ class Agent(Protocol):
         The environment clamps and snaps what it is given and ignores knobs that the task does not offer.
         """
         ...
+
+
+def knobs_of(agent: Agent, observation: FloatArray) -> FloatArray:
+    """What an agent answers to observations (B, 21), checked: anybody may write an agent.
+
+    Raises :class:`InvalidActionError` unless it is an array of B rows of five or six numbers, none of them NaN, which
+    the environment would take for a knob left as it is.
+    """
+    said: object = agent.act(observation)
+    field, rows = f"{type(agent).__name__}.act(observation)", len(observation)
+    allowed = f"a NumPy array of shape ({rows}, {ACTION_SIZE}), a row of numbers for each of {rows} episodes"
+    if not isinstance(said, np.ndarray) or said.dtype.kind not in "biuf":
+        raise InvalidActionError(field, getattr(said, "dtype", type(said).__name__), allowed)
+    if said.ndim != 2 or len(said) != rows or said.shape[1] not in (ACTION_SIZE, ACTION_SIZE + 1):
+        raise InvalidActionError(field, said.shape, allowed)
+    if np.isnan(said).any():
+        row, knob = np.argwhere(np.isnan(said))[0].tolist()
+        raise InvalidActionError(f"{field}[{row}, {knob}]", "NaN", "a number")
+    return said
 
 
 AgentFactory = Callable[[TaskSpec, str], Agent]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from agents.policies.capacity import CapacityPlanner, Setting
-from agents.protocol import Agent, FloatArray
+from agents.protocol import Agent, FloatArray, knobs_of
 from env.batch import ServingBatch
 from env.dynamics import FluidFleet
 from grader.kinds.autoscaling import gpu_cost
@@ -269,7 +269,7 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
     levels = dict.fromkeys(LEVELS, 0)
     asked_apart = False
     for t in range(n_steps):
-        wanted = agent.act(batch.full_observation())
+        wanted = knobs_of(agent, batch.full_observation())
         asked_apart |= bool(wanted[0, 3] > 0.5)
         applied = batch.snap(wanted)
         actions[t] = applied[0]

@@ -77,6 +77,21 @@ class ShadowReport:
             return adaptive
         return constant if self.gain(constant, fixed) > STATED_ERROR else fixed
 
+    def undecided(self) -> str | None:
+        """Why no policy is recommended: too few requests, or nobody serves them. None if one is."""
+        requests = self.log["requests"]
+        if requests * STATED_ERROR < 1:
+            return (
+                f"No recommendation: the log has {requests} requests, and a single one is more than the simulator's "
+                f"error of {STATED_ERROR:.0%}. Use a log of at least {round(1 / STATED_ERROR)}."
+            )
+        if self.best().slo_miss_share >= 1 - STATED_ERROR:
+            return (
+                f"No recommendation: on {self.n_gpus} x {self.hardware} no policy serves more than {STATED_ERROR:.0%} "
+                f"of the requests within {self.slo_ms:g} ms. Choose more GPUs or a longer objective."
+            )
+        return None
+
     @staticmethod
     def gain(outcome: PolicyOutcome, baseline: PolicyOutcome) -> float:
         """Share of requests in time of ``outcome``, minus that of ``baseline``."""
@@ -87,12 +102,13 @@ class ShadowReport:
         return None if self.gpu_hour is None else outcome.gpu_seconds / 3600.0 * self.gpu_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; ``best`` names the policy of :meth:`best`."""
+        """JSON form; ``best`` names the policy of :meth:`best`, ``undecided`` says why it is not recommended."""
         gains = {o.policy: self.gain(o, self.outcomes[1]) for o in self.outcomes}
         costs = {o.policy: self.cost(o) for o in self.outcomes}
         return {
             **asdict(self),
             "best": self.best().policy,
+            "undecided": self.undecided(),
             "stated_error": STATED_ERROR,
             "gain_over_best_constant": gains,
             "cost": costs,

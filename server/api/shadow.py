@@ -106,4 +106,5 @@ class ShadowAnswer(BaseModel):
     autoscaling: list[dict[str, Any]]
     notes: list[str]
     best: str
+    undecided: str | None
     export: dict[str, dict[str, str]]

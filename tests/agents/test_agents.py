@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
 
 from agents.baseline import BASELINE_ACTION, BASELINES, run_all_baselines, run_baseline
 from agents.episodes import run_episodes
@@ -661,6 +663,30 @@ def test_an_agent_of_ones_own_that_cannot_be_had_is_refused_with_the_reason(
 ) -> None:
     assert main(["evaluate", "--task", "1", "--agent", spec, "--seeds", "2"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda n: [[1.0, 0, 64, 0, 0]] * n, "'list' is not allowed"),
+        (lambda n: np.array([1.0, 0, 64, 0, 0]), "(5,) is not allowed"),
+        (lambda n: np.ones((n, 4)), "(2, 4) is not allowed"),
+        (lambda n: np.ones((1, 5)), "(1, 5) is not allowed"),
+        (lambda n: np.full((n, 5), np.nan), "Mine.act(observation)[0, 0]='NaN' is not allowed"),
+    ],
+)
+def test_an_agent_of_ones_own_that_answers_no_knobs_is_told_what_it_answered(
+    answer: Callable[[int], Any], said: str
+) -> None:
+    class Mine:
+        def reset(self, n_rows: int) -> None: ...
+
+        def act(self, observation: NDArray[np.float64]) -> Any:
+            return answer(len(observation))
+
+    with pytest.raises(InvalidActionError) as refused:
+        evaluate(Mine(), get_task(1), [1, 2])
+    assert said in str(refused.value)
 
 
 @pytest.mark.usefixtures("own_folder")

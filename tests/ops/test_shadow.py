@@ -134,6 +134,15 @@ def test_only_a_gain_above_the_stated_error_is_recommended(report: ShadowReport)
     assert replace(report, outcomes=[own, constant]).best() is own
 
 
+def test_nothing_is_recommended_where_nobody_serves_the_log_or_a_single_request_decides(report: ShadowReport) -> None:
+    assert report.undecided() is None
+    lost = [replace(o, slo_miss_share=1 - STATED_ERROR) for o in report.outcomes]
+    assert "no policy serves more than 4%" in str(replace(report, outcomes=lost).undecided())
+    few = replace(report, log={**report.log, "requests": 24})
+    assert "Use a log of at least 25" in few.to_dict()["undecided"]
+    assert replace(report, log={**report.log, "requests": 25}).undecided() is None
+
+
 def test_costs_are_gpu_hours_times_the_users_price(tmp_path: Path) -> None:
     prices = {"currency": "EUR", "per_gpu_hour": {"a100-40gb": 3.6}, "source": "a quote", "date": "2025-01-01"}
     (tmp_path / "prices.json").write_text(json.dumps(prices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -429,6 +430,50 @@ def test_a_plan_without_a_card_is_refused_in_words(visit: Visit) -> None:
         box.uncheck()
     page.get_by_role("button", name="Make a plan").click()
     expect(page.get_by_role("alert")).to_contain_text("No card is chosen")
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "said"),
+    [
+        ("Price per GPU hour", "1.20", 'Price per GPU hour: "1.20" names no card of the list'),
+        ("Price per GPU hour", "a100-40gb", 'Price per GPU hour: "a100-40gb" is not a card and its price'),
+        ("Currency", "", "The currency of the prices is missing"),
+        ("TTFT p99 (ms)", "0", "TTFT p99 (ms): 0 is not allowed. What to do: enter a whole number from 1 to 999999"),
+    ],
+)
+def test_a_mistake_in_the_plan_is_told_in_the_words_of_the_form(
+    visit: Visit, label: str, value: str, said: str
+) -> None:
+    page = visit().open("plan")
+    page.get_by_role("button", name="Load an example log").click()
+    expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
+    page.get_by_label("Price per GPU hour").fill("a100-40gb=1.20")
+    page.get_by_label(label).fill(value)
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text(said)
+
+
+def test_a_compressed_log_is_read_and_a_refused_one_leaves_no_log_behind(visit: Visit, tmp_path: Path) -> None:
+    text = "arrival_s,prompt_tokens,output_tokens\n0,10,10\n1,10,10\n"
+    log = tmp_path / "mine.csv.gz"
+    log.write_bytes(gzip.compress(text.encode()))
+    page = visit().open("plan")
+    box, chooser = page.locator("#panel-plan textarea"), page.locator("#panel-plan input[type=file]")
+    chooser.set_input_files(log)
+    expect(box).to_have_value(text)
+    # Otherwise a browser does not tell the page that the same file, corrected, was chosen again.
+    assert chooser.input_value() == ""
+    for damaged, said in (
+        (log.read_bytes()[:-9], "is not a complete gzip file"),
+        (gzip.compress(b"0" * 5_000_000), "longer"),
+    ):
+        chooser.set_input_files(log)
+        expect(box).to_have_value(text)
+        chooser.set_input_files({"name": "other.csv.gz", "mimeType": "application/gzip", "buffer": damaged})
+        expect(page.get_by_role("alert")).to_contain_text(said)
+        expect(box).to_have_value("")
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text("There is no log yet")
 
 
 # ---------------------------------------------------------------- the other tabs

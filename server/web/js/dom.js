@@ -78,6 +78,17 @@ export function problem(error) {
   return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
 }
 
+/** The first number of a form that its field does not allow, as an error in the field's own words; undefined if all are. */
+export function wrongNumber(node) {
+  for (const input of node.querySelectorAll("input[type=number]")) {
+    const { badInput, rangeUnderflow, rangeOverflow, stepMismatch } = input.validity, whole = input.step === "1";
+    if (!(badInput || rangeUnderflow || rangeOverflow || (whole && stepMismatch))) continue;
+    const from = input.max ? `from ${input.min} to ${input.max}` : `of at least ${input.min}`;
+    return { message: `${input.labels[0].textContent}: ${badInput ? "this is not a number" : `${input.value} is not allowed`}`, next: `enter a ${whole ? "whole " : ""}number ${from}` };
+  }
+  return undefined;
+}
+
 /** Copy text to the clipboard; in a frame without that permission, select it so that the visitor can copy it. */
 export async function copy(text, button) {
   const said = button.textContent;

@@ -7,7 +7,11 @@ export class DropBox {
   constructor({ label, hint, placeholder, accept, rows = 9, limitBytes, onText, onProblem }) {
     Object.assign(this, { limitBytes, onText, onProblem });
     this.area = el("textarea", { rows, placeholder, spellcheck: "false", on: { input: () => onText(this.area.value, "") } });
-    const file = el("input", { type: "file", accept, class: "unseen", on: { change: () => this.take(file.files[0]) } });
+    const file = el("input", { type: "file", accept, class: "unseen" });
+    file.addEventListener("change", () => {
+      this.take(file.files[0]);
+      file.value = ""; // else the same file, corrected, could not be chosen again
+    });
     const choose = el("button", { type: "button", text: "Choose a file", on: { click: () => file.click() } });
     file.setAttribute("aria-label", `${label}: choose a file`);
     file.tabIndex = -1;
@@ -24,15 +28,38 @@ export class DropBox {
 
   async take(file) {
     if (!file) return;
-    if (file.size > this.limitBytes) {
-      this.onProblem({ message: `${file.name} has ${file.size} bytes; the limit is ${this.limitBytes}`, next: "send a part of it" });
-      return;
+    try {
+      this.put(...await textOf(file, this.limitBytes));
+    } catch (error) {
+      this.put(""); // what was in the box is another log
+      this.onProblem(error);
     }
-    this.put(await file.text(), file.name);
   }
 
   put(text, name = "") {
     this.area.value = text;
     this.onText(text, name);
   }
+}
+
+/** Text and name of a file; one that ends with .gz is decompressed. */
+async function textOf(file, limitBytes) {
+  const tooLong = (what) => ({ message: `${what}; the limit is ${limitBytes} bytes`, next: "take a part of it" });
+  if (file.size > limitBytes) throw tooLong(`${file.name} has ${file.size} bytes`);
+  if (!/\.gz$/i.test(file.name)) return [await file.text(), file.name];
+  const parts = [];
+  let bytes = 0;
+  try {
+    for (const reader = file.stream().pipeThrough(new DecompressionStream("gzip")).getReader(); ;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      parts.push(value);
+      bytes += value.length;
+      if (bytes > limitBytes) break;
+    }
+  } catch {
+    throw { message: `${file.name} is not a complete gzip file`, next: "compress it again, or choose the file as it is" };
+  }
+  if (bytes > limitBytes) throw tooLong(`${file.name} is longer when decompressed`);
+  return [await new Blob(parts).text(), file.name.replace(/\.gz$/i, "")];
 }

@@ -1,7 +1,7 @@
 /** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
 
 import { once, post } from "./api.js";
-import { announce, el, field, fill, problem, select, table } from "./dom.js";
+import { announce, el, field, fill, problem, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { EngineSettings, LogBox } from "./request_log.js";
 
@@ -22,8 +22,8 @@ class PlanTab {
       label: "Request log to plan for (CSV or JSON)", example: "Load an example log", tell: (node) => this.tell(node),
       hint: "A table with arrival time, prompt tokens and output tokens under any usual names, or a published trace. The server does not keep it.",
     });
-    this.ttft = el("input", { type: "number", min: "1", step: "1", value: "500" });
-    this.tpot = el("input", { type: "number", min: "1", step: "1", value: "50" });
+    this.ttft = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "500" });
+    this.tpot = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "50" });
     this.model = select(models.map((name) => [name, name]), models[0], () => this.offer());
     this.cards = el("fieldset", { class: "legend" });
     this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
@@ -56,30 +56,41 @@ class PlanTab {
     fill(this.out, ...nodes);
   }
 
-  /** Prices as the request has them; undefined where none are given. */
+  /** Prices as the request has them; undefined where none are given. Throws an error in the words of the form. */
   priceList() {
-    const pairs = this.prices.value.split(",").map((part) => part.split("=").map((text) => text.trim())).filter(([card]) => card);
-    if (!pairs.length) return undefined;
-    return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(pairs.map(([card, price]) => [card, Number(price)])) };
+    const parts = this.prices.value.split(",").map((part) => part.trim()).filter(Boolean);
+    if (!parts.length) return undefined;
+    const known = new Set(Object.values(this.catalogue).map(({ card }) => card));
+    const pairs = parts.map((part) => {
+      const [card, price] = part.split("=").map((text) => text.trim());
+      if (!known.has(card) || !(Number(price) > 0)) {
+        const what = known.has(card) ? "is not a card and its price" : "names no card of the list";
+        throw { message: `Price per GPU hour: "${part}" ${what}`, next: `write cards and prices such as ${this.prices.placeholder}; cards are ${[...known].join(", ")}` };
+      }
+      return [card, Number(price)];
+    });
+    if (!this.currency.value.trim()) throw { message: "The currency of the prices is missing", next: "fill it in, such as USD" };
+    return { currency: this.currency.value, per_gpu_hour: Object.fromEntries(pairs) };
+  }
+
+  /** The request that the form makes. Throws an error in the words of the form. */
+  request() {
+    if (!this.box.body.log.trim()) throw { message: "There is no log yet", next: "drop a file, paste text, or load the example" };
+    const wrong = wrongNumber(this.node);
+    if (wrong) throw wrong;
+    const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
+    if (!objectives.length) throw { message: "There is no objective", next: "fill in TTFT p99 or TPOT p50" };
+    const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
+    if (!hardware.length) throw { message: "No card is chosen", next: "choose at least one" };
+    return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
+      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
   }
 
   async run() {
-    const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
-    if (!this.box.body.log.trim()) {
-      this.tell(problem({ message: "There is no log yet", next: "drop a file, paste text, or load the example" }));
-      return;
-    }
-    const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
-    if (!hardware.length) {
-      this.tell(problem({ message: "No card is chosen", next: "choose at least one" }));
-      return;
-    }
-    const prices = this.priceList();
     this.button.disabled = true;
-    this.tell(el("p", { text: "Searching…" }));
-    const body = { ...this.box.body, objectives, prices, hardware: hardware.length < boxes.length ? hardware : undefined,
-      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
     try {
+      const body = this.request();
+      this.tell(el("p", { text: "Searching…" }));
       this.report(await post("plan", body));
     } catch (error) {
       this.tell(problem(error));

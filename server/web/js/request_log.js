@@ -12,7 +12,7 @@ export class LogBox extends DropBox {
   constructor({ label, hint, example, tell }) {
     const onProblem = (error) => tell(problem(error));
     super({
-      label, hint, accept: ".csv,.json,.jsonl,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
+      label, hint, accept: ".csv,.json,.jsonl,.gz,text/csv,application/json", limitBytes: LOG_BYTES, rows: 9,
       placeholder: "arrival_s,prompt_tokens,output_tokens\n0.0,374,44\n4.3,396,109",
       onText: (text, name) => { if (name) this.name = name; }, onProblem,
     });

@@ -2,7 +2,7 @@
 
 import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, el, field, fill, problem, select, table } from "./dom.js";
+import { announce, el, field, fill, problem, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
@@ -19,6 +19,7 @@ const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quan
 export async function start(panel) {
   const [{ tasks }, info] = await Promise.all([once("tasks?all=true"), once("info")]);
   const tab = new Trace(tasks, info);
+  await tab.offer();
   fill(panel, tab.node);
   return tab;
 }
@@ -36,7 +37,7 @@ class Trace {
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
     const tables = Object.entries(info.hardware).map(([name, { model }]) => [name, `${name} (${model})`]);
     this.hardware = select([["", "as the fleet's task, else A100-40GB"], ...tables], "", () => this.offerTiers());
-    this.slo = el("input", { type: "number", min: "1", step: "1", placeholder: "500" });
+    this.slo = el("input", { type: "number", min: "1", max: "600000", step: "1", placeholder: "500" });
     this.gpus = el("input", { type: "number", min: "1", max: "64", step: "1", placeholder: "auto" });
     this.from = el("input", { type: "number", min: "0", step: "1", placeholder: "0" });
     this.to = el("input", { type: "number", min: "0", step: "1", placeholder: "end" });
@@ -57,7 +58,6 @@ class Trace {
           el("fieldset", {}, el("legend", { text: "Your configuration" }), this.fixed.node),
           this.policies),
         this.out));
-    this.offer();
   }
 
   /** List the policies to choose from. Stored policies belong to one task; the others work on any log. */
@@ -84,21 +84,27 @@ class Trace {
     fill(this.out, ...nodes);
   }
 
-  async run() {
-    const { log } = this.box.body;
-    const number = (input) => (input.value === "" ? undefined : Number(input.value));
+  /** The request that the form makes. Throws an error in the words of the form. */
+  request() {
+    if (!this.box.body.log.trim()) throw { message: "There is no log yet", next: "drop a file, paste text, or load the example" };
     const policies = [...this.policies.querySelectorAll("input:checked")].map((box) => box.value);
-    if (!log.trim() || !policies.length) {
-      this.tell(problem({ message: log.trim() ? "No policy is chosen" : "There is no log yet", next: log.trim() ? "choose at least one" : "drop a file, paste text, or load the example" }));
-      return;
-    }
-    this.button.disabled = true;
-    this.tell(el("p", { text: "Simulating…" }));
+    if (!policies.length) throw { message: "No policy is chosen", next: "choose at least one" };
+    const wrong = wrongNumber(this.node);
+    if (wrong) throw wrong;
+    const number = (input) => (input.value === "" ? undefined : Number(input.value));
+    const from_s = number(this.from), to_s = number(this.to);
+    if (to_s <= (from_s ?? 0)) throw { message: `To second: ${to_s} is not after second ${from_s ?? 0}`, next: "choose a later end, or leave it empty" };
     const task = this.task.value;
-    const body = { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.hardware.value || undefined,
-      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s: number(this.from), to_s: number(this.to) };
+    return { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.hardware.value || undefined,
+      task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s, to_s };
+  }
+
+  async run() {
     const { tiers } = this.catalogue[this.table];
+    this.button.disabled = true;
     try {
+      const body = this.request();
+      this.tell(el("p", { text: "Simulating…" }));
       this.report(await post("shadow", body), tiers);
     } catch (error) {
       this.tell(problem(error));
@@ -109,7 +115,7 @@ class Trace {
   report(report, tiers) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
-    const verdict = `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
+    const verdict = report.undecided ?? `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
     const { log } = report;
     const number = (value) => compact(value);
     const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.n_gpus,
