@@ -17,8 +17,10 @@ SGLang's is only weights and KV pool. vLLM chooses the number of draft tokens by
 fastest by the lookup table. SGLang always drafts the same number. Precision and placement are those in use for most of
 the time; the precision has its name in the table (FP16 and BF16 are dtypes, the others are separate checkpoints).
 
-``max-num-batched-tokens`` and prefix caching are those of the modelled engine. An engine reads its flags at startup: if
-a policy changes precision or placement, the most used one is exported and a comment states the others.
+``max-num-batched-tokens`` is that of the modelled engine; prefix caching stays on, as both engines have it by default.
+vLLM refuses to start if the model's context is longer than the KV pool, so ``max-model-len: auto`` takes what fits. An
+engine reads its flags at startup: if a policy changes precision or placement, the most used one is exported and a
+comment states the others.
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ _CHART_FIELDS: Final = {
     "max-num-seqs": "maxNumSeqs",
     "gpu-memory-utilization": "gpuMemoryUtilization",
     "tensor-parallel-size": "tensorParallelSize",
-    "enable-prefix-caching": "enablePrefixCaching",
     "dtype": "dtype",
 }
 """Options for which vLLM's production-stack chart has values; it takes others as arguments."""
@@ -89,7 +90,6 @@ class EngineSettings:
     drafts: Drafts
     prefill_apart: bool
     max_batched_tokens: int
-    prefix_caching: bool
     tensor_parallel: int = 1
     n_replicas: int = 1
 
@@ -124,7 +124,6 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
         else constant_drafts(int(outcome.action["spec_length"]), most),
         prefill_apart=bool(_most_used(line["prefill_disagg"])),
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
-        prefix_caching=report.log["reused_share"] > 0,
         tensor_parallel=tables.cards_per_replica,
         n_replicas=outcome.n_replicas,
     )
@@ -147,7 +146,6 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
         drafts=constant_drafts(action.spec_length, action.batch_size),
         prefill_apart=action.prefill_disagg,
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
-        prefix_caching=report.log["reused_share"] > 0,
         tensor_parallel=plan.tensor_parallel,
         n_replicas=plan.n_replicas,
     )
@@ -231,11 +229,10 @@ def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> li
         Option("max-num-seqs", settings.max_num_seqs),
         Option("gpu-memory-utilization", settings.memory_share),
         Option("max-num-batched-tokens", settings.max_batched_tokens),
+        Option("max-model-len", "auto", "Context: as much as the KV pool holds, at most the model's own."),
     ]
     if settings.tensor_parallel > 1:
         options.append(Option("tensor-parallel-size", settings.tensor_parallel))
-    if settings.prefix_caching:
-        options.append(Option("enable-prefix-caching", True))
     options += _precision(settings, "vllm")
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
@@ -262,8 +259,6 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
     ]
     if settings.tensor_parallel > 1:
         options.append(Option("tp-size", settings.tensor_parallel))
-    if not settings.prefix_caching:
-        options.append(Option("disable-radix-cache", True))
     options += _precision(settings, "sglang")
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
@@ -289,7 +284,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
     engine: dict[str, Any] = {_CHART_FIELDS[o.name]: o.value for o in options if o.name in _CHART_FIELDS}
     rest = [o for o in options if o.name not in _CHART_FIELDS]
     # The chart turns prefix caching off if this is missing.
-    engine["enablePrefixCaching"] = settings.prefix_caching
+    engine["enablePrefixCaching"] = True
     engine["extraArgs"] = [part for option in rest for part in (f"--{option.name}", option.text)]
     model = {
         "name": "planned",

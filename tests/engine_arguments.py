@@ -19,10 +19,10 @@ RECORDS: Final = Path(__file__).resolve().parent / "engines"
 USED: Final = {
     "vllm": (
         *("max-num-seqs", "gpu-memory-utilization", "max-num-batched-tokens", "tensor-parallel-size", "dtype"),
-        *("enable-prefix-caching", "quantization", "speculative-config", "kv-transfer-config"),
+        *("max-model-len", "quantization", "speculative-config", "kv-transfer-config"),
     ),
     "sglang": (
-        *("max-running-requests", "mem-fraction-static", "chunked-prefill-size", "tp-size", "disable-radix-cache"),
+        *("max-running-requests", "mem-fraction-static", "chunked-prefill-size", "tp-size"),
         *("dtype", "quantization", "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps"),
         *("speculative-eagle-topk", "speculative-num-draft-tokens", "disaggregation-mode"),
     ),
@@ -62,6 +62,7 @@ def read_by_vllm(path: str, slots: int, drafts: int) -> dict[str, Any]:
         "max_num_seqs": read.max_num_seqs,
         "max_num_batched_tokens": read.max_num_batched_tokens,
         "tensor_parallel_size": read.tensor_parallel_size,
+        "max_model_len": read.max_model_len,
         "gpu_memory_utilization": read.gpu_memory_utilization,
         "quantization_is_known": read.quantization is None or read.quantization in QUANTIZATION_METHODS,
         "drafts": None if schedule is None else build_dynamic_sd_schedule_lookup(schedule, slots, drafts),

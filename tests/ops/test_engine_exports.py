@@ -19,7 +19,7 @@ from tests.engine_arguments import RECORDS, parser_of, recorded
 from tests.live_engine import engine_python
 from tests.servers import ROOT
 
-PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, "BF16", [], False, 2048, False)
+PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, "BF16", [], False, 2048)
 FULL = EngineSettings(
     ("What a policy set.", "Replicas: 2."),
     max_num_seqs=200,
@@ -29,10 +29,11 @@ FULL = EngineSettings(
     drafts=[(1, 4, 4, "policy"), (5, 64, 2, "table"), (65, 200, 0, "policy")],
     prefill_apart=True,
     max_batched_tokens=4096,
-    prefix_caching=True,
     tensor_parallel=2,
 )
-INT4 = EngineSettings((), 64, 0.9, 0.85, "INT4", [(1, 64, 8, "policy")], False, 2048, True)
+INT4 = EngineSettings((), 64, 0.9, 0.85, "INT4", [(1, 64, 8, "policy")], False, 2048)
+AUTO_FIT = -1
+"""How vLLM reads ``max-model-len: auto``."""
 TIERS = sorted({tier for entry in table_index().values() for tier in entry["tiers"]})
 CASES = {"full": FULL, "int4": INT4} | {tier: replace(PLAIN, tier=tier) for tier in TIERS}
 ALL = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
@@ -96,7 +97,6 @@ def test_helm_values_start_vllm_as_its_own_file_does(settings: EngineSettings) -
         "gpu-memory-utilization": engine["gpuMemoryUtilization"],
         **({"dtype": engine["dtype"]} if "dtype" in engine else {}),
         **({"tensor-parallel-size": engine["tensorParallelSize"]} if "tensorParallelSize" in engine else {}),
-        **({"enable-prefix-caching": True} if engine["enablePrefixCaching"] else {}),
         **{name.removeprefix("--"): int(value) if value.isdecimal() else value for name, value in options.items()},
     }
     assert told == {name: value for name, value in wanted.items() if name != "kv-transfer-config"}
@@ -117,8 +117,6 @@ def test_sglang_verifies_one_token_more_than_it_drafts() -> None:
     config = config_of("sglang", FULL)
     assert (config["speculative-num-steps"], config["speculative-num-draft-tokens"]) == (4, 5)
     assert config["disaggregation-mode"] == "decode"
-    assert "disable-radix-cache" not in config
-    assert config_of("sglang", PLAIN)["disable-radix-cache"] is True
 
 
 @ALL
@@ -142,6 +140,7 @@ def test_vllms_own_parser_and_schedule_accept_the_export(tmp_path: Path, setting
     )
     assert read["tensor_parallel_size"] == settings.tensor_parallel
     assert read["gpu_memory_utilization"] == settings.memory_share
+    assert read["max_model_len"] == AUTO_FIT
     assert read["quantization_is_known"]
     if settings.drafts:
         wanted = itertools.chain.from_iterable([k] * (high - low + 1) for low, high, k, _ in settings.drafts)
