@@ -39,6 +39,8 @@ from ops.objectives import Objective, margin
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
+from simulator.hardware.memory import kv_capacity_tokens
+from simulator.hardware.sources import source_of
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 
@@ -83,9 +85,9 @@ class Plan:
 
     ``margin`` is the smallest distance of a figure, with the stated error added, from its limit, as a share of the
     limit; ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of
-    memory. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs,
-    and as many again if prefill runs on separate ones. ``gpu_hours_per_million_tokens`` counts output tokens. Costs are
-    None without prices.
+    memory. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware`` is the table's
+    name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if prefill runs on
+    separate ones. ``gpu_hours_per_million_tokens`` counts output tokens. Costs are None without prices.
     """
 
     hardware: str
@@ -118,7 +120,7 @@ class PlanReport:
     share ``adapting_gain`` more of the requests in time than the best constant there. ``autoscaling`` is the first plan
     under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
     reason; ``unmet`` the largest fleet of each hardware on which nothing met the objectives; ``warnings`` the
-    catalogue's warnings about the tables of plans.
+    catalogue's warnings about the tables of plans, and how many requests are too long for their KV pools.
     """
 
     log: dict[str, Any]
@@ -216,11 +218,7 @@ def make_plan(
         model=usual_name(str(next(iter(tables.values())).meta["model"])),
         left_out=left_out,
         unmet=[card.largest for card in searches if card.best is None],
-        warnings={
-            card.name: list(tables[card.name].meta["warnings"])
-            for card in found
-            if tables[card.name].meta.get("warnings")
-        },
+        warnings={card.name: warnings for card in searches if (warnings := card.warnings)},
         tried=tried,
     )
 
@@ -293,6 +291,8 @@ class _Card:
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required, self._drafts = objectives, required, drafts
+        assert played.log is not None
+        self._request_tokens = played.log.prompt_tokens + played.log.output_tokens
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
@@ -390,10 +390,31 @@ class _Card:
                 if o.quantity == "tpot":
                     slow = np.maximum(slow, screened.tpot(o.statistic) * (1 + STATED_ERRORS["tpot"]) / o.limit_ms)
             over = np.maximum(0.0, slow - 1.0)
-            rows = zip(over.tolist(), screened.missed.tolist(), slow.tolist(), settings, strict=True)
+            missed = np.maximum(screened.missed, [self._too_long(setting) for setting in settings])
+            rows = zip(over.tolist(), missed.tolist(), slow.tolist(), settings, strict=True)
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
         in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
         return [s for tier in self._tiers for s in [a for a in in_order if a.quant_tier.value == tier][:FINALISTS]]
+
+    def _pool_tokens(self, action: ServeAction) -> int:
+        """Tokens that the KV pool of a replica holds."""
+        source = source_of(self._tables.meta)
+        tier = self._tables.tiers[action.quant_tier.value]
+        return kv_capacity_tokens(source, tier, action.kv_budget, action.spec_length)
+
+    def _too_long(self, action: ServeAction) -> float:
+        """Share of requests that need more tokens than the KV pool holds."""
+        return float((self._request_tokens > self._pool_tokens(action)).mean())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know of the table, if it has a plan, and of requests that the shown setting refuses."""
+        found = list(self._tables.meta.get("warnings", ())) if self.best is not None else []
+        action = _action_of(self.best or self.largest)
+        if share := self._too_long(action):
+            n, pool_tokens = round(share * len(self._request_tokens)), self._pool_tokens(action)
+            found.insert(0, f"{n} requests are longer than the KV pool ({pool_tokens:,} tokens) and count as refused")
+        return found
 
     def autoscaled(self) -> list[Autoscaled]:
         """The best plan under autoscalers, with its replicas as the maximum."""
@@ -412,6 +433,8 @@ class _Card:
 
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
         in_time = 1.0 - outcome.slo_miss_share
+        if action is not None:
+            in_time = min(in_time, 1.0 - self._too_long(action))
         stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
         left = margin(self._objectives, stated)
         n_gpus = outcome.n_gpus

@@ -180,7 +180,8 @@ def _setting_text(action: Mapping[str, Any], precision: str) -> str:
 def notes(report: PlanReport) -> list[str]:
     """Notes on a plan: its margin, its limits, and what was left out and why."""
     errors = ", ".join(f"{name.upper()} {error:.1%}" for name, error in report.stated_errors.items())
-    found = [
+    found = [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
+    found += [
         f"Margin: distance from the nearest limit, with the simulator's stated error added ({errors}; measured on A100 "
         "and added on every card).",
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
@@ -190,7 +191,6 @@ def notes(report: PlanReport) -> list[str]:
             "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
             "measured with Llama-3.1-8B. --no-drafts leaves them out."
         )
-    found += [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
     found += [
         f"No setting on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "
         f"{plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."

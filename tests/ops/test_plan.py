@@ -149,6 +149,17 @@ def test_objectives_that_no_fleet_meets_have_no_plan() -> None:
     assert impossible.growth == []
 
 
+def test_requests_longer_than_the_kv_pool_count_as_refused() -> None:
+    requests = log()
+    prompts = requests.prompt_tokens.copy()
+    prompts[::50] = 1_000_000
+    too_long = (len(prompts) + 49) // 50
+    found = make_plan(replace(requests, prompt_tokens=prompts), LENIENT, registered_tables(A100[:1]), policies=())
+    assert all(plan.share_in_time <= 1 - too_long / len(prompts) for plan in found.tried)
+    assert f"{too_long} requests are longer than the KV pool (" in notes(found)[0]
+    assert not found.plans
+
+
 def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
     arrival = np.array([0.0, 1.0, 100.0, 101.0, 102.0, 300.0])
     work = np.array([5.0, 5.0, 50.0, 50.0, 50.0, 100.0])
