@@ -1,7 +1,7 @@
 """The command line: ``inferencegym COMMAND``.
 
-Each command is a module of ``cli`` with ``HELP`` (a line), ``add_arguments(parser)`` and
-``run(args) -> int``; it is imported only when it is called, so ``--help`` stays instant.
+Each command is a module of ``cli`` with ``add_arguments(parser)`` and ``run(args) -> int``, and a line of
+:data:`COMMANDS`; it is imported only when it is called, so ``--help`` stays instant.
 """
 
 from __future__ import annotations

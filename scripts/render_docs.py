@@ -351,7 +351,8 @@ def main() -> int:
             if not arguments.check:
                 path.write_text(new, encoding="utf-8")
     if stale:
-        print(("out of date: " if arguments.check else "rendered: ") + ", ".join(stale))
+        names = ", ".join(stale)
+        print(f"out of date: {names}; `python scripts/render_docs.py` fixes it" if arguments.check else f"rendered: {names}")
     return 1 if stale and arguments.check else 0
 
 

@@ -229,7 +229,7 @@ def test_every_test_that_a_document_names_exists() -> None:
     missing = []
     for document in DOCUMENTS:
         text = (ROOT / document).read_text(encoding="utf-8")
-        for file, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
             source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
             if f"def {name}(" not in source:
                 missing.append(f"{document}: {file}::{name}")
