@@ -161,6 +161,8 @@ class GymFaces:
 
     scalar: str
     vector: str | None = None
+    learner: Mapping[str, Any] | None = None
+    """Arguments of a second id, ``-v2``, with which a learner needs no tuning; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

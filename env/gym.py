@@ -4,8 +4,10 @@
     env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action="discrete")
     envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
 
-One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. With ``inferencegym.gym:`` before it, an id
-makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native batch.
+One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. Serving tasks have a second one, ``-v2``,
+with other defaults, for learners without tuning (:data:`env.serving.family.LEARNER`). With ``inferencegym.gym:`` before
+it, an id makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native
+batch.
 See :mod:`inferencegym.spaces.formats` for the formats of observations and actions, :mod:`inferencegym.vector_env` for
 the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and ``HTTPVectorEnv``
 (:mod:`inferencegym.client.gym`) play the same episodes on a server.
@@ -28,7 +30,7 @@ from env.vector import vector_outcome
 from inferencegym import render
 from inferencegym.errors import InvalidConfigError, refusal
 from inferencegym.seeds import SeedSeries
-from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import Calibration, TaskId, get_calibration
 from inferencegym.vector_env import (
@@ -68,8 +70,9 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         calibration: Calibration | None = None,
         render_mode: str | None = None,
     ) -> None:
+        self._reward, kind = reward_format(reward)
         self._episode = InferenceEnv(
-            task_id=task_id, config=config, reward=reward, hold=hold, tables=tables, calibration=calibration
+            task_id=task_id, config=config, reward=kind, hold=hold, tables=tables, calibration=calibration
         )
         self.task, self.config = self._episode.task, self._episode.config
         self._actions = action_codec(action, self.task.fleet.max_replicas)
@@ -111,7 +114,8 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
             self._picture.add(seen[:OBSERVATION_SIZE], seen[OBSERVATION_SIZE:])
         info = episode.info()
         info["seed"] = episode.seed
-        return self._observe(), episode.last_reward, episode.done, False, info
+        reward = self._reward(np.array(episode.last_reward), self.config)
+        return self._observe(), reward.item(), episode.done, False, info
 
     def render(self) -> Any:
         """Picture of the episode so far, (height, width, 3) bytes with ``render_mode="rgb_array"``, else None."""
@@ -237,7 +241,7 @@ class EpisodeVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
 
 
 def register_envs() -> None:
-    """Register one id per task of every family; ids that are registered stay as they are."""
+    """Register the ids of every family's tasks; ids that are registered stay as they are."""
     for family in FAMILIES.values():
         for task in family.tasks():
             _register_task(family, task)
@@ -247,6 +251,9 @@ def _register_task(family: Family, task: TaskEntry) -> None:
     env_id = registered_id(task.gym_id)
     if isinstance(family.gym, GymFaces):
         register(env_id, family.gym.scalar, family.gym.vector, task_id=task.task_id)
+        if family.gym.learner is not None:
+            second = registered_id(task.gym_id, version=2)
+            register(second, family.gym.scalar, family.gym.vector, task_id=task.task_id, **family.gym.learner)
     elif family.gym is not None:
         register(env_id, "env.gym:EpisodeGymEnv", "env.gym:EpisodeVectorEnv", family=family.name, task_id=task.task_id)
 

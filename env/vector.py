@@ -16,7 +16,7 @@ from grader.episode import GRADED_METRICS, Episode
 from grader.grader import grade_episodes
 from inferencegym.errors import refusal
 from inferencegym.spaces.actions import action_size
-from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.tasks import Calibration, TaskId, get_task, task_of, with_settings
 from inferencegym.vector_env import ArrayVectorEnv, AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
 from simulator.hardware.tables import ServingTables
@@ -30,7 +30,8 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     :func:`inferencegym.seeds.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its
     budget is an episode's, and the step is observed), so its end is ``terminated``; ``max_episode_steps`` truncates.
 
-    ``reward`` ("plan" or "grade") and ``hold`` (seconds of a step) may be given here or in ``config``.
+    ``reward`` ("plan" or "grade") and ``hold`` (seconds of a step) may be given here or in ``config``, "scaled" only
+    here (:func:`inferencegym.spaces.formats.reward_format`).
 
     ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.kernel.arrays.METRICS`; put together by
     :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds) and ``seed`` (B,), the seed of each
@@ -57,7 +58,8 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
         self.task = task_of(get_task(task_id), config)
-        self.config = self.task.config(with_settings(config, reward=reward, hold=hold))
+        self._reward, kind = reward_format(reward)
+        self.config = self.task.config(with_settings(config, reward=kind, hold=hold))
         self._made_of = (self.task, num_envs, self.config, tables, calibration)
         self._n_threads = n_threads
         self._make_batch()
@@ -104,7 +106,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         knobs = self._actions.decode(actions)
         self._episodes.step(knobs, rows)
         self._played.record(knobs)
-        return self.batch.reward.copy()
+        return self._reward(self.batch.reward, self.config)
 
     def _ended(self) -> tuple[BoolArray, BoolArray]:
         return self.batch.done, np.zeros(self.num_envs, dtype=np.bool_)

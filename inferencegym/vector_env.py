@@ -26,9 +26,9 @@ NAMESPACE: Final = "InferenceGym"
 ENV_VERSION: Final = 1
 
 
-def registered_id(gym_id: str) -> str:
+def registered_id(gym_id: str, version: int = ENV_VERSION) -> str:
     """Gymnasium id of a task with this ``gym_id``, such as ``InferenceGym/StaticUniform-v1``."""
-    return f"{NAMESPACE}/{gym_id}-v{ENV_VERSION}"
+    return f"{NAMESPACE}/{gym_id}-v{version}"
 
 
 def register(env_id: str, scalar: str, vector: str | None, **kwargs: Any) -> None:

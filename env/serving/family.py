@@ -219,6 +219,9 @@ def _manifest() -> Path:
     return next((place for place in places if place.exists()), places[-1])
 
 
+LEARNER: Final = {"observation": "full", "action": "discrete", "reward": "scaled", "hold": 5}
+"""Arguments of the ids of version 2; docs/learning.md says what each of them does for a learner."""
+
 FAMILY: Final = Family(
     name=NAME,
     title="InferenceGym",
@@ -240,7 +243,7 @@ FAMILY: Final = Family(
     listed_id=lambda task_id: str(task_id).partition(AT)[0],
     table_sha256=lambda: tables().sha256,
     arrivals=InferenceEnv.arrivals,
-    gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv"),
+    gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv", LEARNER),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,
     manifest=_manifest(),

@@ -26,7 +26,7 @@ from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConf
 from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
 from inferencegym.spaces.actions import action_mask, from_row, snap
-from inferencegym.spaces.formats import ObservationCodec, action_codec
+from inferencegym.spaces.formats import ObservationCodec, action_codec, reward_format
 from inferencegym.spaces.observations import first_fleet, fleet_array, to_array
 from inferencegym.tasks import TaskId, get_calibration, get_task, with_settings
 from inferencegym.vector_env import (
@@ -98,7 +98,8 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
-        self._remote = _RemoteTask(task_id, with_settings(config, reward=reward, hold=hold), observation, action)
+        self._reward, kind = reward_format(reward)
+        self._remote = _RemoteTask(task_id, with_settings(config, reward=kind, hold=hold), observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
         self._client = InferenceGymBatch(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
@@ -150,7 +151,7 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
             played = self._client.step(knobs, float64=True)
         self._played.append(knobs)
         self._observation, self._done = played.observations[0], bool(played.done[0])
-        return np.array(played.rewards[0])
+        return self._reward(np.asarray(played.rewards[0]), self.config)
 
     def _replay(self) -> None:
         """Replay the running episodes, which the server no longer has, up to the last step."""
@@ -201,7 +202,8 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         retries: int = 5,
         render_mode: str | None = None,
     ) -> None:
-        self._remote = _RemoteTask(task_id, with_settings(config, reward=reward, hold=hold), observation, action)
+        self._reward, kind = reward_format(reward)
+        self._remote = _RemoteTask(task_id, with_settings(config, reward=kind, hold=hold), observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
         self.observation_space = self._remote.observations.space
@@ -236,7 +238,8 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     def step(self, action: NDArray[Any]) -> tuple[Float32Array, float, bool, bool, dict[str, Any]]:
         """Take one step, of one second or ``hold``."""
         knobs = self._remote.knobs(np.asarray(action)[None], 1)
-        observation, reward, done, info = self._client.step(from_row(knobs[0]).to_dict())
+        observation, unscaled, done, info = self._client.step(from_row(knobs[0]).to_dict())
+        reward = self._reward(np.array(unscaled), self.config).item()
         if self._picture is not None:
             self._picture.add(to_array(observation), knobs[0])
         return self._encoded(observation, fleet_array(info["fleet"])), reward, done, False, self._info_of(info)

@@ -19,6 +19,7 @@ imported when a space is asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -279,6 +280,31 @@ class ObservationCodec:
         if not self._normalised:
             return observation
         return normalise(observation, self._length, self._budget, self._card_gb)
+
+
+RewardFormat = Callable[[FloatArray, EpisodeConfig], FloatArray]
+"""Function from rewards of steps, (B,) or of any shape, to those that a learner gets: a new array."""
+
+
+def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
+    """How a learner's rewards are made, and the kind of reward that the episode plays (None: that of ``config``).
+
+    ``"scaled"`` is the share s of the episode's grade that the reward ``"grade"`` adds (divided by the episode's
+    seconds), as s / sqrt(1 + s^2) in [-1, 1]: near 0 it is s, so that an episode without overload returns its score.
+    Other kinds stay as they are.
+    """
+    return (_share, "grade") if reward == "scaled" else (_unchanged, reward)
+
+
+def _share(reward: FloatArray, config: EpisodeConfig) -> FloatArray:
+    share = reward / config.episode_length
+    # Smooth: clipped, all steps of an overloaded fleet would look the same.
+    scaled: FloatArray = share / np.sqrt(1.0 + share * share)
+    return scaled
+
+
+def _unchanged(reward: FloatArray, _config: EpisodeConfig) -> FloatArray:
+    return reward.copy()
 
 
 def _rows(actions: NDArray[Any], size: int) -> NDArray[Any]:

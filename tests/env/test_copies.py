@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import inferencegym.gym as ig
 
 TASKS: dict[str, dict[str, Any]] = {
-    "AdversarialMultiTenant": {"config": {"episode_length": 20}, "hold": 3, "reward": "grade", "observation": "full"},
+    "AdversarialMultiTenant": {"config": {"episode_length": 20}, "hold": 3, "reward": "scaled", "observation": "full"},
     "AutoscaledChat": {"config": {"episode_length": 7}, "action": "discrete"},
     "TrafficHard": {},
     "RolloutMix": {"config": {"episode_length": 12}},

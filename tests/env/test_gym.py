@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ from inferencegym.spaces.formats import (
     ObservationCodec,
     action_codec,
     knob_levels,
+    reward_format,
     schedule_features,
 )
 from inferencegym.tasks import get_calibration, get_task, list_tasks
@@ -74,9 +76,38 @@ def test_every_task_has_a_versioned_id() -> None:
     assert named <= set(SERVING + TRAFFIC) <= set(gymnasium.registry)
 
 
+@pytest.mark.parametrize("gym_id", [task.gym_id for task in list_tasks(include_recorded=True)])
+def test_the_second_version_of_an_id_differs_in_the_defaults_for_learners_alone(gym_id: str) -> None:
+    usual = {"observation": "full", "action": "discrete", "reward": "grade", "hold": 5}
+    second, first = gymnasium.make(ig.registered_id(gym_id, 2)), gymnasium.make(ig.registered_id(gym_id), **usual)
+    rows = gymnasium.make_vec(ig.registered_id(gym_id, 2), num_envs=2)
+    length = second.unwrapped.config.episode_length
+    assert second.observation_space == first.observation_space == rows.single_observation_space
+    seen, _ = second.reset(seed=4)
+    np.testing.assert_array_equal(seen, first.reset(seed=4)[0])
+    rows.reset(seed=3)
+    for _ in range(3):
+        action = first.action_space.sample()
+        (seen, reward, *_), (other, share, *_) = second.step(action), first.step(action)
+        np.testing.assert_array_equal(seen, other)
+        assert reward == pytest.approx(share / math.hypot(length, share), rel=1e-12)
+        assert rows.step(np.stack([action, action]))[1][1] == reward
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5))
+def test_a_scaled_reward_is_bounded_and_keeps_the_order_of_rewards(rewards: list[float]) -> None:
+    scale, kind = reward_format("scaled")
+    scaled = scale(np.sort(np.array(rewards)), get_task(3).config())
+    assert kind == "grade"
+    assert (np.abs(scaled) <= 1.0).all()
+    assert (np.diff(scaled) >= 0.0).all()
+    # Two seconds of the best grade add a hundredth of an episode of 200 seconds.
+    assert scale(np.array(2.0), get_task(3).config()) == pytest.approx(0.01, rel=1e-4)
+
+
 def test_an_id_with_the_module_before_it_needs_no_import() -> None:
     code = (
-        "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v1'); "
+        "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v2'); "
         "e.reset(seed=0); e.step(e.action_space.sample())"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parents[2])
@@ -618,8 +649,9 @@ def test_traffic_that_runs_out_of_steps_is_truncated() -> None:
 
 
 def test_an_episode_on_a_server_is_the_same_to_the_last_bit(server: RunningServer) -> None:
-    remote = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=3, config=SHORT, action="discrete").unwrapped
-    local = ig.InferenceGymEnv(3, config=SHORT, action="discrete")
+    formats: dict[str, Any] = {"config": SHORT, "action": "discrete", "reward": "scaled"}
+    remote = gymnasium.make(ig.REMOTE_ID, url=server.url, task_id=3, **formats).unwrapped
+    local = ig.InferenceGymEnv(3, **formats)
     remote.action_space.seed(2)
     np.testing.assert_array_equal(remote.reset(seed=6)[0], local.reset(seed=6)[0])
     for _ in range(SHORT["episode_length"]):
@@ -644,6 +676,7 @@ def test_gymnasiums_checker_has_nothing_to_say_about_a_server(server: RunningSer
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_many_episodes_on_a_server_are_the_same_as_in_process(server: RunningServer, task_id: Any, mode: str) -> None:
     formats = {"config": SHORT, "observation": "scheduled", "action": "discrete", "autoreset_mode": mode}
+    formats["reward"] = "scaled" if mode == "SameStep" else "plan"
     remote = gymnasium.make_vec(ig.REMOTE_ID, num_envs=3, url=server.url, task_id=task_id, **formats)
     local = ig.VectorInferenceEnv(3, task_id, **formats)
     assert remote.single_observation_space == local.single_observation_space

@@ -6,12 +6,11 @@ import inferencegym.gym  # registers the environments
 from agents.integrations.sb3 import SB3VecEnv
 
 envs = gymnasium.make_vec(
-    "InferenceGym/StaticUniform-v1",
+    "InferenceGym/StaticUniform-v2",
     num_envs=16,
-    observation="normalised",
     autoreset_mode=AutoresetMode.SAME_STEP,
 )
-model = PPO("MlpPolicy", SB3VecEnv(envs), n_steps=100, batch_size=200, gamma=0.95, use_sde=True, device="cpu")
+model = PPO("MlpPolicy", SB3VecEnv(envs), n_steps=100, batch_size=200, device="cpu")
 model.learn(3_200)  # fifty thousand or more for a useful policy
 model.save("ppo-task-1")
 print(f"trained for {model.num_timesteps} steps")
