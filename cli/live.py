@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from live.observer import Advice, Adviser, Bounds, Controller
 
 EXAMPLE = "write --bound batch_size=8:64"
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Observe or control until the time is over or Ctrl-C."""
+    """Observe or control until the time is over, Ctrl-C, SIGTERM or SIGHUP."""
     from agents.registry import load_own_agents, make_agent
     from inferencegym.tasks import get_task
     from live.engines.choose import engine_at
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     tables = chosen_tables(args) if args.table or args.hardware else None
     adviser = Adviser(engine, task, make_agent(args.agent, task), tables, args.replicas)
     with ExitStack() as stack:
+        stack.enter_context(_stops())
         page = stack.enter_context(AdvicePage(args.port)) if args.port is not None else None
         if page is not None:
             print(f"serving the advice on http://127.0.0.1:{page.port}/metrics", flush=True)
@@ -92,11 +96,34 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             pass
         finally:
+            _ignore_stops()
             if controller is not None and not controller.stopped:
                 controller.give_back("the controller was stopped")
     if controller is not None:
         print(f"back to your setting: {controller.stopped}", flush=True)
     return 0
+
+
+@contextmanager
+def _stops() -> Iterator[None]:
+    """Turn the first signal that ends a command into KeyboardInterrupt, and ignore further ones."""
+
+    def stop(*_: object) -> None:
+        _ignore_stops()
+        raise KeyboardInterrupt
+
+    before = {sign: signal.signal(sign, stop) for sign in STOPS if signal.getsignal(sign) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def _ignore_stops() -> None:
+    # Nothing may cut short what gives the engine back.
+    for sign in STOPS:
+        signal.signal(sign, signal.SIG_IGN)
 
 
 def _second(adviser: Adviser, controller: Controller | None) -> Advice | None:

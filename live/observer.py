@@ -255,9 +255,10 @@ class Controller:
     """Sets an engine to what a policy wants, within bounds, and gives it back to its user's setting.
 
     Orders end ``dead_man_s`` after they were given unless the next ones come: where the engine sees to that itself
-    (vLLM's scheduler class), it goes back even if this process is killed. Control ends, and the engine is given back,
-    when it gave no metrics for so long, or when more than half of the requests missed the objective for ``missed_s``
-    seconds. Every second is a line of ``audit``. With ``dry_run`` nothing is set.
+    (vLLM's scheduler class), it goes back even if this process is killed, and other controllers are refused with
+    :class:`InvalidConfigError` until then. Control ends, and the engine is given back, when it gave no metrics for so
+    long, or when more than half of the requests missed the objective for ``missed_s`` seconds. Every second is a line
+    of ``audit``. With ``dry_run`` nothing is set.
     """
 
     engine: Engine
@@ -279,15 +280,18 @@ class Controller:
             if low < limits[name][0] or high > limits[name][1]:
                 allowed = f"within {limits[name][0]:g} to {limits[name][1]:g}, as the engine was started"
                 raise refusal(f"bounds.{name}", (low, high), allowed)
-        self._own = {name: self.engine.in_force()[name] for name in self.bounds.ranges}
+        # All knobs: a controller that was killed may have set others.
+        self._user = dict(self.engine.user_setting())
         self._metrics_at = self.clock()
+        if not self.dry_run:
+            self.engine.set(Orders(self._user, self._metrics_at + self.dead_man_s, self._user))
         self._missed_since: float | None = None
         self.stopped = ""
 
     @property
     def own(self) -> Mapping[str, float]:
-        """The user's setting, which the engine had before and goes back to."""
-        return self._own
+        """The user's setting of the bounded knobs, which the engine goes back to."""
+        return {name: self._user[name] for name in self.bounds.ranges}
 
     def second(self) -> Advice | None:
         """Ask and set once; None if the engine gave no metrics. ``stopped`` says why the control has ended."""
@@ -308,15 +312,15 @@ class Controller:
         setting = self.bounds.next(advice.in_force, advice.wanted)
         self._note(now, {"why": advice.why(), "wanted": advice.wanted, "set": setting})
         if not self.dry_run:
-            self.engine.set(Orders(setting, now + self.dead_man_s, self._own))
+            self.engine.set(Orders({**self._user, **setting}, now + self.dead_man_s, self._user))
         return advice
 
     def give_back(self, reason: str) -> None:
         """Set the engine to its user's setting and end the control."""
-        self.stopped = reason
-        self._note(self.clock(), {"given_back": reason, "set": dict(self._own)})
         if not self.dry_run:
-            self.engine.set(Orders(self._own))
+            self.engine.set(Orders(self._user))
+        self.stopped = reason
+        self._note(self.clock(), {"given_back": reason, "set": dict(self.own)})
 
     def _note(self, now: float, what: dict[str, Any]) -> None:
         with self.audit.open("a", encoding="utf-8") as log:

@@ -44,7 +44,8 @@ class Reading:
 class Orders:
     """Setting for an engine, and the one it returns to when ``until`` (Unix seconds) passes without new orders.
 
-    ``until`` of None keeps the setting.
+    ``until`` of None keeps the setting. With ``until`` they are a controller's, and ``then`` is the user's setting:
+    vLLM's control file refuses other controllers meanwhile.
     """
 
     knobs: Knobs
@@ -84,12 +85,20 @@ class Engine(Protocol):
         """What those knobs are set to now."""
         ...
 
+    def user_setting(self) -> Knobs:
+        """Setting of those knobs without a controller, which may differ from the one in force while there is one."""
+        ...
+
     def read(self) -> Reading:
         """Current state. Raises :class:`RemoteError` if the engine reports none."""
         ...
 
     def set(self, orders: Orders) -> None:
-        """Change knobs; those that are not named stay. Raises :class:`InvalidActionError` for one outside limits."""
+        """Change knobs; those that are not named keep the user's setting.
+
+        Raises :class:`InvalidActionError` for a value outside limits, and :class:`InvalidConfigError` if another
+        controller sets the engine.
+        """
         ...
 
     def load(self, requests: Sequence[EngineRequest]) -> Load:

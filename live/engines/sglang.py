@@ -46,6 +46,9 @@ class SglangEngine:
     def in_force(self) -> Knobs:
         return {"batch_size": self._batch}
 
+    def user_setting(self) -> Knobs:
+        return self.in_force()
+
     def read(self) -> Reading:
         page = self.api.metrics()
         return Reading(

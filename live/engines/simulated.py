@@ -39,6 +39,9 @@ class SimulatedEngine:
     def in_force(self) -> Knobs:
         return dict(self._in_force)
 
+    def user_setting(self) -> Knobs:
+        return self.in_force()
+
     def read(self) -> Reading:
         load = SimulatedLoad(self._fleet, ()) if self._load is None else self._load
         return load.reading()

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, RemoteError
-from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, OpenLoop
 from live.engines.engine import Knobs, Orders, Reading, within
 from live.engines.histogram import buckets
+from live.engines.order_file import OrderFile
 from live.engines.vllm_server import PLUGIN
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the control file's form, which the scheduler class states."""
 
 
@@ -33,6 +33,7 @@ class VllmEngine:
     def __init__(self, api: EngineApi, control_file: Path | None = None) -> None:
         self.api = api.check()
         self._file = control_file
+        self._orders = None if control_file is None else OrderFile(control_file)
         self.read()
         if control_file is not None:
             self._state()
@@ -47,6 +48,19 @@ class VllmEngine:
 
     def in_force(self) -> Knobs:
         return {} if self._file is None else {name: float(v) for name, v in self._state()["in_force"].items()}
+
+    def user_setting(self) -> Knobs:
+        if self._orders is None:
+            return {}
+        state = self._state()
+        # An idle engine has not read the file yet.
+        unread = {} if state["file_version"] == self._orders.version() else self._orders.user_setting()
+        known = {**state["user"], **unread}
+        return {name: min(max(float(known[name]), low), high) for name, (low, high) in self.limits().items()}
+
+    def errors(self) -> int:
+        """Errors that the scheduler class has counted since the engine's start: of its files, and its own."""
+        return int(self._state()["errors"])
 
     def kv_blocks(self) -> tuple[int, int]:
         """Blocks of the KV pool, and tokens of a block."""
@@ -72,25 +86,24 @@ class VllmEngine:
         )
 
     def set(self, orders: Orders) -> None:
-        if self._file is None:
+        if self._orders is None:
             raise InvalidConfigError(
                 "this vLLM is observed only: name its control file, which the scheduler class of "
                 f"PYTHONPATH={PLUGIN} follows (docs/live.md)"
             )
         limits = self.limits()
-        order = {"set": within(orders.knobs, limits), "then": within(orders.then or {}, limits), "until": orders.until}
-        write_text(self._file, json.dumps(order))
+        self._orders.write(Orders(within(orders.knobs, limits), orders.until, within(orders.then or {}, limits)))
 
     def load(self, requests: Sequence[EngineRequest]) -> OpenLoop:
         return OpenLoop(self.api, requests)
 
     def wait_until_applied(self, limit_s: float = 10.0) -> Mapping[str, Any]:
         """Wait until the engine has read the file; an idle engine reads it with the next request. Returns its state."""
-        assert self._file is not None
+        assert self._orders is not None
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             state = self._state()
-            if state["file_version"] == self._file.stat().st_mtime_ns:
+            if state["file_version"] == self._orders.version():
                 if state["problem"]:
                     raise RemoteError(f"the engine refused {self._file}: {state['problem']}")
                 return state

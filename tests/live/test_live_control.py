@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -217,10 +218,41 @@ def test_a_dry_run_logs_and_sets_nothing(running: Running, tmp_path: Path) -> No
     assert [entry["set"] for entry in entries(tmp_path / "audit.jsonl")] == [{"batch_size": 30.0}, {"batch_size": 20.0}]
 
 
-def test_the_engine_goes_back_when_its_controller_falls_silent(running: Running, tmp_path: Path) -> None:
-    controller = running.controller(Wants(500), tmp_path / "audit.jsonl", dead_man_s=0.3)
+def test_the_engine_goes_back_when_its_controller_falls_silent(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = running.controller(Wants(500), tmp_path / "audit.jsonl", dead_man_s=600.0)
     controller.second()
     until(lambda: running.batch_size == 30)
+    end = json.loads(running.control.read_text())["until"]
+    monkeypatch.setattr(time, "time", lambda: end + 1)
+    until(lambda: running.batch_size == 20)
+
+
+def test_a_second_controller_is_refused_and_the_first_one_goes_on(running: Running, tmp_path: Path) -> None:
+    first = running.controller(Wants(500), tmp_path / "first.jsonl", dead_man_s=600.0)
+    said = rf"process {os.getpid()} on \S+, whose lease ends at"
+    with pytest.raises(InvalidConfigError, match=said):
+        running.controller(Wants(4), tmp_path / "second.jsonl", dead_man_s=600.0)
+    running.controller(Wants(4), tmp_path / "dry.jsonl", dry_run=True).second()
+    first.second()
+    until(lambda: running.batch_size == 30)
+    first.give_back("done")
+    until(lambda: running.batch_size == 20)
+    second = running.controller(Wants(4), tmp_path / "second.jsonl", dead_man_s=600.0)
+    second.second()
+    until(lambda: running.batch_size == 10)
+    second.give_back("done")
+
+
+def test_an_engine_that_was_restarted_follows_its_controller_and_goes_back(running: Running, tmp_path: Path) -> None:
+    controller = running.controller(Wants(500), tmp_path / "audit.jsonl", dead_man_s=600.0)
+    controller.second()
+    until(lambda: running.batch_size == 30)
+    running.scheduler = type(running.scheduler)()
+    assert running.scheduler.limits["batch_size"] == [1, 64]
+    until(lambda: running.batch_size == 30)
+    controller.give_back("done")
     until(lambda: running.batch_size == 20)
 
 
@@ -298,16 +330,70 @@ def test_control_needs_bounds(running: Running, capsys: pytest.CaptureFixture[st
     assert "is not a range" in capsys.readouterr().err
 
 
-def test_a_killed_controller_leaves_the_engine_to_its_users_setting(running: Running, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "inferencegym", "live", "control", "--engine", running.server.url]
-    command += ["--control-file", str(running.control), "--bound", "batch_size=4:44", "--dead-man", "2"]
-    command += ["--agent", 'constant:{"batch_size": 40}', "--audit", str(tmp_path / "audit.jsonl")]
-    process = subprocess.Popen(command, env=dict(os.environ), stdout=subprocess.DEVNULL)
+@contextlib.contextmanager
+def commanded(running: Running, audit: Path, dead_man_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a process of its own, which has set 40."""
+    # A job in the background of a shell, as this may be, ignores SIGINT and hands that on.
+    command = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "inferencegym"]
+    command += ["live", "control", "--engine", running.server.url]
+    command += ["--control-file", str(running.control), "--bound", "batch_size=4:44", "--dead-man", str(dead_man_s)]
+    command += ["--agent", 'constant:{"batch_size": 40}', "--audit", str(audit)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         until(lambda: running.batch_size == 40)
+        yield process
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_controller_leaves_the_engine_to_its_users_setting(running: Running, tmp_path: Path) -> None:
+    with commanded(running, tmp_path / "audit.jsonl", 5):
+        pass
+    until(lambda: running.batch_size == 20)
+
+
+def test_a_controller_after_a_killed_one_gives_back_the_users_setting(running: Running, tmp_path: Path) -> None:
+    """The dead owner's lease has ten minutes left, and its order is in force."""
+    with commanded(running, tmp_path / "audit.jsonl", 600):
+        pass
+    assert running.batch_size == 40
+    bounds = Bounds({"kv_budget": (0.5, 1.0)})
+    controller = running.controller(Wants(40, 0.5), tmp_path / "audit.jsonl", bounds=bounds)
+    until(lambda: running.batch_size == 20)  # though it sets another knob
+    controller.second()
+    controller.give_back("done")
+    until(lambda: json.loads(Path(f"{running.control}.state").read_text())["in_force"]["kv_budget"] == 1.0)
+    assert running.batch_size == 20
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_ends_the_command_withdraws_its_order_at_once(
+    running: Running, tmp_path: Path, sign: signal.Signals
+) -> None:
+    with commanded(running, tmp_path / "audit.jsonl", 600) as process:
+        process.send_signal(sign)
+        assert process.wait() == 0
+    until(lambda: running.batch_size == 20)
+    assert entries(tmp_path / "audit.jsonl")[-1]["given_back"] == "the controller was stopped"
+    assert "owner" not in json.loads(running.control.read_text())
+
+
+def test_a_paused_controller_that_lost_its_lease_ends_and_sets_nothing(running: Running, tmp_path: Path) -> None:
+    with commanded(running, tmp_path / "audit.jsonl", 5) as process:
+        with Path(f"{running.control}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # it is not paused while it holds the lock
+            process.send_signal(signal.SIGSTOP)
+        until(lambda: running.batch_size == 20)
+        second = running.controller(Wants(4), tmp_path / "second.jsonl", dead_man_s=600.0)
+        second.second()
+        until(lambda: running.batch_size == 10)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == 2
+        assert process.stderr is not None
+        assert b"another controller sets this engine" in process.stderr.read()
+    assert running.batch_size == 10
+    second.give_back("done")
     until(lambda: running.batch_size == 20)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError
+from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError, RemoteError
 from live.driver import EngineApi
 from live.engines.choose import engine_at
 from live.engines.engine import Orders
+from live.engines.order_file import OrderFile
 from live.engines.sglang import SglangEngine
 from live.engines.vllm import VllmEngine
+from tests.damaged_control_files import NAMES, damage, remove
 from tests.live_stand_ins import VLLM_SERIES, StandIn, scheduler_module
 
 
@@ -68,32 +73,177 @@ def test_blocks_are_held_back_as_they_become_free(scheduler: Any, control: Path)
     assert pool.free == 100
 
 
-def test_orders_end_and_the_engine_goes_back_by_itself(scheduler: Any, control: Path) -> None:
-    control.write_text(json.dumps({"set": {"batch_size": 4}, "until": time.time() + 0.2, "then": {"batch_size": 32}}))
+def test_orders_end_and_the_engine_goes_back_by_itself(
+    scheduler: Any, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = time.time() + 600
+    control.write_text(json.dumps({"set": {"batch_size": 4}, "until": end, "then": {"batch_size": 32}}))
     scheduler.schedule()
     assert scheduler.max_num_active_reqs == 4
-    time.sleep(0.25)
+    monkeypatch.setattr(time, "time", lambda: end + 1)
     scheduler.schedule()
     assert scheduler.max_num_active_reqs == 32
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"set": {"batch": 3}}', '{"set": {"batch_size": "8"}}', "{}"])
-def test_a_bad_control_file_changes_nothing_and_is_reported(scheduler: Any, control: Path, content: str) -> None:
-    control.write_text(content)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_control_file_returns_the_engine_to_its_users_setting(
+    scheduler: Any, control: Path, name: str
+) -> None:
+    orders = OrderFile(control)
+    orders.write(Orders({"batch_size": 20}))
     scheduler.schedule()
-    assert scheduler.max_num_active_reqs == 64
+    orders.write(Orders({"batch_size": 4}, time.time() + 600, {"batch_size": 20}))
+    scheduler.schedule()
+    assert scheduler.max_num_active_reqs == 4
+    damage(control, name)
+    for _ in range(3):
+        scheduler.schedule()
+    assert scheduler.max_num_active_reqs == 20
+    state = json.loads(Path(f"{control}.state").read_text())
+    assert (state["errors"], state["in_force"]["batch_size"], state["user"]["batch_size"]) == (1, 20, 20)
+    assert state["problem"]
+    orders.user_setting()  # raises nothing, whatever it reads
+    remove(control)
+    orders.write(Orders({"batch_size": 8}))
+    scheduler.schedule()
+    assert scheduler.max_num_active_reqs == 8
+    assert json.loads(Path(f"{control}.state").read_text())["problem"] == ""
+
+
+def test_a_refused_control_file_is_reported_to_whoever_waits(scheduler: Any, control: Path) -> None:
+    control.write_text("{")
+    scheduler.schedule()
+    with StandIn(dict(VLLM_SERIES)) as server, pytest.raises(RemoteError, match="refused"):
+        VllmEngine(EngineApi(server.url), control).wait_until_applied()
+
+
+def test_an_error_of_the_scheduler_class_itself_leaves_the_users_setting(scheduler: Any, control: Path) -> None:
+    """vLLM's pool refuses blocks, and its statistics have no room for ours: the engine serves on."""
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks = pool.get_num_free_blocks = None
+    control.write_text(json.dumps({"set": {"kv_budget": 0.5, "batch_size": 4}, "until": time.time() + 600}))
+    for _ in range(5):
+        scheduler.schedule()
+        assert scheduler.make_stats().kv_cache_usage == 0.0
+    assert (scheduler.max_num_active_reqs, scheduler.held_blocks) == (64, [])
+    state = json.loads(Path(f"{control}.state").read_text())
+    assert state["errors"] >= 1
+    assert "NoneType" in state["problem"]
+
+
+def test_a_state_file_replaces_a_link_and_is_readable_by_all(control: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (f"{control}.state", f"{control}.state.new"):
+        Path(name).symlink_to(precious)
+    with scheduler_module(control) as module:
+        module.LiveScheduler()
+    assert precious.read_text() == "mine"
+    state = Path(f"{control}.state")
+    assert not state.is_symlink()
+    assert state.stat().st_mode & 0o777 == 0o644
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([precious.name, state.name, f"{state.name}.new"])
+
+
+def test_a_state_that_cannot_be_written_is_counted(scheduler: Any, control: Path) -> None:
+    Path(f"{control}.state").unlink()
+    Path(f"{control}.state").mkdir()
+    control.write_text('{"set": {"batch_size": 8}}')
+    scheduler.schedule()
+    assert (scheduler.max_num_active_reqs, scheduler.errors) == (8, 1)
+    assert sorted(path.name for path in control.parent.iterdir()) == ["control.json", "control.json.state"]
+
+
+def test_a_link_in_place_of_the_lock_is_refused(scheduler: Any, control: Path, tmp_path: Path) -> None:
+    Path(f"{control}.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(DataFormatError, match="lock"):
+        OrderFile(control).write(Orders({"batch_size": 8}))
+    assert not (tmp_path / "precious").exists()
+
+
+def test_a_lock_that_a_paused_process_holds_is_named(control: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("live.engines.order_file.LOCK_S", 0.0)
+    with Path(f"{control}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InvalidConfigError, match=r"has held .*control.json.lock"):
+            OrderFile(control).write(Orders({"batch_size": 8}))
+
+
+# ---------------------------------------------------------------- owners
+
+
+def test_a_lease_refuses_others_until_it_ends_or_its_owner_gives_it_up(scheduler: Any, control: Path) -> None:
+    first, second = OrderFile(control), OrderFile(control)
+    first.write(Orders({"batch_size": 4}, time.time() + 600, {"batch_size": 20}))
+    said = rf"process {os.getpid()} on {socket.gethostname()}, whose lease ends at \d\d:\d\d:\d\d"
+    for orders in (Orders({"batch_size": 11}, time.time() + 600, {}), Orders({"batch_size": 11})):
+        with pytest.raises(InvalidConfigError, match=said):
+            second.write(orders)
+    first.write(Orders({"batch_size": 18}, time.time() + 600, {"batch_size": 20}))
+    first.write(Orders({"batch_size": 20}))
+    second.write(Orders({"batch_size": 11}, time.time() - 1, {"batch_size": 20}))  # over already
+    first.write(Orders({"batch_size": 12}))
+    scheduler.schedule()
+    assert scheduler.max_num_active_reqs == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"host": "another"}, True),  # whose processes cannot be seen from here
+        ({"pid": 1}, True),
+        ({"pid": 2**22 + 1}, False),  # no such process: Linux numbers them up to 2**22
+        ({"pid": -1}, False),
+        ({"pid": 10**30}, False),
+        ({"pid": "1"}, False),
+    ],
+)
+def test_the_lease_of_a_process_that_is_gone_is_void(control: Path, changes: dict[str, Any], refused: bool) -> None:
+    OrderFile(control).write(Orders({"batch_size": 4}, time.time() + 600, {"batch_size": 20}))
+    content = json.loads(control.read_text())
+    control.write_text(json.dumps({**content, "owner": {**content["owner"], **changes}}))
+    if refused:
+        with pytest.raises(InvalidConfigError, match="another controller"):
+            OrderFile(control).write(Orders({"batch_size": 8}))
+    else:
+        OrderFile(control).write(Orders({"batch_size": 8}))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_the_users_setting_outlives_a_controller_that_was_killed(scheduler: Any, control: Path, read: bool) -> None:
+    """An idle engine has not read the user's own setting yet, nor the killed controller's orders."""
     with StandIn(dict(VLLM_SERIES)) as server:
         engine = VllmEngine(EngineApi(server.url), control)
-        with pytest.raises(RemoteError, match="refused"):
-            engine.wait_until_applied()
-        engine.set(Orders({"batch_size": 8}))  # good orders mend it
-        scheduler.schedule()
-        assert engine.wait_until_applied()["in_force"]["batch_size"] == 8
+        control.write_text('{"set": {"batch_size": 20}}')
+        if read:
+            scheduler.schedule()
+        assert engine.user_setting()["batch_size"] == 20
+        OrderFile(control).write(Orders({"batch_size": 4}, time.time() + 600, engine.user_setting()))
+        if read:
+            scheduler.schedule()
+            assert engine.in_force()["batch_size"] == 4
+        assert engine.user_setting() == {"batch_size": 20, "kv_budget": 1, "spec_length": 4, "prefill_tokens": 2048}
+
+
+# ---------------------------------------------------------------- versions
 
 
 def test_the_scheduler_class_refuses_a_version_that_it_was_not_tested_with(control: Path) -> None:
-    with scheduler_module(control, "0.33.0") as module, pytest.raises(RuntimeError, match=r"knows vLLM 0\.32"):
+    said = r"tested with vLLM 0\.32\.x, and this is 0\.33\.0: .* set INFERENCEGYM_ALLOW_UNTESTED=1"
+    with scheduler_module(control, "0.33.0") as module, pytest.raises(RuntimeError, match=said):
         module.LiveAsyncScheduler()
+
+
+def test_an_untested_version_runs_with_a_warning_where_the_user_allows_it(
+    control: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("INFERENCEGYM_ALLOW_UNTESTED", "1")
+    with scheduler_module(control, "0.33.0") as module:
+        assert module.LiveAsyncScheduler().limits["batch_size"] == [1, 64]
+        assert "was tested with vLLM 0.32.x and runs untested on 0.33.0" in caplog.text
+        monkeypatch.setattr(module, "NEEDED", (*module.NEEDED, "renamed"))
+        with pytest.raises(RuntimeError, match=r"without renamed: install vLLM 0\.32"):
+            module.LiveAsyncScheduler()
 
 
 def test_a_vllm_without_the_scheduler_class_is_observed_only(control: Path) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,16 +17,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferencegym.errors import InvalidActionError
+from agents.registry import make_agent
+from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.tasks import get_task
 from live.driver import EngineApi, EngineRequest, OpenLoop, RequestTiming, play_open
 from live.engines.engine import Orders
 from live.engines.vllm import VllmEngine
 from live.engines.vllm_server import VllmServer
 from live.env import EngineEnv
+from live.observer import Adviser, Bounds, Controller
 from live.scaling import Capacity, engine_calibration, live_task, scaled_lengths, scaled_rates
 from live.session_gate import SessionGate
+from tests.damaged_control_files import NAMES, damage, remove
 from tests.live_engine import vllm_server
+from tests.live_stand_ins import VLLM_SERIES, StandIn
 from tests.servers import until
 
 pytestmark = pytest.mark.engine
@@ -175,6 +184,164 @@ def test_the_engine_goes_back_by_itself_when_its_controller_falls_silent(engine:
     peaks.play([EngineRequest(0.0, 8, 32)] * 16)
     assert engine.in_force()["batch_size"] == 8
     assert peaks.running == 8
+
+
+# ---------------------------------------------------------------- faults of what controls the engine
+# The user's setting is 20 in each of these tests, and a controller's order 4.
+
+
+@pytest.fixture
+def faulty(engine: VllmEngine) -> Iterator[VllmEngine]:
+    """The engine on its user's setting; one request after another runs, so that it looks at its control file."""
+    stop = threading.Event()
+
+    def keep_running() -> None:
+        while not stop.wait(0.1):
+            play_open(engine.api, [EngineRequest(0.0, 8, 64)])
+
+    engine.set(Orders({"batch_size": 20}))
+    runner = threading.Thread(target=keep_running)
+    runner.start()
+    try:
+        has(engine, 20)
+        yield engine
+    finally:
+        stop.set()
+        runner.join()
+
+
+def has(engine: VllmEngine, batch_size: int) -> None:
+    until(lambda: engine.in_force()["batch_size"] == batch_size, BURST_S)
+
+
+@contextlib.contextmanager
+def commanded(engine: VllmEngine, control_file: Path, dead_man_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """``inferencegym live control`` in a process of its own, which has set 4."""
+    # A job in the background of a shell, as this may be, ignores SIGINT and hands that on.
+    command = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "inferencegym"]
+    command += ["live", "control", "--engine", engine.api.url, "--step", "1"]
+    command += ["--control-file", str(control_file), "--bound", "batch_size=4:8", "--dead-man", str(dead_man_s)]
+    command += ["--agent", 'constant:{"batch_size": 4}', "--audit", str(control_file.with_name("audit.jsonl"))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        has(engine, 4)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def controller(engine: VllmEngine, audit: Path, dead_man_s: float = 600.0) -> Controller:
+    task = get_task(3)
+    adviser = Adviser(engine, task, make_agent('constant:{"batch_size": 4}', task))
+    return Controller(engine, adviser, Bounds({"batch_size": (4.0, 8.0)}, 1.0), audit, dead_man_s)
+
+
+def test_a_real_engine_whose_controller_is_killed_goes_back(server: VllmServer, faulty: VllmEngine) -> None:
+    with commanded(faulty, server.control_file, 5):
+        pass
+    has(faulty, 20)
+
+
+def test_a_controller_after_a_killed_one_gives_a_real_engine_back(
+    server: VllmServer, faulty: VllmEngine, tmp_path: Path
+) -> None:
+    with commanded(faulty, server.control_file, 600):
+        pass
+    has(faulty, 4)
+    second = controller(faulty, tmp_path / "audit.jsonl")
+    assert second.own == {"batch_size": 20}
+    second.second()
+    second.give_back("done")
+    has(faulty, 20)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_withdraws_the_order_from_a_real_engine(
+    server: VllmServer, faulty: VllmEngine, sign: signal.Signals
+) -> None:
+    with commanded(faulty, server.control_file, 600) as process:
+        process.send_signal(sign)
+        assert process.wait() == 0
+        has(faulty, 20)
+
+
+def test_a_second_controller_of_a_real_engine_is_refused(
+    server: VllmServer, faulty: VllmEngine, tmp_path: Path
+) -> None:
+    with commanded(faulty, server.control_file, 600) as process:
+        with pytest.raises(InvalidConfigError, match=rf"process {process.pid} on .* whose lease ends at"):
+            controller(faulty, tmp_path / "audit.jsonl")
+        written = faulty.read().iterations
+        until(lambda: (faulty.read().iterations or 0.0) > (written or 0.0))
+        assert faulty.in_force()["batch_size"] == 4
+        process.terminate()
+        has(faulty, 20)
+
+
+def test_a_paused_controller_loses_a_real_engine_to_the_next_one(
+    server: VllmServer, faulty: VllmEngine, tmp_path: Path
+) -> None:
+    with commanded(faulty, server.control_file, 5) as process:
+        with Path(f"{server.control_file}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # it is not paused while it holds the lock
+            process.send_signal(signal.SIGSTOP)
+        has(faulty, 20)
+        second = controller(faulty, tmp_path / "audit.jsonl")
+        until(lambda: second.second() is not None)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == 2
+        has(faulty, 4)
+        second.give_back("done")
+        has(faulty, 20)
+
+
+def test_no_damaged_control_file_ends_or_holds_up_a_real_engine(server: VllmServer, faulty: VllmEngine) -> None:
+    file, pid = server.control_file, server.pid
+    for name in NAMES:
+        faulty.set(Orders({"batch_size": 4}, time.time() + 600, {"batch_size": 20}))
+        has(faulty, 4)
+        errors = faulty.errors()
+        damage(file, name)
+        until(lambda errors=errors: faulty.errors() > errors)  # type: ignore[misc]
+        has(faulty, 20)
+        remove(file)
+    assert server.pid == pid
+    Peaks(faulty).play([EngineRequest(0.0, 8, 2)])
+
+
+def test_a_real_engine_goes_back_when_its_metrics_stop(server: VllmServer, faulty: VllmEngine, tmp_path: Path) -> None:
+    with StandIn(dict(VLLM_SERIES)) as metrics:
+        now = [time.time()]
+        one = controller(VllmEngine(EngineApi(metrics.url), server.control_file), tmp_path / "audit.jsonl")
+        one.clock = lambda: now[0]
+        one.second()
+        has(faulty, 4)
+        metrics.down = True
+        now[0] += 601.0
+        one.second()
+        assert "no metrics" in one.stopped
+        has(faulty, 20)
+
+
+def test_a_real_engine_that_is_restarted_follows_its_controller_and_goes_back(
+    server: VllmServer, faulty: VllmEngine
+) -> None:
+    with commanded(faulty, server.control_file, 600) as process:
+        before = server.pid
+        server.stop()
+        assert process.poll() is None
+        server.__enter__()
+        assert server.pid != before
+        state = Path(f"{server.control_file}.state")
+        until(lambda: json.loads(state.read_text())["file_version"] is not None, BURST_S)
+        has(faulty, 4)
+        process.terminate()
+        assert process.wait() == 0
+        has(faulty, 20)
+
+
+# ---------------------------------------------------------------- episodes
 
 
 def test_orders_outside_the_limits_change_nothing(server: VllmServer, engine: VllmEngine) -> None:
