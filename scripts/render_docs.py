@@ -351,8 +351,9 @@ def main() -> int:
             if not arguments.check:
                 path.write_text(new, encoding="utf-8")
     if stale:
-        names = ", ".join(stale)
-        print(f"out of date: {names}; `python scripts/render_docs.py` fixes it" if arguments.check else f"rendered: {names}")
+        print(("out of date: " if arguments.check else "rendered: ") + ", ".join(stale))
+        if arguments.check:
+            print("`python scripts/render_docs.py` writes them anew")
     return 1 if stale and arguments.check else 0
 
 
