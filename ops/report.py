@@ -281,7 +281,7 @@ def shadow_report(report: ShadowReport) -> Report:
     best = report.best()
     rows = [
         {
-            "policy": o.policy + (" *" if o is best else ""),
+            "policy": o.policy + (" *" if o is best and report.undecided() is None else ""),
             "GPUs": o.n_gpus,
             "replicas": o.n_replicas,
             "SLO misses": f"{o.slo_miss_share:.1%}",
@@ -316,6 +316,9 @@ def shadow_report(report: ShadowReport) -> Report:
 def verdict(report: ShadowReport) -> str:
     """The recommendation in one sentence."""
     best, fixed, constant = report.best(), report.outcomes[0], report.outcomes[1]
+    undecided = report.undecided()
+    if undecided:
+        return undecided
     if best is fixed:
         return f"No setting or policy beats your own configuration by more than {STATED_ERROR:.0%} of the requests."
     if best is constant:

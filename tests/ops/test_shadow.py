@@ -21,7 +21,7 @@ from inferencegym.tasks import get_task
 from ops.capacity import DRAIN_S, STATED_ERROR, log_task, on_replicas
 from ops.export import draft_schedule, fastest_draft, settings_of, vllm_config
 from ops.prices import load_prices, read_prices
-from ops.report import shadow_figures, shadow_report, write_page
+from ops.report import shadow_figures, shadow_report, verdict, write_page
 from ops.shadow import CONSTANT, FIXED, ShadowReport, shadow
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.tables import load_tables
@@ -137,7 +137,7 @@ def test_only_a_gain_above_the_stated_error_is_recommended(report: ShadowReport)
 def test_nothing_is_recommended_where_nobody_serves_the_log_or_a_single_request_decides(report: ShadowReport) -> None:
     assert report.undecided() is None
     lost = [replace(o, slo_miss_share=1 - STATED_ERROR) for o in report.outcomes]
-    assert "no policy serves more than 4%" in str(replace(report, outcomes=lost).undecided())
+    assert "no policy serves more than 4%" in verdict(replace(report, outcomes=lost))
     few = replace(report, log={**report.log, "requests": 24})
     assert "Use a log of at least 25" in few.to_dict()["undecided"]
     assert replace(report, log={**report.log, "requests": 25}).undecided() is None
