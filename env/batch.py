@@ -116,9 +116,11 @@ class ServingBatch:
             self._second_reward, self._second_terms = np.zeros_like(self.reward), np.zeros_like(self.reward_terms)
             self.second_metrics = np.zeros((hold, *self.fleet.metrics.shape))
             self.second_rewards = np.zeros((hold, n_rows))
-        self._reward: RewardKernel | GradeRewardKernel = self._plan_reward()
-        if shares is not None:
-            self._reward = self._grade_reward(shares, self._second_reward, self._second_terms)
+        self._reward: RewardKernel | GradeRewardKernel = (
+            self._plan_reward()
+            if shares is None
+            else self._grade_reward(shares, self._second_reward, self._second_terms)
+        )
         self._grade: GradeRewardKernel | None = None
 
     def follow_grade(self) -> tuple[GradeRewardKernel, tuple[str, ...]]:

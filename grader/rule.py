@@ -75,8 +75,9 @@ class GradeRule:
     """Contribution of one step to the score of an episode of this many steps, for the reward "grade"."""
     report: Callable[[TaskSpec, Calibration, Episode, Mapping[str, float]], tuple[dict[str, float], str]]
     """Measured quantities behind the parts of one episode (T,), and a sentence of feedback."""
-    words: Callable[[TaskSpec], str]
-    """The formula with the task's numbers, for GET /tasks; every part is cut to [0, 1]."""
+    words: Callable[[TaskSpec, Calibration | None], str]
+    """The formula with the task's numbers, for GET /tasks; every part is cut to [0, 1]. Without a calibration it names
+    the constants."""
 
 
 def unit(x: FloatArray) -> FloatArray:

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, Final, Protocol
 
 from agents.answers import last_object, spoken
+from agents.briefing import GIVEN, Interface
 from agents.integrations.text_episode import TextEpisode
 from inferencegym.client.retries import Server
 from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError
@@ -26,6 +27,11 @@ from inferencegym.traffic import ACCEPT_SHARES, ACTION_NAMES, STATE_FIELDS, pars
 Message = dict[str, Any]
 
 TOOL_NAME: Final = "act"
+CALL_OR_TEXT: Final = Interface(
+    f"Answer each state with the knobs to set, what is left out stays as it is: as a call of `{TOOL_NAME}` where you "
+    "have it, else as one JSON object. {steps} answers are left.",
+    GIVEN,
+)
 HISTORY: Final = 6
 """Earlier turns that the model is shown."""
 
@@ -62,6 +68,8 @@ class Episode(Protocol):
 
 class ServingText(TextEpisode):
     """Episode of a serving task; an answer holds for ``every`` seconds."""
+
+    interface = CALL_OR_TEXT
 
     def __init__(self, url: str, task_id: TaskId = 1, seed: int = 42, every: int = 10) -> None:
         super().__init__(url, task_id, seed, {"hold": every})

@@ -11,24 +11,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from agents.answers import last_object, read_knobs
-from agents.briefing import serving_briefing, tasks_and_rules
+from agents.briefing import GIVEN, Interface, serving_briefing
 from env.log import over_steps
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.errors import InvalidActionError, InvalidConfigError
 from inferencegym.models import NAIVE_ACTION, ServeAction, ServeObservation
 
+TEXT: Final = Interface(
+    "Answer each state with one JSON object that sets any of the knobs; what it leaves out stays as it is. {steps} "
+    "answers are left.",
+    GIVEN,
+)
 HOLD_S: Final = 20
 """Seconds for which an answer holds, unless told."""
+
+
+@lru_cache(maxsize=8)
+def tasks_and_rules(base_url: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+    """Tasks and rules of a server, read once per process."""
+    with InferenceGymHTTP(base_url) as client:
+        return client.get("/tasks?all=true")["tasks"], client.get("/info")["rules"]
 
 
 class FleetEpisode:
     """One episode on a server of its own session; ``config`` may name ``hold``, ``episode_length`` and more.
 
-    Raises :class:`InvalidConfigError` for a task that the server does not have.
+    ``interface`` is how the model plays it. Raises :class:`InvalidConfigError` for a task that is not on the server.
     """
+
+    interface: Interface = TEXT
 
     def __init__(
         self, base_url: str, task_id: int | str = 1, seed: int | None = None, config: Mapping[str, Any] | None = None
@@ -48,7 +63,7 @@ class FleetEpisode:
         """Seconds of the whole episode."""
         self.knobs = NAIVE_ACTION.to_dict()
         """Knobs in force."""
-        self.briefing = serving_briefing(task, rules, played)
+        self.briefing = serving_briefing(task, rules, self.interface, played)
         self.done = False
         self.info: dict[str, Any] = {}
         """Details of the last step, as POST /step gives them."""
@@ -98,11 +113,7 @@ class TextEpisode(FleetEpisode):
         self, base_url: str, task_id: int | str = 1, seed: int | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(base_url, task_id, seed, {"hold": HOLD_S, **(config or {})})
-        self.briefing = (
-            f"{self.briefing}\n"
-            "Answer each state with one JSON object that sets any of the knobs; what it leaves out stays as it is.\n"
-            f"{state_text(self.seen, self.knobs)}"
-        )
+        self.briefing = f"{self.briefing}\n{state_text(self.seen, self.knobs)}"
         """Text for the model before its first answer."""
         self.invalid_answers = 0
 

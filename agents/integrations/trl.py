@@ -16,11 +16,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from agents.briefing import GIVEN, Interface
 from agents.integrations.text_episode import FleetEpisode, given_text, rounded
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.errors import InvalidActionError
 
 MAX_SECONDS = 60
+TOOLS = Interface(
+    f"Set knobs with `set_knobs`, then let up to {MAX_SECONDS} seconds pass with `run`; `observe` looks and takes no "
+    "time. {steps} steps are left; what you do not play is played with the knobs in force.",
+    GIVEN,
+)
+
+
+class ToolEpisode(FleetEpisode):
+    """Episode that is played with the tools of :class:`FleetTools`."""
+
+    interface = TOOLS
 
 
 class FleetTools:
@@ -52,10 +64,8 @@ class FleetTools:
         """
         self._close()
         config = {"hold": hold} if episode_length is None else {"hold": hold, "episode_length": episode_length}
-        self._episode = FleetEpisode(self._base_url, task_id, seed, config)
-        how = f"Set knobs with set_knobs, then let up to {MAX_SECONDS} seconds pass with run; observe looks."
-        left = "What you do not play is played with the knobs in force."
-        return f"{self._episode.briefing}\n{how} {left}\nIt shows now: {self._describe()}"
+        self._episode = ToolEpisode(self._base_url, task_id, seed, config)
+        return f"{self._episode.briefing}\nIt shows now: {self._describe()}"
 
     def set_knobs(
         self,

@@ -26,7 +26,17 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import plain_schema
 from inferencegym.models import ServeActionMessage
 from inferencegym.task_files import ConfigOverrides
-from inferencegym.tasks import AT, TaskId, TaskSpec, get_calibration, get_task, list_tasks, table_index, task_of
+from inferencegym.tasks import (
+    AT,
+    Calibration,
+    TaskId,
+    TaskSpec,
+    get_calibration,
+    get_task,
+    list_tasks,
+    table_index,
+    task_of,
+)
 from simulator.coverage import coverage
 from simulator.hardware.catalogue import models, table_path, usual_name
 from simulator.hardware.tables import ServingTables, default_table_path, load_tables
@@ -62,24 +72,28 @@ def _tasks() -> Sequence[TaskEntry]:
 
 
 RULES: Final = (
-    "A step lasts one second, or config.hold of them (1 to 60, set at reset). Knobs that an action leaves out stay as "
-    "they are; the first step of an episode starts from the defaults. Knobs that a task does not offer are forced to "
-    "them. info.action_applied and info.fleet say what is in force.",
+    "Knobs that an action leaves out stay as they are; the first step of an episode starts from the defaults. Knobs "
+    "that a task does not offer are forced to them.",
     "Changing quant_tier or prefill_disagg restarts the replicas one after the other. Each is away for restart_s + "
-    "weights / load_gb_per_s seconds, and the requests that it ran are computed again. info.fleet.restarting_replicas "
-    "says how many are still to restart.",
+    "weights / load_gb_per_s seconds, and the requests that it ran are computed again.",
     "kv_budget is the share of the free memory that the KV pool takes. Requests that the pool cannot hold are "
     "preempted, lowest class and youngest first; they wait, and are computed again.",
-    "A replica that needs more memory than its limit is out of memory (info.metrics.oom) for that second: it writes "
+    "A replica that needs more memory than its limit is out of memory for that second: it writes "
     "half as much, and violations count five times and as batch_size at least. Fewer slots or a smaller pool end it.",
     "A request violates its class's objective when its first token comes later than the objective's ttft_ms. Requests "
     "beyond the queue's limit are refused, which violates it too.",
     "Tasks with max_replicas have a sixth knob, replicas. A new replica loads for start_s + weights / load_gb_per_s "
     "seconds before it serves and is paid meanwhile; a removed one serves what it has and is paid until then.",
+)
+"""Rules for players, in addition to the descriptions of tasks, knobs and observations."""
+HTTP_RULES: Final = (
+    "A step lasts one second, or config.hold of them (1 to 60, set at reset). info.action_applied and info.fleet say "
+    "what is in force, info.fleet.restarting_replicas how many are still to restart, info.metrics.oom whether memory "
+    "ran out.",
     "The score is in [0, 1]: POST /grader gives it at any time, and the info of the last step. GET /baseline says what "
     "simple agents reach: a good score is above those of heuristic and random_search.",
 )
-"""Rules for players, in addition to the descriptions of tasks, knobs and observations."""
+"""Further rules for those who play by the HTTP endpoints."""
 
 
 def _objectives(task: TaskSpec) -> list[dict[str, Any]]:
@@ -128,11 +142,19 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "cost_budget": task.cost_budget,
         "reward_weights": asdict(task.reward),
         "grade": dict(task.grade),
-        "score": GRADE_RULES[task.grade["kind"]].words(task),
+        "score": GRADE_RULES[task.grade["kind"]].words(task, _constants_of(task)),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
         "recorded": task.recorded,
         **scaling,
     }
+
+
+def _constants_of(task: TaskSpec) -> Calibration | None:
+    """The task's calibration; None for a user's task that is not calibrated yet."""
+    try:
+        return get_calibration(task.task_id)
+    except InvalidConfigError:
+        return None
 
 
 def _grade(task_id: TaskId, entries: Sequence[Entry]) -> Grade:
@@ -180,6 +202,7 @@ def _info() -> Mapping[str, Any]:
     tasks = list_tasks(include_recorded=True)
     return {
         "rules": list(RULES),
+        "http_rules": list(HTTP_RULES),
         "metrics": plain_schema(MetricsMessage),
         "workload": plain_schema(WorkloadMessage),
         "reward": {
@@ -188,7 +211,9 @@ def _info() -> Mapping[str, Any]:
             "grade": 'config.reward "grade" pays what the step adds to the grade: the mean is the score; no bounds',
             "weights": {str(task.task_id): asdict(task.reward) for task in tasks},
         },
-        "calibration": {str(task.task_id): _calibration(task.task_id) for task in tasks},
+        "calibration": {
+            str(task.task_id): None if (found := _constants_of(task)) is None else asdict(found) for task in tasks
+        },
         # Only source and support of the times, not the times themselves.
         "data": {name: value for name, value in table.meta.items() if not name.startswith("iteration_")},
         "tiers": {str(i): name for i, name in enumerate(table.tiers)},
@@ -203,13 +228,6 @@ def _hardware(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A table of the catalogue as GET /info lists it."""
     kept = ("card", "cards_per_replica", "engine", "tiers", "memory_limit_gb")
     return {"model": usual_name(str(entry["model"])), **{name: entry[name] for name in kept}}
-
-
-def _calibration(task_id: TaskId) -> dict[str, float] | None:
-    try:
-        return asdict(get_calibration(task_id))
-    except InvalidConfigError:
-        return None  # a user's task that is not calibrated yet
 
 
 def _manifest() -> Path:

@@ -68,7 +68,7 @@ def report(
     return detail, f"{listed}. Most to gain: {worst} ({advice[worst]})."
 
 
-def words(task: TaskSpec) -> str:
+def words(task: TaskSpec, _: Calibration | None) -> str:
     """The formula with the task's weights and limits."""
     objectives, gpus, churn = task.grade["weights"]
     missed, changes, most = task.grade["missed_share_limit"], task.grade["changes_limit"], task.fleet.max_replicas or 1

@@ -74,12 +74,13 @@ def report(
     return detail, f"{listed}. Most to gain: {worst} ({terms[worst][1]})."
 
 
-def words(task: TaskSpec) -> str:
+def words(task: TaskSpec, calibration: Calibration | None) -> str:
     """The formula with the task's weights and budget."""
     throughput, objectives, cost, stability = task.grade["weights"]
+    best = "optimal_tps" if calibration is None else f"{calibration.optimal_tps:g}"
     return (
-        f"{throughput:g} * mean tokens/s / optimal_tps of GET /info's calibration + {objectives:g} * (1 - mean "
-        f"slo_violations per second / 100) + {cost:g} * (1 - sum of cost_per_1k / {task.cost_budget:g}) + "
+        f"{throughput:g} * mean tokens/s / {best} + {objectives:g} * (1 - mean slo_violations per second / 100) + "
+        f"{cost:g} * (1 - sum of cost_per_1k / {task.cost_budget:g}) + "
         f"{stability:g} * stability, which is 1 where batch_size and kv_budget never move"
     )
 

@@ -48,7 +48,7 @@ def report(
     )
 
 
-def words(task: TaskSpec) -> str:
+def words(task: TaskSpec, _: Calibration | None) -> str:
     """The formula with the task's target and limit."""
     limit_gb, slope_gb = task.grade["memory_limit_gb"], task.grade["memory_slope_gb"]
     return (

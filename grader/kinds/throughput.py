@@ -42,9 +42,12 @@ def report(
     )
 
 
-def words(_: TaskSpec) -> str:
-    """The formula in words."""
-    return "(mean tokens/s - floor_tps) / (optimal_tps - floor_tps), two constants of GET /info's calibration"
+def words(_: TaskSpec, calibration: Calibration | None) -> str:
+    """The formula with the floor and the optimum."""
+    if calibration is None:
+        return "(mean tokens/s - floor_tps) / (optimal_tps - floor_tps)"
+    floor, optimum = calibration.floor_tps, calibration.optimal_tps
+    return f"(mean tokens/s - {floor:g}) / {optimum - floor:g}"
 
 
 RULE = GradeRule(Throughput, score, shares, report, words)

@@ -14,8 +14,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Scope
 
+from agents.briefing import Interface, serving_briefing
+from env.families import SERVING
 from env.family import Family, outcome
 from env.log import over_steps
+from env.serving.family import RULES, describe_task
 from inferencegym import __version__
 from inferencegym.errors import (
     MISSING,
@@ -28,6 +31,7 @@ from inferencegym.errors import (
     short_repr,
 )
 from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
+from inferencegym.tasks import get_task
 from server import schemas
 from server.context import Context
 from server.net.errors import InvalidRequestError
@@ -49,6 +53,13 @@ MAX_RUN_S: Final = 60
 INSTRUCTIONS: Final = (
     "begin starts an episode (without it, the first tool starts one of the default task). set_knobs sets knobs and "
     "plays one step with them; run plays on with the knobs as they are; observe costs no time; grade gives the score."
+)
+
+PLAYER: Final = Interface(
+    "`set_knobs` sets knobs and plays one step; `run` plays on for up to 60 seconds with the knobs as they are; "
+    "`observe` looks and `grade` gives the score so far, both take no time; `begin` starts the next episode. {steps} "
+    "steps are left.",
+    ("seconds", "reward", "done", "action_applied", "fleet", "by_class", "grade_so_far"),
 )
 
 
@@ -111,7 +122,7 @@ class McpTools:
         del began["properties"]["session_id"]
         acted = {**plain_schema(family.action_model), "description": schemas.LEFT_OUT}
         self._tools: Mapping[str, tuple[Call, str, dict[str, Any]]] = {
-            "begin": (self._begin, "Start an episode; GET /tasks describes the tasks, GET /info the rules.", began),
+            "begin": (self._begin, "Start an episode. Where the environment has one, returns a briefing.", began),
             "observe": (self._observe, "Look at the environment; no time passes.", plain_schema(NoArguments)),
             "set_knobs": (
                 self._act,
@@ -215,7 +226,13 @@ class McpTools:
             session_id=session_id,
             create=True,
         )
-        return _seen(live)
+        return {**_seen(live), **self._briefing(live)}
+
+    def _briefing(self, live: LiveSession) -> dict[str, str]:
+        if self._family.name != SERVING:
+            return {}
+        task = describe_task(get_task(live.env.task_id))
+        return {"briefing": serving_briefing(task, RULES, PLAYER, live.env.config_dict())}
 
     async def _observe(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         read_request(NoArguments, arguments, "arguments")

@@ -236,7 +236,7 @@ SERVED = GradeRule(
     score=score_served,
     shares=lambda task, calibration, n_steps: step_shares(served=(1.0, 1.0, {"slo_violations": -1.0 / 50.0})),
     report=lambda task, calibration, episode, parts: ({}, f"{parts['served']:.2f} served."),
-    words=lambda task: "1 - mean slo_violations per second / 50",
+    words=lambda task, calibration: "1 - mean slo_violations per second / 50",
 )
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agents.briefing import serving_briefing, tasks_and_rules
-from agents.integrations.text_episode import HOLD_S, rounded
+from agents.briefing import GIVEN, Interface, serving_briefing
+from agents.integrations.text_episode import HOLD_S, rounded, tasks_and_rules
 from env.log import over_steps
 from inferencegym.client.http import DEFAULT_URL
 from inferencegym.client.openenv import InferenceGymEnv
@@ -30,6 +30,12 @@ TOOL: Final = Tool(
     name="set_knobs",
     description="Set knobs of the fleet and let it serve for one step; knobs that are left out stay as they are.",
     input_schema=plain_schema(ServeActionMessage),
+)
+
+CALLS: Final = Interface(
+    "A call of `set_knobs` plays one step with the knobs that it sets. {steps} calls are left; what you do not play is "
+    "played with the knobs in force.",
+    (*GIVEN, "reward", "done"),
 )
 
 
@@ -94,7 +100,8 @@ class FleetSessionFactory(ResourceSessionFactory[FleetSession]):  # type: ignore
             initial_messages_builder=lambda first, chosen: [
                 {
                     "role": "user",
-                    "content": f"{serving_briefing(chosen, rules, config)}\nIt shows now: {_shown(first.observation)}",
+                    "content": f"{serving_briefing(chosen, rules, CALLS, config)}\n"
+                    f"It shows now: {_shown(first.observation)}",
                 }
             ],
             tool_result_builder=_result,
