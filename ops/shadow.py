@@ -82,8 +82,8 @@ class ShadowReport:
         requests = self.log["requests"]
         if requests * STATED_ERROR < 1:
             return (
-                f"No recommendation: the log has {requests} requests, and a single one is more than the simulator's "
-                f"error of {STATED_ERROR:.0%}. Use a log of at least {round(1 / STATED_ERROR)}."
+                f"No recommendation: in a log of {requests} each request counts for more than the simulator's error of "
+                f"{STATED_ERROR:.0%}. Use a log of at least {round(1 / STATED_ERROR)} requests."
             )
         if self.best().slo_miss_share >= 1 - STATED_ERROR:
             return (

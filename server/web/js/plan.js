@@ -1,9 +1,9 @@
 /** Plan tab: the GPUs and settings that serve a visitor's request log within objectives. */
 
 import { once, post } from "./api.js";
-import { announce, el, field, fill, problem, select, table, wrongNumber } from "./dom.js";
+import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { EngineSettings, LogBox } from "./request_log.js";
+import { EngineSettings, LogBox, refusal } from "./request_log.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEAD = ["Hardware", "GPUs", "TP", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
@@ -93,7 +93,7 @@ class PlanTab {
       this.tell(el("p", { text: "Searching…" }));
       this.report(await post("plan", body));
     } catch (error) {
-      this.tell(problem(error));
+      this.tell(refusal(error));
     }
     this.button.disabled = false;
   }

@@ -35,6 +35,12 @@ export class LogBox extends DropBox {
   }
 }
 
+/** An alert with an error of a form, or of the API in the form's words. */
+export function refusal({ message, code = "", next }) {
+  const words = message.replaceAll("n_gpus", "GPUs").replaceAll("prefill_disagg", "separate prefill");
+  return problem({ message: words, next: code.startsWith("invalid_") ? "change it in the form" : next });
+}
+
 /** A section with settings for an engine to copy or download. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
 export class EngineSettings {
   constructor({ title, label, engineLabel, downloadLabel, textOf, choices = [], report: { text, name, data } }) {

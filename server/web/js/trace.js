@@ -2,11 +2,11 @@
 
 import { once, own, post } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, el, field, fill, problem, select, table, wrongNumber } from "./dom.js";
+import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
-import { EngineSettings, LogBox } from "./request_log.js";
+import { EngineSettings, LogBox, refusal } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -107,7 +107,7 @@ class Trace {
       this.tell(el("p", { text: "Simulating…" }));
       this.report(await post("shadow", body), tiers);
     } catch (error) {
-      this.tell(problem(error));
+      this.tell(refusal(error));
     }
     this.button.disabled = false;
   }
