@@ -340,7 +340,7 @@ def test_a_command_whose_packages_are_missing_names_the_extra_in_one_line(
 @pytest.mark.parametrize(
     ("program", "extra"),
     [
-        ("import gymnasium; gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v1')", "sim"),
+        ("import gymnasium; gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v2')", "sim"),
         ("from inferencegym.client import InferenceGymEnv", "openenv"),
     ],
 )
@@ -374,7 +374,7 @@ def test_the_installed_command_simulates_and_evaluates_as_the_clone_does(complet
 @pytest.mark.slow
 def test_an_installed_environment_is_made_by_its_id_and_steps(complete: Fresh) -> None:
     said = complete.python(
-        "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v1'); e.reset(seed=0); "
+        "import gymnasium; e = gymnasium.make('inferencegym.gym:InferenceGym/StaticUniform-v2'); e.reset(seed=0); "
         "print(e.unwrapped.__class__.__module__, e.step(e.action_space.sample())[1] <= 1.0)"
     )
     assert said == "inferencegym.env.gym True"
