@@ -51,6 +51,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--task", action="append", help="task id, repeatable (default: 2, 3 and autoscale)")
+    parser.add_argument("--version", type=int, action="append", choices=(1, 2), help="of the id (default: both)")
     parser.add_argument("--seeds", type=int, default=1, help="training seeds per id, from 0 (default 1)")
     parser.add_argument("--seconds", type=int, default=200_000, help="simulated seconds of a run (default 200000)")
     args = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for task in map(get_task, args.task or ["2", "3", "autoscale"]):
         heuristic = evaluate("heuristic", task).scores.mean()
-        for env_id in (registered_id(task.gym_id), registered_id(task.gym_id, version=2)):
+        for env_id in (registered_id(task.gym_id, version) for version in args.version or (1, 2)):
             for seed in range(args.seeds):
                 start = time.perf_counter()
                 model = train(env_id, seed, args.seconds)
