@@ -40,7 +40,7 @@ from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
 from simulator.hardware.memory import kv_capacity_tokens
-from simulator.hardware.sources import source_of
+from simulator.hardware.sources import reported_gb, source_of
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 
@@ -302,10 +302,10 @@ class _Card:
         self._on_all: dict[int, Plan] = {}
         self.best: Plan | None = None
 
-    def price(self) -> tuple[float, float]:
-        """Sort key: cost of the best plan, then its margin, the largest first."""
+    def price(self) -> tuple[float, float, float]:
+        """Sort key: cost of the best plan, then the memory of its cards, then its margin, the largest first."""
         assert self.best is not None
-        return _cost(self.best), -self.best.margin
+        return _cost(self.best), reported_gb(self._tables.meta), -self.best.margin
 
     def search(self, progress: Callable[[float], None]) -> None:
         """Find the smallest number of GPUs on which a setting meets the objectives on all of the log."""

@@ -205,7 +205,7 @@ def notes(report: PlanReport) -> list[str]:
         found.append(f"Searched on {part}, played on {played}; more traffic is judged on the busiest part.")
     if not report.currency:
         found.append(
-            "Without prices plans are ordered by GPUs and then by margin: a large card counts the same as a small one."
+            "Without prices plans are ordered by GPUs, then by a card's memory, the smallest first, then by margin."
         )
     elif report.prices_from:
         found.append(f"Prices: {report.prices_from}.")

@@ -244,6 +244,7 @@ def test_a_policy_without_drafting_exports_no_speculation(report: ShadowReport) 
         "max-num-seqs": 16,
         "gpu-memory-utilization": pytest.approx(0.94, abs=0.01),
         "max-num-batched-tokens": 2048,
+        "max-model-len": "auto",
         "dtype": "float16",
     }
 
