@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -134,8 +135,6 @@ def _may_run(owner: Mapping[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
+    except OSError as error:
+        return error.errno == errno.EPERM  # another user's process
     return True
