@@ -103,14 +103,14 @@ bench: $(STAMPS)/dev $(STAMPS)/package
 
 # --- Checking ------------------------------------------------------------------------------------------------------
 
-# The quick tests first, on two processes; the slow ones only when those pass. What they start (Redis, Chromium) is
+# The quick tests first, then, if they pass, the slow ones, each on two processes. What they start (Redis, Chromium) is
 # installed before where that is allowed; elsewhere the tests that need it are skipped, and the last lines say so.
 # TESTS=PATH runs those of a path. It may have quick tests only, or slow ones only (pytest's status 5: none collected);
 # with neither, the command fails.
 test: test-servers $(STAMPS)/rl $(STAMPS)/package
 	@quick=0; $(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile || quick=$$?; \
 	[ $$quick = 0 ] || [ $$quick = 5 ] || exit $$quick; \
-	slow=0; $(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine' || slow=$$?; \
+	slow=0; $(PYTHON) -m pytest $(TESTS) -m 'slow and not soak and not engine' -n 2 --dist loadfile || slow=$$?; \
 	[ $$slow != 5 ] || exit $$quick; exit $$slow
 	@scripts/install_test_servers.sh --check
 
