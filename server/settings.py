@@ -152,7 +152,7 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(1_048_576, ge=1_024, le=1_073_741_824, description="Largest request body, in bytes.")
     max_log_bytes: int = Field(
-        10_485_760, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
+        12_582_912, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
     )
     max_trace_bytes: int = Field(
         4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow and /plan, in bytes."

@@ -57,12 +57,12 @@ from server.sessions.manager import LiveSession, StepResult
 LARGE_LOG_ENTRIES: Final = 300
 """Longer logs are graded on a thread."""
 LOG_BOUNDS: Final = JsonBounds(
-    values=72 * MAX_EPISODE_LENGTH + MAX_VALUES,
-    arrays=12 * MAX_EPISODE_LENGTH + MAX_VALUES,
+    values=100 * MAX_EPISODE_LENGTH + MAX_VALUES,
+    arrays=20 * MAX_EPISODE_LENGTH + MAX_VALUES,
     texts=2 * MAX_EPISODE_LENGTH + MAX_VALUES,
 )
-"""Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 55 values,
-nine of them arrays and objects."""
+"""Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 80 values,
+sixteen of them arrays and objects."""
 
 
 class StateQuery(BaseModel):

@@ -420,7 +420,7 @@ def test_the_text_about_a_score_names_every_weight_of_it(task_id: int) -> None:
     task = get_task(task_id)
     text = describe_task(task)["score"]
     weights = task.grade.get("weights", (0.5, 0.5) if task.grade["kind"] == "latency_memory" else ())
-    assert len(text) > 40
+    assert weights or text.startswith("(mean tokens/s - ")
     assert [weight for weight in weights if f"{weight:g} * " not in text] == []
 
 

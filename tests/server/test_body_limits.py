@@ -188,10 +188,11 @@ def test_a_frame_with_too_many_values_is_refused_and_the_episode_goes_on(client:
 
 
 def test_the_longest_requests_that_paths_are_for_are_taken(client: TestClient) -> None:
-    session_id = client.post("/reset").json()["session_id"]
-    step = client.post("/step", json={"session_id": session_id}).json()
-    log = {"task_id": 1, "episode_log": [step] * MAX_EPISODE_LENGTH}
-    assert client.post("/grader", content=json.dumps(log, indent=1)).status_code == 200
+    for task_id in (1, 3):
+        session_id = client.post("/reset", json={"task_id": task_id}).json()["session_id"]
+        step = client.post("/step", json={"session_id": session_id}).json()
+        log = {"task_id": task_id, "episode_log": [step] * MAX_EPISODE_LENGTH}
+        assert client.post("/grader", content=json.dumps(log, indent=1)).status_code == 200
     seeds = {"seeds": [*range(MAX_ROWS)], "config": {"episode_length": 10}}
     assert client.post("/reset/batch", json=seeds).status_code == 200
     batch = client.post("/reset/batch", json={"n": 1, "autoreset": True}).json()["session_id"]
