@@ -38,6 +38,17 @@ def require_writable(path: str | Path) -> None:
     _beside(Path(path)).unlink()
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process with this id exists, such as the one that wrote a file."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
 def make_folder(path: str | Path) -> Path:
     """Make a folder unless it exists, and return it; :class:`DataFormatError` if files cannot be written to it."""
     path = Path(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
-from inferencegym.files import write_text
+from inferencegym.files import is_running, write_text
 from live.engines.engine import Knobs, Orders
 
 MAX_BYTES: Final = 65_536
@@ -133,8 +132,4 @@ def _may_run(owner: Mapping[str, Any]) -> bool:
         return True
     if type(pid) is not int or not 0 < pid < 2**31:
         return False
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.EPERM  # another user's process
-    return True
+    return is_running(pid)

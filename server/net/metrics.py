@@ -24,6 +24,7 @@ import orjson
 
 from env.families import FAMILIES, SERVING
 from inferencegym import __version__
+from inferencegym.files import is_running
 from server.net.background import background
 
 if TYPE_CHECKING:
@@ -215,17 +216,6 @@ def _processes(running: list[Snapshot]) -> Iterator[Metric]:
         "Release and lookup table that are served",
         value={"version": __version__, "table_sha256": str(FAMILIES[SERVING].table_sha256())},
     )
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def resident_bytes() -> int:
