@@ -142,12 +142,7 @@ class RequestFleet:
 
     def reset_rows(self, rows: Iterable[int]) -> None:
         """Start these rows anew."""
-        index = np.fromiter(rows, dtype=np.int64)
-        for array in self.state.rows.values():
-            array[index] = 0
-        self.state.rows["rollout_share"][index] = 1.0
-        self.state.rows["replicas_ready"][index] = self.params.n_replicas
-        self.state.rows["rate_ema"][index] = self.params.nominal_rate_rps
+        self.state.start(rows, self.params)
 
     def idle(self) -> Mapping[str, float]:
         """No metrics: an engine has none before the first second."""

@@ -251,6 +251,15 @@ class ServingState:
 
     rows: dict[str, NDArray[Any]]
 
+    def start(self, rows: Iterable[int], params: ServingParams) -> None:
+        """Empty these fleets: nothing queued, nothing running, time 0."""
+        index = np.fromiter(rows, dtype=np.int64)
+        for array in self.rows.values():
+            array[index] = 0
+        self.rows["rollout_share"][index] = 1.0
+        self.rows["replicas_ready"][index] = params.n_replicas
+        self.rows["rate_ema"][index] = params.nominal_rate_rps
+
     def copy_from(self, other: ServingState) -> None:
         """Overwrite this state with another of the same shape."""
         for name, array in self.rows.items():
@@ -324,12 +333,7 @@ class ServingFleet:
 
     def reset_rows(self, rows: Iterable[int]) -> None:
         """Empty these fleets: nothing queued, nothing running, time 0."""
-        index = np.fromiter(rows, dtype=np.int64)
-        for array in self.state.rows.values():
-            array[index] = 0
-        self.state.rows["rollout_share"][index] = 1.0
-        self.state.rows["replicas_ready"][index] = self.params.n_replicas
-        self.state.rows["rate_ema"][index] = self.params.nominal_rate_rps
+        self.state.start(rows, self.params)
 
     def step(self, lo: int = 0, hi: int | None = None) -> None:
         """Serve one step in rows ``lo`` to ``hi``; every row must have steps left."""
