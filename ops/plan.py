@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from agents.policies.constant import ConstantAgent
+from agents.protocol import FloatArray
 from agents.registry import make_agent
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
@@ -178,10 +179,11 @@ def make_plan(
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
     played, searched = busiest(log, MAX_SPAN_S), busiest(log, SEARCH_S)
     limit_ms = strictest.limit_ms if strictest else None
+    request_tokens = np.sort(played.prompt_tokens + played.output_tokens)
     searches = []
     for at, (name, table) in enumerate(tables.items()):
         tasks = [log_task(part, table, limit_ms) for part in (searched, played)]
-        card = _Card(name, table, tasks[0], tasks[1], objectives, required, prices, precisions, drafts)
+        card = _Card(name, table, tasks[0], tasks[1], request_tokens, objectives, required, prices, precisions, drafts)
         progress(f"searching {name}", at / (len(tables) + 1))
         card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
         searches.append(card)
@@ -275,7 +277,7 @@ def _cost(plan: Plan) -> float:
 
 
 class _Card:
-    """Search on one card."""
+    """Search on one card; ``request_tokens`` are the sorted tokens of each request that is played."""
 
     def __init__(
         self,
@@ -283,6 +285,7 @@ class _Card:
         tables: ServingTables,
         searched: TaskSpec,
         played: TaskSpec,
+        request_tokens: FloatArray,
         objectives: Sequence[Objective],
         required: float,
         prices: Prices | None,
@@ -291,8 +294,7 @@ class _Card:
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required, self._drafts = objectives, required, drafts
-        assert played.log is not None
-        self._request_tokens = played.log.prompt_tokens + played.log.output_tokens
+        self._request_tokens = request_tokens
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
@@ -404,7 +406,8 @@ class _Card:
 
     def _too_long(self, action: ServeAction) -> float:
         """Share of requests that need more tokens than the KV pool holds."""
-        return float((self._request_tokens > self._pool_tokens(action)).mean())
+        served = np.searchsorted(self._request_tokens, self._pool_tokens(action), side="right")
+        return (len(self._request_tokens) - int(served)) / len(self._request_tokens)
 
     @property
     def warnings(self) -> list[str]:
