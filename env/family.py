@@ -162,7 +162,7 @@ class GymFaces:
     scalar: str
     vector: str | None = None
     learner: Mapping[str, Any] | None = None
-    """Arguments of a second id, ``-v2``, with which a learner needs no tuning; None: there is none."""
+    """Arguments of a second id, ``-v2``, with which a learner needs no tuning; tasks have no such id with None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@
 One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. Serving tasks have a second one, ``-v2``,
 with other defaults, for learners without tuning (:data:`env.serving.family.LEARNER`). With ``inferencegym.gym:`` before
 it, an id makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native
-batch.
-See :mod:`inferencegym.spaces.formats` for the formats of observations and actions, :mod:`inferencegym.vector_env` for
-the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and ``HTTPVectorEnv``
-(:mod:`inferencegym.client.gym`) play the same episodes on a server.
+batch. See :mod:`inferencegym.spaces.formats` for the formats of observations and actions,
+:mod:`inferencegym.vector_env` for the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and
+``HTTPVectorEnv`` (:mod:`inferencegym.client.gym`) play the same episodes on a server.
 """
 
 from __future__ import annotations
