@@ -65,11 +65,12 @@ def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
 
 def run_policy(
     family: Family, name: str, task_id: TaskId, seed: int, config: Mapping[str, Any] | None = None
-) -> tuple[EpisodeEnv, list[dict[str, Any]], list[str]]:
+) -> tuple[EpisodeEnv, list[dict[str, Any]], list[str], list[float]]:
     """Play a whole episode with a built-in policy.
 
-    Returns the environment, its observations (one before the first step, then one after each) and the phase of the
-    traffic at each step. Raises :class:`InvalidConfigError` where the policy cannot play the task.
+    Returns the environment, its observations (one before the first step, then one after each), the phase of the traffic
+    at each step, and the score of the seconds so far after each, where the family has it. Raises
+    :class:`InvalidConfigError` where the policy cannot play the task.
     """
     players = players_of(family)
     if players.make is None:
@@ -77,12 +78,14 @@ def run_policy(
     env = family.make()
     observation = env.reset(seed=seed, task_id=task_id, config=config)
     act = players.make(name, env)
-    seen, phases = [env.observation_dict()], list[str]()
+    seen, phases, scores = [env.observation_dict()], list[str](), list[float]()
     while not env.done:
         observation, _, _ = env.play(act(observation))
         seen.append(env.observation_dict())
         phases.append(str(env.state().get("workload_phase", "steady")))
-    return env, seen, phases
+        if family.score_so_far is not None:
+            scores.append(family.score_so_far(env))
+    return env, seen, phases, scores
 
 
 # ---------------------------------------------------------------- comparisons for the command line

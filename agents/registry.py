@@ -50,8 +50,8 @@ AGENTS: Final[dict[str, RegisteredAgent]] = {}
 def register(name: str, factory: AgentFactory, description: str = "", *, stored: bool = False) -> None:
     """Register an agent under a name; the parameters are the fields of :class:`RegisteredAgent`.
 
-    Agents without a description stay with the command line and the library: they need an argument, read the files of
-    whoever starts them, or play the few tasks that scale.
+    Agents without a description stay with the command line and the library: they need an argument, or tell a server's
+    visitors nothing that another agent does not.
     """
     AGENTS[name] = RegisteredAgent(factory, description, stored)
 
@@ -183,10 +183,14 @@ register(
     lambda task, _: HeuristicAgent(task),
     "Rules an operator would write: capacity planning, and a second setting for floods.",
 )
-register("hpa", lambda task, _: HpaAgent(task))
-register("kpa", lambda task, _: KpaAgent(task))
+register("hpa", lambda task, _: HpaAgent(task), "Kubernetes' Horizontal Pod Autoscaler: replicas by load and queue.")
+register("kpa", lambda task, _: KpaAgent(task), "Knative's autoscaler: replicas by concurrency, with a panic mode.")
 register("scheduled", lambda task, _: ScheduledAgent(task))
-register("planner", lambda task, _: PlannerAgent(task))
+register(
+    "planner",
+    lambda task, _: PlannerAgent(task),
+    "Replicas for the forecast load and the queue, as capacity planners do.",
+)
 register("ppo", make_ppo, "A small network trained with PPO.", stored=True)
 register("best_static", _best_static, "The best constant setting that a search found for the task.", stored=True)
 register("best_adaptive", _best_adaptive, "The best switching policy that a search found for the task.", stored=True)

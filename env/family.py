@@ -236,6 +236,8 @@ class Family:
     """Field of an action whose bare value is accepted as an action."""
     arrivals: Callable[[Any], Sequence[float]] | None = None
     """Requests that arrived in each second of an episode; None if its metrics or observations have them."""
+    score_so_far: Callable[[Any], float] | None = None
+    """Score of the seconds that an episode has played; None if only whole episodes have one."""
     gym: GymFaces | GymCodec | None = None
     http: HttpShape = HttpShape()
     info: Callable[[], Mapping[str, Any]] = dict

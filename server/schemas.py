@@ -213,6 +213,9 @@ class PlayAnswer(BaseModel):
             description="requests that arrived in each second, because observations have only an average",
         ),
     ]
+    score_so_far: Annotated[
+        list[float], Field(default_factory=list, description="score of the seconds so far, after each step")
+    ]
     score: Annotated[float, Field(ge=0, le=1)]
 
 

@@ -261,6 +261,7 @@ FAMILY: Final = Family(
     listed_id=lambda task_id: str(task_id).partition(AT)[0],
     table_sha256=lambda: tables().sha256,
     arrivals=InferenceEnv.arrivals,
+    score_so_far=lambda env: float(env.info()["grade_so_far"]["score"]),
     gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv", LEARNER),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,

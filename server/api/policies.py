@@ -167,7 +167,7 @@ class PlayedEpisode:
         """Play the episode; returns its columns, one value per step, and its grade. Runs on a thread."""
         family = self.family
         try:
-            env, seen, phases = run_policy(family, self.agent, self.task_id, self.seed, self.config)
+            env, seen, phases, scores = run_policy(family, self.agent, self.task_id, self.seed, self.config)
         except InvalidConfigError as error:
             raise UnknownPolicyError(f"there is no policy {self.agent!r} for task {self.task_id!r}: {error}") from error
         log = env.episode_log
@@ -183,6 +183,7 @@ class PlayedEpisode:
             "config": env.config_dict(),
             "phase": phases,
             **({} if family.arrivals is None else {"arrivals": family.arrivals(env)}),
+            **({} if family.score_so_far is None else {"score_so_far": scores}),
             **family.grade(env.task_id, log),
         }
         return {**episode, "episode_log": log} if self.log else episode

@@ -80,8 +80,8 @@ def _policies_schema(family: Family) -> dict[str, Any]:
 
 def _playable_policies(family: Family, wanted: ShadowRequest) -> list[str]:
     if wanted.task_id is None:
-        players = players_of(family)
-        possible = [name for name in players.policies() if name not in players.stored()]
+        stored = players_of(family).stored()
+        possible = [name for name in available(family, family.default_task)[1] if name not in stored]
         more = ", unless task_id names the task of the stored policy"
     else:
         possible, more = available(family, wanted.task_id)[1], f" for task {wanted.task_id!r}"
