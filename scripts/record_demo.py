@@ -1,6 +1,6 @@
-"""Record the web page: an animated GIF of a race, and a screenshot, both for the README.
+"""Record the web page: an animated GIF of a race, a screenshot, both for the README, and the picture of link previews.
 
-    python scripts/record_demo.py [--url http://localhost:7860] [--out benchmarks/figures]
+    python scripts/record_demo.py [--only card picture film] [--url http://localhost:7860] [--out benchmarks/figures]
 
 Without ``--url`` the script starts a server. Needs Chromium and the requirements for training (Pillow comes with them).
 Frames are timed by the race's own clock, so the length of the film does not depend on the speed of the recording
@@ -35,12 +35,15 @@ CHROMIUM_ARGUMENTS: Final = ("--no-sandbox", "--disable-gpu", "--disable-backgro
 TASK, SEED = 3, 42
 FILM_SIZE: Final = {"width": 1180, "height": 860}
 PICTURE_SIZE: Final = {"width": 1280, "height": 1000}
+CARD_SIZE: Final = {"width": 1200, "height": 630}
+CARD: Final = ROOT / "server" / "web" / "img" / "card.png"
 FILM_WIDTH: Final = 880
 FILM_LIMIT_BYTES: Final = 5_000_000
 PICTURE_LIMIT_BYTES: Final = 150_000
 MS_PER_SECOND: Final = 90
 """Milliseconds of film per second of the race."""
 END_MS: Final = 5_000
+KINDS: Final = ("film", "picture", "card")
 START_S: Final = 30
 
 ORDER: Final = ("quant_tier", "batch_size", "kv_budget", "prefill_disagg", "spec_length")
@@ -52,19 +55,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Record a film and a screenshot of a race on the web page.")
     parser.add_argument("--url", help="a running server; without it one is started")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "figures", help="folder for the files")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="what to record")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     server = contextlib.nullcontext(options.url) if options.url else running_server()
     with server as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=list(CHROMIUM_ARGUMENTS))
         written = [
-            film(browser, url, options.out / "race.gif"),
-            picture(browser, url, options.out / "page-desktop.png"),
+            *([film(browser, url, options.out / "race.gif")] if "film" in options.only else []),
+            *([picture(browser, url, options.out / "page-desktop.png")] if "picture" in options.only else []),
+            *([card(browser, url, CARD)] if "card" in options.only else []),
         ]
         browser.close()
     too_large = 0
-    for path, limit in zip(written, (FILM_LIMIT_BYTES, PICTURE_LIMIT_BYTES), strict=True):
-        size = path.stat().st_size
+    for path in written:
+        size, limit = path.stat().st_size, FILM_LIMIT_BYTES if path.suffix == ".gif" else PICTURE_LIMIT_BYTES
         too_large += size > limit
         print(f"{path.name}: {size:,} bytes" + (f", more than {limit:,}" if size > limit else ""))
     return 1 if too_large else 0
@@ -200,6 +205,19 @@ def picture(browser: Browser, url: str, path: Path) -> Path:
     page.get_by_role("button", name="Start the race").click()
     page.wait_for_selector(".result h2")
     page.evaluate("() => window.scrollTo(0, 0)")
+    return _save(page, path)
+
+
+def card(browser: Browser, url: str, path: Path) -> Path:
+    """Picture of link previews: the first screen half-way through a race."""
+    page = opened(browser, url, CARD_SIZE, "dark")
+    page.get_by_label("Speed").select_option("25")
+    for knob, position in best_moves(page, url):
+        page.locator(f"#knob-{knob}").fill(position)
+    page.get_by_role("button", name="Start the race").click()
+    page.wait_for_function("() => document.querySelector('.duel progress').value >= 100")
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Resume").wait_for()
     return _save(page, path)
 
 

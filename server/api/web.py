@@ -1,19 +1,25 @@
 """The web page at ``/web/``: our files, and uPlot, the chart library, in ``charts/``.
 
-Links and redirects are relative, so the page works behind a proxy's path and in a frame. There are no inline scripts or
-styles and no external files, so the content security policy allows only this origin.
+Links and redirects are relative, so the page works behind a proxy's path and in a frame. There are no inline scripts
+and no external files, so the content security policy allows only this origin. The page itself is sent with its styles
+in it (the policy names their digest), so that something is visible after one answer on a slow connection.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import re
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,8 +34,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def web_routes(settings: Settings) -> list[BaseRoute]:
     """``/`` and ``/web`` lead to ``/web/``, ``/traffic`` and ``/rollouts`` to their tabs; below it lies the page."""
-    page = StaticFiles(directory=PAGE_DIR, html=True)
-    policy = content_policy(settings)
+    page = Router([Route("/", _page), Mount("", StaticFiles(directory=PAGE_DIR))])
+    policy = content_policy(settings, _styles())
     return [
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
@@ -42,10 +48,35 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
     ]
 
 
-def content_policy(settings: Settings) -> str:
-    """The page's content security policy: this origin, no inline script or style, frames as the settings say."""
-    own = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; manifest-src 'self'"
+def content_policy(settings: Settings, styles: str = "") -> str:
+    """Content security policy of a page: this origin, no inline code but ``styles``, frames as the settings say."""
+    digest = f" 'sha256-{base64.b64encode(hashlib.sha256(styles.encode()).digest()).decode()}'" if styles else ""
+    own = f"script-src 'self'; style-src 'self'{digest}; img-src 'self' data:; connect-src 'self'; manifest-src 'self'"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors {settings.frame_ancestors}"
+
+
+@cache
+def _styles() -> str:
+    """The page's style sheets as one."""
+    return "".join((PAGE_DIR / name).read_text(encoding="utf-8") for name in ("charts/uPlot.min.css", "style.css"))
+
+
+@cache
+def _index() -> str:
+    """The page with its styles in it."""
+    text = (PAGE_DIR / "index.html").read_text(encoding="utf-8")
+    without = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", text)
+    return without.replace("</head>", f"<style>{_styles()}</style>\n</head>")
+
+
+async def _page(request: Request) -> Response:
+    """The page. Previews of a link name its ``beat``, a friend's score; their picture needs an absolute address."""
+    text = _index()
+    if re.fullmatch(r"[01]\.\d{1,3}", beat := request.query_params.get("beat", "")):
+        text = text.replace("Beat the heuristic at running", f"Beat my {beat} at running")
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
+    picture = html.escape(str(request.url.replace(scheme=scheme, query="", path=f"{request.url.path}img/card.png")))
+    return HTMLResponse(text.replace('content="img/card.png"', f'content="{picture}"'))
 
 
 def _to(place: str) -> Endpoint:

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,11 @@ def race_to_the_end(page: Page) -> float:
 
 def test_a_stranger_sees_charts_of_real_episodes_before_touching_anything(visit: Visit, server: RunningServer) -> None:
     page = visit().open()
-    expect(page.locator("#panel-race figure.chart canvas")).to_have_count(6)
+    expect(page.locator("#panel-race .stage figure.chart canvas")).to_have_count(6)
     policies = server.get("/policies", task_id=3)["policies"]
     expect(page.locator("#panel-race .strip")).to_have_count(1 + len(policies))
     expect(page.locator("#panel-race .legend label")).to_have_count(1 + len(policies))
-    assert "Heuristic: now" in page.locator("#panel-race figure.chart p.unseen").nth(1).text_content()
+    assert "Heuristic: now" in page.locator("#panel-race .stage figure.chart p.unseen").nth(1).text_content()
 
 
 def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit: Visit, server: RunningServer) -> None:
@@ -134,7 +135,7 @@ def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit
     slider.focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    expect(slider).to_have_attribute("aria-valuetext", "batch 96")
+    expect(slider).to_have_attribute("aria-valuetext", "batch 448")
     start = page.get_by_role("button", name="Start the race")
     start.focus()
     page.keyboard.press("Enter")
@@ -158,16 +159,16 @@ def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit
 def test_arrivals_are_drawn_as_they_came_and_not_as_an_average(visit: Visit, server: RunningServer) -> None:
     page = visit().open("race?task=3&seed=5")
     arrivals = server.post("/play", {"task_id": 3, "seed": 5, "agent": "heuristic"})["arrivals"]
-    said = page.locator("#panel-race figure.chart p.unseen").first
+    said = page.locator("#panel-race .stage figure.chart p.unseen").first
     expect(said).to_contain_text(f"Arrivals: now {arrivals[-1]:.0f}, highest {max(arrivals):.0f}")
 
 
 def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Visit) -> None:
     page = visit().open("race?task=autoscale&seed=5")
-    replicas = page.locator("#panel-race figure.chart", has_text="Replicas requested")
+    replicas = page.locator("#panel-race .stage figure.chart", has_text="Replicas requested")
     expect(replicas.locator("p.unseen")).to_contain_text("Best adaptive: now")
     slider = page.get_by_label("Replicas", exact=True)
-    expect(slider).to_have_attribute("aria-valuetext", "2 replicas")
+    expect(slider).to_have_attribute("aria-valuetext", "3 replicas")
     slider.fill("3")
     expect(slider).to_have_attribute("aria-valuetext", "4 replicas")
     score = race_to_the_end(page)
@@ -179,8 +180,67 @@ def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Vi
     expect(replicas).to_have_count(0)
     again = visit().page
     again.goto(link)
-    again.get_by_label("Speed").select_option("1000")
-    expect(again.locator(".result h2")).to_contain_text(f"with {score:.3f}.", timeout=PATIENCE_MS)
+    race_to_the_end(again)
+    assert float(_scores(again)["Shared run"]) == score
+
+
+def test_an_autoscaling_race_is_against_autoscalers_and_names_those_that_score_nothing(
+    visit: Visit, server: RunningServer
+) -> None:
+    page = visit().open("race?task=autoscale&seed=20261125")
+    legend = page.locator("#panel-race .legend")
+    for label in ("HPA", "KPA", "Planner"):
+        expect(legend.get_by_label(label)).to_have_count(1)
+    expect(page.locator(".goal")).to_have_text(f"Beat {_rounded(server, 'hpa', 'autoscale', 20261125):.3f}")
+    assert _rounded(server, "heuristic", "autoscale", 20261125) == 0.0
+    expect(legend.get_by_label("Heuristic")).to_have_count(0)
+    expect(page.get_by_text("Left out, because they score 0")).to_contain_text("Heuristic")
+
+
+def test_the_first_screen_names_the_score_to_beat_and_starts_with_knobs_that_serve_in_time(
+    visit: Visit, server: RunningServer
+) -> None:
+    page = visit().open()
+    seed = int(datetime.now(UTC).strftime("%Y%m%d"))
+    expect(page.locator(".goal")).to_have_text(f"Beat {_rounded(server, 'heuristic', 3, seed):.3f}")
+    for part in (".goal", ".versus", ".score-chart canvas", "#knob-batch_size"):
+        expect(page.locator(part)).to_be_in_viewport()
+    expect(page.get_by_role("button", name="Start the race")).to_be_in_viewport()
+    page = visit().open("race?task=3&seed=5")
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"2\d of 200"))
+    page.get_by_role("button", name="Pause").click()
+    missed = page.locator(".readings div", has_text="SLO missed").locator("dd").inner_text()
+    assert int(missed.split()[0]) <= 10
+    expect(page.locator(".lead")).to_contain_text(re.compile(r"You are 0\.\d{3} (ahead|behind)"))
+
+
+def test_the_score_so_far_of_both_players_is_the_servers(visit: Visit, server: RunningServer) -> None:
+    page = visit().open("race?task=1&seed=5")
+    score = race_to_the_end(page)
+    you, other = page.locator(".versus .value").all_inner_texts()
+    played = server.post("/play", {"task_id": 1, "seed": 5, "agent": "heuristic"})
+    assert (float(you), float(other)) == (score, round(played["score_so_far"][-1], 3))
+    assert played["score_so_far"][-1] == pytest.approx(played["score"], abs=1e-9)
+
+
+def test_a_reload_takes_the_run_up_where_it_was(visit: Visit) -> None:
+    page = visit().open("race?task=1&seed=6")
+    page.get_by_label("Batch size").fill("13")
+    sessions: list[str] = []
+    page.on("request", lambda r: sessions.append(r.post_data_json["session_id"]) if "/step" in r.url else None)
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile(r"\d\d of 200"))
+    page.reload()
+    page.wait_for_selector("#panel-race[data-ready=yes]")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(page.get_by_label("Batch size")).to_have_attribute("aria-valuetext", "batch 192")
+    page.get_by_label("Speed").select_option("1000")
+    expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
+    assert len(set(sessions)) == 1
+    page.get_by_role("button", name="Verify it").click()
+    expect(page.locator("#panel-verify h2.good")).to_contain_text("Verified: all 200 seconds")
 
 
 SLOW_STEPS = """
@@ -217,20 +277,25 @@ def _scores(page: Page) -> dict[str, str]:
     }
 
 
-def _rounded(server: RunningServer, agent: str, task_id: int, seed: int) -> float:
+def _rounded(server: RunningServer, agent: str, task_id: int | str, seed: int) -> float:
     return round(float(server.post("/play", {"task_id": task_id, "seed": seed, "agent": agent})["score"]), 3)
 
 
-def test_the_link_to_a_run_replays_it_to_the_same_score(visit: Visit) -> None:
+def test_a_friend_who_gets_the_link_to_a_run_plays_against_it(visit: Visit, server: RunningServer) -> None:
     first = visit().open("race?task=1&seed=8")
-    first.get_by_label("Batch size").fill("13")
+    first.get_by_label("Batch size").fill("6")
     score = race_to_the_end(first)
     link = first.url
     assert "you=200_" in link
+    preview = httpx.get(link).text
+    assert f'property="og:title" content="Beat my {score:.3f} at' in preview
     second = visit().page
     second.goto(link)
-    second.get_by_label("Speed").select_option("1000")
-    expect(second.locator(".result h2")).to_contain_text(f"with {score:.3f}.", timeout=PATIENCE_MS)
+    expect(second.locator(".goal")).to_have_text(f"Beat {score:.3f}")
+    expect(second.locator(".about")).to_contain_text("A shared run scores this on this traffic")
+    assert race_to_the_end(second) == _rounded(server, "vllm_defaults", 1, 8) > score
+    expect(second.locator(".result h2")).to_contain_text(f"You beat the shared run ({score:.3f})")
+    assert float(_scores(second)["Shared run"]) == score
 
 
 def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
@@ -251,8 +316,11 @@ def test_the_log_of_a_race_is_downloaded_and_verified(visit: Visit, tmp_path: Pa
     expect(page.locator("#panel-verify td.strong")).to_contain_text(f"{score:.3f}")
 
 
-def test_a_lost_server_is_reported_and_the_race_goes_on_where_it_was(visit: Visit) -> None:
-    visitor = visit()
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_lost_server_is_reported_and_the_race_goes_on_by_itself_when_it_is_back(
+    visit: Visit, size: dict[str, int]
+) -> None:
+    visitor = visit(viewport=size)
     visitor.allowed_errors.append("ERR_FAILED")
     page = visitor.open("race?task=1&seed=1")
     page.get_by_label("Speed").select_option("25")
@@ -262,11 +330,12 @@ def test_a_lost_server_is_reported_and_the_race_goes_on_where_it_was(visit: Visi
 
     page.get_by_role("button", name="Start the race").click()
     expect(page.locator(".readings")).to_contain_text(re.compile(r"[1-9] of 200"))
-    page.route("**/step", cut)
+    page.route("**/*", cut)
     expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
-    page.unroute("**/step", cut)
+    expect(page.get_by_role("alert")).to_be_in_viewport()
     page.get_by_label("Speed").select_option("1000")
-    page.get_by_role("button", name="Resume").click()
+    page.unroute("**/*", cut)
+    expect(page.get_by_role("alert")).to_have_count(0)
     expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
 
 
@@ -636,6 +705,46 @@ def test_nothing_is_wider_than_a_phone(visit: Visit) -> None:
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"], tab
 
 
+OVERLAPS = """
+() => {
+  const text = "button, select, input, textarea, output, label, dt, dd, h2, p, small";
+  const pieces = `${text}, .chart, .card, .side, .duel, .drop`;
+  const shown = [...document.querySelectorAll(`main :is(${pieces})`)].filter((node) =>
+    node.checkVisibility({ visibilityProperty: true }) && !node.closest(".unseen, .uplot"));
+  const boxes = shown.map((node) => node.getBoundingClientRect());
+  const name = (node) => `${node.tagName}.${node.className}: ${node.textContent.slice(0, 30)}`;
+  const found = [];
+  shown.forEach((a, i) => shown.forEach((b, j) => {
+    const [p, q] = [boxes[i], boxes[j]];
+    if (a.contains(b)) {
+      if (q.left < p.left - 1 || q.right > p.right + 1) found.push(`${name(b)} leaves ${name(a)}`);
+    } else if (i < j && !b.contains(a)) {
+      const width = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+      const height = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (width > 1 && height > 1) found.push(`${name(a)} and ${name(b)} overlap`);
+    }
+  }));
+  return found;
+}
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768, 1024, 1440])
+def test_no_box_lies_on_another_at_any_width(visit: Visit, width: int) -> None:
+    visitor = visit(viewport={"width": width, "height": 900})
+    for tab in ("race?task=autoscale&seed=5", *TABS[1:]):
+        page = visitor.open(tab)
+        assert page.evaluate(OVERLAPS) == [], tab
+    page = visitor.open("race?task=autoscale&seed=5")
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator("#panel-race .readings")).to_contain_text(re.compile(r"[1-9]\d of 900"))
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    page.evaluate("() => scrollTo(0, 0)")
+    assert page.evaluate(OVERLAPS) == []
+
+
 def test_a_table_says_that_it_scrolls_where_it_does(visit: Visit) -> None:
     for size in (PHONE, {"width": 1800, "height": 900}):
         page = visit(viewport=size).open("fidelity")
@@ -653,10 +762,10 @@ def test_a_race_on_a_phone_keeps_pause_and_sliders_in_reach(visit: Visit) -> Non
     page.get_by_role("button", name="Start the race").tap()
     pause = page.get_by_role("button", name="Pause")
     expect(pause).to_be_visible()
-    page.locator("#panel-race figure.chart").nth(1).scroll_into_view_if_needed()
+    page.locator("#panel-race .stage figure.chart").nth(1).scroll_into_view_if_needed()
     expect(pause).to_be_in_viewport()
     page.get_by_label("Batch size").scroll_into_view_if_needed()
-    expect(page.locator("#panel-race figure.chart").first).to_be_in_viewport()
+    expect(page.locator(".score-chart figure.chart")).to_be_in_viewport()
 
 
 def test_the_theme_follows_the_system_until_it_is_chosen(visit: Visit) -> None:

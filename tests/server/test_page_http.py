@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import inferencegym
 from server.api.web import PAGE_DIR, content_policy
 from server.settings import Settings
 from tests.servers import ROOT, RunningServer, running_server
@@ -37,10 +40,50 @@ def test_the_page_allows_nothing_but_its_own_origin(server: RunningServer) -> No
     answer = server.client.get("/web/")
     directives = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert directives["default-src"] == "'none'"
-    assert directives["script-src"] == directives["style-src"] == directives["connect-src"] == "'self'"
+    assert directives["script-src"] == directives["connect-src"] == "'self'"
+    (style,) = re.findall(r"<style>(.*?)</style>", answer.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert directives["style-src"] == f"'self' 'sha256-{digest}'"
     assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
     assert "x-frame-options" not in answer.headers
-    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", answer.text)
+    assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", answer.text)
+
+
+def test_the_page_waits_for_no_other_file_before_it_shows_what_it_is(server: RunningServer) -> None:
+    """Scripts are deferred, styles are in the page, and one round trip of TCP (ten segments) carries all of it."""
+    page = server.client.get("/web/").text
+    assert not re.search(r'rel="stylesheet"|<script(?![^>]*(?:defer|type="module"))', page)
+    assert "Beat the heuristic" in page.split("<main>")[1]
+    assert len(_sent(server, "/web/")) < 14_000
+
+
+def test_the_modules_of_the_race_are_asked_for_at_once() -> None:
+    page = (PAGE_DIR / "index.html").read_text(encoding="utf-8")
+    named = re.findall(r'(?:modulepreload" href|module" src)="js/(\w+)\.js"', page)
+    needed, found = ["race"], {"main", "race"}
+    while needed:
+        text = (PAGE_DIR / "js" / f"{needed.pop()}.js").read_text(encoding="utf-8")
+        new = set(re.findall(r'from "\./(\w+)\.js"', text)) - found
+        needed += new
+        found |= new
+    assert sorted(named) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("query", "title"),
+    [("", "Beat the heuristic at"), ("?beat=0.711", "Beat my 0.711 at"), ('?beat="><b>', "Beat the heuristic at")],
+)
+def test_a_shared_link_has_a_preview_with_its_score_and_a_picture(
+    server: RunningServer, query: str, title: str
+) -> None:
+    page = server.client.get("/web/" + query).text
+    tags = dict(re.findall(r'<meta property="og:(\S+)" content="([^"]*)">', page))
+    assert tags["title"] == f"{title} running an LLM fleet"
+    picture = httpx.get(tags["image"])
+    assert (picture.status_code, picture.headers["content-type"]) == (200, "image/png")
+    assert picture.content[16:24] == b"".join(int(tags[f"image:{side}"]).to_bytes(4) for side in ("width", "height"))
+    behind = httpx.get(f"{server.url}/web/", headers={"x-forwarded-proto": "https", "host": "a.example"}).text
+    assert 'content="https://a.example/web/img/card.png"' in behind
 
 
 def test_who_may_frame_the_page_is_a_setting() -> None:
@@ -68,7 +111,11 @@ def test_the_page_names_no_other_host() -> None:
     # a namespace, which is never fetched, and the address that the page replaces by its own
     allowed = {"www.w3.org", "localhost"}
     # A comment of the chart library.
-    assert {found for found in hosts if found[1] not in allowed} == {("uPlot.iife.min.js", "github.com")}
+    strangers = {found for found in hosts if found[1] not in allowed}
+    # A comment of the chart library, and links to the repository, which the visitor follows or does not.
+    assert strangers == {("uPlot.iife.min.js", "github.com"), ("index.html", "github.com")}
+    page = (PAGE_DIR / "index.html").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\"#]+", page)) == {inferencegym.__url__}
 
 
 def test_a_first_visit_downloads_little(server: RunningServer) -> None:

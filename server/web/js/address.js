@@ -10,9 +10,12 @@ export function write(tab, params = {}) {
   history.replaceState(null, "", link(tab, params));
 }
 
+/** An address of the page. A score to beat also goes before the `#`, because the server writes it into link previews. */
 export function link(tab, params = {}) {
-  const query = new URLSearchParams(params).toString();
-  return `${location.pathname}${location.search}#${tab}${query ? `?${query}` : ""}`;
+  const query = new URLSearchParams(params).toString(), search = new URLSearchParams(location.search);
+  search.delete("beat");
+  if (params.beat) search.set("beat", params.beat);
+  return `${location.pathname}${search.size ? `?${search}` : ""}#${tab}${query ? `?${query}` : ""}`;
 }
 
 const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier", "replicas"];

@@ -99,12 +99,13 @@ export class Knobs {
     return Object.fromEntries(Object.entries(this.knobs).filter(([, { box }]) => !box.hidden).map(([name, knob]) => [name, knob.value]));
   }
 
+  /** Set the knobs that can be moved. */
   set(action) {
-    for (const [name, value] of Object.entries(action)) this.put(name, value);
+    for (const [name, value] of Object.entries(action)) if (!this.knobs[name].slider.disabled) this.put(name, value);
   }
 
   /** Start from the defaults; enable the knobs that a task offers: the others keep theirs and cannot be moved. */
-  offer(task, tiers, enabled = true) {
+  offer(task, tiers) {
     this.tiers = tiers;
     this.resize("quant_tier", tiers.map((_, i) => i), 0);
     this.resize("replicas", counted(1, task.max_replicas ?? 1), task.n_replicas);
@@ -112,7 +113,7 @@ export class Knobs {
     const offered = knobsOf(task);
     for (const [name, knob] of Object.entries(this.knobs)) {
       const on = offered.includes(name);
-      knob.slider.disabled = !on || !enabled;
+      knob.slider.disabled = !on;
       knob.box.classList.toggle("off", !on);
       knob.box.querySelector("small").textContent = on ? TEXTS[name][1] : "Fixed in this task.";
       this.put(name, knob.fallback);

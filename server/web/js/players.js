@@ -2,20 +2,24 @@
 
 import { words } from "./format.js";
 
-// Lines of the policies that ship; another one is drawn in ink and called by its name.
+// Lines of the policies that ship, and their names in a sentence; another one is drawn in ink and called by its name.
 const LINES = {
-  heuristic: { colour: "heuristic" },
-  best_adaptive: { colour: "adaptive" },
+  heuristic: { called: "the heuristic", colour: "heuristic" },
+  best_adaptive: { called: "the best adaptive policy", colour: "adaptive" },
   ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
-  best_static: { colour: "static", dash: [3, 3] },
-  random_search: { colour: "search", dash: [6, 2, 1, 2] },
-  hill_climb: { label: "Hill climbing", colour: "climb" },
+  best_static: { called: "the best constant setting", colour: "static", dash: [3, 3] },
+  random_search: { called: "random search", colour: "search", dash: [6, 2, 1, 2] },
+  hill_climb: { label: "Hill climbing", called: "hill climbing", colour: "climb" },
   vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
   naive: { label: "Fixed-32", colour: "naive", dash: [1, 3] },
+  hpa: { label: "HPA", called: "Kubernetes' HPA", colour: "heuristic" },
+  kpa: { label: "KPA", called: "Knative's KPA", colour: "climb" },
+  planner: { called: "the capacity planner", colour: "ppo", dash: [8, 3] },
 };
 
-/** Key, label and line of a policy; `title` is what it does. */
+/** Key, label and line of a policy; `called` is its name in a sentence, `title` what it does. */
 export function player({ name, description = "" }) {
   const label = words(name).replace(/^./, (letter) => letter.toUpperCase());
-  return { key: name, label, colour: "ink", title: description, ...LINES[name] };
+  const line = { label, colour: "ink", ...LINES[name] };
+  return { key: name, title: description, called: line.label, ...line };
 }
