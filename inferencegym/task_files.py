@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -72,6 +73,12 @@ def _one_or_per_class(numbers: float | list[float]) -> float | list[float]:
     return numbers
 
 
+def per_class(numbers: float | list[float]) -> list[float]:
+    """The number of each class, where a file gives one for all classes or one for each."""
+    given = numbers if isinstance(numbers, list) else [numbers]
+    return given if len(given) == _CLASSES else given * _CLASSES
+
+
 def _in_order(bounds: list[float]) -> list[float]:
     if bounds[0] > bounds[1]:
         raise ValueError("the lowest and the highest score, in this order")
@@ -105,6 +112,17 @@ class Day(Message):
     surges: Annotated[float, Field(ge=0, le=100)] = 0.0
     surge_multiplier: Annotated[float, Field(ge=1, le=100)] = 1.0
     surge_duration_steps: _Steps = 1
+
+
+class AcceptanceStage(Message):
+    """Acceptance of drafts from a step on, of all classes or of each."""
+
+    from_step: Annotated[int, Field(ge=0, le=1_000_000), WHOLE] = 0
+    rate: Annotated[
+        Share | list[Share],
+        AfterValidator(_one_or_per_class),
+        Allowed(f"a number from 0 to 1, or an array of 1 or {_CLASSES} such numbers"),
+    ]
 
 
 class CalibrationEntry(Message):
@@ -172,6 +190,7 @@ class TaskEntry(Message):
     slo_best_effort_ms: ObjectiveMs | None = None
     # Fleet
     base_accept_rate: Share = 0.65
+    draft_acceptance: Annotated[list[AcceptanceStage], Field(min_length=1, max_length=1000)] | None = None
     n_replicas: Annotated[int, Field(ge=1, le=4096), WHOLE] = 1
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000), WHOLE] = 512
     restart_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
@@ -229,6 +248,7 @@ class TaskEntry(Message):
                 if getattr(self, key) is None:
                     raise FieldError(key, MISSING, "a number, which prompt_len_dist='lognormal' needs")
         self._require_whole_flood()
+        self._require_stages()
         if self.max_replicas is not None:
             self._require_order("n_replicas", "max_replicas")
         self.grade.check_task(self)
@@ -238,9 +258,7 @@ class TaskEntry(Message):
 
     def mean_output_tokens(self) -> list[float]:
         """Mean output of each class."""
-        given = self.output_mean_tokens
-        means = given if isinstance(given, list) else [given]
-        return means if len(means) == _CLASSES else means * _CLASSES
+        return per_class(self.output_mean_tokens)
 
     def baseline_range(self) -> tuple[float, float] | None:
         """The lowest and the highest score that the naive baseline is expected to reach."""
@@ -249,6 +267,11 @@ class TaskEntry(Message):
     def _require_order(self, low: str, high: str) -> None:
         if getattr(self, low) > getattr(self, high):
             raise FieldError(low, getattr(self, low), f"at most {high}, which is {getattr(self, high):g}")
+
+    def _require_stages(self) -> None:
+        steps = [stage.from_step for stage in self.draft_acceptance or ()]
+        if steps and (steps[0] != 0 or any(step >= after for step, after in pairwise(steps))):
+            raise FieldError("draft_acceptance", steps, "stages whose from_step rises, from 0 in the first")
 
     def _require_whole_flood(self) -> None:
         """Check the keys of floods: two alternating rates, or a multiple of the rate at intervals, not a mixture."""

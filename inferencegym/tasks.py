@@ -27,6 +27,7 @@ from inferencegym.task_files import (
     RewardKind,
     RewardOverrides,
     TaskEntry,
+    per_class,
 )
 from inferencegym.task_files import Day as DayEntry
 from inferencegym.task_registry import gym_id_of, load_entries, read_entry, task_registry
@@ -112,6 +113,17 @@ class Day:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceStage:
+    """Acceptance of drafts from a step on: the probability of each class that a draft is accepted if all before it are.
+
+    Requests keep the acceptance with which they arrived.
+    """
+
+    from_step: int
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """The serving fleet: identical replicas behind one queue.
 
@@ -188,6 +200,8 @@ class TaskSpec:
     episode_length: int = 200
     expected_baseline: tuple[float, float] | None = None
     day: Day | None = None
+    draft_acceptance: tuple[AcceptanceStage, ...] = ()
+    """Acceptance of drafts by class and time, which replaces the measured one; empty: as measured."""
     trace: str | None = None
     """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
     trace_speed: float = 1.0
@@ -401,6 +415,9 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         episode_length=entry.episode_length,
         expected_baseline=entry.baseline_range(),
         day=None if entry.day is None else _day(entry.day),
+        draft_acceptance=tuple(
+            AcceptanceStage(stage.from_step, tuple(per_class(stage.rate))) for stage in entry.draft_acceptance or ()
+        ),
         trace=_trace(entry.trace, base),
         trace_speed=entry.trace_speed,
         recorded=entry.recorded,

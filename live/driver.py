@@ -29,12 +29,16 @@ SILENCE_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request: when it is due (s after the start), its lengths (tokens) and its class (0 is served first)."""
+    """One request: when it is due (s after the start), its lengths (tokens) and its class (0 is served first).
+
+    ``acceptance``, the probability that a draft is accepted if all before it are, is for engines that simulate it.
+    """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     class_index: int = 0
+    acceptance: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +165,8 @@ class EngineApi:
         }
         if self._priorities:
             body["priority"] = request.class_index
+        if request.acceptance is not None:
+            body["vllm_xargs"] = {"acceptance": request.acceptance}
         return body
 
     def client(self) -> httpx.AsyncClient:

@@ -93,7 +93,9 @@ def measure_draft_tokens(engine: Engine, prompt_tokens: int, output_tokens: int,
 def drafts_as_measured(task: TaskSpec) -> TaskSpec:
     """The task with the table's acceptance of drafts in all classes."""
     classes = tuple(replace(each, complexity_penalty=0.0) for each in task.classes)
-    return replace(task, classes=classes, fleet=replace(task.fleet, base_accept_rate=MEASURED_ACCEPT_RATE))
+    return replace(
+        task, classes=classes, draft_acceptance=(), fleet=replace(task.fleet, base_accept_rate=MEASURED_ACCEPT_RATE)
+    )
 
 
 def scaled_lengths(task: TaskSpec, longest_tokens: int) -> TaskSpec:
@@ -162,6 +164,10 @@ def task_entry(task: TaskSpec) -> dict[str, Any]:
         "reward": asdict(task.reward),
         "grade": dict(task.grade),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+        "draft_acceptance": [
+            {"from_step": stage.from_step, "rate": list(stage.rates)} for stage in task.draft_acceptance
+        ]
+        or None,
         "day": None if task.day is None else {**asdict(task.day), "relative_rates": list(task.day.relative_rates)},
     }
     for name, each in zip(("interactive", "batch", "best_effort"), task.classes, strict=True):

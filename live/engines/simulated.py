@@ -19,17 +19,34 @@ from simulator.hardware.tables import ServingTables
 
 
 class SimulatedEngine:
-    """One replica of a table's engine and model, in virtual time, which :meth:`SimulatedLoad.advance` advances."""
+    """One replica of a table's engine and model, in virtual time, which :meth:`SimulatedLoad.advance` advances.
+
+    It drafts up to ``drafts`` tokens; only those of requests that name their acceptance are ever accepted. ``seed``
+    determines which. ``slowdown`` multiplies every iteration.
+    """
 
     name = "simulator"
     seconds_pass = False
 
-    def __init__(self, tables: ServingTables, max_batch_size: int = 256) -> None:
+    def __init__(
+        self, tables: ServingTables, max_batch_size: int = 256, drafts: int = 0, seed: int = 0, slowdown: float = 1.0
+    ) -> None:
         source = source_of(tables.meta)
         model = source.operators(source.tiers[0], engine_of(tables.meta))
         self._pool_tokens = kv_capacity_tokens(source, source.tiers[0], 1.0, 0)
-        self._fleet = Fleet(model, max_batch_size, self._pool_tokens, **source.fleet_rules)
+        self._fleet = Fleet(
+            model,
+            max_batch_size,
+            self._pool_tokens,
+            draft_tokens=drafts,
+            acceptance=(1.0,) * drafts,  # every request has its own
+            slowdown=slowdown,
+            **source.fleet_rules,
+        )
+        self._seed = seed
         self._limits = {"batch_size": (1.0, float(max_batch_size)), "kv_budget": (0.1, 1.0)}
+        if drafts:
+            self._limits["spec_length"] = (0.0, float(drafts))
         self._in_force = {name: high for name, (_, high) in self._limits.items()}
         self._load: SimulatedLoad | None = None
 
@@ -43,31 +60,41 @@ class SimulatedEngine:
         return self.in_force()
 
     def read(self) -> Reading:
-        load = SimulatedLoad(self._fleet, ()) if self._load is None else self._load
+        load = SimulatedLoad(self._fleet, (), self._seed) if self._load is None else self._load
         return load.reading()
 
     def set(self, orders: Orders) -> None:
         self._in_force |= within(orders.knobs, self._limits)
         pool = max(self._fleet.block_tokens, int(self._in_force["kv_budget"] * self._pool_tokens))
-        self._fleet = replace(self._fleet, batch_size=int(self._in_force["batch_size"]), kv_pool_tokens=pool)
+        self._fleet = replace(
+            self._fleet,
+            batch_size=int(self._in_force["batch_size"]),
+            kv_pool_tokens=pool,
+            draft_tokens=int(self._in_force.get("spec_length", 0)),
+        )
         if self._load is not None:
             self._load.simulation.reconfigure(self._fleet, {self._fleet.model.tier: pool})
 
     def load(self, requests: Sequence[EngineRequest]) -> SimulatedLoad:
-        self._load = SimulatedLoad(self._fleet, requests)
+        self._load = SimulatedLoad(self._fleet, requests, self._seed)
         return self._load
 
 
 class SimulatedLoad:
     """Requests served by a :class:`Simulation`."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest]) -> None:
+    def __init__(self, fleet: Fleet, requests: Sequence[EngineRequest], seed: int) -> None:
         self.timings = [RequestTiming(request) for request in requests]
+        self._drafts = len(fleet.acceptance) > 0
         columns = np.array(
             [[r.prompt_tokens, r.output_tokens, r.class_index] for r in requests], dtype=np.int64
         ).reshape(len(requests), 3)
         arrival_s = np.array([r.arrival_s for r in requests], dtype=np.float64)
-        self.simulation = Simulation(fleet, Requests(arrival_s, columns[:, 0], columns[:, 1], columns[:, 2]))
+        acceptance = np.array([r.acceptance or 0.0 for r in requests], dtype=np.float64)
+        self.simulation = Simulation(
+            fleet, Requests(arrival_s, columns[:, 0], columns[:, 1], columns[:, 2], acceptance=acceptance), seed
+        )
+        self.simulation.share_times()
 
     def __enter__(self) -> Self:
         return self
@@ -114,5 +141,7 @@ class SimulatedLoad:
             prompt_tokens=float(sum(t.request.prompt_tokens for t, d in zip(self.timings, done, strict=True) if d)),
             output_tokens=float(simulation.state.written_tokens),
             preemptions=float(simulation.preemptions.sum()),
+            drafted_tokens=float(simulation.state.drafted_tokens) if self._drafts else None,
+            accepted_tokens=float(simulation.state.accepted_tokens) if self._drafts else None,
             iterations=float(simulation.state.iterations),
         )

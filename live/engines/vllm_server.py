@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import httpx
 
@@ -26,7 +27,8 @@ class VllmServer:
 
     Requests are served by priority (:class:`live.driver.EngineApi` sends their class), as the simulator does. ``venv``
     is the environment that vLLM is installed in. ``options`` are further options of ``vllm serve``; ``drafts`` above 0
-    turns on n-gram drafting of at most that many tokens. Output goes to ``log_file``.
+    turns on n-gram drafting of at most that many tokens; ``speculation`` are further settings of vLLM's for it. Output
+    goes to ``log_file``.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class VllmServer:
         max_model_len: int = 1024,
         kv_blocks: int | None = None,
         drafts: int = 0,
+        speculation: Mapping[str, Any] | None = None,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -57,8 +60,8 @@ class VllmServer:
             *(["--num-gpu-blocks-override", str(kv_blocks)] if kv_blocks else []), *options,
         ]  # fmt: skip
         if drafts:
-            ngram = f'{{"method": "ngram", "num_speculative_tokens": {drafts}, "prompt_lookup_max": 4}}'
-            self._command += ["--no-async-scheduling", "--speculative-config", ngram]
+            ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4, **(speculation or {})}
+            self._command += ["--no-async-scheduling", "--speculative-config", json.dumps(ngram)]
         self._environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",

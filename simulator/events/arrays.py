@@ -46,6 +46,9 @@ RUN: Final[Mapping[str, RunSpec]] = {
     "goal": _whole("N", "tokens", "prompt and output"),
     "priority": _whole("N", "class", "class"),
     "reused": _whole("N", "tokens", "leading prompt tokens shared with an earlier request"),
+    "acceptance": RunSpec(
+        "N", "probability", "P(a draft is accepted | all before it are); -1 = as in chance", empty=_NONE
+    ),
     "length": _whole("N", "tokens", "prompt, plus tokens written before a preemption"),
     "arrival_ms": _unknown("N", "ms", "arrival"),
     "start_ms": _unknown("N", "ms", "start of the first prefill iteration"),

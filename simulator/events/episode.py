@@ -167,7 +167,10 @@ class ReferenceEpisode:
         if self._simulation is None:
             each = self._requests
             priority = each.class_index if self._by_class else None
-            requests = Requests(each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens)
+            acceptance = self._params.acceptance_of(each.arrival_s, each.class_index)
+            requests = Requests(
+                each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens, acceptance
+            )
             self._simulation = Simulation(fleet, requests, self._seed)
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)

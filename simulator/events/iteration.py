@@ -306,9 +306,8 @@ def advance(s: Run, r: int) -> None:
 def accept_drafts(s: Run, r: int) -> None:
     """Write one token of every sequence, and its drafts up to the first that is rejected."""
     for i in range(s.n[r]):
-        c = s.priority[s.seq_request[r, i]]
         accepted = 0
-        while accepted < s.drafts[r] and draw(s) < s.chance[r, c, accepted]:
+        while accepted < s.drafts[r] and draw(s) < chance_of(s, r, s.seq_request[r, i], accepted):
             accepted += 1
         tokens = min(s.seq_tokens[r, i] + 1 + accepted, s.seq_goal[r, i])
         s.drafted_tokens += s.drafts[r]
@@ -316,6 +315,13 @@ def accept_drafts(s: Run, r: int) -> None:
         s.decoded_tokens += 1 + accepted
         s.written_tokens += tokens - s.seq_tokens[r, i]
         s.seq_tokens[r, i] = tokens
+
+
+def chance_of(s: Run, r: int, request: int, position: int) -> float:
+    """Probability that the draft at this position is accepted if all before it are."""
+    if s.acceptance[request] >= 0.0:
+        return s.acceptance[request]
+    return s.chance[r, s.priority[request], position]
 
 
 def draw(s: Run) -> float:

@@ -37,6 +37,7 @@ cdef class Run:
     cdef public long long[::1] goal
     cdef public long long[::1] priority
     cdef public long long[::1] reused
+    cdef public double[::1] acceptance
     cdef public long long[::1] length
     cdef public double[::1] arrival_ms
     cdef public double[::1] start_ms
@@ -467,8 +468,10 @@ cdef void join(Run s, Py_ssize_t r, Py_ssize_t request, Py_ssize_t tokens) noexc
 @cython.locals(i=Py_ssize_t, n=Py_ssize_t)
 cdef void advance(Run s, Py_ssize_t r) noexcept nogil
 
-@cython.locals(accepted=Py_ssize_t, c=Py_ssize_t, i=Py_ssize_t, tokens=Py_ssize_t)
+@cython.locals(accepted=Py_ssize_t, i=Py_ssize_t, tokens=Py_ssize_t)
 cdef void accept_drafts(Run s, Py_ssize_t r) noexcept nogil
+
+cdef double chance_of(Run s, Py_ssize_t r, Py_ssize_t request, Py_ssize_t position) noexcept nogil
 
 @cython.locals(z=Py_ssize_t)
 cdef double draw(Run s) noexcept nogil

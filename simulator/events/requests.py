@@ -17,7 +17,8 @@ IntArray = NDArray[np.int64]
 class Requests:
     """Requests to serve, all ``(n,)``: arrival (s), prompt and output length (tokens), class (0 is served first).
 
-    ``reused_tokens`` are the leading prompt tokens shared with an earlier request.
+    ``reused_tokens`` are the leading prompt tokens shared with an earlier request. ``acceptance`` is the probability
+    that a draft is accepted if all before it are; without it, the fleet's probabilities apply.
     """
 
     arrival_s: FloatArray
@@ -25,6 +26,7 @@ class Requests:
     output_tokens: IntArray
     priority: IntArray | None = None
     reused_tokens: IntArray | None = None
+    acceptance: FloatArray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -39,6 +41,10 @@ class Requests:
             )
         if n and (np.min(self.prompt_tokens) < 1 or np.min(self.output_tokens) < 1):
             raise InvalidConfigError("prompt_tokens and output_tokens must be at least 1")
+        if self.acceptance is not None and (
+            len(self.acceptance) != n or not all(0.0 <= each <= 1.0 for each in self.acceptance)
+        ):
+            raise InvalidConfigError("acceptance must have one probability, from 0 to 1, per request", "acceptance")
 
 
 @dataclass(frozen=True, slots=True)

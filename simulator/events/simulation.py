@@ -354,6 +354,8 @@ class Simulation:
             arrays["priority"][new] = requests.priority
         if requests.reused_tokens is not None:
             arrays["reused"][new] = requests.reused_tokens
+        if requests.acceptance is not None:
+            arrays["acceptance"][new] = requests.acceptance
         self.state.next_request, self.state.last_request = first + n_scheduled, n
         self.loop.submit(first, first + n_scheduled)
 

@@ -6,8 +6,9 @@ from them, and :class:`simulator.kernel.records.Views` refuses a fleet that lack
 In ``axes`` a letter stands for an axis and a digit for an axis of that length: ``B`` rows, ``L`` loads, ``C`` classes
 (0 is served first), ``T`` steps, ``E`` edges between steps (T + 1), ``K`` pieces of a step's waits, ``R`` recorded
 admissions; of the measured tables ``N`` decode batches, ``P`` prefill batches, ``X`` contexts, ``D`` draft lengths,
-``G`` four numbers for each edge of the grid of output lengths, ``H`` cache sizes. Without axes it is a number. *Listed*
-prefill work is the time of prompts in iterations full of prompts, in a batch of ``REFERENCE_BATCH`` requests.
+``G`` four numbers for each edge of the grid of output lengths, ``H`` cache sizes; ``A`` stages of a task's acceptance
+of drafts. Without axes it is a number. *Listed* prefill work is the time of prompts in iterations full of prompts, in a
+batch of ``REFERENCE_BATCH`` requests.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ PARAMS: Final[Mapping[str, ArraySpec]] = {
     "n_batch_points": ArraySpec("", "points", "batches of prefill times", np.intc),
     "n_context_points": ArraySpec("", "points", "contexts of decode_ms", np.intc),
     "reuse_points": ArraySpec("", "points", "cache sizes of reuse_hit; 0 where no prefixes repeat", np.intc),
+    "acceptance_stages": ArraySpec("", "stages", "stages of the task's own acceptance; 0 = as measured", np.intc),
     "max_pieces": ArraySpec("", "pieces", "pieces of waits that a step keeps apart", np.intc),
     "record_rows": ArraySpec("", "entries", "admissions that are recorded; 0 = none", np.intc),
     "class_window_steps": ArraySpec("", "steps", "window of class_window", np.intc),
@@ -107,6 +109,8 @@ PARAMS: Final[Mapping[str, ArraySpec]] = {
     "spec_tokens": ArraySpec("D", "tokens", "tokens per verification step, at the measured acceptance rate"),
     "spec_length": ArraySpec("D", "tokens", "drafts per verification step"),
     "accept_scale": ArraySpec("C", "ratio", "acceptance rate relative to the measured one"),
+    "acceptance_from": ArraySpec("A", "step", "first step of each stage of the task's own acceptance", _INT),
+    "acceptance": ArraySpec("AC", "probability", "P(a draft is accepted | all before it are), by stage"),
     # prompts and their prefill: listed work, and times relative to it (class_tables.PrefillRatios)
     "mean_prompt_tokens": ArraySpec("C", "tokens", "mean prompt"),
     "mean_work_ms": ArraySpec("C3", "ms", "listed prefill work of a mean prompt, by precision tier"),

@@ -94,14 +94,41 @@ def fixed_prefill_ms(p: Params, s: State, b: int, c: int) -> float:
 
 
 def tokens_per_verify(p: Params, knobs: Knobs, s: State, x: Scratch, b: int) -> float:
-    """Tokens per verification step of speculative decoding, averaged over running classes; 1 without drafts."""
+    """Tokens per verification step of speculative decoding, averaged over running classes; 1 without drafts.
+
+    A task's own acceptance is that of the current step, for all requests that run in it.
+    """
     spec = knobs.spec[b]
     if spec == 0:
         return 1.0
+    stage = acceptance_stage(p, s.time[b])
     rate = 0.0
     requests = 0.0
     for c in range(p.n_classes):
         weight = s.in_flight[b, c] + x.batch.admitted[c] + EPS
-        rate += weight * p.accept_scale[c]
+        if stage < 0:
+            rate += weight * p.accept_scale[c]
+        else:
+            rate += weight * accepted_drafts(p.acceptance[stage, c], p.spec_length[spec])
         requests += weight
-    return 1.0 + (p.spec_tokens[spec] - 1.0) * rate / requests
+    if stage < 0:
+        return 1.0 + (p.spec_tokens[spec] - 1.0) * rate / requests
+    return 1.0 + rate / requests
+
+
+def acceptance_stage(p: Params, t: int) -> int:
+    """Stage of the task's own acceptance in a step; -1 if drafts are accepted as measured."""
+    stage = p.acceptance_stages - 1
+    while stage > 0 and p.acceptance_from[stage] > t:
+        stage -= 1
+    return stage
+
+
+def accepted_drafts(acceptance: float, drafts: float) -> float:
+    """Mean number of drafts accepted in a row, if each is accepted with this probability."""
+    accepted = 0.0
+    chance = acceptance
+    for _ in range(int(drafts)):
+        accepted += chance
+        chance *= acceptance
+    return accepted

@@ -8,15 +8,15 @@ knobs, call :meth:`ServingFleet.step`, read the metrics.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferencegym.models import NAIVE_ACTION
-from inferencegym.tasks import TaskSpec
+from inferencegym.models import NAIVE_ACTION, PRIORITY_CLASSES
+from inferencegym.tasks import AcceptanceStage, TaskSpec
 from simulator.hardware.tables import FloatArray, ServingTables
 from simulator.kernel.arrays import KNOBS, LOAD, METRICS, STATE, allocate
 from simulator.kernel.class_tables import block_tables, gini, length_integrals, prefill_ratios
@@ -104,6 +104,9 @@ class ServingParams:
     """Most replicas that an action may request; None: there are always ``n_replicas``."""
     price: float = 1.0
     step_s: float = 1.0
+    acceptance: tuple[AcceptanceStage, ...] = ()
+    """The task's own acceptance of drafts, which replaces the measured one; its rates are those of the classes that
+    occur."""
     closed_clients: int = 0
     """Clients of a closed loop; 0: requests arrive as the workload says. A closed loop's waits are counted from the
     start of the run: :func:`simulator.whatif.serve_requests` knows when each request was sent."""
@@ -113,6 +116,15 @@ class ServingParams:
     def n_classes(self) -> int:
         """Classes that occur."""
         return len(self.stats.names)
+
+    def acceptance_of(self, arrival_s: FloatArray, class_index: IntArray) -> FloatArray | None:
+        """The task's own acceptance (N,) of requests by arrival and class; None if drafts are accepted as measured."""
+        if not self.acceptance:
+            return None
+        first_s = self.step_s * np.array([stage.from_step for stage in self.acceptance])
+        stage = np.searchsorted(first_s, arrival_s, side="right") - 1
+        rates: FloatArray = np.array([stage.rates for stage in self.acceptance])
+        return rates[stage, class_index]
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -192,6 +204,9 @@ class ServingParams:
             "decode_ms": tables.iteration_ms,
             "spec_tokens": tables.spec_tokens,
             "spec_length": tables.axes["spec_length"].copy(),
+            "acceptance_stages": len(self.acceptance),
+            "acceptance_from": np.array([stage.from_step for stage in self.acceptance], dtype=np.int64),
+            "acceptance": np.array([stage.rates for stage in self.acceptance]).reshape(-1, self.n_classes),
         }
 
 
@@ -239,7 +254,12 @@ def params_of(task: TaskSpec, tables: ServingTables, price: float) -> ServingPar
         start_s=task.fleet.start_s,
         max_replicas=task.fleet.max_replicas,
         price=price,
+        acceptance=tuple(_of_classes(stage, source.stats.names) for stage in task.draft_acceptance),
     )
+
+
+def _of_classes(stage: AcceptanceStage, names: Sequence[str]) -> AcceptanceStage:
+    return replace(stage, rates=tuple(stage.rates[PRIORITY_CLASSES.index(name)] for name in names))
 
 
 # ---------------------------------------------------------------- state and steps

@@ -50,6 +50,7 @@ cdef class Params(Views):
     cdef public int n_batch_points
     cdef public int n_context_points
     cdef public int reuse_points
+    cdef public int acceptance_stages
     cdef public int max_pieces
     cdef public int record_rows
     cdef public int class_window_steps
@@ -94,6 +95,8 @@ cdef class Params(Views):
     cdef public double[::1] spec_tokens
     cdef public double[::1] spec_length
     cdef public double[::1] accept_scale
+    cdef public long long[::1] acceptance_from
+    cdef public double[:, ::1] acceptance
     cdef public double[::1] mean_prompt_tokens
     cdef public double[:, ::1] mean_work_ms
     cdef public double[::1] work_cv2
@@ -322,8 +325,14 @@ cdef double prefill_ms_per_token(Params p, State s, Scratch x, Py_ssize_t b) noe
 @cython.locals(tier=Py_ssize_t)
 cdef double fixed_prefill_ms(Params p, State s, Py_ssize_t b, Py_ssize_t c) noexcept nogil
 
-@cython.locals(c=Py_ssize_t, rate=double, requests=double, spec=Py_ssize_t, weight=double)
+@cython.locals(c=Py_ssize_t, rate=double, requests=double, spec=Py_ssize_t, stage=Py_ssize_t, weight=double)
 cdef double tokens_per_verify(Params p, Knobs knobs, State s, Scratch x, Py_ssize_t b) noexcept nogil
+
+@cython.locals(stage=Py_ssize_t)
+cdef Py_ssize_t acceptance_stage(Params p, Py_ssize_t t) noexcept nogil
+
+@cython.locals(_=Py_ssize_t, accepted=double, chance=double)
+cdef double accepted_drafts(double acceptance, double drafts) noexcept nogil
 
 @cython.locals(c=Py_ssize_t, total=double)
 cdef double requests_in_flight(Params p, State s, Py_ssize_t b) noexcept nogil

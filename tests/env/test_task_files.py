@@ -20,6 +20,7 @@ from inferencegym.task_files import Knob
 from inferencegym.tasks import (
     DATA_DIR,
     TASKS_ENV,
+    AcceptanceStage,
     Burst,
     Calibration,
     Fleet,
@@ -100,6 +101,21 @@ def test_a_task_without_one_of_the_five_keys_is_refused(tmp_path: Path, missing:
     del raw[missing]
     with pytest.raises(InvalidConfigError, match=rf"mine\.json: task 'mine': {missing} is missing: it must be "):
         load_task_file(write(tmp_path, {"mine": raw}))
+
+
+def test_acceptance_of_drafts_is_given_for_all_classes_or_for_each_from_a_step_on(tmp_path: Path) -> None:
+    stages = [{"rate": 0.8}, {"from_step": 12, "rate": [0.3, 0.5, 0.6]}]
+    (task,) = load_task_file(write(tmp_path, {"mine": entry(draft_acceptance=stages)}))
+    assert task.draft_acceptance == (AcceptanceStage(0, (0.8, 0.8, 0.8)), AcceptanceStage(12, (0.3, 0.5, 0.6)))
+    for wrong, named in (
+        ([{"from_step": 1, "rate": 0.8}], "from_step rises, from 0"),
+        ([{"rate": 0.8}, {"from_step": 5, "rate": 0.3}, {"from_step": 5, "rate": 0.4}], "from_step rises, from 0"),
+        ([{"rate": 1.2}], "from 0 to 1"),
+        ([{"rate": [0.1, 0.2]}], "1 or 3"),
+        ([], "draft_acceptance"),
+    ):
+        with pytest.raises(InvalidConfigError, match=named):
+            load_task_file(write(tmp_path, {"mine": entry(draft_acceptance=wrong)}))
 
 
 def test_the_kinds_of_grades_that_a_task_may_name_are_those_of_the_grader() -> None:

@@ -24,8 +24,8 @@ from inferencegym.errors import InvalidActionError, InvalidConfigError, Malforme
 from inferencegym.files import write_text
 from inferencegym.models import MetricsSnapshot, ServeAction
 from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
-from inferencegym.tasks import TASKS_ENV, TaskSpec, get_calibration, get_task, list_tasks, parse_task
-from live.driver import EngineRequest, RequestTiming
+from inferencegym.tasks import TASKS_ENV, AcceptanceStage, TaskSpec, get_calibration, get_task, list_tasks, parse_task
+from live.driver import EngineApi, EngineRequest, RequestTiming
 from live.engines.engine import Orders, Reading
 from live.engines.simulated import SimulatedEngine, SimulatedLoad
 from live.env import EngineEnv
@@ -214,6 +214,7 @@ def test_scaled_lengths_fit_the_context_and_keep_their_proportions() -> None:
 
 def test_every_task_of_drawn_traffic_can_be_written_as_an_entry_that_says_the_same() -> None:
     drawn = [task for task in list_tasks(include_recorded=True) if task.trace is None]
+    drawn.append(replace(get_task(1), draft_acceptance=(AcceptanceStage(0, (0.8, 0.7, 0.6)),)))
     assert len(drawn) > 3
     apart = {"gym_id", "calibration_file"}
     for task in drawn:
@@ -275,6 +276,24 @@ def test_tokens_per_iteration_are_measured_by_draft_length_and_capacity_without_
     assert (one.drafts, one.accepted) == (0.0, 0.0)
     assert measure_draft_tokens(one, 16, 8, 4) == {0: 1.0, 1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0}
     assert one.drafts == 0.0
+
+
+def test_an_engine_is_sent_the_acceptance_of_each_request() -> None:
+    """The simulated engine accepts them so: at acceptance 1 all four drafts, at 0 none."""
+    stages = (AcceptanceStage(0, (1.0,) * 3), AcceptanceStage(6, (0.0,) * 3))
+    one = SimulatedEngine(TABLES, 64, drafts=8)
+    assert one.limits()["spec_length"] == (0.0, 8.0)
+    task = replace(task_for(one), draft_acceptance=stages, active_actions=("spec_length",))
+    with EngineEnv(one, task, engine_calibration(task, CAPACITY), config={"episode_length": 40}) as env:
+        env.reset(seed=1)
+        seen = [env.step({"spec_length": 4})[0].spec_accept_rate for _ in range(40)]
+        sent = {timing.request.acceptance for timing in env.timings if timing.request.arrival_s < 6.0}
+    assert sent == {1.0}
+    assert seen[4] == 1.0
+    assert seen[-1] == 0.0
+    body = EngineApi("http://localhost:1").body(EngineRequest(0.0, 4, 4, acceptance=0.5))
+    assert body["vllm_xargs"] == {"acceptance": 0.5}
+    assert "vllm_xargs" not in EngineApi("http://localhost:1").body(EngineRequest(0.0, 4, 4))
 
 
 def test_drafts_of_a_task_are_accepted_as_its_table_says() -> None:

@@ -434,3 +434,21 @@ def test_the_gate_bounds_sessions_by_what_the_engine_reports(engine: VllmEngine,
     if len(seen) == len(observations()):  # a busy engine may answer a reading too late
         assert sum(each["prefix_queried_tokens"] for each in seen) == 6 * (200 + 400 + 600)
         assert sum(each["prefix_hit_tokens"] for each in seen) > 0
+
+
+def test_a_real_engine_accepts_the_drafts_of_a_request_as_the_request_says(tmp_path: Path) -> None:
+    """After the first of 21 tokens, an iteration writes five with all four drafts, or one without any."""
+    extension = ("--worker-extension-cls", "synthetic_acceptance.SyntheticAcceptance")
+    with vllm_server(tmp_path, drafts=8, options=extension) as running:
+        engine = VllmEngine(EngineApi(running.url), running.control_file)
+        engine.set(Orders({"spec_length": 4.0}))
+        for acceptance, taken in ((1.0, 5), (0.0, 21)):
+            before = engine.read()
+            (timing,) = play_open(engine.api, [EngineRequest(0.0, 8, 21, acceptance=acceptance)])
+            assert (timing.error, timing.tokens) == ("", 21)
+            until(lambda before=before: (engine.read().finished_requests or 0) > (before.finished_requests or 0))
+            now = engine.read()
+            assert now.iterations is not None
+            assert now.accepted_tokens is not None
+            assert now.iterations - (before.iterations or 0.0) == taken
+            assert now.accepted_tokens - (before.accepted_tokens or 0.0) == 16 * acceptance

@@ -159,6 +159,22 @@ def test_accepted_drafts_shorten_a_request_by_the_measured_factor() -> None:
     assert iterations_per_request == pytest.approx(200 / (1 + sum(acceptance)), rel=0.08)
 
 
+def test_a_request_with_its_own_acceptance_ignores_that_of_the_fleet() -> None:
+    """Of four drafts, each accepted with probability a, a + a^2 + a^3 + a^4 are accepted."""
+    n, tokens = 40, 400
+    own = np.repeat([1.0, 0.5, 0.0], n)
+    load = Requests(3.0 * np.arange(3 * n), np.full(3 * n, 64), np.full(3 * n, tokens), acceptance=own)
+    fleet = Fleet(CHUNKED, 1, ROOMY, draft_tokens=4, acceptance=spec_acceptance()[4])
+    decode_s = (serve(fleet, load).tpot_ms() * (tokens - 1)).reshape(3, n).mean(axis=1)
+    in_a_row, halves, never = decode_s / decode_s[2]
+    assert never == 1.0
+    assert in_a_row == pytest.approx(1 / 5, rel=0.01)
+    assert halves == pytest.approx(1 / (1 + 0.5 + 0.25 + 0.125 + 0.0625), rel=0.02)
+    for wrong in (np.full(3 * n, 1.1), np.full(3, 0.5)):
+        with pytest.raises(InvalidConfigError, match="acceptance"):
+            Requests(load.arrival_s, load.prompt_tokens, load.output_tokens, acceptance=wrong)
+
+
 def test_a_prefill_gpu_of_its_own_leaves_decoding_undisturbed() -> None:
     load = requests((0.0, 64, 400), *[(0.5 + 0.2 * i, 6000, 2) for i in range(10)])
     together, apart = (serve(Fleet(CHUNKED, 16, ROOMY, disaggregated=d), load) for d in (False, True))

@@ -13,10 +13,12 @@ from agents.episodes import run_episodes
 from agents.registry import make_agent
 from cli.main import main
 from env.batch import ServingBatch
-from env.dynamics import FluidFleet
+from env.dynamics import DynamicsFactory, FluidFleet
 from env.reference import ReferenceFleet
+from inferencegym.models import PRIORITY_CLASSES, ServeAction
+from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
-from inferencegym.tasks import TaskSpec, get_task, list_tasks
+from inferencegym.tasks import AcceptanceStage, TaskSpec, get_task, list_tasks
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests
 from simulator.events.simulation import Simulation, serve
@@ -45,6 +47,30 @@ def test_setting_the_same_knobs_every_second_changes_nothing() -> None:
     assert simulation.first_ms / 1e3 == pytest.approx(once.first_token_s, rel=0, abs=0)
     assert simulation.finish_ms / 1e3 == pytest.approx(once.finish_s, rel=0, abs=0)
     assert once.preemptions.sum() > 0
+
+
+@pytest.mark.parametrize("dynamics", [FluidFleet, ReferenceFleet])
+def test_a_tasks_own_acceptance_is_observed_by_class_and_stage(dynamics: DynamicsFactory) -> None:
+    """Four drafts at acceptance a are accepted at the rate (a + a^2 + a^3 + a^4) / 4; only one class occurs."""
+    (only,) = {each.name for each in get_task(1).classes if each.share}
+    of_class = PRIORITY_CLASSES.index(only)
+    stages = tuple(
+        AcceptanceStage(step, tuple(rate if c == of_class else 0.99 for c in range(3)))
+        for step, rate in ((0, 0.9), (30, 0.2))
+    )
+    knobs = ("batch_size", "spec_length")
+    task = dataclasses.replace(get_task(1), draft_acceptance=stages, active_actions=knobs)
+    batch = ServingBatch(task, 1, task.config(), dynamics=dynamics)
+    batch.reset([1])
+    rates = []
+    for _ in range(60):
+        batch.step(to_row(ServeAction.from_dict({"batch_size": 64, "spec_length": 4}))[None])
+        rates.append(float(batch.metric["spec_accept_rate"][0]))
+    exact = [sum(a**j for j in range(1, 5)) / 4 for a in (0.9, 0.2)]
+    if dynamics is FluidFleet:
+        assert rates == pytest.approx(np.repeat(exact, 30))
+    else:  # drafts are drawn, and requests keep the acceptance with which they arrived
+        assert [np.mean(rates[:30]), np.mean(rates[45:])] == pytest.approx(exact, rel=0.1)
 
 
 def test_a_new_replica_serves_once_it_has_started() -> None:
