@@ -97,7 +97,7 @@ serve: $(STAMPS)/package
 
 # What is not there (`make peers`) is left out, and said so.
 bench: $(STAMPS)/dev $(STAMPS)/package
-	@status=0; for benchmark in interfaces openenv_server ray_workers events; do \
+	@status=0; for benchmark in interfaces openenv_server neighbours ray_workers events; do \
 		echo "== $$benchmark"; $(PYTHON) -m benchmarks.speed.$$benchmark || status=1; \
 	done; exit $$status
 

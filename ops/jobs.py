@@ -8,11 +8,9 @@ memory and time, and ends with the process PARENT that started it.
 
 from __future__ import annotations
 
-import ctypes
 import gzip
 import json
 import math
-import os
 import re
 import resource
 import signal
@@ -32,17 +30,12 @@ from ops.prices import read_prices
 from ops.report import growth_lines, notes
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
+from ops.worker import confine, error_parts
 from simulator.hardware.tables import tables_of
 
 Request = Mapping[str, Any]
 LIMIT_S: Final = 300
 """Wall time and processor time of a job (s); a plan over many cards takes a minute on two cores."""
-LIMIT_BYTES: Final = 1 << 30
-"""Memory of a job (bytes); the largest log that a request may send takes two fifths of it."""
-NICENESS: Final = 10
-"""Niceness of a job: steps take precedence over it."""
-_PR_SET_PDEATHSIG: Final = 1
-ERROR_PARTS: Final = ("code", "http_status", "field", "line", "allowed")
 _OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
 
@@ -112,31 +105,21 @@ def respond(name: str, request: Request) -> tuple[int, dict[str, Any]]:
     """
     try:
         return 0, JOBS[name](request)
-    except InferenceGymError as error:
-        parts = {part: found for part in ERROR_PARTS if (found := getattr(error, part, None)) is not None}
-        return 2, {"message": _OPTION.sub(lambda found: found[1].replace("-", "_"), str(error)), **parts}
-    except MemoryError:
-        said = f"the work took more than {LIMIT_BYTES:,} bytes of memory; send a shorter part of the log"
-        return 2, {"message": said, "code": "job_lost", "http_status": 503}
+    except (InferenceGymError, MemoryError) as error:
+        parts = error_parts(error)
+        return 2, {**parts, "message": _OPTION.sub(lambda found: found[1].replace("-", "_"), parts["message"])}
 
 
-def confine(parent: int) -> None:
-    """Limit this process's memory, processor time and wall time, and end it with the process that started it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has already ended
-        sys.exit("the server has ended")
-    # Not RLIMIT_AS: libraries reserve address space in proportion to the number of processors.
-    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+def limit_time() -> None:
+    """Limit this process's processor time and wall time."""
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    os.nice(NICENESS)
 
 
 def main() -> int:
     """Read a request, do the job, write the answer."""
     confine(int(sys.argv[2]))
+    limit_time()
     status, answer = respond(sys.argv[1], json.load(sys.stdin))
     sys.stdout.buffer.write(gzip.compress(json.dumps(answer, allow_nan=False).encode(), 5, mtime=0))
     return status

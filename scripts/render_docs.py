@@ -318,6 +318,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scores": scores,
     "ray": written("ray"),
     "performance": written("performance"),
+    "neighbours": written("neighbours"),
     "openenv-speed": written("openenv"),
 }
 

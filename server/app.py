@@ -30,6 +30,7 @@ from server.context import Context, prefixes
 from server.middleware import Cors, Guard, RequestLog, cors_options
 from server.net.background import background
 from server.net.buffers import BoundedBuffers
+from server.net.cpu import CpuBudget
 from server.net.limits import Callers, Limits
 from server.net.logs import LineLog, logging_config
 from server.net.metrics import Metrics
@@ -70,7 +71,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     metrics = Metrics(sessions, settings.shared_metrics_dir())
     callers = Callers(settings)
     limits = Limits(settings, prefixes(FAMILIES), callers)
-    context = Context(settings, sessions, callers, limits, metrics, time.monotonic())
+    cpu = CpuBudget(settings.cpu_seconds_per_minute, callers)
+    context = Context(settings, sessions, callers, limits, cpu, metrics, time.monotonic())
     lines = LineLog()
     app = FastAPI(
         title="InferenceGym",
@@ -95,7 +97,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     # Added last, run first.
     app.add_middleware(Steps, routes=app.routes)
     app.add_middleware(BoundedBuffers, settings=settings, callers=callers)
-    app.add_middleware(Guard, limits=limits)
+    app.add_middleware(Guard, limits=limits, cpu=cpu)
     if settings.cors != "off":
         app.add_middleware(Cors, **cors_options(settings))
     app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)
@@ -116,6 +118,7 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
         try:
             yield
         finally:
+            await context.grading.close()
             lines.flush()
 
 

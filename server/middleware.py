@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError, short_text
+from server.net.cpu import PAYER, CpuBudget
 from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
 from server.net.limits import Limits
 from server.net.logs import LineLog, traceback_text
@@ -122,11 +123,12 @@ class RequestLog:
 
 
 class Guard:
-    """ASGI middleware that refuses requests beyond the :class:`Limits`."""
+    """ASGI middleware that refuses requests beyond the :class:`Limits`, and says whose long work they cause."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, cpu: CpuBudget) -> None:
         self.app = app
         self._limits = limits
+        self._cpu = cpu
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -140,6 +142,7 @@ class Guard:
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
             return
+        PAYER.set((self._cpu, scope))
         await self.app(scope, receive, send)
 
 

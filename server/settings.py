@@ -174,13 +174,18 @@ class Settings(BaseSettings):
         description="The same for the requests of one client; beyond them it gets 429.",
     )
     batch_sessions: int = Field(
-        16, ge=0, le=10_000, description="Batch sessions (/reset/batch) per process; 0 refuses them."
+        16,
+        ge=0,
+        le=10_000,
+        description="Batch sessions (/reset/batch) per process, of which one client may have three quarters; 0 refuses "
+        "them.",
     )
     batch_row_steps: int = Field(
         1_000_000,
         ge=5_000,
         le=1_000_000_000,
-        description="Episodes times their length over all batch sessions of a process; each takes 200 bytes of memory.",
+        description="Episodes times their length over all batch sessions of a process, of which one client may have "
+        "three quarters; each takes 200 bytes of memory.",
     )
     body_timeout_s: float = Field(30.0, ge=0.1, le=3600, description="Longest wait for a request's body.")
     answer_timeout_s: float = Field(
@@ -209,6 +214,13 @@ class Settings(BaseSettings):
     )
     shadows_per_minute: int = Field(
         30, ge=0, le=10_000_000, description="/shadow, and as many /plan, per client and process (0 = no limit)."
+    )
+    cpu_seconds_per_minute: int = Field(
+        30,
+        ge=0,
+        le=100_000,
+        description="Processor time of long work (grading logs above 32 KiB, playing episodes of more than 300 seconds "
+        "again, /reset/batch) per client and process (0 = no limit).",
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Final
 
@@ -36,6 +37,7 @@ from inferencegym.tasks import get_task, task_of
 from server.api.route import BodyLimits, Route, StepRoute
 from server.context import Context, Mount
 from server.net.buffers import reserve_answer
+from server.net.cpu import charged
 from server.net.errors import InvalidRequestError, SessionConflictError
 from server.net.json_io import (
     LARGE_JSON_BYTES,
@@ -68,7 +70,7 @@ MAX_FIRST_SEED: Final = 2**62 - 1
 """Largest ``seed``, which leaves room for ``seed + 1``, ... of all rows; 2^62 itself is the same as a double."""
 MAX_STEPS: Final = 262_144
 """Most seconds of one request, summed over episodes; the answer has 61 bytes for each with 4-byte numbers, or 89."""
-MAX_JSON_STEPS: Final = 16_384
+MAX_JSON_STEPS: Final = 4_096
 """The same limit for JSON, whose answer has up to :data:`MAX_JSON_STEP_BYTES` for each."""
 MAX_JSON_STEP_BYTES: Final = {OBSERVATION_SIZE: 400, OBSERVATION_SIZE + FLEET_SIZE: 600}
 """Bytes of one step in a JSON answer, by the length of an observation."""
@@ -77,7 +79,7 @@ STEP_BOUNDS: Final = JsonBounds(
     values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, arrays=MAX_JSON_STEPS * 2 + MAX_VALUES
 )
 """Bounds of a JSON body: the numbers of an action, its own array and, with one episode, that of the step."""
-MAX_JSON_BODY_BYTES: Final = 2**22
+MAX_JSON_BODY_BYTES: Final = 2**20
 """Longest JSON body: 256 bytes for each step, and all digits of its five numbers take half of that."""
 
 
@@ -181,6 +183,7 @@ class BatchRoutes:
 
     def __init__(self, context: Context, mount: Mount) -> None:
         self._settings = context.settings
+        self._callers = context.callers
         self._family = mount.family
         self._prefix = mount.prefix
         self._sessions = BatchSessions(context.settings)
@@ -228,17 +231,20 @@ class BatchRoutes:
         task = get_task(self._family.default_task if body.task_id is None else body.task_id)
         task = task_of(task, body.config)
         config = task.config(body.config)
-        most = self._settings.batch_row_steps // config.episode_length
+        most = self._sessions.row_steps_per_client // config.episode_length
         if len(seeds) > most:
             raise InvalidRequestError("n", len(seeds), f"at most {most} with episodes of this length")
         session = None if body.session_id is None else self._sessions.get(body.session_id)
-        if session is None:
-            session = self._sessions.open(task, config, len(seeds))
-        elif not session.plays(task, config, len(seeds)):
+        if session is not None and not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
-        request.scope[SESSION_KEY] = session.session_id
-        # A refused restart changes nothing; an accepted one waits for running steps.
-        await self._sessions.run(session, MAX_STEPS, lambda: session.start(seeds, body.autoreset, body.fleet))
+        client = self._callers.client(request.scope)
+        async with charged() as work:
+            if session is None:
+                session = await self._sessions.open(client, task, config, len(seeds), work)
+            request.scope[SESSION_KEY] = session.session_id
+            # A refused restart changes nothing; an accepted one waits for running steps.
+            start = partial(session.start, seeds, body.autoreset, body.fleet)
+            await self._sessions.run(session, MAX_STEPS, partial(work.timed, start))
         return reply(
             {
                 "session_id": session.session_id,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import cached_property
-from typing import Annotated, Any, Final
+from functools import cached_property, partial
+from typing import Annotated, Any
 
 from fastapi import Query
 from pydantic import BaseModel, Field
@@ -20,18 +20,17 @@ from starlette.responses import Response
 from agents.families import players_of
 from env.families import SERVING
 from env.family import Grade
-from grader.verify import verify_log
 from inferencegym import __version__
 from inferencegym.errors import StoreError, short_repr
 from inferencegym.messages import Allowed, plain_schema
-from inferencegym.task_registry import MAX_EPISODE_LENGTH
+from server.api.grading import grade_log
 from server.api.route import BodyLimits, Route, StepRoute
 from server.context import Context, Mount
+from server.net.cpu import on_thread
 from server.net.errors import SessionConflictError
 from server.net.json_io import (
-    MAX_VALUES,
     SESSION_KEY,
-    JsonBounds,
+    SMALL_LOG_BYTES,
     JsonReply,
     read_object,
     reply,
@@ -53,16 +52,6 @@ from server.schemas import (
     step_request,
 )
 from server.sessions.manager import LiveSession, StepResult
-
-LARGE_LOG_ENTRIES: Final = 300
-"""Longer logs are graded on a thread."""
-LOG_BOUNDS: Final = JsonBounds(
-    values=100 * MAX_EPISODE_LENGTH + MAX_VALUES,
-    arrays=20 * MAX_EPISODE_LENGTH + MAX_VALUES,
-    texts=2 * MAX_EPISODE_LENGTH + MAX_VALUES,
-)
-"""Bounds of a body of POST /grader. An answer of POST /step, which may stand for a log's entry, has some 80 values,
-sixteen of them arrays and objects."""
 
 
 class StateQuery(BaseModel):
@@ -97,18 +86,19 @@ class EpisodeRoutes:
         family, at = self._family, self._prefix
         more: dict[str, Any] = {"tags": [family.name], "response_model_exclude_unset": True}
         limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
-        of_log = BodyLimits(self._settings.max_log_bytes, self._settings.body_timeout_s, LOG_BOUNDS)
+        of_log = BodyLimits(self._settings.max_log_bytes, self._settings.body_timeout_s, bounds=None)
         stepped = {"types": {"body": step_request(family)}, "response_model": step_answer(family), **more}
         started = {"types": {"body": (reset_request(family), None)}, "response_model": reset_answer(family), **more}
         started |= {"method": "POST", "limits": limits, "statuses": (400, 404)}
         # Without a body, the caller's latest episode is graded.
         grading = (grade_request(family), None) if family.http.session_is_optional else grade_request(family)
         graded = {"types": {"body": grading}, "statuses": (400, 404, 409, 410), **more}
+        graded |= {"method": "POST", "limits": of_log, "elsewhere": self._grade_elsewhere}
         routes = [
             StepRoute(at + "/step", self.step, "Play one second", statuses=(400, 404, 409, 410), **stepped),
             Route(at + "/reset", self.reset, "Start an episode", **started),
             Route(at + "/state", self.state, "State of an episode", statuses=(404, 410), **more),
-            Route(at + "/grader", self.grade, "Score an episode", method="POST", limits=of_log, **graded),
+            Route(at + "/grader", self.grade, "Score an episode", **graded),
             Route(at + "/health", self.health, "Health of the server", **more),
             Route(at + "/tasks", self.tasks, "List of tasks", **more),
             Route(at + "/info", self.info, "Schemas, reward, calibration and provenance", **more),
@@ -191,40 +181,25 @@ class EpisodeRoutes:
             session_id = await self._latest_of(request)
         if session_id is not None:
             return GradeAnswer(**await self._grade_session(request, session_id, body))
-        if len(body.episode_log or ()) > LARGE_LOG_ENTRIES or body.verify:
-            return GradeAnswer(**await asyncio.to_thread(self._grade_log, body))
-        return GradeAnswer(**self._grade_log(body))
+        if body.verify:
+            return GradeAnswer(**await on_thread(partial(grade_log, self._family, body)))
+        return GradeAnswer(**grade_log(self._family, body))
 
-    def _grade_log(self, wanted: GradeRequest) -> Grade:
-        family, task_id = self._family, wanted.task_id
-        assert wanted.episode_log is not None
-        assert task_id is not None
-        own_config = family.is_own_config(task_id, wanted.config)
-        task_id = family.played_id(task_id, wanted.config)
-        entries = family.log_entries(wanted.episode_log)
-        if not wanted.verify or not entries:
-            return {**family.grade(task_id, entries), "verified": False, "own_config": own_config}
-        assert wanted.seed is not None
-        replayed = verify_log(family, task_id, wanted.seed, wanted.config, entries)
-        return {**family.grade(task_id, replayed.episode_log), "verified": True, "own_config": own_config}
+    async def _grade_elsewhere(self, body: bytes) -> bytes | None:
+        """Answer to a body that is too long to be read here; None for others."""
+        return await self._context.grading.run(self._family.name, body) if len(body) > SMALL_LOG_BYTES else None
 
     async def _grade_session(self, request: Request, session_id: str, wanted: GradeRequest) -> Grade:
         live = await self._live(request, session_id)
-        # Read before grading: another request may restart the session while this one is graded on a thread.
-        record = live.record
-        played_id, task_id = record.task_id, wanted.task_id
+        played_id, task_id = live.record.task_id, wanted.task_id
         # The session's own configuration counts; one that is sent along has to be valid all the same.
         self._family.check_config(played_id, wanted.config)
         if task_id is not None and str(task_id) != str(played_id):
             raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
-        # The log was recorded by the server, so there is nothing to verify.
-        played, done = list(live.env.episode_log), live.env.done
-        if len(played) > LARGE_LOG_ENTRIES:
-            grade = await asyncio.to_thread(self._family.grade, played_id, played)
-        else:
-            grade = self._family.grade(played_id, played)
-        own_config = self._family.is_own_config(played_id, record.config)
-        return {**grade, "verified": True, "own_config": own_config, "done": done, "steps": len(played)}
+        own_config = self._family.is_own_config(played_id, live.record.config)
+        # The server played the steps itself, so there is nothing to verify.
+        played = {"done": live.env.done, "steps": live.env.n_entries}
+        return {**live.env.grade(), "verified": True, "own_config": own_config, **played}
 
     # ------------------------------------------------------------ information
 

@@ -29,17 +29,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inferencegym.errors import InferenceGymError
 from inferencegym.messages import explain, refuse_many_unknown
 from server.net.errors import InvalidRequestError
-from server.net.json_io import SMALL, JsonBounds, read_object
+from server.net.json_io import SMALL, JsonBounds, JsonReply, parse_body, read_body
 from server.net.problems import problem_reply
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of a request's body: its bytes, the time it may take to arrive, and what its JSON may hold."""
+    """Limits of a request's body: its bytes, the time it may take to arrive, and what its JSON may hold (None: any)."""
 
     most_bytes: int
     timeout_s: float
-    bounds: JsonBounds = SMALL
+    bounds: JsonBounds | None = SMALL
 
 
 Endpoint = Callable[..., Awaitable[Any]]
@@ -48,6 +48,7 @@ Endpoint = Callable[..., Awaitable[Any]]
 class Route(APIRoute):
     """FastAPI route with a body within ``limits``; ``statuses`` are those of its errors beside the usual ones.
 
+    ``elsewhere`` may answer a body in another way: with JSON, or None for those that the endpoint answers.
     ``types`` are annotations of the endpoint's parameters, or pairs of annotation and default, where families differ.
     """
 
@@ -59,12 +60,14 @@ class Route(APIRoute):
         *,
         method: str = "GET",
         limits: BodyLimits | None = None,
+        elsewhere: Callable[[bytes], Awaitable[bytes | None]] | None = None,
         types: Mapping[str, Any] | None = None,
         statuses: tuple[int, ...] = (),
         responses: Mapping[int | str, dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         self._limits = limits
+        self._elsewhere = elsewhere
         errors: dict[int | str, Any] = {one: _ERRORS[one] for one in sorted({*_USUAL_STATUSES, *statuses})}
         super().__init__(
             path,
@@ -83,7 +86,13 @@ class Route(APIRoute):
 
         async def handle(request: Request) -> Response:
             if self._limits is not None:
-                request = await self._read(request, self._limits)
+                limits = self._limits
+                body = await read_body(request, limits.most_bytes, limits.timeout_s, limits.bounds)
+                if self._elsewhere is not None and (done := await self._elsewhere(body)) is not None:
+                    return JsonReply(done)
+                parsed = await parse_body(body)
+                refuse_many_unknown(self._model_of("body"), parsed, InvalidRequestError)
+                request = _ParsedRequest(request, parsed)
             try:
                 response = await answer(request)
             except RequestValidationError as error:
@@ -95,11 +104,6 @@ class Route(APIRoute):
             return response
 
         return handle
-
-    async def _read(self, request: Request, limits: BodyLimits) -> Request:
-        parsed = await read_object(request, limits.most_bytes, limits.timeout_s, limits.bounds)
-        refuse_many_unknown(self._model_of("body"), parsed, InvalidRequestError)
-        return _ParsedRequest(request, parsed)
 
     def _model_of(self, place: object) -> type[BaseModel]:
         """The model that reads a request's body, or else its query."""

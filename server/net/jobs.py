@@ -1,8 +1,9 @@
-"""Offline work in a separate process, so that reading and simulating a client's log never delays steps."""
+"""Work on clients' logs in separate processes, so that reading, grading and simulating them never delays steps."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import ClientDisconnect, Request
 
 from inferencegym.errors import InferenceGymError
+from server.net.cpu import charged
 from server.net.errors import RateLimitedError
 
 MAX_JOBS: Final = 16
@@ -26,14 +28,16 @@ MAX_JOBS: Final = 16
 MAX_JOBS_PER_CLIENT: Final = 4
 FIRST_GUESS_S: Final = 10.0
 """Assumed time (s) of a job until one was measured."""
-MODULE: Final = __name__.removesuffix("server.net.jobs") + "ops.jobs"
+_PACKAGE: Final = __name__.removesuffix("server.net.jobs")
+MODULE: Final = _PACKAGE + "ops.jobs"
 """Module with the jobs; the server's process imports neither it nor its imports."""
+GRADING: Final = _PACKAGE + "server.api.grading"
 T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
 
 
 class JobRefusedError(InferenceGymError, ValueError):
-    """A job failed with an error; this one has its code, HTTP status, field, step and line."""
+    """Work in another process failed with an error; this one has its code, HTTP status, field, step and line."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         super().__init__(parts["message"])
@@ -104,22 +108,77 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _run(name: str, request: bytes) -> tuple[int, bytes]:
+class Grading:
+    """The process that grades long logs, one at a time. It starts with the first log."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, family: str, body: bytes) -> bytes:
+        """The JSON answer to a body of POST /grader that holds a log; its client pays for the processor time.
+
+        Raises :class:`JobRefusedError`, :class:`JobLostError`, and RateLimitedError if the client's time is used up.
+        """
+        # A client is charged for one piece of work at a time, so clients take turns.
+        async with charged() as work, self._turn:
+            status, work.cpu_s, answer = await self._graded(b"%b %d\n" % (family.encode(), len(body)), body)
+        if status == 0:
+            return answer
+        raise JobRefusedError(json.loads(answer))
+
+    async def _graded(self, head: bytes, body: bytes) -> tuple[int, float, bytes]:
+        process, self._process = self._process, None
+        try:
+            if process is None or process.returncode is not None:
+                process = await _start(GRADING, str(os.getpid()), stderr=None)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.writelines((head, body))
+            await process.stdin.drain()
+            status, cpu_s, size = (await process.stdout.readline()).split()
+            answer = await process.stdout.readexactly(int(size))
+            # Kept only now: one that was interrupted would answer an earlier request.
+            self._process, process = process, None
+        except (ValueError, OSError, asyncio.IncompleteReadError) as error:
+            raise JobLostError("grading the log took too much time or memory, or failed") from error
+        finally:
+            if process is not None:
+                await _end(process)
+        return int(status), float(cpu_s), answer
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+
+async def _start(*module_and_args: str, stderr: int | None) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    # A thread for each processor would use part of the job's memory limit.
+    # A thread for each processor would use part of the process's memory limit.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OPENBLAS_NUM_THREADS": "1",
     }
-    command = (sys.executable, "-m", MODULE, name, str(os.getpid()))
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    command = (sys.executable, "-m", *module_and_args)
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _run(name: str, request: bytes) -> tuple[int, bytes]:
+    process = await _start(MODULE, name, str(os.getpid()), stderr=asyncio.subprocess.PIPE)
     try:
         out, said = await process.communicate(request)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await _end(process)
     status = process.returncode
     assert status is not None
     if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):

@@ -32,6 +32,8 @@ BODY_READ_KEY: Final = "inferencegym.body_read"
 """Key of the ASGI scope that is there once the whole body has arrived."""
 LARGE_JSON_BYTES: Final = 65_536
 """Longer texts are read on a thread, and counted in pieces of this size."""
+SMALL_LOG_BYTES: Final = 32_768
+"""Longer bodies of POST /grader are read and graded in another process."""
 _ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")
 """Thread that parses long texts, one at a time, because orjson holds the interpreter for some milliseconds each."""
 
@@ -93,7 +95,11 @@ async def read_object(request: Request, limit: int, timeout_s: float, bounds: Js
     Refuses other media types (415), more than ``limit`` bytes or what ``bounds`` allow (413), bodies that take longer
     than ``timeout_s`` (408) and anything but one strict JSON object (422).
     """
-    body = await read_body(request, limit, timeout_s, bounds)
+    return await parse_body(await read_body(request, limit, timeout_s, bounds))
+
+
+async def parse_body(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; an absent body is an empty object. Raises InvalidJsonError."""
     if len(body) > LARGE_JSON_BYTES:
         return await on_json_thread(parse_object, body)
     return parse_object(body) if body else {}

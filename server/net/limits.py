@@ -151,7 +151,10 @@ class RateLimit:
 
     MAX_CLIENTS: Final = 10_000
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(
+        self, per_minute: int, said: str = "at most {most:g} of these requests a minute come from one client"
+    ) -> None:
+        self._said = said.format(most=per_minute)
         self._capacity = float(per_minute)
         self._per_second = per_minute / 60.0
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -159,16 +162,20 @@ class RateLimit:
     def take(self, client: str, n: int = 1) -> None:
         """Take ``n`` tokens of a client, at most a full bucket. Raises RateLimitedError if fewer are left."""
         wanted = min(float(n), self._capacity)
+        tokens = self.charge(client, 0)
+        if tokens < wanted:
+            raise RateLimitedError(self._said, (wanted - tokens) / self._per_second)
+        self.charge(client, wanted)
+
+    def charge(self, client: str, n: float) -> float:
+        """Take ``n`` tokens of a client, who may be left with fewer than none; returns how many are left."""
         now = time.monotonic()
         tokens, then = self._buckets.pop(client, (self._capacity, now))
-        tokens = min(self._capacity, tokens + (now - then) * self._per_second)
-        allowed = tokens >= wanted
-        self._buckets[client] = (tokens - wanted if allowed else tokens, now)
+        tokens = min(self._capacity, tokens + (now - then) * self._per_second) - n
+        self._buckets[client] = (tokens, now)
         if len(self._buckets) > self.MAX_CLIENTS:
             self._buckets.popitem(last=False)
-        if not allowed:
-            wait = (wanted - tokens) / self._per_second
-            raise RateLimitedError(f"at most {self._capacity:g} of these requests a minute come from one client", wait)
+        return tokens
 
 
 class Callers:

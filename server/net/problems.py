@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from env.families import FAMILIES
-from inferencegym.errors import ForgedLogError, InferenceGymError, MalformedLogError
+from inferencegym.errors import InferenceGymError
 from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
 
 NEXT: Final[dict[str, str]] = {
@@ -94,10 +94,9 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         value = getattr(error, key, None)
         if value is not None:
             detail[key] = str(value)
-    if isinstance(error, (ForgedLogError, MalformedLogError)) and error.step is not None:
-        detail["step"] = error.step
-    if getattr(error, "line", None) is not None:
-        detail["line"] = vars(error)["line"]
+    for key in ("step", "line"):
+        if getattr(error, key, None) is not None:
+            detail[key] = vars(error)[key]
     detail["next"] = _next(error.code, path)
     headers: list[tuple[bytes, bytes]] = []
     if error.http_status in (429, 503):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
 from typing import Final, TypeVar
 
 import numpy as np
@@ -26,6 +28,7 @@ from inferencegym.seeds import episode_seeds
 from inferencegym.spaces.actions import ACTION_SIZE, action_size
 from inferencegym.spaces.observations import OBSERVATION_SIZE
 from inferencegym.tasks import EpisodeConfig, TaskSpec
+from server.net.cpu import Work
 from server.net.errors import RateLimitedError
 from server.sessions.session import Session, new_session_id
 from server.settings import Settings
@@ -34,6 +37,8 @@ T = TypeVar("T")
 
 IDLE_S: Final = 600.0
 """Seconds without a step after which a session is closed when room is needed for a new one."""
+CLIENT_SHARE: Final = 0.75
+"""Share of the sessions, and of their row steps, that one client may have."""
 MAX_WAITING: Final = 4
 """Requests that may wait for one session at once."""
 INLINE_SECONDS: Final = 256
@@ -47,6 +52,7 @@ class BatchSession(Session):
     """N episodes that step together."""
 
     batch: ServingBatch
+    client: str
     seeds: list[int] = field(default_factory=list)
     autoreset: bool = False
     fleet: bool = False
@@ -157,8 +163,10 @@ class BatchSessions:
     def __init__(self, settings: Settings) -> None:
         self._most = settings.batch_sessions
         self._most_row_steps = settings.batch_row_steps
+        self.row_steps_per_client = int(CLIENT_SHARE * settings.batch_row_steps)
         self._sessions: dict[str, BatchSession] = {}
         # The kernels of one batch already use all cores; more than two threads would only wait for each other.
+        self._opening = asyncio.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="batch-session")
 
     def get(self, session_id: str) -> BatchSession:
@@ -171,12 +179,16 @@ class BatchSessions:
             )
         return session
 
-    def open(self, task: TaskSpec, config: EpisodeConfig, n_rows: int) -> BatchSession:
-        """A new session, not yet started. Raises RateLimitedError when there is no room."""
-        self._make_room(n_rows * config.episode_length)
-        session = BatchSession(new_session_id(), ServingBatch(task, n_rows, config, tables()))
-        self._sessions[session.session_id] = session
-        return session
+    async def open(self, client: str, task: TaskSpec, config: EpisodeConfig, n_rows: int, work: Work) -> BatchSession:
+        """A new session, not yet started, made as a part of ``work``. Raises RateLimitedError when there is no room."""
+        # One after the other, so that each finds room for all sessions before it.
+        async with self._opening:
+            self._make_room(client, n_rows * config.episode_length)
+            make = partial(ServingBatch, task, n_rows, config, tables())
+            batch: ServingBatch = await self._on_thread(partial(work.timed, make))
+            session = BatchSession(new_session_id(), batch, client)
+            self._sessions[session.session_id] = session
+            return session
 
     def close(self, session_id: str) -> None:
         """Forget a session. Raises UnknownSessionError."""
@@ -188,16 +200,29 @@ class BatchSessions:
             session.touched = time.monotonic()
             if n_seconds <= INLINE_SECONDS:
                 return work()
-            return await asyncio.wrap_future(self._threads.submit(work))
+            return await self._on_thread(work)
 
-    def _make_room(self, wanted: int) -> None:
-        while not self._fits(wanted):
-            idle = min((s for s in self._sessions.values() if not s.in_use), key=lambda s: s.touched, default=None)
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _make_room(self, client: str, wanted: int) -> None:
+        """Drop idle sessions until the client, and the server, have room for so many row steps."""
+        most = ceil(CLIENT_SHARE * self._most)
+        own = (
+            f"one client may have {most} batch sessions and {self.row_steps_per_client:,} row steps, and all are in use"
+        )
+        self._drop_idle(lambda session: session.client == client, most, self.row_steps_per_client - wanted, own)
+        whole = "all batch sessions of this server are in use"
+        self._drop_idle(lambda _: True, self._most, self._most_row_steps - wanted, whole)
+
+    def _drop_idle(self, counts: Callable[[BatchSession], bool], most: int, most_row_steps: int, said: str) -> None:
+        """Drop idle sessions that count until fewer than ``most`` are left, with at most so many row steps."""
+        while True:
+            found = [session for session in self._sessions.values() if counts(session)]
+            if len(found) < most and sum(session.row_steps for session in found) <= most_row_steps:
+                return
+            idle = min((s for s in found if not s.in_use), key=lambda s: s.touched, default=None)
             left_s = IDLE_S if idle is None else idle.touched + IDLE_S - time.monotonic()
             if idle is None or left_s > 0:
-                raise RateLimitedError("all batch sessions of this server are in use", retry_after_s=left_s)
+                raise RateLimitedError(said, retry_after_s=left_s)
             del self._sessions[idle.session_id]
-
-    def _fits(self, wanted: int) -> bool:
-        held = sum(session.row_steps for session in self._sessions.values())
-        return len(self._sessions) < self._most and held + wanted <= self._most_row_steps

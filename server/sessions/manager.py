@@ -39,6 +39,7 @@ from inferencegym.errors import (
     short_repr,
 )
 from inferencegym.tasks import TaskId
+from server.net.cpu import on_thread
 from server.net.errors import InvalidRequestError
 from server.sessions.quota import UnfinishedQuota
 from server.sessions.session import Session, new_session_id
@@ -481,7 +482,7 @@ class SessionManager:
         before, entries = len(live.actions), live.n_entries
         try:
             if _takes_long(live.family, live.record, len(missed)):
-                await asyncio.to_thread(apply)
+                await on_thread(apply)
             else:
                 apply()
         finally:
@@ -501,7 +502,7 @@ class SessionManager:
         self.counters.replays += 1
         self.counters.replayed_steps += len(record.actions)
         if _takes_long(family, record, len(record.actions)):
-            return await asyncio.to_thread(_replay_stored, family, record, session_id)
+            return await on_thread(lambda: _replay_stored(family, record, session_id))
         return _replay_stored(family, record, session_id)
 
     def _family_of(self, record: EpisodeRecord) -> Family:

@@ -118,8 +118,10 @@ def test_columns_and_their_names_are_bounded(name: str, log: str, said: str) -> 
 def test_a_job_cannot_take_more_memory_or_time_than_it_may() -> None:
     program = (
         "import os, resource, signal\n"
-        "from ops.jobs import LIMIT_BYTES, LIMIT_S, confine\n"
+        "from ops.jobs import LIMIT_S, limit_time\n"
+        "from ops.worker import LIMIT_BYTES, confine\n"
         "confine(os.getppid())\n"
+        "limit_time()\n"
         "assert resource.getrlimit(resource.RLIMIT_CPU) == (LIMIT_S, LIMIT_S)\n"
         "assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= LIMIT_S\n"
         "try:\n"

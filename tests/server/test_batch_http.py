@@ -292,7 +292,7 @@ def test_more_steps_than_one_request_takes_are_refused(server: RunningServer) ->
 
 
 def test_sessions_are_limited_and_room_is_made_by_closing(tmp_path: Path) -> None:
-    with running_server(tmp_path, batch_sessions="2", batch_row_steps="10000") as server:
+    with running_server(tmp_path, batch_sessions="2", batch_row_steps="13334") as server:
         first, _ = (server.post("/reset/batch")["session_id"] for _ in range(2))
         refused = server.client.post("/reset/batch")
         assert (refused.status_code, int(refused.headers["retry-after"]) > 500) == (429, True)

@@ -1,0 +1,72 @@
+"""Grading of episode logs, and the process that a server starts for long ones.
+
+``python -m server.api.grading PARENT`` answers one request after another. A request is a line with the family's name
+and the number of bytes of the body of POST /grader, and then this body. An answer is a line with 0, the processor time
+taken (s) and a number of bytes, and then the JSON answer; or the same with 1 and the parts of an error.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import time
+from typing import Final
+
+from env.families import FAMILIES
+from env.family import Family, Grade
+from grader.verify import verify_log
+from inferencegym.errors import InferenceGymError
+from ops.worker import confine, error_parts
+from server.net.errors import InvalidRequestError
+from server.net.json_io import SMALL_LOG_BYTES, parse_object, to_json
+from server.schemas import GradeAnswer, GradeRequest, grade_request, read_request
+
+LIMIT_S: Final = 60
+"""Processor time of one request (s); reading and verifying the longest log takes a second."""
+
+
+def grade_log(family: Family, wanted: GradeRequest) -> Grade:
+    """Grade of a request's log, verified if it asks for that."""
+    assert wanted.episode_log is not None
+    assert wanted.task_id is not None
+    own_config = family.is_own_config(wanted.task_id, wanted.config)
+    task_id = family.played_id(wanted.task_id, wanted.config)
+    entries = family.log_entries(wanted.episode_log)
+    if not wanted.verify or not entries:
+        return {**family.grade(task_id, entries), "verified": False, "own_config": own_config}
+    assert wanted.seed is not None
+    replayed = verify_log(family, task_id, wanted.seed, wanted.config, entries)
+    return {**family.grade(task_id, replayed.episode_log), "verified": True, "own_config": own_config}
+
+
+def respond(family: Family, body: bytes) -> tuple[int, bytes]:
+    """Grade the log of a request's body: returns 0 and the JSON answer, or 1 and the parts of an error as JSON."""
+    try:
+        wanted = read_request(grade_request(family), parse_object(body))
+        if wanted.episode_log is None:
+            raise InvalidRequestError("body", f"{len(body):,} bytes", f"at most {SMALL_LOG_BYTES:,} without a log")
+        return 0, GradeAnswer(**grade_log(family, wanted)).model_dump_json(exclude_unset=True).encode()
+    except (InferenceGymError, MemoryError) as error:
+        return 1, to_json(error_parts(error))
+
+
+def main() -> None:
+    """Answer requests from standard input until it ends."""
+    confine(int(sys.argv[1]))
+    gc.freeze()
+    while line := sys.stdin.buffer.readline():
+        name, size = line.split()
+        body = sys.stdin.buffer.read(int(size))
+        # Ends the process; the server starts another one.
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        began = time.process_time()
+        status, answer = respond(FAMILIES[name.decode()], body)
+        cpu_s = time.process_time() - began
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(b"%d %f %d\n%b" % (status, cpu_s, len(answer), answer))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
