@@ -18,6 +18,7 @@ from env.rollouts import agents as rollouts
 from env.traffic import agents as traffic
 from env.traffic.report import compare_traffic
 from inferencegym.errors import InvalidConfigError
+from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskId
 
 
@@ -53,6 +54,7 @@ def stored_serving_policies() -> Collection[str]:
 
 def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     """An agent of :mod:`agents.registry` (``naive``, ``random:7``, ...) for one serving episode."""
+    from agents.protocol import knobs_of
     from agents.registry import make_agent
     from env.inference_env import InferenceEnv
     from inferencegym.tasks import get_task
@@ -60,7 +62,7 @@ def make_serving_policy(spec: str, env: EpisodeEnv) -> Policy:
     assert isinstance(env, InferenceEnv)
     agent = make_agent(spec, get_task(env.task_id))
     agent.reset(1)
-    return lambda _: agent.act(env.observation_row(fleet=True)[None])
+    return lambda _: knobs_of(agent, env.observation_row(fleet=True)[None])
 
 
 def run_policy(
@@ -153,6 +155,10 @@ PLAYERS: Final[dict[str, Players]] = {
     ROLLOUTS: Players(lambda: ROLLOUT_POLICIES, make_rollout_policy),
 }
 """Policies of the families by the family's name."""
+for _plugin in plugins("players"):
+    if _plugin.name in PLAYERS:
+        raise _plugin.error("has the name of a family that has players")
+    PLAYERS[_plugin.name] = _plugin.load(Players)
 
 
 def players_of(family: Family) -> Players:

@@ -1,7 +1,8 @@
 """Registry of agents by name: ``naive``, ``random:7``, ``constant:{"batch_size": 256}``, ``best_adaptive:FOLDER``, ...
 
 A new agent is one line: ``register("mine", lambda task, _: MyAgent(task), "What it does.")``. The command line also
-takes one of the user's own, ``package.module:Class`` (:func:`load_own_agents`); servers do not.
+takes one of the user's own, ``package.module:Class`` (:func:`load_own_agents`); servers do not. Agents of other
+installed packages (:mod:`inferencegym.plugins`) are registered at the end; servers offer them as well.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from agents.protocol import Agent, AgentFactory
 from inferencegym.errors import InvalidConfigError
 from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
+from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskSpec
 from simulator.hardware.tables import tables_of
 
@@ -118,7 +120,10 @@ def _is_agent(value: type) -> bool:
 
 
 def _own(module: ModuleType, task: TaskSpec, class_name: str) -> Agent:
-    agent = _class_of(module, class_name, f"{module.__name__}:{class_name}")
+    return _made(_class_of(module, class_name, f"{module.__name__}:{class_name}"), task)
+
+
+def _made(agent: type[Agent], task: TaskSpec, _: str = "") -> Agent:
     takes_task = bool(inspect.signature(agent).parameters)
     return agent(task) if takes_task else agent()  # type: ignore[call-arg]
 
@@ -194,3 +199,11 @@ register(
 register("ppo", make_ppo, "A small network trained with PPO.", stored=True)
 register("best_static", _best_static, "The best constant setting that a search found for the task.", stored=True)
 register("best_adaptive", _best_adaptive, "The best switching policy that a search found for the task.", stored=True)
+
+for _plugin in plugins("agents"):
+    _class = _plugin.load(type)
+    if not _is_agent(_class):
+        raise _plugin.error("is a class without the methods reset(n_rows) and act(observation)")
+    if _plugin.name in AGENTS:
+        raise _plugin.error(f"has the name of another agent; the names of agents are {', '.join(AGENTS)}")
+    register(_plugin.name, partial(_made, _class), (_class.__doc__ or "An agent of a plugin.").strip().splitlines()[0])

@@ -1,6 +1,7 @@
 """Registry of environment families.
 
-A new family is a folder in ``env/`` with its :class:`env.family.Family` record and a line here.
+A new family is a folder in ``env/`` with its :class:`env.family.Family` record and a line here, or a plugin
+(:mod:`inferencegym.plugins`).
 HTTP routes, OpenEnv's protocol, Gymnasium ids, grading, verification, the leaderboard and the command line follow.
 Its policies, if it has any, are a line in :data:`agents.families.PLAYERS`.
 """
@@ -14,6 +15,7 @@ from env.rollouts import family as rollouts
 from env.serving import family as serving
 from env.traffic import family as traffic
 from inferencegym.errors import DataFormatError, UnknownTaskError, short_repr
+from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskId
 
 SERVING: Final = serving.NAME
@@ -27,6 +29,11 @@ _ALL: Final = (
 )
 FAMILIES: Final[dict[str, Family]] = {family.name: family for family in _ALL}
 """Every family by name."""
+for _plugin in plugins("families"):
+    _family = _plugin.load(Family)
+    if _family.name in FAMILIES:
+        raise _plugin.error(f"has a family whose name is taken: {_family.name}")
+    FAMILIES[_family.name] = _family
 
 
 def family_of(task_id: TaskId, named: str | None = None) -> Family:

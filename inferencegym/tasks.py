@@ -1,7 +1,8 @@
 """Tasks of the serving family: their traffic, fleet, live knobs, reward and grade, as data.
 
 A task is one entry of ``simulator/data/workload_configs.json`` or of a user's file of the same form (setting
-``INFERENCEGYM_TASKS``: paths separated by ``:``). Nothing else in the code names a task.
+``INFERENCEGYM_TASKS``: paths separated by ``:``), or of a plugin's (:mod:`inferencegym.plugins`). Nothing else in the
+code names a task.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, s
 from inferencegym.installation import room_folder
 from inferencegym.messages import Message, read
 from inferencegym.models import PRIORITY_CLASSES
+from inferencegym.plugins import plugins
 from inferencegym.task_files import (
     CalibrationEntry,
     ConfigOverrides,
@@ -377,8 +379,18 @@ def _key(task_id: object) -> str:
 def _registry(user_files: str) -> dict[str, TaskSpec]:
     shipped = ("workload_configs.json", "recorded_tasks.json", HARDWARE_TASKS, SCALING_TASKS)
     paths = [DATA_DIR / name for name in shipped if (DATA_DIR / name).exists()]
-    paths += [Path(p) for p in user_files.split(os.pathsep) if p]
-    return task_registry(paths, load_task_file)
+    of_plugins = {Path(plugin.load(Path, str)): plugin for plugin in plugins("tasks")}
+
+    def load(path: Path) -> list[TaskSpec]:
+        try:
+            return load_task_file(path)
+        except InvalidConfigError as error:
+            if path in of_plugins:
+                raise of_plugins[path].error(f"has a task file that is not valid: {error}") from error
+            raise
+
+    users = [Path(p) for p in user_files.split(os.pathsep) if p]
+    return task_registry([*paths, *of_plugins, *users], load)
 
 
 # ---------------------------------------------------------------- parsing
