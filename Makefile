@@ -18,6 +18,7 @@ TORCH ?= torch==2.13.0
 PEERS ?= envpool==1.2.5
 SBOM_TOOL ?= cyclonedx-bom==7.5.0
 TESTS ?= tests
+BASE ?= HEAD
 QUICK := not slow and not soak and not engine
 
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ COMPILED_SOURCES := $(sort $(DECLARATIONS) $(DECLARATIONS:.pxd=.py) $(wildcard s
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install --quiet --python $(PYTHON)
 
-.PHONY: help serve install dev rl peers engine test test-fast test-servers soak check lint types tidy documents site format bench openenv gymnasium pins sbom audit build clean
+.PHONY: help serve install dev rl peers engine test test-fast test-changed test-servers soak check lint types tidy documents site format bench openenv gymnasium pins sbom audit build clean
 
 help:
 	@sed -n '3,4p' Makefile | cut -c 3-
@@ -116,6 +117,13 @@ test: test-servers $(STAMPS)/rl $(STAMPS)/package
 
 test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile
+
+# The quick tests nearest to what has changed since the last commit (BASE=main: since main): seconds, not all that a
+# change may break.
+test-changed: $(STAMPS)/rl $(STAMPS)/package
+	@tests=$$($(PYTHON) -m scripts.changed_tests --base $(BASE)) || exit 1; \
+	[ -n "$$tests" ] || { echo 'No test is near what has changed; `make test-fast` runs all that are quick'; exit 0; }; \
+	$(PYTHON) -m pytest $$tests -m '$(QUICK)' || [ $$? = 5 ]
 
 # They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.
 soak: test-servers $(STAMPS)/rl $(STAMPS)/package
