@@ -62,7 +62,7 @@ def test_files_that_differ_from_a_commit_and_new_ones_have_changed(
         changed("no-such-commit")
 
 
-def test_in_this_repository_a_module_and_a_file_of_the_page_have_tests_near_them() -> None:
-    files = ["server/net/slots.py", "server/web/js/race.js"]
+def test_in_this_repository_a_module_and_the_styles_of_the_page_have_tests_near_them() -> None:
+    files = ["server/net/slots.py", "server/web/style.css"]
     found = nearest_tests(sources(), files)
     assert {"tests/server/test_slots.py", "tests/server/test_page_http.py"} <= set(found)
