@@ -40,8 +40,7 @@ from ops.objectives import Objective, margin
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
-from simulator.hardware.memory import kv_capacity_tokens
-from simulator.hardware.sources import reported_gb, source_of
+from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 
@@ -400,9 +399,7 @@ class _Card:
 
     def _pool_tokens(self, action: ServeAction) -> int:
         """Tokens that the KV pool of a replica holds."""
-        source = source_of(self._tables.meta)
-        tier = self._tables.tiers[action.quant_tier.value]
-        return kv_capacity_tokens(source, tier, action.kv_budget, action.spec_length)
+        return self._tables.kv_pool_tokens(action.quant_tier.value, action.kv_budget, action.spec_length > 0)
 
     def _too_long(self, action: ServeAction) -> float:
         """Share of requests that need more tokens than the KV pool holds."""

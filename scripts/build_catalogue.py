@@ -1,15 +1,18 @@
 """Build the catalogue's lookup tables and their index: ``python -m scripts.build_catalogue [NAME ...]``.
 
 Without names it rebuilds all tables of ``simulator/data/hardware.json``. ``--index`` builds none, but describes the
-existing ones and packs their columns. ``--constants`` only measures the listed tasks on all tables (minutes); run it
-after a change of such a task or of a table. The A100 tables of ``simulator/data/profiles.json`` are described but never
-built, because calibrations belong to them.
+existing ones and packs their columns. ``--operators`` only packs the operators of all tables, from which the
+discrete-event reference plays them (a minute). ``--constants`` only measures the listed tasks on all tables (minutes);
+run it after a change of such a task or of a table. The A100 tables of ``simulator/data/profiles.json`` are described
+but never built, because calibrations belong to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from inferencegym.tasks import (
 )
 from simulator.coverage import coverage
 from simulator.hardware.catalogue import hardware_data
+from simulator.hardware.kernel_times import KernelTimes, write_operators
 from simulator.hardware.tables import load_tables, write_archive
 
 MEASURED_TABLES = {"a100-40gb": "traces_llama3_8b.parquet", "a100-80gb": "traces_llama3_8b_a100_80gb.parquet"}
@@ -77,6 +81,20 @@ def write_index(path: Path = TABLE_INDEX_FILE) -> None:
     write_archive(DATA_DIR / entry["file"] for entry in entries.values())
 
 
+def pack_operators() -> None:
+    """Pack the operators of all tables of the catalogue."""
+    from simulator.hardware.aiconfigurator import Deployment, kernels
+
+    def of_tables() -> Iterator[tuple[str, list[KernelTimes]]]:
+        for name, stated in hardware_data()["tables"].items():
+            tables = load_tables(DATA_DIR / files()[name])
+            bare = replace(Deployment(**stated), tiers=None)
+            yield tables.sha256, [kernels(bare, tier) for tier in tables.tiers]
+            print(name, flush=True)
+
+    write_operators(of_tables())
+
+
 def measure_constants() -> None:
     """Measure floor, best constant throughput, peak and price of the listed tasks on every table except the default."""
     from agents.search.calibration import constants_alone
@@ -97,10 +115,14 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", help="tables to build (default: all)")
     parser.add_argument("--index", action="store_true", help="describe the existing tables and build none")
     parser.add_argument("--constants", action="store_true", help="measure the listed tasks on all tables, build none")
+    parser.add_argument("--operators", action="store_true", help="pack the operators of all tables and build none")
     args = parser.parse_args()
     if args.constants:
         measure_constants()
+    elif args.operators:
+        pack_operators()
     else:
         if not args.index:
             build(args.names or list(hardware_data()["tables"]))
+            pack_operators()
         write_index()

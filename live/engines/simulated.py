@@ -13,8 +13,7 @@ from live.engines.engine import Knobs, Orders, Reading, within
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests
 from simulator.events.simulation import Simulation
-from simulator.hardware.memory import kv_capacity_tokens
-from simulator.hardware.sources import engine_of, source_of
+from simulator.hardware.sources import fleet_rules_of, operators_of
 from simulator.hardware.tables import ServingTables
 
 
@@ -31,17 +30,15 @@ class SimulatedEngine:
     def __init__(
         self, tables: ServingTables, max_batch_size: int = 256, drafts: int = 0, seed: int = 0, slowdown: float = 1.0
     ) -> None:
-        source = source_of(tables.meta)
-        model = source.operators(source.tiers[0], engine_of(tables.meta))
-        self._pool_tokens = kv_capacity_tokens(source, source.tiers[0], 1.0, 0)
+        self._pool_tokens = tables.kv_pool_tokens(0, 1.0, False)
         self._fleet = Fleet(
-            model,
+            operators_of(tables)[0],
             max_batch_size,
             self._pool_tokens,
             draft_tokens=drafts,
             acceptance=(1.0,) * drafts,  # every request has its own
             slowdown=slowdown,
-            **source.fleet_rules,
+            **fleet_rules_of(tables),
         )
         self._seed = seed
         self._limits = {"batch_size": (1.0, float(max_batch_size)), "kv_budget": (0.1, 1.0)}

@@ -17,9 +17,8 @@ from simulator.events.fleet import BLOCK_TOKENS, Fleet, RollingRestart
 from simulator.events.requests import Requests
 from simulator.events.simulation import Simulation
 from simulator.hardware import measured
-from simulator.hardware.memory import kv_capacity_tokens
 from simulator.hardware.profiles import profiles
-from simulator.hardware.sources import engine_of, source_of
+from simulator.hardware.sources import fleet_rules_of, operators_of
 from simulator.kernel.serving import CONVENTIONS, ServingParams
 from simulator.load.source import REUSE_LOG2_FIRST, EpisodeRequests
 
@@ -78,8 +77,7 @@ class ReferenceEpisode:
         self._seed = seed
         self._rolling_restart: RollingRestart = rolling_restart
         self._slo_ms = params.stats.slo_ms[requests.class_index]
-        self._source, profile = source_of(params.tables.meta), engine_of(params.tables.meta)
-        self._models = [self._source.operators(tier, profile) for tier in self._source.tiers]
+        self._models, self._rules = operators_of(params.tables), fleet_rules_of(params.tables)
         speculation = profiles()["speculation"]
         self._acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
         self._simulation: Simulation | None = None
@@ -138,18 +136,16 @@ class ReferenceEpisode:
         return float(len(ready)), float(len(there) - len(ready)), current / len(ready) if ready else 1.0
 
     def _configure(self, knobs: Knobs, oom: bool) -> Simulation:
-        source = self._source
-        rules = source.fleet_rules
-        one_block = rules.get("block_tokens", BLOCK_TOKENS)
+        tables, one_block = self._params.tables, self._rules.get("block_tokens", BLOCK_TOKENS)
         pools = {
-            tier: max(one_block, kv_capacity_tokens(source, tier, knobs.kv_budget, knobs.spec_length))
-            for tier in source.tiers
+            tier: max(one_block, tables.kv_pool_tokens(i, knobs.kv_budget, knobs.spec_length > 0))
+            for i, tier in enumerate(tables.tiers)
         }
         constants = self._params.constants
         fleet = Fleet(
             self._models[knobs.quant_tier],
             knobs.batch_size,
-            pools[source.tiers[knobs.quant_tier]],
+            pools[tables.tiers[knobs.quant_tier]],
             # An episode begins with the task's number of replicas; the first action may request another number.
             replicas=knobs.replicas if self._simulation is not None else self._params.n_replicas,
             draft_tokens=knobs.spec_length,
@@ -162,7 +158,7 @@ class ReferenceEpisode:
             start_ms=1e3 * float(constants["start_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
             rolling_restart=self._rolling_restart,
-            **rules,
+            **self._rules,
         )
         if self._simulation is None:
             each = self._requests

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
@@ -31,8 +30,8 @@ from aiconfigurator_core.sdk.perf_database import get_database_view
 
 from inferencegym.errors import InvalidConfigError
 from simulator.hardware.catalogue import hardware_data
-from simulator.hardware.measured import FloatArray
-from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk, OperatorModel, Source
+from simulator.hardware.kernel_times import KernelModel
+from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, Hardware
 from simulator.hardware.raw_keys import RawKeys
 
@@ -47,12 +46,6 @@ SUPPORTED_SHARE: Final = 0.9
 """Share of a cell's time that must have the cell's support level or a better one."""
 COVERAGE_GRID: Final = ((1, 8, 32, 128, 512), (128, 512, 2048, 8192))
 """Batch sizes, and contexts or prompts (tokens), over which shares of time are averaged."""
-ATTENTION_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Batch sizes at which decode attention is evaluated: the measured ones, and some between the large ones."""
-DENSE_ROWS: Final = 1024
-"""Every row count up to this one is evaluated, because GEMM times jump from tile to tile."""
-LAST_CONTEXT: Final = 17
-"""Nodes of decode attention are 2, 4, ... 2 ** LAST_CONTEXT tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,91 +222,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
-def in_order(times: Sequence[float] | FloatArray) -> FloatArray:
-    """Nearest non-decreasing times, (N,): a measurement that falls is averaged with those before it.
-
-    Measured times sometimes fall by a few per cent from one tile of rows to the next, although more work takes longer.
-    """
-    means: list[float] = []
-    counts: list[int] = []
-    for time in times:
-        means.append(float(time))
-        counts.append(1)
-        while len(means) > 1 and means[-2] > means[-1]:
-            last, n = means.pop(), counts.pop()
-            means[-1] = (means[-1] * counts[-1] + last * n) / (counts[-1] + n)
-            counts[-1] += n
-    return np.repeat(means, counts)
-
-
-class AiconfiguratorModel(OperatorModel):
-    """Iteration times from the library's operators under one engine profile."""
-
-    def __init__(self, tier: str, profile: EngineProfile, found: Kernels) -> None:
-        super().__init__(tier, profile, found.layers, found.kv_bytes_per_token)
-        self._kernels = found
-        self._prefill: dict[tuple[int, int, int], float] = {}
-
-    def linear_ms(self, rows: int) -> float:
-        """All but attention and LM head for ``rows`` tokens; the GEMM scale multiplies the whole sum."""
-        nodes, times = self._linear
-        if rows >= nodes[-1]:
-            return times[-1] * rows / nodes[-1]
-        i = bisect_left(nodes, rows)
-        if nodes[i] == rows:
-            return times[i]
-        return times[i - 1] + (times[i] - times[i - 1]) * (rows - nodes[i - 1]) / (nodes[i] - nodes[i - 1])
-
-    def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
-        """Attention of chunks; equal chunks share one launch, as in the batched measurements."""
-        alike: dict[Chunk, int] = {}
-        for chunk in chunks:
-            alike[chunk] = alike.get(chunk, 0) + 1
-        return sum(self._prefill_ms(chunk.tokens, chunk.prefix, n) for chunk, n in alike.items())
-
-    def head_ms(self, rows: int) -> float:
-        """LM head for ``rows`` tokens."""
-        return self._head(rows) if rows > 0 else 0.0
-
-    def _prefill_ms(self, tokens: int, prefix: int, batch: int) -> float:
-        key = (tokens, prefix, batch)
-        if key not in self._prefill:
-            self._prefill[key] = self._kernels.prefill_attention(tokens, prefix, batch)
-        return self._prefill[key]
-
-    def attention_row(self, n_decode: int) -> list[float]:
-        """Decode attention over the context nodes for one batch size, linear between the batch nodes."""
-        grid = self._attention
-        if n_decode >= ATTENTION_BATCHES[-1]:
-            return [float(t) for t in grid[-1] * (n_decode / ATTENTION_BATCHES[-1])]
-        return [float(np.interp(n_decode, ATTENTION_BATCHES, column)) for column in grid.T]
-
-    @cached_property
-    def _attention(self) -> FloatArray:
-        """Decode attention, (batch nodes, context nodes), made non-decreasing along both axes."""
-        grid = np.array(
-            [[self._kernels.decode_attention(n, 2 << j) for j in range(LAST_CONTEXT)] for n in ATTENTION_BATCHES]
-        )
-        # Sorting one axis keeps the other sorted.
-        return np.apply_along_axis(in_order, 1, np.apply_along_axis(in_order, 0, grid))
-
-    @cached_property
-    def _linear(self) -> tuple[list[int], list[float]]:
-        nodes = [*range(1, DENSE_ROWS), *range(DENSE_ROWS, 8192, 64), *range(8192, 32769, 512)]
-        times = in_order([self._kernels.linear(rows) for rows in nodes]) * self.profile.gemm_scale
-        return nodes, times.tolist()
-
-    @cached_property
-    def _head_nodes(self) -> list[float]:
-        rows = range(DENSE_ROWS + 1)
-        times = in_order([0.0, *(self._kernels.head(n) for n in rows[1:])])
-        return [float(t) for t in times * self.profile.gemm_scale]
-
-    def _head(self, rows: int) -> float:
-        nodes = self._head_nodes
-        return nodes[rows] if rows <= DENSE_ROWS else nodes[-1] * rows / DENSE_ROWS
-
-
 class AiconfiguratorSource(Source):
     """One deployment in the precisions that its card has, measured by NVIDIA.
 
@@ -354,7 +262,7 @@ class AiconfiguratorSource(Source):
         """The operator model of a tier under an engine profile, built once."""
         key = (self.check_tier(tier), profile)
         if key not in self._models:
-            self._models[key] = AiconfiguratorModel(tier, profile, self._kernels[tier])
+            self._models[key] = KernelModel(tier, profile, self._kernels[tier])
         return self._models[key]
 
     def support(self, tier: str, n_decode: int, prompt_tokens: int, draft_tokens: int) -> int:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from simulator.hardware.engine_times import engine_source
+from simulator.hardware.kernel_times import listed_models
 from simulator.hardware.measured_model import MeasuredSource
-from simulator.hardware.operators import Source
+from simulator.hardware.operators import OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, engine, hardware
+from simulator.hardware.tables import ServingTables
 
 
 def source_of(meta: Mapping[str, Any]) -> Source:
@@ -22,6 +24,21 @@ def source_of(meta: Mapping[str, Any]) -> Source:
     from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
 
     return AiconfiguratorSource(Deployment(**built_from["deployment"]))
+
+
+def operators_of(tables: ServingTables) -> tuple[OperatorModel, ...]:
+    """Operator models of a table by precision; those of shipped tables need no library."""
+    profile = engine_of(tables.meta)
+    found = listed_models(tables.sha256, tables.tiers, profile, float(tables.meta["kv_bytes_per_token"]))
+    if found is None:
+        source = source_of(tables.meta)
+        found = tuple(source.operators(tier, profile) for tier in tables.tiers)
+    return found
+
+
+def fleet_rules_of(tables: ServingTables) -> Mapping[str, Any]:
+    """Arguments of the discrete-event reference's ``Fleet`` that say how a table's engine allocates its KV cache."""
+    return source_of(tables.meta).fleet_rules if "measured_engine" in tables.meta else {}
 
 
 def engine_of(meta: Mapping[str, Any]) -> EngineProfile:

@@ -152,6 +152,14 @@ class ServingTables:
         engine = self.meta.get("measured_engine")
         return None if engine is None else int(engine["facts"]["block_tokens"])
 
+    def kv_pool_tokens(self, tier: int, kv_budget: float, drafts: bool) -> int:
+        """Tokens that a replica's KV pool holds: the share ``kv_budget`` of a card's free memory, less a workspace."""
+        memory: Mapping[str, float] = self.meta["memory_gb"]
+        fixed_gb = float(self.weights_gb[tier]) + memory["activations_gb"]
+        fixed_gb += memory["speculation_gb"] if drafts else 0.0
+        pool_gb = kv_budget * (float(self.meta["memory_budget_gb"]) - fixed_gb - memory["workspace_gb"])
+        return math.floor(pool_gb * 1e9 / float(self.meta["kv_bytes_per_token"]))
+
     def tier_index(self, name: str) -> int:
         """The ``quant_tier`` of a precision by name; raises :class:`InvalidConfigError` listing the precisions."""
         if name not in self.tiers:

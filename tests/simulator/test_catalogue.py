@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from inferencegym.tasks import (
 )
 from scripts.build_catalogue import described, files
 from simulator.hardware.catalogue import table_path
+from simulator.hardware.sources import operators_of
 from simulator.hardware.tables import ARCHIVE, load_tables, read_columns, tables_of
 from simulator.trace_sim import TraceSimulator
 
@@ -59,6 +61,18 @@ def test_the_archive_holds_each_table_as_its_parquet_file_does(name: str) -> Non
         assert json.loads(archive[f"{digest}/meta"].tobytes()) == meta
         for column, values in columns.items():
             assert np.array_equal(archive[f"{digest}/{column}"], values)
+
+
+@pytest.mark.parametrize("name", table_index())
+def test_the_reference_plays_a_shipped_table_without_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: python -m scripts.build_catalogue --operators."""
+    monkeypatch.setitem(sys.modules, "simulator.hardware.aiconfigurator", None)
+    tables = tables_of(name)
+    models = operators_of(tables)
+    assert [model.tier for model in models] == list(tables.tiers)
+    contexts = tables.axes["prompt_len_bucket"]
+    for t, model in enumerate(models):
+        assert model.step_ms(8, contexts[3]) == pytest.approx(tables.decode_ms[t, 0, 2, 3], rel=1e-4)
 
 
 def test_every_listed_task_has_constants_of_every_table() -> None:

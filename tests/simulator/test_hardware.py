@@ -15,13 +15,14 @@ import aiconfigurator_core
 
 from cli.main import main
 from inferencegym.errors import InvalidConfigError
-from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment, in_order, kernels
+from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment, kernels
 from simulator.hardware.catalogue import hardware_data, table_path
+from simulator.hardware.kernel_times import in_order
 from simulator.hardware.memory import kv_capacity_tokens
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, Chunk
 from simulator.hardware.profiles import engine
 from simulator.hardware.raw_keys import RawKeys
-from simulator.hardware.sources import engine_of, source_of
+from simulator.hardware.sources import engine_of, operators_of, source_of
 from simulator.hardware.tables import load_tables
 from simulator.offline.table import PROMPT_TOKENS, Slice, table_row
 
@@ -189,6 +190,29 @@ def test_a_sample_of_a_catalogue_tables_rows_rebuilds_to_the_committed_values(na
         rebuilt = table_row(part, table["batch_size"][i], 1.0)
         assert rebuilt == pytest.approx({column: table[column][i] for column in rebuilt}, rel=1e-9)
     assert len(PROMPT_TOKENS) == max(table["prompt_len_bucket"]) + 1
+
+
+@pytest.mark.parametrize("name", ["h200-llama-3.1-70b-tp2", "l40s-gpt-oss-20b", "b200-llama-3.1-8b"])
+def test_listed_operators_give_the_librarys_iterations(name: str) -> None:
+    """Else: python -m scripts.build_catalogue --operators."""
+    tables = load_tables(table_path(name))
+    source, profile = source_of(tables.meta), engine_of(tables.meta)
+    for tier, listed in zip(tables.tiers, operators_of(tables), strict=True):
+        library = source.operators(tier, profile)
+        for n, context, chunks, drafts in (
+            (1, 500, (), 0),
+            (37, 1_300, (), 2),
+            (300, 900, (), 4),
+            (20, 700, (Chunk(700),), 0),
+            (20, 700, (Chunk(90), Chunk(2_500), Chunk(90)), 2),
+            (64, 4_000, (Chunk(8_128, 8_128),), 0),
+        ):
+            expected = library.step_ms(n, context, chunks, drafts)
+            assert listed.step_ms(n, context, chunks, drafts) == pytest.approx(expected, rel=0.01)
+        for at, tier_name in enumerate(tables.tiers):
+            for share, drafts in ((0.25, 0), (1.0, 2)):
+                stated = tables.kv_pool_tokens(at, share, drafts > 0)
+                assert stated == kv_capacity_tokens(source, tier_name, share, drafts)
 
 
 def test_a_table_of_any_deployment_is_built_with_ones_own_host_overheads(
