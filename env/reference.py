@@ -51,6 +51,10 @@ class ReferenceFleet(RequestFleet):
             requests = self.source.requests(seed, self.n_steps)
             self._episodes[row] = ReferenceEpisode(self.params, requests, seed, self._rolling_restart, self._by_class)
 
+    def episode(self, row: int) -> ReferenceEpisode:
+        """The episode of a row since its reset."""
+        return self._episodes[row]
+
     def idle(self) -> Mapping[str, float]:
         """Latencies of a request alone, and the memory of the naive knobs."""
         return idle_metrics(self.params)
@@ -59,14 +63,26 @@ class ReferenceFleet(RequestFleet):
         """Metrics of the next second of these rows, with the noise that the seed drew."""
         return [self._play(row) for row in rows]
 
-    def _play(self, row: int) -> Mapping[str, float]:
-        params, episode, knobs = self.params, self._episodes[row], self._knobs(row)
+    def pass_second(self, row: int) -> float:
+        """Serve a row's next second with its knobs, without metrics; returns the memory (GB) that the knobs need.
+
+        Call it for all seconds of an episode or for none.
+        """
+        used_gb = self._used_gb(row)
+        self._episodes[row].pass_second(self._knobs(row), used_gb > self.params.constants["memory_limit_gb"])
+        return used_gb
+
+    def _used_gb(self, row: int) -> float:
+        knobs = self._knobs(row)
         # A replica that has not restarted yet has its old weights.
-        tiers = {knobs.quant_tier, *episode.tiers()}
-        used_gb = max(
-            memory_gb(params, knobs.kv_budget, knobs.spec_length > 0, knobs.batch_size, tier) for tier in tiers
+        tiers = {knobs.quant_tier, *self._episodes[row].tiers()}
+        return max(
+            memory_gb(self.params, knobs.kv_budget, knobs.spec_length > 0, knobs.batch_size, tier) for tier in tiers
         )
-        limit_gb = params.constants["memory_limit_gb"]
+
+    def _play(self, row: int) -> Mapping[str, float]:
+        episode, knobs, used_gb = self._episodes[row], self._knobs(row), self._used_gb(row)
+        limit_gb = self.params.constants["memory_limit_gb"]
         metrics = episode.play_second(knobs, used_gb > limit_gb)
         rows = self.state.rows
         rows["replicas_ready"][row], rows["replicas_draining"][row], rows["rollout_share"][row] = episode.replicas()

@@ -1,10 +1,11 @@
 """Search for the cheapest fleet that meets objectives on a request log.
 
 For every card it finds the smallest number of GPUs on which some setting meets all objectives, with the simulator's
-stated error as margin. Hundreds of constant settings are rows of one batch (:func:`ops.capacity.screen`); the best ones
-are then played with all latencies recorded. If the log is long, only its busiest part is searched, and the result is
-played on all of it. The report adds what adaptive policies do on as many GPUs and on fewer, and how many GPUs more
-traffic needs.
+stated error as margin. Hundreds of constant settings are rows of one batch in the fluid model
+(:func:`ops.capacity.screen`), which only ranks them. The best ones are then played request by request in the
+discrete-event reference, whose figures decide and are reported. If the log is long, only its busiest part is searched,
+and the result is played on all of it. The report adds what adaptive policies do on as many GPUs and on fewer, and how
+many GPUs more traffic needs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from ops.capacity import (
     grid,
     log_summary,
     log_task,
+    noise,
     on_replicas,
+    play_constant,
     play_policy,
     screen,
 )
@@ -44,13 +47,16 @@ from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 
-STATED_ERRORS: Final = {"ttft": 0.109, "tpot": 0.019}
-"""Relative errors of simulated latencies against A100 runs held out of every fit: for TTFT the larger of the quantiles'
-errors in steps of 1 s (docs/fidelity.md, "Other simulators"). Other cards were not measured as fleets."""
+STATED_ERRORS: Final = {"ttft": 0.112, "tpot": 0.027}
+"""Median relative errors of the reference against A100 runs of vLLM 0.20.1 in BF16: for TTFT the largest of the
+quantiles' errors (docs/fidelity.md, "The discrete-event reference against that hardware")."""
 SEARCH_S: Final = 900.0
-"""Length (s) of the busiest part of a log, which is searched; the plan is played on all of it."""
-FINALISTS: Final = 2
-"""Number of settings of each precision that are played with all latencies recorded."""
+SEARCH_REQUESTS: Final = 20_000
+"""Longest busiest part of a log that is searched: seconds and requests. The plan is played on all of the log."""
+PLAYED_REQUESTS: Final = 200_000
+"""Most requests of a log that a plan is played on; of a longer log, its busiest part."""
+FINALISTS: Final = 3
+"""Number of settings of each precision that the reference may play, with different drafts or prefill placement."""
 MAX_GPUS: Final = 256
 ADAPTIVE: Final = ("heuristic", "hill_climb")
 """Policies that need only the observation; they are compared with the plan's constant setting."""
@@ -87,7 +93,8 @@ class Plan:
     limit; ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of
     memory. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware`` is the table's
     name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if prefill runs on
-    separate ones. ``gpu_hours_per_million_tokens`` counts output tokens. Costs are None without prices.
+    separate ones. ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
+    which the GPUs are held. Costs are None without prices.
     """
 
     hardware: str
@@ -114,10 +121,11 @@ class Plan:
 class PlanReport:
     """Answer to "which GPUs, how many, which settings": one plan per hardware, the cheapest first.
 
-    ``tried`` are all fleets that were played with latencies recorded; ``front`` is their :func:`pareto` front.
+    ``tried`` are all fleets that the reference played; ``front`` is their :func:`pareto` front.
     ``growth`` says how the first plan performs under more traffic, and how many GPUs its settings then need;
     ``adaptive`` has policies on as many GPUs and on fewer. On the fewest GPUs that suffice for a policy, it serves the
-    share ``adapting_gain`` more of the requests in time than the best constant there. ``autoscaling`` is the first plan
+    share ``adapting_gain`` more of the requests in time than the best constant there, of which chance may explain
+    ``adapting_noise``. ``autoscaling`` is the first plan
     under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
     reason; ``unmet`` the largest fleet of each hardware on which nothing met the objectives; ``warnings`` the
     catalogue's warnings about the tables of plans, and how many requests are too long for their KV pools.
@@ -132,6 +140,7 @@ class PlanReport:
     adaptive: list[Plan]
     adapting_saves_gpus: int
     adapting_gain: float
+    adapting_noise: float
     autoscaling: list[Autoscaled]
     stated_errors: dict[str, float]
     currency: str
@@ -176,13 +185,26 @@ def make_plan(
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
-    played, searched = busiest(log, MAX_SPAN_S), busiest(log, SEARCH_S)
+    played, searched = busiest(log, MAX_SPAN_S, PLAYED_REQUESTS), busiest(log, SEARCH_S, SEARCH_REQUESTS)
+    tokens_per_s = float(log.output_tokens.sum()) / max(1.0, float(log.arrival_s[-1]))
     limit_ms = strictest.limit_ms if strictest else None
     request_tokens = np.sort(played.prompt_tokens + played.output_tokens)
     searches = []
     for at, (name, table) in enumerate(tables.items()):
         tasks = [log_task(part, table, limit_ms) for part in (searched, played)]
-        card = _Card(name, table, tasks[0], tasks[1], request_tokens, objectives, required, prices, precisions, drafts)
+        card = _Card(
+            name,
+            table,
+            tasks[0],
+            tasks[1],
+            request_tokens,
+            tokens_per_s,
+            objectives,
+            required,
+            prices,
+            precisions,
+            drafts,
+        )
         progress(f"searching {name}", at / (len(tables) + 1))
         card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
         searches.append(card)
@@ -190,12 +212,12 @@ def make_plan(
     tried = [plan for card in searches for plan in card.tried]
     growth: list[dict[str, Any]] = []
     adaptive: list[Plan] = []
-    saved, gain = 0, 0.0
+    saved, gain, chance = 0, 0.0, 0.0
     scaling: list[Autoscaled] = []
     if found:
         progress("adaptive policies and growth", len(tables) / (len(tables) + 1))
         first = found[0]
-        adaptive, saved, gain = first.adaptive(policies)
+        adaptive, saved, gain, chance = first.adaptive(policies)
         scaling = first.autoscaled()
         growth = [first.under(factor, searched.faster(factor)) for factor in GROWTH]
     progress("done", 1.0)
@@ -209,6 +231,7 @@ def make_plan(
         adaptive=adaptive,
         adapting_saves_gpus=saved,
         adapting_gain=gain,
+        adapting_noise=chance,
         autoscaling=scaling,
         stated_errors=STATED_ERRORS,
         currency="" if prices is None else prices.currency,
@@ -248,13 +271,19 @@ def _within(progress: Progress, what: str, at: int, parts: int, share: float) ->
     progress(what, (at + share) / parts)
 
 
-def busiest(log: RequestLog, seconds: float) -> RequestLog:
-    """The part of this length with the most tokens, with times from its own start; all of a shorter log."""
-    if log.arrival_s[-1] < seconds:
+def busiest(log: RequestLog, seconds: float, requests: int) -> RequestLog:
+    """The part with the most tokens per second, with times from its own start; all of a log within the limits.
+
+    It has at most this many requests and seconds, and as many seconds as the number of requests allows.
+    """
+    n = len(log.arrival_s)
+    if log.arrival_s[-1] < seconds and n <= requests:
         return log
     work = np.concatenate([[0.0], np.cumsum(log.prompt_tokens + log.output_tokens)])
-    ends = np.searchsorted(log.arrival_s, log.arrival_s + seconds - 1.0)
-    first = int(np.argmax(work[ends] - work[:-1]))
+    in_time = np.searchsorted(log.arrival_s, log.arrival_s + seconds - 1.0)
+    ends = np.minimum(in_time, np.arange(n) + requests)
+    length_s = np.where(ends < in_time, log.arrival_s[ends - 1] - log.arrival_s, seconds - 1.0)
+    first = int(np.argmax((work[ends] - work[:-1]) / np.maximum(1.0, length_s)))
     return log.part(slice(first, int(ends[first])), log.arrival_s[first])
 
 
@@ -276,7 +305,11 @@ def _cost(plan: Plan) -> float:
 
 
 class _Card:
-    """Search on one card; ``request_tokens`` are the sorted tokens of each request that is played."""
+    """Search on one card.
+
+    ``request_tokens`` are the sorted tokens of each request that is played, ``tokens_per_s`` the output tokens of the
+    whole log.
+    """
 
     def __init__(
         self,
@@ -285,6 +318,7 @@ class _Card:
         searched: TaskSpec,
         played: TaskSpec,
         request_tokens: FloatArray,
+        tokens_per_s: float,
         objectives: Sequence[Objective],
         required: float,
         prices: Prices | None,
@@ -293,7 +327,7 @@ class _Card:
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required, self._drafts = objectives, required, drafts
-        self._request_tokens = request_tokens
+        self._request_tokens, self._tokens_per_s = request_tokens, tokens_per_s
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
@@ -370,12 +404,15 @@ class _Card:
     def _best(self, units: int) -> Plan:
         """Best setting with the GPUs of ``units`` replicas, on the busiest part of the log.
 
-        Of the settings that meet the objectives, the one with the highest precision, because lower ones change the
-        model's answers.
+        Finalists are played until one meets the objectives, those of the highest precision first, because lower ones
+        change the model's answers.
         """
         if units not in self._known:
-            plays = [(self._play(self._searched, units, action), action) for action in self._finalists(units)]
-            self._known[units] = [self._plan("constant", outcome, action) for outcome, action in plays]
+            played = self._known[units] = []
+            for action in self._finalists(units):
+                played.append(self._plan("constant", self._play(self._searched, units, action), action))
+                if played[-1].meets:
+                    break
         return max(self._known[units], key=_merit)
 
     def _finalists(self, units: int) -> list[ServeAction]:
@@ -395,7 +432,15 @@ class _Card:
             rows = zip(over.tolist(), missed.tolist(), slow.tolist(), settings, strict=True)
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
         in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
-        return [s for tier in self._tiers for s in [a for a in in_order if a.quant_tier.value == tier][:FINALISTS]]
+        found = []
+        for tier in self._tiers:
+            # Batch bounds that are never reached and pools that are never full make no difference.
+            distinct: dict[tuple[int, bool], ServeAction] = {}
+            for setting in in_order:
+                if setting.quant_tier.value == tier:
+                    distinct.setdefault((setting.spec_length, setting.prefill_disagg), setting)
+            found += list(distinct.values())[:FINALISTS]
+        return found
 
     def _pool_tokens(self, action: ServeAction) -> int:
         """Tokens that the KV pool of a replica holds."""
@@ -429,16 +474,16 @@ class _Card:
     def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
         n_replicas = units // 2 if action.prefill_disagg else units
         task = on_replicas(task, n_replicas)
-        return play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL).outcome
+        return play_constant(action, task, self._tables)
 
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
         in_time = 1.0 - outcome.slo_miss_share
-        if action is not None:
-            in_time = min(in_time, 1.0 - self._too_long(action))
         stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
         left = margin(self._objectives, stated)
         n_gpus = outcome.n_gpus
-        gpu_hours = n_gpus / 3600.0 / max(outcome.tokens_per_s, 1e-9) * 1e6
+        offered = outcome.completed + outcome.rejected + outcome.unserved
+        tokens_per_s = self._tokens_per_s * outcome.completed / offered
+        gpu_hours = n_gpus / 3600.0 / max(tokens_per_s, 1e-9) * 1e6
         price = self._gpu_hour
         return Plan(
             hardware=self.name,
@@ -453,7 +498,7 @@ class _Card:
             margin=left,
             share_in_time=in_time,
             figures=outcome.figures,
-            tokens_per_s=outcome.tokens_per_s,
+            tokens_per_s=tokens_per_s,
             gpu_hours_per_million_tokens=gpu_hours,
             cost_per_hour=None if price is None else n_gpus * price,
             cost_per_million_tokens=None if price is None else gpu_hours * price,
@@ -461,18 +506,18 @@ class _Card:
             memory_gb=outcome.peak_memory_gb,
         )
 
-    def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float]:
+    def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float, float]:
         """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.
 
-        Also returns how many GPUs they save, and how much larger a share of the requests they then serve in time than
-        the best constant does. If only the first precision is allowed, policies stay with it; under any other
-        restriction of precisions, no policy is played.
+        Also returns how many GPUs they save, how much larger a share of the requests they then serve in time than the
+        best constant does, and how much of that chance may explain. If only the first precision is allowed, policies
+        stay with it; under any other restriction of precisions, no policy is played.
         """
         assert self.best is not None
         held = {"prefill_disagg"} if len(self._tiers) == self._tables.n_tiers else {"prefill_disagg", "quant_tier"}
         held |= set() if self._drafts else {"spec_length"}
         if "quant_tier" in held and self._tiers != [0]:
-            return [], 0, 0.0
+            return [], 0, 0.0, 0.0
         knobs = tuple(k for k in self._played.active_actions if k not in held)
         units, saved = self.best.n_gpus // self._cards_each, 0
         found: list[Plan] = []
@@ -485,11 +530,12 @@ class _Card:
                     break
                 saved = max(saved, units - n)
         if not saved:
-            return found, 0, 0.0
+            return found, 0, 0.0, 0.0
         fewer = units - saved
         constant = self._best(fewer) if self._all_searched else self._whole(fewer)
         best = max(p.share_in_time for p in found if p.n_gpus == fewer * self._cards_each)
-        return found, saved * self._cards_each, best - constant.share_in_time
+        chance = noise(1.0 - best, 1.0 - constant.share_in_time, len(self._request_tokens))
+        return found, saved * self._cards_each, best - constant.share_in_time, chance
 
     def under(self, factor: float, log: RequestLog) -> dict[str, Any]:
         """The best plan under ``factor`` times the traffic: its figures, and how many GPUs its settings then need."""
@@ -518,9 +564,7 @@ class _Card:
 
 
 def _merit(plan: Plan) -> tuple[bool, float, float]:
-    if not plan.meets:
-        return False, plan.share_in_time, plan.margin
-    return True, -float(_action_of(plan).quant_tier.value), plan.margin
+    return plan.meets, plan.share_in_time, plan.margin
 
 
 def _action_of(plan: Plan) -> ServeAction:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
-from ops.capacity import STATED_ERROR
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,7 +129,7 @@ def plan_report(report: PlanReport) -> Report:
     lines = [
         *growth_lines(report),
         *notes(report),
-        f"{len(report.tried)} fleets played with all latencies, in {report.wall_s:.1f} s",
+        f"{len(report.tried)} fleets played request by request, in {report.wall_s:.1f} s",
     ]
     return Report(f"model: {report.model}; objectives: {asked}", tables, lines)
 
@@ -182,7 +181,8 @@ def notes(report: PlanReport) -> list[str]:
     errors = ", ".join(f"{name.upper()} {error:.1%}" for name, error in report.stated_errors.items())
     found = [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
     found += [
-        f"Margin: distance from the nearest limit, with the simulator's stated error added ({errors}; measured on A100 "
+        "Figures are those of the discrete-event reference, which plays every request.",
+        f"Margin: distance from the nearest limit, with the reference's median error added ({errors}; measured on A100 "
         "and added on every card).",
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
@@ -234,9 +234,9 @@ def _adapting(report: PlanReport) -> str:
         f"Adapting the settings ({policies}) saves {saved} GPU{'s' if saved > 1 else ''} compared with the first plan"
     )
     more = f"serving {gain:.1%} more of the requests in time than the best constant on the same GPUs"
-    if gain > STATED_ERROR:
+    if gain > report.adapting_noise:
         return f"{told}, {more}."
-    return f"{told} on paper, {more}: within the simulator's error ({STATED_ERROR:.0%}), so do not count on it."
+    return f"{told} on paper, {more}, which may be chance ({report.adapting_noise:.1%}): do not count on it."
 
 
 def growth_lines(report: PlanReport) -> list[str]:
@@ -320,7 +320,7 @@ def verdict(report: ShadowReport) -> str:
     if undecided:
         return undecided
     if best is fixed:
-        return f"No setting or policy beats your own configuration by more than {STATED_ERROR:.0%} of the requests."
+        return "No setting or policy clearly beats your own configuration."
     if best is constant:
         gain = report.gain(constant, fixed)
         return f"The best constant serves {gain:.1%} more requests in time than yours; no policy is clearly better."

@@ -1,9 +1,9 @@
 """Shadow mode: play each policy on a recorded log with the same GPUs, and compare it with constant settings.
 
-The log is replayed once from its first second, the same for every policy; nothing is random. Requests enter as recorded
-and the fleet is simulated; docs/fidelity.md states how far that is from hardware. Two constants are the baselines: the
-user's own setting and the best of a sweep. A policy uses all GPUs as replicas or, if it asks for prefill on separate
-GPUs, half as many replicas with twice the GPUs each; the better of the two counts.
+The log is replayed once from its first second, the same for every policy. Requests enter as recorded, and the
+discrete-event reference serves them one by one; docs/fidelity.md states how far that is from hardware. Two constants
+are the baselines: the user's own setting and the best of a sweep. A policy uses all GPUs as replicas or, if it asks for
+prefill on separate GPUs, half as many replicas with twice the GPUs each; the better of the two counts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
 from ops.capacity import (
     NEUTRAL,
-    STATED_ERROR,
     PolicyOutcome,
     Run,
     grid,
     log_summary,
     log_task,
+    noise,
     on_replicas,
     play_policy,
     screen,
@@ -42,7 +42,11 @@ FIXED: Final = "fixed"
 CONSTANT: Final = "best_constant"
 """Name of the best constant setting that a sweep found."""
 FINALISTS: Final = 4
-"""Number of constants of a sweep that are played with all latencies recorded."""
+"""Number of constants of a sweep that the reference plays."""
+LEAST_REQUESTS: Final = 25
+"""Fewest requests of a log on which a policy is recommended."""
+LEAST_SERVED: Final = 0.04
+"""Smallest share of requests in time for which a policy is recommended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +72,28 @@ class ShadowReport:
     def best(self) -> PolicyOutcome:
         """The recommended policy.
 
-        The best adaptive policy, if it beats both constants by more than :data:`STATED_ERROR` of the requests; else the
-        best constant, if it beats the user's own configuration by as much; else the user's own.
+        The best adaptive policy, if it clearly beats both constants; else the best constant, if it clearly beats the
+        user's own configuration; else the user's own.
         """
         fixed, constant, *policies = self.outcomes
         adaptive = min(policies, key=lambda o: o.slo_miss_share, default=constant)
-        if self.gain(adaptive, constant) > STATED_ERROR and self.gain(adaptive, fixed) > STATED_ERROR:
+        if self.clear(adaptive, constant) and self.clear(adaptive, fixed):
             return adaptive
-        return constant if self.gain(constant, fixed) > STATED_ERROR else fixed
+        return constant if self.clear(constant, fixed) else fixed
+
+    def clear(self, outcome: PolicyOutcome, baseline: PolicyOutcome) -> bool:
+        """Whether ``outcome`` has more requests in time than ``baseline``, beyond chance (:func:`noise`)."""
+        by_chance = noise(outcome.slo_miss_share, baseline.slo_miss_share, self.log["requests"])
+        return self.gain(outcome, baseline) > by_chance
 
     def undecided(self) -> str | None:
         """Why no policy is recommended: too few requests, or nobody serves them. None if one is."""
         requests = self.log["requests"]
-        if requests * STATED_ERROR < 1:
+        if requests < LEAST_REQUESTS:
+            return f"No recommendation: the log has {requests} requests. Use a log of at least {LEAST_REQUESTS}."
+        if self.best().slo_miss_share >= 1 - LEAST_SERVED:
             return (
-                f"No recommendation: in a log of {requests} each request counts for more than the simulator's error of "
-                f"{STATED_ERROR:.0%}. Use a log of at least {round(1 / STATED_ERROR)} requests."
-            )
-        if self.best().slo_miss_share >= 1 - STATED_ERROR:
-            return (
-                f"No recommendation: on {self.n_gpus} x {self.hardware} no policy serves more than {STATED_ERROR:.0%} "
+                f"No recommendation: on {self.n_gpus} x {self.hardware} no policy serves more than {LEAST_SERVED:.0%} "
                 f"of the requests within {self.slo_ms:g} ms. Choose more GPUs or a longer objective."
             )
         return None
@@ -109,7 +115,6 @@ class ShadowReport:
             **asdict(self),
             "best": self.best().policy,
             "undecided": self.undecided(),
-            "stated_error": STATED_ERROR,
             "gain_over_best_constant": gains,
             "cost": costs,
         }

@@ -57,17 +57,21 @@ def support_map(tables: ServingTables) -> SupportMap:
     return SupportMap(tables)
 
 
+def level_name(tables: ServingTables, tier: int, spec_index: int, requests: float, context_tokens: float) -> str:
+    """Support of one configuration: a name of ``LEVELS``."""
+    return LEVELS[support_map(tables).level(tier, spec_index, requests, context_tokens)]
+
+
 def fleet_support(fleet: ServingFleet, row: int = 0) -> str:
     """Support of the operator times that the last step of one row used: a name of ``LEVELS``."""
     state = fleet.state.rows
-    return LEVELS[
-        support_map(fleet.params.tables).level(
-            fleet.tier.item(row),
-            fleet.spec_index.item(row),
-            state["resident"].item(row),
-            state["context_tokens"].item(row),
-        )
-    ]
+    return level_name(
+        fleet.params.tables,
+        fleet.tier.item(row),
+        fleet.spec_index.item(row),
+        state["resident"].item(row),
+        state["context_tokens"].item(row),
+    )
 
 
 def coverage(tables: ServingTables) -> dict[str, dict[str, float]]:

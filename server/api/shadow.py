@@ -99,7 +99,6 @@ class ShadowAnswer(BaseModel):
     n_gpus: int
     slo_ms: float
     hardware: str
-    stated_error: float
     gain_over_best_constant: dict[str, float]
     cost: dict[str, float | None]
     outcomes: list[dict[str, Any]]

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypedDict
 import numpy as np
 
 from simulator.events.fleet import BLOCK_TOKENS, Fleet, RollingRestart
-from simulator.events.requests import Requests
+from simulator.events.requests import IntArray, Outcome, Requests
 from simulator.events.simulation import Simulation
 from simulator.hardware import measured
 from simulator.hardware.profiles import profiles
@@ -82,14 +82,14 @@ class ReferenceEpisode:
         self._acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
         self._simulation: Simulation | None = None
         self._second = 0
+        self._first_open = 0
         self._start_to_first_ms: deque[float] = deque(maxlen=RECENT_STARTS)
 
     def play_second(self, knobs: Knobs, oom: bool) -> Second:
         """Serve one second with these knobs; ``oom`` says that they exceed the memory, which slows every iteration."""
         simulation = self._configure(knobs, oom)
-        before = _Totals.of(simulation)
-        start_ms, self._second = 1e3 * self._second, self._second + 1
-        simulation.run_until(1e3 * self._second)
+        before, start_ms = _Totals.of(simulation), 1e3 * self._second
+        self._advance(simulation)
         done = _Totals.of(simulation).since(before)
         judged = self._judge(simulation, start_ms)
         params = self._params
@@ -120,6 +120,43 @@ class ReferenceEpisode:
             "completed": float(done.finished),
             "rejected": float(done.refused),
         }
+
+    def pass_second(self, knobs: Knobs, oom: bool) -> None:
+        """Serve one second as :meth:`play_second` does, without its metrics; all seconds of an episode or none."""
+        self._advance(self._configure(knobs, oom))
+
+    def _advance(self, simulation: Simulation) -> None:
+        self._second += 1
+        simulation.run_until(1e3 * self._second)
+
+    @property
+    def class_index(self) -> IntArray:
+        """Class of each request, (N,)."""
+        return self._requests.class_index
+
+    def totals(self) -> dict[str, int]:
+        """Sums since the start of the metrics that count requests or tokens."""
+        assert self._simulation is not None
+        done = _Totals.of(self._simulation)
+        return {
+            "tokens_per_sec": done.written,
+            "eviction_events": done.preempted,
+            "admitted": done.started,
+            "completed": done.finished,
+            "rejected": done.refused,
+        }
+
+    def outcome(self) -> Outcome:
+        """Every request so far."""
+        assert self._simulation is not None
+        return self._simulation.outcome()
+
+    def decoding(self) -> tuple[float, float]:
+        """Decoding requests of a replica and their context (tokens), means over the replicas that have any."""
+        assert self._simulation is not None
+        n = self._simulation.arrays["n"]
+        requests, tokens = int(n.sum()), int(self._simulation.arrays["token_sum"].sum())
+        return requests / max(1, int(np.count_nonzero(n))), tokens / max(1, requests)
 
     def tiers(self) -> set[int]:
         """Precisions that replicas currently run."""
@@ -188,12 +225,18 @@ class ReferenceEpisode:
 
     def _judge(self, simulation: Simulation, start_ms: float) -> _Judged:
         """TTFT in the second that ends now, and requests beyond their objective."""
-        now, first = simulation.state.now_ms, simulation.first_ms
-        answered = np.flatnonzero((first >= start_ms) & (first < now))
+        now = simulation.state.now_ms
+        # Only requests that have arrived and had no answer before: a long log has many others.
+        lo, hi = self._first_open, int(np.searchsorted(self._requests.arrival_s, self._second))
+        first, refused = simulation.first_ms[lo:hi], simulation.arrays["rejected"][lo:hi] > 0
+        answered = lo + np.flatnonzero((first >= start_ms) & (first < now))
+        waiting = lo + np.flatnonzero(np.isnan(simulation.start_ms[lo:hi]) & ~refused)
+        still_open = np.flatnonzero(~(first < now) & ~refused)
+        self._first_open = lo + int(still_open[0]) if len(still_open) else hi
+        first = simulation.first_ms
         offset_ms = self._params.constants["ttft_offset_ms"]
         ttft_ms = first[answered] - simulation.arrival_ms[answered] + offset_ms + simulation.output_delay_ms[answered]
         self._start_to_first_ms.extend((first[answered] - simulation.start_ms[answered]).tolist())
-        waiting = np.flatnonzero((simulation.arrival_ms < now) & np.isnan(simulation.start_ms) & ~simulation.rejected)
         age_ms = now - simulation.arrival_ms[waiting]
         overdue = int((age_ms > self._slo_ms[waiting]).sum())
         missed = int((ttft_ms > self._slo_ms[answered]).sum()) + overdue

@@ -81,9 +81,9 @@ class Sessions:
 class Outcome:
     """Result of a run: every request in ``(n,)`` arrays in the order given, and totals of the fleet.
 
-    Times are seconds from the start, NaN for refused requests. ``rejected`` marks requests refused by a full queue or
-    too long for the whole cache. ``busy_ms`` is summed over GPUs; ``peak_kv_tokens`` is the largest number of tokens in
-    any replica's cache.
+    Times are seconds from the start, NaN for refused requests and for events after the end of the run. ``rejected``
+    marks requests refused by a full queue or too long for the whole cache. ``busy_ms`` is summed over GPUs;
+    ``peak_kv_tokens`` is the largest number of tokens in any replica's cache.
     """
 
     arrival_s: FloatArray

@@ -250,6 +250,10 @@ class Simulation:
     def run(self) -> Outcome:
         """Process events until none is left."""
         self._advance(math.inf)
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """Outcome of the run so far; times of events that have not happened are NaN."""
         return Outcome(
             arrival_s=self.arrival_ms / 1e3,
             first_token_s=self.first_ms / 1e3,

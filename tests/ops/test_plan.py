@@ -59,7 +59,7 @@ def test_a_plan_meets_its_objectives_with_the_stated_error_added(report: PlanRep
         ttft, tpot = plan.figures["ttft_p99_ms"], plan.figures["tpot_p50_ms"]
         assert ttft * (1 + STATED_ERRORS["ttft"]) <= 500
         assert tpot * (1 + STATED_ERRORS["tpot"]) <= 50
-        assert plan.margin == pytest.approx(min(1 - ttft * 1.109 / 500, 1 - tpot * 1.019 / 50))
+        assert plan.margin == pytest.approx(min(1 - ttft * 1.112 / 500, 1 - tpot * 1.027 / 50))
         assert plan.share_in_time >= 0.99
         assert plan.precision == "FP16"
 
@@ -124,8 +124,9 @@ def test_adaptive_policies_keep_to_the_precision_and_to_the_gpus(report: PlanRep
     assert report.adapting_gain == (pytest.approx(best - max(constants), abs=0.02) if saved else 0.0)
 
 
-def test_a_saving_within_the_simulators_error_is_said_to_be_none_to_count_on(report: PlanReport) -> None:
-    small, large = (replace(report, adapting_saves_gpus=1, adapting_gain=gain) for gain in (0.01, 0.2))
+def test_a_saving_that_chance_may_explain_is_said_to_be_none_to_count_on(report: PlanReport) -> None:
+    known = replace(report, adapting_saves_gpus=1, adapting_noise=0.02)
+    small, large = (replace(known, adapting_gain=gain) for gain in (0.01, 0.2))
     assert any("do not count on it" in note for note in notes(small))
     assert not any("do not count on it" in note for note in notes(large))
 
@@ -164,9 +165,9 @@ def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
     arrival = np.array([0.0, 1.0, 100.0, 101.0, 102.0, 300.0])
     work = np.array([5.0, 5.0, 50.0, 50.0, 50.0, 100.0])
     whole = RequestLog(arrival, work, np.ones(6), np.zeros(6, dtype=np.int64))
-    part = busiest(whole, 10.0)
+    part = busiest(whole, 10.0, 100)
     assert (part.arrival_s.tolist(), part.prompt_tokens.tolist()) == ([0.0, 1.0, 2.0], [50.0, 50.0, 50.0])
-    assert busiest(whole, 301.0) is whole
+    assert busiest(whole, 301.0, 6) is whole
 
 
 def test_a_long_log_is_searched_at_its_busiest_and_played_whole() -> None:

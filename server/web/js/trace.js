@@ -115,7 +115,7 @@ class Trace {
   report(report, tiers) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     const best = players.find(({ key }) => key === report.best);
-    const verdict = report.undecided ?? `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended where it beats the best constant by more than the simulator's error, ${percent(report.stated_error)} of the requests.`;
+    const verdict = report.undecided ?? `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended only if it serves more requests in time than both constants by more than chance explains.`;
     const { log } = report;
     const number = (value) => compact(value);
     const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.n_gpus,

@@ -1,0 +1,146 @@
+"""Verdicts of plans hold request by request: the discrete-event reference confirms each plan that meets objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agents.policies.constant import ConstantAgent
+from env.batch import ServingBatch
+from env.reference import ReferenceFleet
+from inferencegym.models import QuantTier, ServeAction
+from inferencegym.spaces.actions import to_row
+from ops import plan as planning
+from ops.capacity import NEUTRAL, log_task, on_replicas, play_constant, play_policy
+from ops.objectives import QUANTILES, Objective, parse_objective
+from ops.plan import Plan, busiest, make_plan, registered_tables
+from ops.report import notes
+from simulator.events.requests import Outcome
+from simulator.hardware.catalogue import table_path
+from simulator.hardware.tables import load_tables
+from simulator.load.requests import RequestLog
+
+BURSTY = [parse_objective(text) for text in ("ttft_p50=150", "ttft_p99=1500", "tpot_p50=14")]
+
+
+def gamma_log(cv: float, rate_rps: float, n: int, prompt_tokens: float = 1_000.0, seed: int = 0) -> RequestLog:
+    """Requests with gamma-distributed gaps of this coefficient of variation, and log-normal lengths."""
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.gamma(1.0 / cv**2, cv**2 / rate_rps, n))
+    prompts = np.rint(rng.lognormal(np.log(prompt_tokens), 0.7, n)) + 1
+    outputs = np.rint(rng.lognormal(4.8, 0.6, n)) + 1
+    return RequestLog(arrival - arrival[0], prompts, outputs, np.zeros(n, dtype=np.int64))
+
+
+def served(log: RequestLog, plan: Plan, seed: int) -> Outcome:
+    """The plan's fleet on the log in the reference; the seed draws which drafts are accepted."""
+    assert plan.action is not None
+    action = ServeAction.from_dict(plan.action)
+    tables = load_tables(table_path(plan.hardware))
+    task = on_replicas(log_task(log, tables), plan.n_replicas)
+    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=ReferenceFleet)
+    batch.reset([seed])
+    for _ in range(task.episode_length):
+        batch.step(to_row(action)[None])
+    assert isinstance(batch.fleet, ReferenceFleet)
+    return batch.fleet.episode(0).outcome()
+
+
+def holds(log: RequestLog, plan: Plan, objectives: Sequence[Objective], seed: int = 7) -> bool:
+    """Whether all objectives hold in an independent play."""
+    outcome = served(log, plan, seed)
+    values = {"ttft": np.where(np.isnan(outcome.first_token_s), np.inf, outcome.ttft_ms()), "tpot": outcome.tpot_ms()}
+    return all(np.nanquantile(values[o.quantity], QUANTILES[o.statistic]) <= o.limit_ms for o in objectives)
+
+
+def test_every_plan_for_a_bursty_log_meets_its_objectives_request_by_request() -> None:
+    log = gamma_log(3.0, 8.0, 2_000)
+    tables = registered_tables(None, "llama-3.1-8b")
+    found = make_plan(log, BURSTY, tables, policies=())
+    assert {plan.hardware for plan in (*found.plans, *found.unmet)} == set(tables)
+    assert found.plans
+    for plan in found.plans:
+        assert plan.meets
+        assert holds(log, plan, BURSTY)
+
+
+@pytest.mark.parametrize(
+    ("cv", "rate_rps", "prompt_tokens", "limits"),
+    [
+        (1.0, 4.0, 300.0, ("ttft_p99=500", "tpot_p50=40")),
+        (1.0, 12.0, 2_000.0, ("ttft_p90=2000",)),
+        (2.0, 10.0, 600.0, ("ttft_p50=200", "tpot_p90=40")),
+        (3.0, 6.0, 1_500.0, ("ttft_p95=1500", "tpot_p50=30")),
+        (5.0, 5.0, 500.0, ("ttft_p50=300", "ttft_p99=3000")),
+    ],
+)
+def test_no_plan_meets_what_the_reference_refuses(
+    cv: float, rate_rps: float, prompt_tokens: float, limits: Sequence[str]
+) -> None:
+    log = gamma_log(cv, rate_rps, 600, prompt_tokens, seed=int(10 * cv))
+    objectives = [parse_objective(text) for text in limits]
+    found = make_plan(log, objectives, registered_tables(["a100-80gb", "l40s-llama-3.1-8b"]), policies=())
+    met = [plan for plan in found.tried if plan.meets]
+    assert met
+    for plan in met:
+        assert holds(log, plan, objectives)
+        outcome = served(log, plan, seed=0)
+        assert plan.figures["ttft_p99_ms"] == pytest.approx(np.nanquantile(outcome.ttft_ms(), 0.99))
+        assert plan.figures["tpot_p50_ms"] == pytest.approx(np.nanmedian(outcome.tpot_ms()))
+
+
+def test_if_the_reference_refuses_the_best_screened_setting_the_next_one_is_played() -> None:
+    log = gamma_log(3.0, 8.0, 600)
+    found = make_plan(log, BURSTY, registered_tables(["a100-80gb"]), policies=())
+    (plan,) = found.plans
+    same_size = [p for p in found.tried if p.n_gpus == plan.n_gpus]
+    assert [p.meets for p in same_size] == [False] * (len(same_size) - 1) + [True]
+    assert same_size[-2].precision == same_size[-1].precision
+    refused = [p for p in found.tried if p.n_gpus < plan.n_gpus]
+    assert all(not p.meets for p in refused)
+
+
+def test_a_long_log_is_searched_in_its_busiest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = gamma_log(1.0, 5.0, 600, 300.0)
+    monkeypatch.setattr(planning, "SEARCH_REQUESTS", 200)
+    monkeypatch.setattr(planning, "PLAYED_REQUESTS", 400)
+    found = make_plan(log, [parse_objective("ttft_p99=900")], registered_tables(["a100-80gb"]), policies=())
+    assert found.searched_s == busiest(log, 900.0, 200).arrival_s[-1] < found.played_s
+    assert found.played_s == busiest(log, 900.0, 400).arrival_s[-1] < log.arrival_s[-1]
+    assert any(f"played on its busiest {found.played_s:,.0f} s" in note for note in notes(found))
+
+
+def test_the_busiest_requests_are_those_with_the_most_tokens_per_second() -> None:
+    arrival = np.array([0.0, 10.0, 20.0, 22.0, 24.0, 40.0])
+    log = RequestLog(arrival, np.full(6, 99.0), np.ones(6), np.zeros(6, dtype=np.int64))
+    assert busiest(log, 900.0, 3).arrival_s.tolist() == [0.0, 2.0, 4.0]
+    assert busiest(log, 900.0, 6) is log
+
+
+def test_gpus_are_paid_for_over_the_whole_log() -> None:
+    """An hour of which half a minute is busy: three quarters of the tokens come in a hundredth of the time."""
+    busy = gamma_log(1.0, 10.0, 300, 300.0)
+    calm_s = np.linspace(60.0, 3600.0, 100)
+    part = busy.part(slice(0, 100), 0.0)
+    log = RequestLog(
+        np.concatenate([busy.arrival_s, calm_s]),
+        np.concatenate([busy.prompt_tokens, part.prompt_tokens]),
+        np.concatenate([busy.output_tokens, part.output_tokens]),
+        np.zeros(400, dtype=np.int64),
+    )
+    found = make_plan(log, [parse_objective("ttft_p99=900")], registered_tables(["a100-80gb"]), policies=())
+    (plan,) = found.plans
+    held_gpu_hours = plan.n_gpus * log.arrival_s[-1] / 3600.0
+    assert plan.gpu_hours_per_million_tokens == pytest.approx(held_gpu_hours / (log.output_tokens.sum() / 1e6))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_constant_played_without_a_timeline_has_the_same_outcome(apart: bool) -> None:
+    log, tables = gamma_log(2.0, 6.0, 300), load_tables()
+    task = on_replicas(log_task(log, tables), 2)
+    action = ServeAction(0.9, 2, 64, apart, QuantTier.INT8)
+    whole = play_policy("constant", ConstantAgent(action), task, tables, NEUTRAL).outcome
+    assert play_constant(action, task, tables) == replace(whole, timeline={})
