@@ -114,7 +114,7 @@ def train(
     for check in range(checks):
         model.learn(steps // checks, reset_num_timesteps=check == 0)
         candidate = path.with_suffix(".candidate.npz")
-        _save(model, candidate)
+        save_network(model, candidate)
         curve.append(float(scores(partial(RolloutPolicy, candidate), validation, task).mean()))
         if curve[-1] == max(curve):
             candidate.replace(path)
@@ -124,7 +124,8 @@ def train(
     return curve
 
 
-def _save(model: Any, path: Path) -> None:
+def save_network(model: Any, path: Path) -> None:
+    """Write the layers of the policy of a Stable-Baselines3 model, for evaluation with numpy."""
     network = model.policy
     linear = [network.mlp_extractor.policy_net[0], network.mlp_extractor.policy_net[2], network.action_net]
     arrays = {f"w{i}": layer.weight.detach().numpy().T for i, layer in enumerate(linear)}

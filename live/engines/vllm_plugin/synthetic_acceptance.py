@@ -6,12 +6,11 @@ the scheduler allows, and each is accepted with the request's own probability, `
 until the first that is rejected. What is written are the model's greedy tokens. vLLM's own ``rejection_sample_method:
 synthetic`` has one rate per position for all requests, and its kernels for CPUs ignore even that.
 
-The engine loads this file by itself, so it imports vLLM, torch and the standard library only.
+The engine loads this file by itself, so it imports vLLM and the standard library only.
 """
 
 import random
 
-import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -48,7 +47,7 @@ def rejection_sample(
         tokens = [*best[first : first + drafts], last][: accepted + 1]
         written.append(tokens + [rejection_sampler.PLACEHOLDER_TOKEN_ID] * (max_spec_len + 1 - len(tokens)))
         first += drafts
-    return torch.tensor(written, dtype=torch.int32)
+    return draft_token_ids.new_tensor(written)  # 32-bit integers, as the tokens that vLLM's own function returns
 
 
 def acceptance_of(request):

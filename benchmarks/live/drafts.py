@@ -1,0 +1,677 @@
+"""Draft length on a real engine whose acceptance of drafts changes, set twice a second; one policy is learned.
+
+    python -m benchmarks.live.drafts                    measures, learns, plays; writes results/live_drafts.json and .md
+    python -m benchmarks.live.drafts --prepare FOLDER   measures and learns only; --prepared FOLDER plays what it wrote
+    python -m benchmarks.live.drafts --stand-in         plays the discrete-event reference of the table, printed only
+
+vLLM for CPU serves a small random model (`scripts/install_engine.sh` installs the engine, --venv says where) and
+accepts each draft with the probability that its request names (live/engines/vllm_plugin/synthetic_acceptance.py). Its
+table is measured with `inferencegym measure`. In the simulator on that table the best constants and vLLM's own table
+by batch size are chosen, and PPO learns on drawn traffic (extra `rl`). Then every policy plays the same requests, in an
+order drawn for each repeat. Before each episode the engine answers the same four requests without drafts: the yardstick
+of the machine's pace. With the defaults it takes about an hour; playing alone takes half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from agents.evaluate import interval
+from agents.rollouts_ppo import save_network
+from agents.seeds import VALIDATION_SEEDS, held_out_seeds
+from benchmarks.live.rollouts_engine import RESULTS, as_json
+from benchmarks.live.rollouts_policies import less
+from inferencegym.errors import RemoteError
+from inferencegym.files import write_text
+from inferencegym.models import SPEC_LENGTHS
+from inferencegym.seeds import SeedSeries
+from inferencegym.vector_env import AutoresetVectorEnv, BoolArray, Float32Array, FloatArray, Info
+from live.driver import EngineRequest, RequestTiming
+from live.engines.choose import engine_at
+from live.engines.engine import Engine, Orders, Reading
+from live.engines.random_model import ModelShape, serve_random_model
+from live.engines.simulated import SimulatedEngine
+from live.engines.vllm import VllmEngine
+from live.measure import MeasureSettings, measure_engine
+from live.scaling import measure_throughput
+from simulator.hardware.sources import engine_of, source_of
+from simulator.hardware.tables import ServingTables, load_tables
+from simulator.offline.table import build_table
+
+SLOTS, KV_BLOCKS, TOKEN_BUDGET = 64, 201, 2048
+OWN_TABLE: Final = max(SPEC_LENGTHS) + 1
+"""The engine's largest draft length, at which the scheduler class leaves the choice to vLLM's own table."""
+HOLD_S: Final = 0.5
+"""Time between two decisions."""
+PROMPT, OUTPUT = (16, 48), (32, 96)
+DRAIN_S: Final = 10.0
+"""Longest time after the last arrival; what is still unanswered then counts with the time so far."""
+N_ENVS: Final = 32
+REWARD_SCALE: Final = 0.3
+N_CONSTANTS: Final = 3
+TABLE_FILE, POLICY_FILE = "engine.parquet", "policy.npz"
+
+
+# ---------------------------------------------------------------- traffic
+
+
+class Stage(NamedTuple):
+    """A stretch of traffic: Poisson arrivals whose drafts are accepted with this probability; its objectives."""
+
+    seconds: float
+    rate_rps: float
+    acceptance: float
+    ttft_s: float = 1.0
+    tpot_s: float = 0.08
+
+
+WORKLOADS: Final[Mapping[str, tuple[Stage, ...]]] = {
+    "flood": (Stage(7.0, 1.2, 0.8, tpot_s=0.02), Stage(4.0, 9.0, 0.3), Stage(7.0, 1.2, 0.8, tpot_s=0.02)),
+    "content": (
+        Stage(6.0, 5.0, 0.8, tpot_s=0.04),
+        Stage(6.0, 5.0, 0.3, tpot_s=0.04),
+        Stage(6.0, 5.0, 0.8, tpot_s=0.04),
+    ),
+}
+HEADINGS: Final = {
+    "flood": "Calm, flood, calm: acceptance .8, in the flood .3",
+    "content": "The content changes, the load does not: acceptance .8, .3, .8",
+}
+
+
+def drawn_requests(stages: Sequence[Stage], rng: random.Random) -> list[tuple[EngineRequest, Stage]]:
+    """Requests in order of arrival, each with its stage."""
+    found, begin_s = [], 0.0
+    for stage in stages:
+        at_s = begin_s + rng.expovariate(stage.rate_rps)
+        begin_s += stage.seconds
+        while at_s < begin_s:
+            lengths = (rng.randint(*PROMPT), rng.randint(*OUTPUT))
+            found.append((EngineRequest(at_s, *lengths, acceptance=stage.acceptance), stage))
+            at_s += rng.expovariate(stage.rate_rps)
+    return found
+
+
+def training_stages(rng: random.Random) -> list[Stage]:
+    """Traffic to learn from: floods and changes of content, together or not, at any time."""
+    calm = Stage(rng.uniform(2.0, 9.0), rng.uniform(0.6, 6.0), rng.uniform(0.15, 0.95))
+    other = calm._replace(seconds=rng.uniform(3.0, 8.0))
+    if rng.random() < 0.5:
+        other = other._replace(rate_rps=rng.uniform(5.0, 12.0))
+    if rng.random() < 0.7:
+        other = other._replace(acceptance=rng.uniform(0.15, 0.95))
+    return [calm, other, calm._replace(seconds=rng.uniform(3.0, 8.0))]
+
+
+def seconds_per_token(timing: RequestTiming, now_s: float) -> float:
+    """Time from when the request was due to its last token, for each token; until ``now_s`` if it has not ended."""
+    end_s = timing.ended_s if timing.completed and timing.ended_s is not None else now_s
+    return (end_s - timing.request.arrival_s) / timing.request.output_tokens
+
+
+def in_time(timing: RequestTiming, stage: Stage) -> bool:
+    """Whether a request met both objectives of its stage."""
+    ttft_ms, tpot_ms = timing.ttft_ms(), timing.tpot_ms()
+    return timing.completed and (ttft_ms or 0.0) <= 1e3 * stage.ttft_s and (tpot_ms or 0.0) <= 1e3 * stage.tpot_s
+
+
+# ---------------------------------------------------------------- policies
+
+
+class Seen(NamedTuple):
+    """What a policy sees of the engine: requests now, and counts since the last decision."""
+
+    running: float
+    waiting: float
+    drafted: float
+    accepted: float
+    written: float
+    drafts: int
+    """Draft length in force since then."""
+
+    @classmethod
+    def between(cls, before: Reading, now: Reading, drafts: int) -> Seen:
+        drafted, accepted, written = (
+            (getattr(now, name) or 0.0) - (getattr(before, name) or 0.0)
+            for name in ("drafted_tokens", "accepted_tokens", "output_tokens")
+        )
+        return cls(now.running_requests, now.queue_requests, drafted, accepted, written, drafts)
+
+
+Policy = Callable[[Seen], int]
+Make = Callable[[], Policy]
+
+
+class Acceptance:
+    """Estimate of the probability that a draft is accepted, from counts of drafted and accepted tokens."""
+
+    def __init__(self) -> None:
+        self.estimate, self.last, self.unseen_s = 0.6, 0.6, 0.0
+
+    def see(self, seen: Seen) -> float:
+        self.unseen_s += HOLD_S
+        if seen.drafted >= 8.0 and seen.drafts > 0:
+            self.last = chance_of(seen.accepted / seen.drafted, seen.drafts)
+            weight = seen.drafted / (seen.drafted + 24.0)
+            self.estimate += weight * (self.last - self.estimate)
+            self.unseen_s = 0.0
+        return self.estimate
+
+
+def chance_of(rate: float, drafts: int) -> float:
+    """Probability ``a`` that a draft is accepted if all before it are, from accepted / drafted tokens.
+
+    Of k drafts a + a^2 + ... + a^k are accepted on average.
+    """
+    low, high = 0.0, 0.99
+    for _ in range(20):
+        a = 0.5 * (low + high)
+        low, high = (a, high) if tokens_of(a, drafts) - 1.0 < rate * drafts else (low, a)
+    return low
+
+
+def tokens_of(a: float, drafts: int) -> float:
+    """Mean tokens of a verification step."""
+    return sum(a**j for j in range(drafts + 1))
+
+
+class Goodput:
+    """TurboSpec's rule: the draft length with the most expected tokens per ms, at the requests and acceptance seen.
+
+    Without drafts the acceptance is not seen, so one draft is tried again every four seconds.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times, self._acceptance = times, Acceptance()
+
+    def __call__(self, seen: Seen) -> int:
+        acceptance = self._acceptance.see(seen)
+        if self._acceptance.unseen_s >= 4.0:
+            return 1
+        return best_length(self._times, seen.running + seen.waiting, acceptance)
+
+
+class StepTimes:
+    """Iteration times of a table, ms, by sequences and drafts."""
+
+    def __init__(self, tables: ServingTables) -> None:
+        source = source_of(tables.meta)
+        self._model = source.operators(source.tiers[0], engine_of(tables.meta))
+
+    @cache  # noqa: B019 - a few hundred numbers of one table
+    def __call__(self, sequences: int, drafts: int) -> float:
+        return self._model.step_ms(sequences, 64.0, (), drafts, sequences)
+
+
+def promised_tokens(times: StepTimes, requests: float, acceptance: float, drafts: int) -> float:
+    """Tokens of a sequence per ms, by the table."""
+    return tokens_of(acceptance, drafts) / times(int(min(max(requests, 1.0), SLOTS)), drafts)
+
+
+def best_length(times: StepTimes, requests: float, acceptance: float) -> int:
+    """Draft length with the most tokens per ms."""
+    return max(SPEC_LENGTHS, key=lambda k: promised_tokens(times, requests, acceptance, k))
+
+
+def own_table(times: StepTimes, acceptance: float) -> list[int]:
+    """Draft length by batch size, best at one acceptance: what vLLM's ``num_speculative_tokens_per_batch_size`` has."""
+    return [best_length(times, n, acceptance) for n in range(1, SLOTS + 1)]
+
+
+class Learned:
+    """The network that PPO trained, evaluated with numpy alone."""
+
+    def __init__(self, path: Path, times: StepTimes) -> None:
+        with np.load(path, allow_pickle=False) as stored:
+            self._layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range(len(stored.files) // 2)]
+        self._features = Features(times)
+
+    def __call__(self, seen: Seen) -> int:
+        x: NDArray[Any] = self._features(seen)
+        for i, (weights, bias) in enumerate(self._layers):
+            x = x @ weights + bias
+            x = np.tanh(x) if i + 1 < len(self._layers) else x
+        return SPEC_LENGTHS[int(x.argmax())]
+
+
+class Features:
+    """What the network sees: the load and its change, the acceptance seen, the draft length in force, and how many
+    tokens per ms each draft length promises by the table."""
+
+    N = 8 + 2 * len(SPEC_LENGTHS)
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times, self._acceptance, self._before = times, Acceptance(), 0.0
+
+    def __call__(self, seen: Seen) -> Float32Array:
+        estimate = self._acceptance.see(seen)
+        requests = seen.running + seen.waiting
+        rise, self._before = requests - self._before, requests
+        promised = np.log([promised_tokens(self._times, requests, estimate, k) for k in SPEC_LENGTHS])
+        return np.array(
+            [
+                math.log1p(seen.running) / 2.0 - 1.0,
+                math.log1p(seen.waiting) / 2.0,
+                min(max(rise / 5.0, -2.0), 2.0),
+                4.0 * (estimate - 0.55),
+                4.0 * (self._acceptance.last - 0.55),
+                min(self._acceptance.unseen_s, 10.0) / 5.0,
+                math.log1p(seen.drafted) / 3.0 - 1.0,
+                math.log1p(seen.written / HOLD_S) / 3.0 - 1.5,
+                *(float(seen.drafts == length) for length in SPEC_LENGTHS),
+                *np.maximum(3.0 * (promised - promised.max()), -3.0),
+            ],
+            dtype=np.float32,
+        )
+
+
+def constant(drafts: int) -> Policy:
+    return lambda seen: drafts
+
+
+# ---------------------------------------------------------------- learning in the simulator
+
+
+class Episode:
+    """Drawn traffic on the discrete-event reference, decision by decision."""
+
+    def __init__(self, tables: ServingTables, stages: Sequence[Stage], seed: int, slowdown: float = 1.0) -> None:
+        self.engine = SimulatedEngine(tables, SLOTS, max(SPEC_LENGTHS), seed, slowdown)
+        drawn = drawn_requests(stages, random.Random(seed))
+        self.stages = [stage for _, stage in drawn]
+        self.load = self.engine.load([request for request, _ in drawn])
+        self.end_s = sum(stage.seconds for stage in stages) + DRAIN_S
+        self.time_s = 0.0
+        self._before = self.engine.read()
+        self.seen = Seen.between(self._before, self._before, 0)
+
+    def play(self, drafts: int) -> None:
+        """Play until the next decision."""
+        self.engine.set(Orders({"spec_length": float(drafts)}))
+        self.time_s += HOLD_S
+        self.load.advance(self.time_s)
+        now = self.engine.read()
+        self.seen, self._before = Seen.between(self._before, now, drafts), now
+
+    @property
+    def done(self) -> bool:
+        """Whether all requests are answered, or the time is over."""
+        return self.time_s >= self.end_s or all(timing.ended_s is not None for timing in self.load.timings)
+
+
+class LearningEnv(AutoresetVectorEnv):
+    """``num_envs`` episodes as PPO sees them.
+
+    A step pays for each request answered in it the logarithm of its time, less than that which TurboSpec's rule needed
+    for the same request: the comparison changes no policy's order, and takes away most of the traffic's variance.
+    """
+
+    def __init__(self, num_envs: int, tables: ServingTables) -> None:
+        self._tables, self._times, self._series = tables, StepTimes(tables), SeedSeries(num_envs)
+        self._rows: list[Episode] = [None] * num_envs  # type: ignore[list-item]  # until the first reset
+        self._usual: list[FloatArray] = [np.zeros(0)] * num_envs
+        self._features = [Features(self._times) for _ in range(num_envs)]
+        self._observed = np.zeros((num_envs, Features.N), np.float32)
+        space = spaces.Box(-np.inf, np.inf, (Features.N,), np.float32)
+        super().__init__(num_envs, space, spaces.Discrete(len(SPEC_LENGTHS)), AutoresetMode.SAME_STEP)
+
+    def _start(self, seeds: Sequence[int | None] | None, rows: BoolArray | None) -> None:
+        for row, seed in zip(*self._series.next(seeds, rows), strict=True):
+            rng = random.Random(seed)
+            stages, slowdown = training_stages(rng), rng.uniform(0.8, 1.6)
+            usual, rule = Episode(self._tables, stages, seed, slowdown), Goodput(self._times)
+            while not usual.done:
+                usual.play(rule(usual.seen))
+            self._usual[row] = np.log([seconds_per_token(each, usual.time_s) for each in usual.load.timings])
+            self._rows[row] = Episode(self._tables, stages, seed, slowdown)
+            self._features[row] = Features(self._times)
+            self._observed[row] = self._features[row](self._rows[row].seen)
+
+    def _step_rows(self, actions: NDArray[Any], rows: BoolArray | None) -> FloatArray:
+        reward = np.zeros(self.num_envs)
+        for row, choice in enumerate(actions):
+            episode = self._rows[row]
+            timings = episode.load.timings
+            unanswered = [i for i, timing in enumerate(timings) if timing.ended_s is None]
+            episode.play(SPEC_LENGTHS[choice])
+            for i in unanswered:
+                if episode.done or timings[i].ended_s is not None:
+                    taken = math.log(seconds_per_token(timings[i], episode.time_s))
+                    reward[row] += REWARD_SCALE * (self._usual[row][i] - taken)
+            self._observed[row] = self._features[row](episode.seen)
+        return reward
+
+    def _ended(self) -> tuple[BoolArray, BoolArray]:
+        done = np.array([row.done for row in self._rows])
+        return done, np.zeros_like(done)
+
+    def _observe(self) -> Float32Array:
+        return self._observed.copy()
+
+    def _info(self) -> Info:
+        return {}
+
+
+def simulated(tables: ServingTables, stages: Sequence[Stage], seed: int, policy: Policy) -> dict[str, float]:
+    """One episode in the simulator."""
+    episode = Episode(tables, stages, seed)
+    while not episode.done:
+        episode.play(policy(episode.seen))
+    return outcome(episode.load.timings, episode.stages, episode.time_s)
+
+
+def outcome(timings: Sequence[RequestTiming], stages: Sequence[Stage], now_s: float) -> dict[str, float]:
+    """Geometric mean of the latency per token (ms), and requests in time (share)."""
+    taken = [seconds_per_token(timing, now_s) for timing in timings]
+    late = [not in_time(timing, stage) for timing, stage in zip(timings, stages, strict=True)]
+    return {
+        "ms_per_token": 1e3 * math.exp(float(np.mean(np.log(taken)))),
+        "in_time": 1.0 - float(np.mean(late)),
+    }
+
+
+def train(tables: ServingTables, steps: int, path: Path, checks: int = 8) -> list[float]:
+    """Train PPO and keep the network that is best on the validation draws; returns their means on the way."""
+    import torch
+    from stable_baselines3 import PPO
+
+    from agents.integrations.sb3 import SB3VecEnv
+
+    torch.set_num_threads(1)
+    envs = SB3VecEnv(LearningEnv(N_ENVS, tables))
+    model = PPO(
+        "MlpPolicy",
+        envs,
+        learning_rate=lambda left: 5e-5 + 1e-3 * left,
+        n_steps=64,
+        batch_size=256,
+        n_epochs=8,
+        gamma=0.95,
+        gae_lambda=0.9,
+        ent_coef=0.003,
+        seed=0,
+        policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}},
+        device="cpu",
+    )
+    envs.seed_rows([10**9 + row for row in range(N_ENVS)])
+    curve: list[float] = []
+    times = StepTimes(tables)
+    candidate = path.with_suffix(".candidate.npz")
+    for check in range(checks):
+        model.learn(steps // checks, reset_num_timesteps=check == 0)
+        save_network(model, candidate)
+        curve.append(validated(tables, lambda: Learned(candidate, times)))
+        if curve[-1] == min(curve):
+            candidate.replace(path)
+        print(f"{model.num_timesteps} decisions, {curve[-1]:.2f} ms per token on validation draws", flush=True)
+    return curve
+
+
+def validated(tables: ServingTables, make: Make) -> float:
+    """Geometric mean of the latency per token (ms) over draws of the training traffic that no policy learned from."""
+    found = []
+    for seed in range(VALIDATION_SEEDS.start, VALIDATION_SEEDS.start + 64):
+        found.append(simulated(tables, training_stages(random.Random(seed)), seed, make())["ms_per_token"])
+    return math.exp(float(np.mean(np.log(found))))
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
+    parser.add_argument("--repeats", type=int, default=6, help="draws of each workload (default 6)")
+    parser.add_argument("--steps", type=int, default=240_000, help="decisions that PPO learns from (default 240,000)")
+    parser.add_argument("--measure-seconds", type=float, default=120.0, help="load of the measurement (default 120)")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="measure and learn only, and write them here")
+    parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="play what --prepare wrote")
+    parser.add_argument("--stand-in", action="store_true", help="no engine: play the simulator, printed only")
+    parser.add_argument("--quick", action="store_true", help="a short training, all constants once, printed only")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repeats, options.steps, options.measure_seconds = 1, 20_000, 60.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = options.prepare or options.prepared or Path(name)
+        if options.prepared is None:
+            prepare(options, folder)
+        if options.prepare is None:
+            compare(options, folder, Path(name))
+
+
+@contextmanager
+def drafting_engine(venv: Path, folder: Path, lengths: Sequence[int]) -> Iterator[VllmEngine]:
+    """vLLM with synthetic acceptance; ``lengths`` is its own table, a draft length for each batch size from 1."""
+    ranges = [[n, n, length] for n, length in enumerate(lengths, start=1)]
+    with serve_random_model(
+        venv,
+        folder,
+        max_num_seqs=SLOTS,
+        kv_blocks=KV_BLOCKS,
+        drafts=OWN_TABLE,
+        speculation={"num_speculative_tokens_per_batch_size": ranges},
+        options=(
+            *("--max-num-batched-tokens", str(TOKEN_BUDGET)),
+            *("--worker-extension-cls", "synthetic_acceptance.SyntheticAcceptance"),
+        ),
+    ) as server:
+        engine = engine_at("vllm", server.url, server.control_file)
+        assert isinstance(engine, VllmEngine)
+        yield engine
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> None:
+    """Measure the engine, and learn on its table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, drafting_engine(options.venv, Path(name), [0]) as engine:
+        engine.set(Orders({"spec_length": 0.0}))  # what iterations take is measured without drafts
+        settings = MeasureSettings(
+            options.measure_seconds,
+            most_clients=SLOTS,
+            max_num_seqs=SLOTS,
+            max_batched_tokens=TOKEN_BUDGET,
+            kv_bytes_per_token=ModelShape().kv_bytes_per_token(),
+        )
+        measured = measure_engine(engine.api, settings)
+    print(f"measured: {measured.fit.times}, held-out error {measured.fit.median_error:.0%} at the median", flush=True)
+    source, profile = measured.source("measured"), measured.profile("measured")
+    path = build_table(folder / TABLE_FILE, source, profile, jobs=1, progress=False, saturated=False)
+    train(load_tables(path), options.steps, folder / POLICY_FILE)
+
+
+class Contestant(NamedTuple):
+    """A policy for the engine, and the same for the simulator."""
+
+    on_engine: Make
+    in_simulator: Make
+
+
+def contestants(tables: ServingTables, policy: Path, acceptance: float) -> dict[str, Contestant]:
+    """All policies by name."""
+    times = StepTimes(tables)
+    lengths = own_table(times, acceptance)
+
+    def by_batch_size(seen: Seen) -> int:
+        return lengths[int(min(max(seen.running + seen.waiting, 1), SLOTS)) - 1]
+
+    found = {f"constant {k}": Contestant(partial(constant, k), partial(constant, k)) for k in SPEC_LENGTHS}
+    found["vLLM's own table"] = Contestant(partial(constant, OWN_TABLE), lambda: by_batch_size)
+    found["TurboSpec's rule"] = Contestant(partial(Goodput, times), partial(Goodput, times))
+    found["PPO"] = Contestant(partial(Learned, policy, times), partial(Learned, policy, times))
+    return found
+
+
+def compare(options: argparse.Namespace, folder: Path, scratch: Path) -> None:
+    """Choose constants and vLLM's own table in the simulator, then play everything on the engine."""
+    tables = load_tables(folder / TABLE_FILE)
+    acceptance = best_table(tables)
+    players = contestants(tables, folder / POLICY_FILE, acceptance)
+    validation = {
+        name: {workload: mean_of(tables, stages, player.in_simulator) for workload, stages in WORKLOADS.items()}
+        for name, player in players.items()
+    }
+    print(json.dumps(validation), flush=True)
+    result: dict[str, Any] = {"table_acceptance": acceptance, "validation": validation, "runs": []}
+    cells = [(workload, name) for workload in WORKLOADS for name in played_names(validation, workload, options.quick)]
+    with playing(options, scratch, own_table(StepTimes(tables), acceptance), tables) as engine:
+        result["engine"] = engine.api.get_json("/version")["version"] if isinstance(engine, VllmEngine) else engine.name
+        for seed in held_out_seeds(options.repeats):
+            for workload, name in random.Random(seed).sample(cells, len(cells)):
+                yard_ms = yardstick(engine)
+                run = play(engine, WORKLOADS[workload], seed, players[name], options.stand_in)
+                result["runs"].append({"seed": seed, "workload": workload, "policy": name, "yard_ms": yard_ms, **run})
+                print(json.dumps(result["runs"][-1]), flush=True)
+            if not options.quick and not options.stand_in:  # after each repeat, so that an interrupted run leaves some
+                write_text(RESULTS / "live_drafts.json", as_json(result))
+                write_text(RESULTS / "live_drafts.md", markdown(result))
+    print(markdown(result))
+
+
+@contextmanager
+def playing(
+    options: argparse.Namespace, folder: Path, lengths: Sequence[int], tables: ServingTables
+) -> Iterator[Engine]:
+    """The engine that plays."""
+    if options.stand_in:
+        yield SimulatedEngine(tables, SLOTS, max(SPEC_LENGTHS))
+    else:
+        with drafting_engine(options.venv, folder, lengths) as engine:
+            yield engine
+
+
+def best_table(tables: ServingTables) -> float:
+    """The acceptance for which vLLM's own table is best on the validation draws."""
+
+    def mean(acceptance: float) -> float:
+        return validated(tables, contestants(tables, Path(), acceptance)["vLLM's own table"].in_simulator)
+
+    return min((0.3, 0.4, 0.5, 0.6, 0.7, 0.8), key=mean)
+
+
+def mean_of(tables: ServingTables, stages: Sequence[Stage], make: Make) -> float:
+    """Geometric mean of the latency per token (ms) in the simulator."""
+    found = [simulated(tables, stages, seed, make())["ms_per_token"] for seed in VALIDATION_SEEDS]
+    return round(math.exp(float(np.mean(np.log(found)))), 2)
+
+
+def played_names(validation: Mapping[str, Mapping[str, float]], workload: str, everything: bool) -> list[str]:
+    """The policies to play: of the constants only the best three of the simulator, unless ``everything``."""
+    ranked = sorted(validation, key=lambda name: validation[name][workload])
+    constants = [name for name in ranked if name.startswith("constant")]
+    return [
+        *(constants if everything else constants[:N_CONSTANTS]),
+        *(name for name in ranked if name not in constants),
+    ]
+
+
+def yardstick(engine: Engine) -> float:
+    """Time of a token (ms) of four requests that are answered together without drafts."""
+    engine.set(Orders({"spec_length": 0.0}))
+    return round(4e3 / measure_throughput(engine, 32, 32, 4), 2)
+
+
+def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant, stand_in: bool) -> dict[str, Any]:
+    """One episode on the engine."""
+    drawn = drawn_requests(stages, random.Random(seed))
+    end_s = sum(stage.seconds for stage in stages) + DRAIN_S
+    policy = (player.in_simulator if stand_in else player.on_engine)()
+    lengths, time_s = [0], 0.0
+    with engine.load([request for request, _ in drawn]) as load:
+        before = engine.read()
+        seen = Seen.between(before, before, 0)
+        while time_s < end_s and any(timing.ended_s is None for timing in load.timings):
+            lengths.append(policy(seen))
+            if lengths[-1] != lengths[-2] or time_s == 0.0:
+                engine.set(Orders({"spec_length": float(lengths[-1])}))
+            time_s += HOLD_S
+            load.advance(time_s)
+            now = engine.read()
+            seen, before = Seen.between(before, now, lengths[-1]), now
+        timings = list(load.timings)
+    failed = [timing.error for timing in timings if timing.error not in ("", "cancelled")]
+    if failed:
+        raise RemoteError(f"{len(failed)} of {len(timings)} requests failed, for example: {failed[0]}")
+    return {
+        **{key: round(value, 4) for key, value in outcome(timings, [stage for _, stage in drawn], time_s).items()},
+        "drafts": lengths[1:],
+    }
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The document's part: each policy beside the best constant, paired by the traffic."""
+    repeats = len({run["seed"] for run in result["runs"]})
+    yards = [run["yard_ms"] for run in result["runs"]]
+    lines = [
+        "<!-- written by benchmarks/live/drafts.py; do not edit -->",
+        "",
+        f"vLLM {result['engine']}, {repeats} draws of each workload. Latency per token is a geometric mean over all "
+        "requests; differences are beside the best constant here, with 95 % intervals over the draws. The yardstick, "
+        f"four requests without drafts, took {min(yards):.0f} to {max(yards):.0f} ms a token, "
+        f"{float(np.median(yards)):.0f} at the median.",
+    ]
+    for workload, heading in HEADINGS.items():
+        found = by_policy(result["runs"], workload)
+        if not found:
+            continue
+        best = min(
+            (name for name in found if name.startswith("constant")),
+            key=lambda name: float(np.log(found[name]["ms_per_token"]).mean()),
+        )
+        lines += ["", f"*{heading}*:", ""]
+        lines += [
+            "| policy | ms per token | beside " + best + " | in time | beside " + best + " | in the simulator, ms |"
+        ]
+        lines += ["|" + "---|" * 6]
+        for name in sorted(found, key=lambda name: float(np.log(found[name]["ms_per_token"]).mean())):
+            ours, theirs = found[name], found[best]
+            cells = [f"{math.exp(float(np.log(ours['ms_per_token']).mean())):.1f}"]
+            cells += ["" if name == best else less(ours["ms_per_token"], theirs["ms_per_token"])]
+            cells += [f"{float(ours['in_time'].mean()):.1%}"]
+            cells += ["" if name == best else points(ours["in_time"] - theirs["in_time"])]
+            cells += [f"{result['validation'][name][workload]:.1f}"]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        others = [name for name in ("vLLM's own table", "TurboSpec's rule") if name in found]
+        compared = [
+            f"{less(found['PPO']['ms_per_token'], found[name]['ms_per_token'])} beside {name}" for name in others
+        ]
+        lines += ["", f"PPO's latency per token: {', '.join(compared)}."]
+    return "\n".join(lines) + "\n"
+
+
+def by_policy(runs: Sequence[Mapping[str, Any]], workload: str) -> dict[str, dict[str, FloatArray]]:
+    """Columns of each policy's runs of a workload, in the order of the draws."""
+    some = sorted((run for run in runs if run["workload"] == workload), key=lambda run: run["seed"])
+    names = dict.fromkeys(run["policy"] for run in some)
+    keys = ("ms_per_token", "in_time", "yard_ms")
+    return {
+        name: {key: np.array([run[key] for run in some if run["policy"] == name]) for key in keys} for name in names
+    }
+
+
+def points(difference: FloatArray) -> str:
+    """Mean difference of shares, in percentage points, with its 95 % interval."""
+    if len(difference) < 2:
+        return f"{100.0 * difference[0]:+.1f}"
+    found = interval(100.0 * difference)
+    return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+
+if __name__ == "__main__":
+    main()
