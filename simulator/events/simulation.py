@@ -418,6 +418,8 @@ class Simulation:
         return m
 
     def _resize(self, **sizes: int) -> None:
+        if sizes.items() <= self._sizes.items():
+            return  # as in most changes of the configuration
         self._sizes |= sizes
         self._sizes["B"] = self._sizes["S"] + 1
         arrays = allocated(self._sizes, self.arrays)
