@@ -80,13 +80,10 @@ class Stage(NamedTuple):
 
 
 WORKLOADS: Final[Mapping[str, tuple[Stage, ...]]] = {
-    "flood": (Stage(7.0, 1.2, 0.8, tpot_s=0.02), Stage(4.0, 9.0, 0.3), Stage(7.0, 1.2, 0.8, tpot_s=0.02)),
-    "content": (
-        Stage(6.0, 5.0, 0.8, tpot_s=0.04),
-        Stage(6.0, 5.0, 0.3, tpot_s=0.04),
-        Stage(6.0, 5.0, 0.8, tpot_s=0.04),
-    ),
+    "flood": (Stage(6.0, 1.2, 0.8, tpot_s=0.016), Stage(4.0, 9.0, 0.3), Stage(6.0, 1.2, 0.8, tpot_s=0.016)),
+    "content": tuple(Stage(5.5, 5.0, acceptance, tpot_s=0.04) for acceptance in (0.8, 0.3, 0.8)),
 }
+"""Acceptance falls in a flood; and at the same rate of requests."""
 HEADINGS: Final = {
     "flood": "Calm, flood, calm: acceptance .8, in the flood .3",
     "content": "The content changes, the load does not: acceptance .8, .3, .8",
@@ -309,7 +306,9 @@ class Episode:
 
     @property
     def done(self) -> bool:
-        """Whether all requests are answered, or the time is over."""
+        """Whether the traffic has ended and all requests are answered, or the time is over."""
+        if self.time_s < self.end_s - DRAIN_S:
+            return False
         return self.time_s >= self.end_s or all(timing.ended_s is not None for timing in self.load.timings)
 
 
@@ -348,8 +347,9 @@ class LearningEnv(AutoresetVectorEnv):
             timings = episode.load.timings
             unanswered = [i for i, timing in enumerate(timings) if timing.ended_s is None]
             episode.play(SPEC_LENGTHS[choice])
+            over = episode.done
             for i in unanswered:
-                if episode.done or timings[i].ended_s is not None:
+                if over or timings[i].ended_s is not None:
                     taken = math.log(seconds_per_token(timings[i], episode.time_s))
                     reward[row] += REWARD_SCALE * (self._usual[row][i] - taken)
             self._observed[row] = self._features[row](episode.seen)
@@ -593,7 +593,7 @@ def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant,
     with engine.load([request for request, _ in drawn]) as load:
         before = engine.read()
         seen = Seen.between(before, before, 0)
-        while time_s < end_s and any(timing.ended_s is None for timing in load.timings):
+        while time_s < end_s - DRAIN_S or (time_s < end_s and any(timing.ended_s is None for timing in load.timings)):
             lengths.append(policy(seen))
             if lengths[-1] != lengths[-2] or time_s == 0.0:
                 engine.set(Orders({"spec_length": float(lengths[-1])}))

@@ -54,7 +54,7 @@ def test_the_goodput_rule_drafts_less_where_less_is_accepted_and_looks_again_wit
 def test_requests_have_the_acceptance_of_the_stage_in_which_they_arrive() -> None:
     drawn = drawn_requests(WORKLOADS["flood"], random.Random(3))
     for request, stage in drawn:
-        in_flood = 7.0 <= request.arrival_s < 11.0
+        in_flood = 6.0 <= request.arrival_s < 10.0
         assert (request.acceptance, stage.rate_rps) == ((0.3, 9.0) if in_flood else (0.8, 1.2))
     assert drawn == drawn_requests(WORKLOADS["flood"], random.Random(3))
 
