@@ -371,7 +371,7 @@ def test_the_static_sweep_beats_every_action_of_its_grid() -> None:
 
 
 def test_the_adaptive_search_never_ends_below_the_constant_action_it_starts_from() -> None:
-    task = get_task(3)
+    task = replace(get_task(3), episode_length=50)  # the first flood, in a quarter of the time
     solver = Solver(task, get_calibration(3), budget=TINY)
     static = np.array([0.9, 0, 64, 0, 1])
     policy, value = solver.best_adaptive(static)
@@ -381,7 +381,7 @@ def test_the_adaptive_search_never_ends_below_the_constant_action_it_starts_from
 
 
 def test_a_frozen_knob_stays_frozen_in_every_mode() -> None:
-    task = get_task(3)
+    task = replace(get_task(3), episode_length=50)  # the first flood, in a quarter of the time
     solver = Solver(task, get_calibration(3), budget=TINY, frozen={"batch_size": 100.0, "quant_tier": 1.0})
     level = math.log1p(100) / math.log1p(1000)
     policy, _ = solver.refine(two_modes(threshold_gate("arrival_rate", level)))
@@ -438,7 +438,7 @@ def test_neighbours_are_other_choices_or_nearby_values_within_bounds() -> None:
 
 
 def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
-    task = get_task(2)
+    task = replace(get_task(2), episode_length=60)
     solved = calibrate(task, TINY)
     c = solved.calibration
     naive = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=c)

@@ -317,9 +317,9 @@ def test_softening_mixes_the_network_with_a_random_one(tmp_path: Path) -> None:
 
 def test_a_pretrained_policy_is_scored_before_it_learns_and_what_learning_spoils_is_not_kept(tmp_path: Path) -> None:
     settings = replace(QUICK, passes=400, learning_rate=1.0, final_learning_rate=1.0)  # learns nothing sensible
-    trained = train(make_envs(), tmp_path, steps=12_000, settings=settings, progress=False, score_every=4_000)
+    trained = train(make_envs(), tmp_path, steps=6_000, settings=settings, progress=False, score_every=3_000)
     start = trained.scores[0]
-    assert 0 < start.step <= settings.start_share * 12_000
+    assert 0 < start.step <= settings.start_share * 6_000
     assert trained.policy.trained["steps"] == start.step
     assert start.validation > 0.9
     assert min(scored.validation for scored in trained.scores) < start.validation - 0.1
@@ -350,7 +350,7 @@ def test_the_command_trains_in_process_and_against_a_server(
 ) -> None:
     for name, more in (("local", []), ("remote", ["--url", server.url])):
         out = tmp_path / name
-        assert main(["train", "--task", "1", "--steps", "400", "--envs", "2", "--out", str(out), "--quiet", *more]) == 0
+        assert main(["train", "--task", "1", "--steps", "400", "--envs", "16", "--out", str(out), "--quiet", *more]) == 0
     assert "ppo:" in capsys.readouterr().out
     # Same seeds, same numbers: a server changes only the time it takes.
     assert (tmp_path / "local" / "episodes.csv").read_text() == (tmp_path / "remote" / "episodes.csv").read_text()
