@@ -10,10 +10,12 @@ import asyncio
 import json
 import math
 import random
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Self
 
 import httpx
@@ -140,7 +142,9 @@ class EngineApi:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
         try:
-            answer = httpx.request(method, self.url + path, json=body, headers=self._headers, timeout=timeout_s)
+            answer = httpx.request(
+                method, self.url + path, json=body, headers=self._headers, timeout=timeout_s, verify=_tls()
+            )
         except httpx.HTTPError as error:
             raise ServerUnavailableError(
                 f"no answer from {self.url}{path} ({error!r}): is the engine running, and is this its address?"
@@ -194,6 +198,12 @@ class EngineApi:
             raise
         finally:
             timing.ended_s = time.monotonic() - started
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Certificates, read once: httpx would read them for every request, which takes tens of ms, for http:// too."""
+    return httpx.create_ssl_context()
 
 
 async def _receive(answer: httpx.Response, timing: RequestTiming, started: float) -> None:
