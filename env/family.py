@@ -279,23 +279,23 @@ class Family:
         """Names of an action's fields, in the order of a record's values."""
         return _fields(self.action_model)
 
-    def parse_action(self, action: object, before: Action | None = None) -> tuple[Any, Action]:
-        """Check an action; returns it in the forms of the environment and of records. Raises InvalidActionError.
+    def parse_action(
+        self, action: object, before: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Action, Mapping[str, Any]]:
+        """Check an action; returns it in the forms of the environment and of records, and its values by field.
 
-        Optional fields that it leaves out keep their values from ``before``, the record's action of the previous step.
-        In the first step they have their defaults.
+        Optional fields that it leaves out keep their values from ``before``, the values of the previous step's action.
+        In the first step they have their defaults. Raises InvalidActionError.
         """
         if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
         elif before is not None and isinstance(action, Mapping) and len(action) < len(self.action_fields):
-            action = {**self._optional(before), **action}
+            required = _required(self.action_model)
+            action = {**{name: value for name, value in before.items() if name not in required}, **action}
         message = read(self.action_model, action, InvalidActionError, whole="action")
+        values = message.__dict__
         # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
-        return self.action_of(message), bytes(memoryview(orjson.dumps([*message.__dict__.values()])))
-
-    def _optional(self, action: Action) -> dict[str, Any]:
-        required = _required(self.action_model)
-        return {name: value for name, value in self.action_json(action).items() if name not in required}
+        return self.action_of(message), bytes(memoryview(orjson.dumps([*values.values()]))), values
 
     def action_json(self, action: Action) -> dict[str, Any]:
         """JSON form of a record's action. Raises DataFormatError if it is not an action of this family."""
@@ -324,8 +324,10 @@ class Family:
         Raises InvalidActionError.
         """
         played: list[Action] = []
+        before = None
         for action in actions:
-            played.append(self.parse_action(action, played[-1] if played else None)[1])
+            _, kept, before = self.parse_action(action, before)
+            played.append(kept)
         return EpisodeRecord(self.name, task_id, seed, config or {}, played)
 
     def replay(self, record: EpisodeRecord, session_id: str | None = None) -> EpisodeEnv:

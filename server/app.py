@@ -110,8 +110,7 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
         log.warning(INTERPRETED)
     await asyncio.to_thread(_load_all_tables)
     # All imports are done and stay in memory. Freezing them keeps full garbage collections, which delay all clients,
-    # from examining them.
-    gc.collect()
+    # from examining them. Collecting before would find some 300 objects.
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with _store_open(context.sessions.store), background(context.sessions.maintain()), context.metrics.shared():

@@ -84,7 +84,7 @@ class FamilyEnvironment(Environment):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._episode: EpisodeEnv = self.family.make()
-        self._before: bytes | None = None
+        self._before: Mapping[str, Any] | None = None
         self._with_info = False
         self._started = False
         super().__init__(rubric=GradeRubric(self._episode.grade))
@@ -121,9 +121,9 @@ class FamilyEnvironment(Environment):  # type: ignore[misc]
         NotResetError, EpisodeDoneError or InvalidActionError, and no time passes.
         """
         wanted = action.model_dump(exclude_unset=True, exclude={"metadata"}) if isinstance(action, Action) else action
-        played, kept = self.family.parse_action(wanted, self._before)
+        played, _, values = self.family.parse_action(wanted, self._before)
         _, reward, done = self._episode.play(self._episode.check(played))
-        self._before = kept
+        self._before = values
         ending = outcome(self._episode.info()) if done else {}
         observation = self._observed(reward, ending)
         self._apply_rubric(action, observation)

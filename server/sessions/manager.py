@@ -96,6 +96,7 @@ class LiveSession(Session):
     caller: str
     env: EpisodeEnv
     last: StepResult | None = None
+    _parsed: tuple[Action, Mapping[str, Any]] = (b"", {})
 
     @property
     def actions(self) -> list[Action]:
@@ -112,8 +113,14 @@ class LiveSession(Session):
 
         Raises InvalidActionError, also for actions that the episode cannot play, because a stored step must play.
         """
-        parsed, kept = self.family.parse_action(action, self.actions[at - 1] if at else None)
+        parsed, kept, values = self.family.parse_action(action, self._values(at - 1) if at else None)
+        self._parsed = (kept, values)
         return self.env.check(parsed), kept
+
+    def _values(self, at: int) -> Mapping[str, Any]:
+        """Values of an action of the record, which is usually the one that was parsed last."""
+        kept, values = self._parsed
+        return values if kept is self.actions[at] else self.family.action_json(self.actions[at])
 
     @property
     def done(self) -> bool:

@@ -70,11 +70,14 @@ _PUT: Final = """
 INSERT INTO sessions SELECT ?1, ?2, ?3, ?4, ?5, max(?6, coalesce(max(created) + 1e-3, 0)), ?6, 0
 FROM sessions WHERE caller = ?5
 """
+# Adds nothing unless the session is there and has just the steps before this one: NULL is then refused. A SELECT from
+# the table that it is inserted into would be copied first, which takes as long as the rest of the statement.
 _APPEND: Final = """
-INSERT INTO steps SELECT ?1, ?2, ?3, ?4
-WHERE EXISTS (SELECT 1 FROM sessions WHERE token = ?1 AND id = ?5)
-  AND NOT EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n >= ?2)
-  AND (?2 = 0 OR EXISTS (SELECT 1 FROM steps WHERE token = ?1 AND n = ?2 - 1))
+INSERT OR IGNORE INTO steps VALUES (
+    (SELECT token FROM sessions WHERE token = ?1 AND id = ?5),
+    (SELECT ?2 WHERE (SELECT max(n) FROM steps WHERE token = ?1) IS nullif(?2 - 1, -1)),
+    ?3, ?4
+)
 """
 # A caller is its client, or that with a dot and more behind it.
 _IDLE: Final = """
