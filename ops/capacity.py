@@ -20,7 +20,7 @@ from env.batch import ServingBatch
 from env.reference import ReferenceFleet
 from grader.kinds.autoscaling import gpu_cost
 from inferencegym.errors import DataFormatError
-from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, QuantTier, ServeAction
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, SPEC_LENGTHS, QuantTier, ServeAction
 from inferencegym.spaces.actions import action_size, to_row
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from inferencegym.tasks import Calibration, Fleet, LengthDist, RequestClass, RewardWeights, TaskSpec
@@ -207,7 +207,8 @@ class PolicyOutcome:
     Latencies are in ms per request; TPOT is a request's mean time per token after the first. ``slo_miss_share`` counts
     requests that missed their objective, were refused or were not served by the end; ``goodput_rps`` counts the others
     per second of the log. ``n_gpus`` is the largest number of GPUs in use, with all cards of each replica,
-    ``n_replicas`` the size of the fleet, ``gpu_seconds`` the GPU time used. ``figures`` has all statistics that
+    ``n_replicas`` the size of the fleet, ``requests_per_replica`` the mean number of requests that a busy replica
+    decodes, ``gpu_seconds`` the GPU time used. ``figures`` has all statistics that
     objectives bound (``ops.objectives``), ``action`` the setting of a constant. ``timeline`` holds signals and knobs at
     ``t_s``, thinned to a few hundred points; ``support`` is the share of seconds at each level of support by
     measurements.
@@ -226,6 +227,7 @@ class PolicyOutcome:
     completed: float
     rejected: float
     unserved: float
+    requests_per_replica: float
     gpu_seconds: float
     gpu_s_per_1k_tokens: float
     restarts: int
@@ -269,7 +271,7 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
     assert isinstance(fleet, ReferenceFleet)
     metrics = {m: np.zeros(n_steps) for m in batch.metric}
     actions = np.zeros((n_steps, action_size(task.fleet)))
-    levels = dict.fromkeys(LEVELS, 0)
+    decoding = np.zeros((n_steps, 2))
     asked_apart = False
     for t in range(n_steps):
         wanted = knobs_of(agent, batch.full_observation())
@@ -279,10 +281,10 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
         batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]
-        levels[_level(fleet)] += 1
+        decoding[t] = fleet.episode(0).decoding()
     arrivals = fleet.arrivals[0].sum(axis=1)
     gpus = gpu_cost(metrics["tokens_per_sec"], metrics["cost_per_1k"]) / calibration.price
-    outcome = _outcome(name, task, fleet, metrics, actions, gpus, levels, _timeline(metrics, actions))
+    outcome = _outcome(name, task, fleet, metrics, actions, gpus, decoding, _timeline(metrics, actions))
     best_tps = float(metrics["tokens_per_sec"].max())
     return Run(outcome, arrivals, best_tps, float(metrics["cost_per_1k"].sum()), asked_apart)
 
@@ -296,10 +298,10 @@ def play_constant(action: ServeAction, task: TaskSpec, tables: ServingTables) ->
     batch.write_knobs(actions)
     fleet = batch.fleet
     assert isinstance(fleet, ReferenceFleet)
-    levels = dict.fromkeys(LEVELS, 0)
-    for _ in range(n_steps):
+    decoding = np.zeros((n_steps, 2))
+    for t in range(n_steps):
         used_gb = fleet.pass_second(0)
-        levels[_level(fleet)] += 1
+        decoding[t] = fleet.episode(0).decoding()
     limit_gb = fleet.params.constants["memory_limit_gb"]
     metrics = {m: np.zeros(n_steps) for m in batch.metric}
     for m, total in fleet.episode(0).totals().items():
@@ -307,13 +309,16 @@ def play_constant(action: ServeAction, task: TaskSpec, tables: ServingTables) ->
     metrics["oom"][:], metrics["gpu_memory_gb"][:] = used_gb > limit_gb, min(used_gb, limit_gb)
     each = tables.cards_per_replica * (2 if fleet.disagg[0] else 1)
     gpus = np.full(n_steps, float(task.fleet.n_replicas * each))
-    return _outcome("constant", task, fleet, metrics, np.repeat(actions, n_steps, axis=0), gpus, levels, {})
+    return _outcome("constant", task, fleet, metrics, np.repeat(actions, n_steps, axis=0), gpus, decoding, {})
 
 
-def _level(fleet: ReferenceFleet) -> str:
-    """Support of the operator times at the end of the last second."""
-    requests, context_tokens = fleet.episode(0).decoding()
-    return level_name(fleet.params.tables, fleet.tier.item(0), fleet.spec_index.item(0), requests, context_tokens)
+def _levels(tables: ServingTables, actions: FloatArray, decoding: FloatArray) -> dict[str, float]:
+    """Share of seconds at each level of support, by the operator times at their ends."""
+    found = dict.fromkeys(LEVELS, 0)
+    for action, (requests, context_tokens) in zip(actions, decoding.tolist(), strict=True):
+        level = level_name(tables, int(action[4]), SPEC_LENGTHS.index(int(action[1])), requests, context_tokens)
+        found[level] += 1
+    return {level: n / len(actions) for level, n in found.items()}
 
 
 def _outcome(
@@ -323,10 +328,14 @@ def _outcome(
     metrics: dict[str, FloatArray],
     actions: FloatArray,
     gpus: FloatArray,
-    levels: dict[str, int],
+    decoding: FloatArray,
     timeline: dict[str, list[float]],
 ) -> PolicyOutcome:
-    """Statistics of an episode; ``gpus`` is the number of GPUs in use in each second, (T,)."""
+    """Statistics of an episode.
+
+    ``gpus`` (T,) is the number of GPUs in use in each second; ``decoding`` (T, 2) has the decoding requests of a busy
+    replica at its end, and their context.
+    """
     stats, episode = fleet.params.stats, fleet.episode(0)
     requests, class_index = episode.outcome(), episode.class_index
     figures = _figures(requests)
@@ -337,6 +346,8 @@ def _outcome(
     gpu_seconds = float(gpus.sum())
     span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
     restarts = np.any(np.diff(actions[:, 3:5], axis=0) != 0, axis=1)
+    busy = decoding[:, 0] > 0
+    levels = _levels(fleet.params.tables, actions, decoding)
     completed, rejected = (float(metrics[m].sum()) for m in ("completed", "rejected"))
     return PolicyOutcome(
         policy=name,
@@ -352,6 +363,7 @@ def _outcome(
         completed=completed,
         rejected=rejected,
         unserved=n_requests - completed - rejected,
+        requests_per_replica=float(decoding[busy, 0].mean()) if busy.any() else 0.0,
         gpu_seconds=gpu_seconds,
         gpu_s_per_1k_tokens=1000.0 * gpu_seconds / max(tokens, 1e-9),
         restarts=int(restarts.sum()),
@@ -360,7 +372,7 @@ def _outcome(
         peak_memory_gb=float(metrics["gpu_memory_gb"].max()),
         slo_miss_by_class={c: 1.0 - float(in_time[class_index == i].mean()) for i, c in enumerate(stats.names)},
         figures=figures,
-        support={level: n / len(actions) for level, n in levels.items()},
+        support=levels,
         timeline=timeline,
     )
 

@@ -1,7 +1,7 @@
 """Search for the cheapest fleet that meets objectives on a request log.
 
-For every card it finds the smallest number of GPUs on which some setting meets all objectives, with the simulator's
-stated error as margin. Hundreds of constant settings are rows of one batch in the fluid model
+For every card it finds the smallest number of GPUs on which some setting likely meets all objectives, with the errors
+of measured runs as margin (:mod:`ops.margins`). Hundreds of constant settings are rows of one batch in the fluid model
 (:func:`ops.capacity.screen`), which only ranks them. The best ones are then played request by request in the
 discrete-event reference, whose figures decide and are reported. If the log is long, only its busiest part is searched,
 and the result is played on all of it. The report adds what adaptive policies do on as many GPUs and on fewer, and how
@@ -39,7 +39,8 @@ from ops.capacity import (
     play_policy,
     screen,
 )
-from ops.objectives import Objective, margin
+from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
+from ops.objectives import QUANTITIES, Objective, margin
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
@@ -47,9 +48,6 @@ from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 
-STATED_ERRORS: Final = {"ttft": 0.112, "tpot": 0.027}
-"""Median relative errors of the reference against A100 runs of vLLM 0.20.1 in BF16: for TTFT the largest of the
-quantiles' errors (docs/fidelity.md, "The discrete-event reference against that hardware")."""
 SEARCH_S: Final = 900.0
 SEARCH_REQUESTS: Final = 20_000
 """Longest busiest part of a log that is searched: seconds and requests. The plan is played on all of the log."""
@@ -89,12 +87,14 @@ def tables_of_files(paths: Sequence[Path]) -> dict[str, ServingTables]:
 class Plan:
     """A fleet on a log: its make-up, its performance, its cost.
 
-    ``margin`` is the smallest distance of a figure, with the stated error added, from its limit, as a share of the
-    limit; ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of
-    memory. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware`` is the table's
-    name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if prefill runs on
-    separate ones. ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
-    which the GPUs are held. Costs are None without prices.
+    ``margin`` is the smallest distance of a figure from its limit, as a share of the limit, with the figure multiplied
+    by the median of measured / simulated latency (``errors`` by quantity, in the ``band`` of load of this plan).
+    ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of memory.
+    ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if the 90th percentile of the errors is within the limits
+    too; otherwise ``"not"``. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware``
+    is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if
+    prefill runs on separate ones. ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the
+    whole log, during which the GPUs are held. Costs are None without prices.
     """
 
     hardware: str
@@ -106,7 +106,10 @@ class Plan:
     precision: str
     action: dict[str, Any] | None
     meets: bool
+    verdict: str
     margin: float
+    band: str
+    errors: dict[str, Ratio]
     share_in_time: float
     figures: dict[str, float]
     tokens_per_s: float
@@ -142,7 +145,6 @@ class PlanReport:
     adapting_gain: float
     adapting_noise: float
     autoscaling: list[Autoscaled]
-    stated_errors: dict[str, float]
     currency: str
     prices_from: str
     played_s: float
@@ -233,7 +235,6 @@ def make_plan(
         adapting_gain=gain,
         adapting_noise=chance,
         autoscaling=scaling,
-        stated_errors=STATED_ERRORS,
         currency="" if prices is None else prices.currency,
         prices_from="" if prices is None else prices.source,
         played_s=float(played.arrival_s[-1]),
@@ -426,7 +427,8 @@ class _Card:
             slow = np.zeros(len(settings))
             for o in self._objectives:
                 if o.quantity == "tpot":
-                    slow = np.maximum(slow, screened.tpot(o.statistic) * (1 + STATED_ERRORS["tpot"]) / o.limit_ms)
+                    error = ratio("tpot", self._card, "knee").p50
+                    slow = np.maximum(slow, screened.tpot(o.statistic) * error / o.limit_ms)
             over = np.maximum(0.0, slow - 1.0)
             missed = np.maximum(screened.missed, [self._too_long(setting) for setting in settings])
             rows = zip(over.tolist(), missed.tolist(), slow.tolist(), settings, strict=True)
@@ -478,8 +480,12 @@ class _Card:
 
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
         in_time = 1.0 - outcome.slo_miss_share
-        stated = {n: value * (1.0 + STATED_ERRORS[n.partition("_")[0]]) for n, value in outcome.figures.items()}
-        left = margin(self._objectives, stated)
+        band = band_of(outcome.requests_per_replica)
+        errors = {quantity: ratio(quantity, self._card, band) for quantity in QUANTITIES}
+        figures = outcome.figures.items()
+        left = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p50 for n, value in figures})
+        at_90 = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p90 for n, value in figures})
+        meets = left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0
         n_gpus = outcome.n_gpus
         offered = outcome.completed + outcome.rejected + outcome.unserved
         tokens_per_s = self._tokens_per_s * outcome.completed / offered
@@ -494,8 +500,11 @@ class _Card:
             policy=policy,
             precision="" if action is None else self._tables.tiers[action.quant_tier.value],
             action=None if action is None else action.to_dict(),
-            meets=left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0,
+            meets=meets,
+            verdict=NOT if not meets else WITH_90 if at_90 >= 0.0 else LIKELY,
             margin=left,
+            band=band,
+            errors=errors,
             share_in_time=in_time,
             figures=outcome.figures,
             tokens_per_s=tokens_per_s,

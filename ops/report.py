@@ -116,7 +116,7 @@ def _svg(figure: Figure, name: str) -> str:
 def plan_report(report: PlanReport) -> Report:
     """A plan: the cheapest fleets, the front, adaptive policies, autoscalers, and notes."""
     adaptive = [
-        {"policy": p.policy, "GPUs": p.n_gpus, "meets": _yes(p.meets), "in time": f"{p.share_in_time:.2%}"}
+        {"policy": p.policy, "GPUs": p.n_gpus, "verdict": p.verdict, "in time": f"{p.share_in_time:.2%}"}
         for p in report.adaptive
     ]
     tables: dict[str, Rows] = {
@@ -148,7 +148,7 @@ def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
         "TP": plan.tensor_parallel,
         "replicas": plan.n_replicas,
         "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
-        "meets": _yes(plan.meets),
+        "verdict": plan.verdict,
         "in time": f"{plan.share_in_time:.2%}",
         "TTFT p50": figures["ttft_p50_ms"],
         "TTFT p99": figures["ttft_p99_ms"],
@@ -178,12 +178,13 @@ def _setting_text(action: Mapping[str, Any], precision: str) -> str:
 
 def notes(report: PlanReport) -> list[str]:
     """Notes on a plan: its margin, its limits, and what was left out and why."""
-    errors = ", ".join(f"{name.upper()} {error:.1%}" for name, error in report.stated_errors.items())
     found = [f"{name}: {warning}." for name, warnings in report.warnings.items() for warning in warnings]
     found += [
         "Figures are those of the discrete-event reference, which plays every request.",
-        f"Margin: distance from the nearest limit, with the reference's median error added ({errors}; measured on A100 "
-        "and added on every card).",
+        "Verdicts allow for the error of measured runs, measured / simulated: likely, if half of them would meet the "
+        "objectives, and with 90 %, if nine tenths would. The margin is the distance from the nearest limit at the "
+        "median.",
+        *_error_lines(report),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
     if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
@@ -220,6 +221,19 @@ def notes(report: PlanReport) -> list[str]:
     else:
         found.append("No fleet that was tried meets the objectives: relax them, or allow more precisions and cards.")
     return found
+
+
+def _error_lines(report: PlanReport) -> list[str]:
+    """Errors that the verdicts of the plans allow for, one line for each card and band of load."""
+    lines = []
+    for plan in [*report.plans, *report.unmet]:
+        told = [
+            f"{quantity.upper()} x{error.p50:.2f} and x{error.p90:.2f} ({error.points} figures of {error.card}"
+            f"{'' if error.own else ', the largest errors measured elsewhere'})"
+            for quantity, error in plan.errors.items()
+        ]
+        lines.append(f"Errors for {plan.card} at {plan.band} load, median and 90th percentile: {'; '.join(told)}.")
+    return list(dict.fromkeys(lines))
 
 
 def _adapting(report: PlanReport) -> str:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.fidelity.hardware           writes results/hardware_fidelity.json and .md
     python -m benchmarks.fidelity.hardware --json    prints the JSON and writes nothing
+    python -m benchmarks.fidelity.hardware --margins writes ops/data/margins.json, the reference's errors for plans
     python -m benchmarks.fidelity.hardware --widths  prints what widths of the output lengths do to TTFT under load
 
 Two sources: loads that AccelMark served on an A100-80GB and an A100-40GB (see benchmarks/fidelity/hardware_runs.py),
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from benchmarks.fidelity.accelmark import TIER_OF_PRECISION, accelmark_comparisons
 from benchmarks.fidelity.fluid import ORDER, QUANTITY
 from benchmarks.fidelity.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons, width_errors
-from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played
+from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played, referenced
+from inferencegym.files import write_text
+from ops.margins import BANDS as LOAD_BANDS
+from ops.margins import MARGINS_PATH, SATURATED
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BANDS = ("light", "knee", "saturated", "overload")
@@ -40,6 +45,8 @@ BAND_OF_LOAD = {
     "burst": "overload",
 }
 """A replica answers about 10 requests/s of this load, and with 256 slots admits 25/s for the length of a run."""
+LEAST_FIGURES = 10
+"""Fewest figures of a band whose quantiles are used."""
 GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
 TTFT_GOALS = {"TTFT p50": 0.25, "TTFT p99": 0.25}
 """Goals for engines whose host overhead is known."""
@@ -197,13 +204,50 @@ def print_widths() -> None:
         print(f"{system.card}, vLLM {system.version}\n{pd.DataFrame(rows).to_string(index=False)}\n")
 
 
+def write_margins() -> None:
+    """Write quantiles of measured latency / latency in the discrete-event reference, by quantity, card and band.
+
+    TTFT is that of loads that arrive on their own schedule: in a closed loop it depends on the spread of the lengths,
+    which ``silicon_sample.csv`` does not state.
+    """
+    ratios: dict[str, dict[str, dict[str, list[float]]]] = {"ttft": {"a100": {}}, "tpot": {"a100": {}}}
+    for version, precision in (("0.20.1", "BF16"), *(("0.7.3", tier) for tier in TIER_OF_PRECISION)):
+        for c in accelmark_comparisons(version, precision):
+            quantity = c.metric.removeprefix("burst_")[:4]
+            if quantity in ratios:
+                band = BAND_OF_LOAD[c.scenario].replace("overload", SATURATED)
+                ratios[quantity]["a100"].setdefault(band, []).append(c.measured / c.predicted)
+    for loop, tpot_ms in referenced(loop for loop in closed_loops()[0] if loop.engine == "vllm"):
+        ratios["tpot"].setdefault(loop.card, {}).setdefault(loop.band, []).append(loop.tpot_ms / tpot_ms)
+    found = {
+        quantity: {card: {band: _ratio(bands, band) for band in (*LOAD_BANDS, SATURATED)} for card, bands in of.items()}
+        for quantity, of in ratios.items()
+    }
+    text = json.dumps({"ratio": "measured / simulated", "quantities": found}, indent=1)
+    write_text(MARGINS_PATH, text + "\n")
+    print(text)
+
+
+def _ratio(bands: Mapping[str, list[float]], band: str) -> dict[str, float]:
+    """Quantiles of a band, or of all bands if it has too few figures."""
+    values = bands.get(band, [])
+    if len(values) < LEAST_FIGURES:
+        values = [each for more in bands.values() for each in more]
+    p50, p90 = np.quantile(values, (0.5, 0.9))
+    return {"p50": round(float(p50), 3), "p90": round(float(p90), 3), "points": len(values)}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the dynamics by card and band of utilisation.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     parser.add_argument(
         "--widths", action="store_true", help="print the errors by width of the output lengths, write nothing"
     )
+    parser.add_argument("--margins", action="store_true", help="write the reference's errors for plans, nothing else")
     options = parser.parse_args(arguments)
+    if options.margins:
+        write_margins()
+        return
     if options.widths:
         print_widths()
         return

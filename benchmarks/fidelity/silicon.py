@@ -25,6 +25,8 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.installation import install_extra
 from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import table_index
+from simulator.events.fleet import Fleet
+from simulator.events.simulation import serve_closed
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.memory import kv_capacity_tokens
 from simulator.hardware.sources import engine_of, source_of
@@ -44,6 +46,8 @@ MODELS: Final = {
 CARDS: Final = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
 TIERS: Final = {"bf16": "BF16", "fp8": "FP8", "fp4": "NVFP4", "nvfp4": "NVFP4", "": "BF16"}
 MOST_CLIENTS: Final = 512
+LENGTH_SPREAD = 0.2
+"""Half width of the output lengths that the reference plays, as a share of the stated length."""
 WAVES: Final = 3
 """Requests per client."""
 KV_BUDGET: Final = 0.95
@@ -205,6 +209,28 @@ def _served(
     action = ServeAction(KV_BUDGET, 0, max(clients, 1), False, QuantTier(tier))
     served = serve_requests(action, log, _tables(table, kv_cache_dtype), closed_clients=clients)
     return weighted_quantile(served.ttft_ms, served.ttft_weight, 0.5), float(np.nanmedian(served.tpot_ms))
+
+
+def referenced(loops: Iterable[ClosedLoop]) -> Iterator[tuple[ClosedLoop, float]]:
+    """Each loop with its inferred KV cache, and its TPOT (ms) in the discrete-event reference."""
+    loops = list(loops)
+    dtypes = kv_cache_dtypes(loops)
+    for stated in loops:
+        loop = replace(stated, kv_cache_dtype=dtypes[stated.table, stated.engine, stated.tier])
+        meta = load_tables(table_path(loop.table)).meta
+        built_from = meta["aiconfigurator"]
+        other = {**built_from, "deployment": {**built_from["deployment"], "kv_cache_dtype": loop.kv_cache_dtype}}
+        source = source_of({**meta, "aiconfigurator": other})
+        tier = source.tiers[loop.tier]
+        pool_tokens = kv_capacity_tokens(source, tier, KV_BUDGET, 0)
+        fleet = Fleet(source.operators(tier, engine_of(meta)), loop.clients, pool_tokens)
+        n = WAVES * loop.clients
+        # Answers of one length would keep all clients in step for ever, which no real run is.
+        spread = np.random.default_rng(0).uniform(1.0 - LENGTH_SPREAD, 1.0 + LENGTH_SPREAD, n)
+        outputs = np.maximum(1, np.rint(loop.output_tokens * spread)).astype(np.int64)
+        outcome = serve_closed(fleet, np.full(n, loop.prompt_tokens), outputs, loop.clients)
+        later = slice(loop.clients, None)  # the first requests all start at once
+        yield loop, float(np.nanmedian(outcome.tpot_ms()[later]))
 
 
 @cache

@@ -6,7 +6,7 @@ import { compact, percent } from "./format.js";
 import { EngineSettings, LogBox, refusal } from "./request_log.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const HEAD = ["Hardware", "GPUs", "TP", "Setting", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
+const HEAD = ["Hardware", "GPUs", "TP", "Setting", "Verdict", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
   const { models, hardware } = await once("info");
@@ -101,15 +101,15 @@ class PlanTab {
   report(report) {
     const priced = Boolean(report.currency);
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
-    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, setting(plan), percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, setting(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const first = report.plans[0];
     const verdict = first ? `${priced ? "Cheapest" : "Fewest GPUs"}: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet in the search meets the objectives.";
     const nodes = [el("p", { class: "verdict", text: verdict })];
     if (first) nodes.push(table(priced ? "Cheapest plans" : "Fewest GPUs of each hardware", head, report.plans.map(row)));
     nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
-    if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Meets", "In time"],
-      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.meets ? "yes" : "no", percent(plan.share_in_time, 2)])));
+    if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
+      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.verdict, percent(plan.share_in_time, 2)])));
     if (report.autoscaling.length) nodes.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     nodes.push(el("ul", {}, ...report.notes.map((text) => el("li", { text }))));

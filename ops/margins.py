@@ -1,0 +1,68 @@
+"""How far measured latencies lie above those of the discrete-event reference, by card and band of load.
+
+``ops/data/margins.json`` holds quantiles of measured / simulated latency over public runs
+(``python -m benchmarks.fidelity.hardware --margins`` writes it). A figure times the 90th percentile of that ratio is
+reached by nine of ten measured runs like it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+MARGINS_PATH: Final = Path(__file__).with_name("data") / "margins.json"
+BANDS: Final = {"light": 8.0, "knee": 64.0}
+"""Most requests that a replica decodes at a time, mean over the seconds with any, in each band; more are saturated."""
+SATURATED: Final = "saturated"
+CARDS: Final = {
+    "a100-40gb": "a100",
+    "a100-80gb": "a100",
+    "a100_sxm": "a100",
+    "h100_sxm": "h100",
+    "h200_sxm": "h200",
+    "b200_sxm": "b200",
+}
+"""Measured card of each card of a table."""
+WITH_90: Final = "meets with 90 %"
+LIKELY: Final = "likely"
+NOT: Final = "not"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Measured over simulated latency: median and 90th percentile over ``points`` figures of runs on ``card``.
+
+    Both are at least 1, so that an error in the user's favour excuses no missed limit. ``own`` is False if the card
+    asked for was not measured: then it is the largest ratio of the others.
+    """
+
+    p50: float
+    p90: float
+    points: int
+    card: str
+    own: bool
+
+
+def band_of(requests_per_replica: float) -> str:
+    """Band of load, from the requests that a busy replica decodes at a time."""
+    return next((band for band, most in BANDS.items() if requests_per_replica <= most), SATURATED)
+
+
+def ratio(quantity: str, card: str, band: str) -> Ratio:
+    """Ratio for ``ttft`` or ``tpot`` on a table's card."""
+    measured = _margins()[quantity]
+    name = CARDS.get(card, "")
+    own = name in measured
+    candidates = {name: measured[name]} if own else measured
+    worst, found = max(((each, bands[band]) for each, bands in candidates.items()), key=lambda pair: pair[1]["p90"])
+    return Ratio(max(1.0, found["p50"]), max(1.0, found["p90"]), int(found["points"]), worst, own)
+
+
+@cache
+def _margins() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    loaded: dict[str, Any] = json.loads(MARGINS_PATH.read_text(encoding="utf-8"))
+    quantities: dict[str, dict[str, dict[str, dict[str, Any]]]] = loaded["quantities"]
+    return quantities
