@@ -207,11 +207,11 @@ class PolicyOutcome:
     Latencies are in ms per request; TPOT is a request's mean time per token after the first. ``slo_miss_share`` counts
     requests that missed their objective, were refused or were not served by the end; ``goodput_rps`` counts the others
     per second of the log. ``n_gpus`` is the largest number of GPUs in use, with all cards of each replica,
-    ``n_replicas`` the size of the fleet, ``requests_per_replica`` the mean number of requests that a busy replica
-    decodes, ``gpu_seconds`` the GPU time used. ``figures`` has all statistics that
-    objectives bound (``ops.objectives``), ``action`` the setting of a constant. ``timeline`` holds signals and knobs at
-    ``t_s``, thinned to a few hundred points; ``support`` is the share of seconds at each level of support by
-    measurements.
+    ``n_replicas`` the size of the fleet, ``gpu_seconds`` the GPU time used. ``requests_per_replica`` is how many
+    requests a replica decodes at a time, averaged over its decoding requests, so that bursts count by their requests.
+    ``figures`` has all statistics that objectives bound (``ops.objectives``), ``action`` the setting of a constant.
+    ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` is the share of
+    seconds at each level of support by measurements.
     """
 
     policy: str
@@ -346,7 +346,6 @@ def _outcome(
     gpu_seconds = float(gpus.sum())
     span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
     restarts = np.any(np.diff(actions[:, 3:5], axis=0) != 0, axis=1)
-    busy = decoding[:, 0] > 0
     levels = _levels(fleet.params.tables, actions, decoding)
     completed, rejected = (float(metrics[m].sum()) for m in ("completed", "rejected"))
     return PolicyOutcome(
@@ -363,7 +362,7 @@ def _outcome(
         completed=completed,
         rejected=rejected,
         unserved=n_requests - completed - rejected,
-        requests_per_replica=float(decoding[busy, 0].mean()) if busy.any() else 0.0,
+        requests_per_replica=float((decoding[:, 0] ** 2).sum() / max(decoding[:, 0].sum(), 1e-12)),
         gpu_seconds=gpu_seconds,
         gpu_s_per_1k_tokens=1000.0 * gpu_seconds / max(tokens, 1e-9),
         restarts=int(restarts.sum()),

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 MARGINS_PATH: Final = Path(__file__).with_name("data") / "margins.json"
 BANDS: Final = {"light": 8.0, "knee": 64.0}
-"""Most requests that a replica decodes at a time, mean over the seconds with any, in each band; more are saturated."""
+"""Most requests that a replica decodes at a time, averaged over its requests, in each band; more are saturated."""
 SATURATED: Final = "saturated"
 CARDS: Final = {
     "a100-40gb": "a100",
@@ -47,7 +47,7 @@ class Ratio:
 
 
 def band_of(requests_per_replica: float) -> str:
-    """Band of load, from the requests that a busy replica decodes at a time."""
+    """Band of load, from the requests that a replica decodes at a time."""
     return next((band for band, most in BANDS.items() if requests_per_replica <= most), SATURATED)
 
 
