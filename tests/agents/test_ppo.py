@@ -350,7 +350,8 @@ def test_the_command_trains_in_process_and_against_a_server(
 ) -> None:
     for name, more in (("local", []), ("remote", ["--url", server.url])):
         out = tmp_path / name
-        assert main(["train", "--task", "1", "--steps", "400", "--envs", "16", "--out", str(out), "--quiet", *more]) == 0
+        options = ["--steps", "400", "--envs", "16", "--out", str(out), "--quiet"]
+        assert main(["train", "--task", "1", *options, *more]) == 0
     assert "ppo:" in capsys.readouterr().out
     # Same seeds, same numbers: a server changes only the time it takes.
     assert (tmp_path / "local" / "episodes.csv").read_text() == (tmp_path / "remote" / "episodes.csv").read_text()
