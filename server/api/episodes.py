@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import cached_property, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import Query
 from pydantic import BaseModel, Field
@@ -52,6 +52,9 @@ from server.schemas import (
     step_request,
 )
 from server.sessions.manager import LiveSession, StepResult
+
+LARGE_LOG_ENTRIES: Final = 300
+"""Longer logs of sessions are graded on a thread."""
 
 
 class StateQuery(BaseModel):
@@ -197,9 +200,12 @@ class EpisodeRoutes:
         if task_id is not None and str(task_id) != str(played_id):
             raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
         own_config = self._family.is_own_config(played_id, live.record.config)
-        # The server played the steps itself, so there is nothing to verify.
-        played = {"done": live.env.done, "steps": live.env.n_entries}
-        return {**live.env.grade(), "verified": True, "own_config": own_config, **played}
+        # Read before grading: another request may restart the session while this one is graded on a thread.
+        played, done = list(live.env.episode_log), live.env.done
+        # The server recorded the log, so there is nothing to verify.
+        grade = partial(self._family.grade, played_id, played)
+        graded = await on_thread(grade) if len(played) > LARGE_LOG_ENTRIES else grade()
+        return {**graded, "verified": True, "own_config": own_config, "done": done, "steps": len(played)}
 
     # ------------------------------------------------------------ information
 
