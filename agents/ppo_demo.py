@@ -46,6 +46,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from agents.episodes import run_episodes
 from agents.evaluate import compare
 from agents.integrations.sb3 import SB3VecEnv
+from agents.policies.autoscalers import ReplicaPlan
 from agents.policies.ppo import PolicyFile, PpoAgent
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent
@@ -56,10 +57,14 @@ from env.vector import VectorInferenceEnv
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import action_mask, snap
-from inferencegym.spaces.formats import ActionCodec, ObservationCodec, action_codec, knob_levels
+from inferencegym.spaces.formats import LEVELS, ActionCodec, ObservationCodec, action_codec, knob_levels
 from inferencegym.tasks import EpisodeConfig, TaskId, TaskSpec, get_task
 from inferencegym.vector_env import AutoresetVectorEnv
 
+PLANNED_LOGIT: Final = 12.0
+"""Logit above the others of a level that is not to be left: three decisions in ten thousand do."""
+MANY_REPLICAS_LOGIT: Final = 2.0
+"""Logit of the most replicas above that of one, at the start."""
 OBSERVATION: Final = "full"
 ACTION: Final = "discrete"
 
@@ -93,9 +98,12 @@ class PpoSettings:
     clip_range: float = 0.2
     reward: str = "grade"
     reward_scale: float = 0.1
-    compressed: bool = False
-    """Learn from -1 - log(-r) where a reward r is below -1: on tasks that scale each request of a long queue lowers the
-    grade again in every second, without a bound."""
+    compressed_below: float = np.inf
+    """Learn from -c * (1 + log(-r / c)) where a reward r is below -c: on tasks that scale each request of a long queue
+    lowers the grade again in every second, without a bound."""
+    planned: bool = False
+    """Keep all knobs but ``replicas`` as the capacity plan sets them, as the other autoscalers do: exploration tries
+    numbers of replicas, and does not restart them for another precision."""
     hidden: tuple[int, ...] = (128, 128)
     teacher: str = "heuristic"
     """Agent that pretraining may imitate; empty for none."""
@@ -113,13 +121,23 @@ class PpoSettings:
 def settings_for(task: TaskSpec, **chosen: Any) -> PpoSettings:
     """The settings for a task, but for those chosen.
 
-    On a task that scales decisions come sooner, for a replica takes seconds to start; the schedule is twice as long,
-    and rewards are compressed.
+    On a task that scales, decisions come sooner, since a replica takes seconds to start, and their effects end sooner.
+    All knobs but the replicas are those of the capacity plan, rewards are compressed, and rare overloads need more
+    episodes: the schedule is four times as long.
     """
     if task.fleet.max_replicas is None:
         return PpoSettings(**chosen)
-    stages = (Stage(8, 0.3, 0.02), Stage(4, 0.7, 0.003))
-    usual: dict[str, Any] = {"stages": stages, "schedule_steps": 1_200_000, "teacher": "planner", "compressed": True}
+    usual: dict[str, Any] = {
+        "n_envs": 128,
+        "stages": (Stage(8, 0.15, 0.03), Stage(4, 0.65, 0.015), Stage(2, 0.2, 0.005)),
+        "schedule_steps": 2_400_000,
+        "rollout_steps": 12_800,
+        "gamma_per_second": 0.98,
+        "final_learning_rate": 5e-5,
+        "compressed_below": 1.0,
+        "planned": True,
+        "teacher": "planner",
+    }
     return PpoSettings(**{**usual, **chosen})
 
 
@@ -231,7 +249,7 @@ def train(
 @contextmanager
 def opened(envs: AutoresetVectorEnv, settings: PpoSettings) -> Iterator[ScaledRewards]:
     """The environments with the rewards that are learned from, closed at the end."""
-    venv = ScaledRewards(envs, settings.reward_scale, settings.compressed)
+    venv = ScaledRewards(envs, settings.reward_scale, settings.compressed_below)
     try:
         yield venv
     finally:
@@ -244,7 +262,7 @@ def _learner(
     end, scheduled = ends
     first, last = settings.learning_rate, settings.final_learning_rate
     n_steps = max(1, settings.rollout_steps // settings.n_envs)
-    return PPO(
+    model = PPO(
         "MlpPolicy",
         venv,
         n_steps=n_steps,
@@ -262,6 +280,27 @@ def _learner(
         seed=seed,
         device="cpu",
     )
+    if settings.planned:
+        keep_planned(model, venv.get_attr("task")[0])
+    return model
+
+
+def keep_planned(model: PPO, task: TaskSpec) -> None:
+    """Make the policy all but certain of the capacity plan's knobs, so that it chooses nothing but replicas.
+
+    It starts with many of them: where most requests wait, every number of replicas looks as bad, and fewer cost less.
+    """
+    codec = codec_of(task)
+    planned = np.append(ReplicaPlan.of(task).plan.row(), task.fleet.n_replicas)
+    fitting = LEVELS["kv_budget"] <= planned[0]  # a larger pool would be out of memory
+    planned[0] = LEVELS["kv_budget"][fitting].max()
+    levels = codec.encode(planned[None])[0, :-1]
+    sizes = [len(each) for each in knob_levels(task.fleet.max_replicas)]
+    first = np.cumsum([0, *sizes[:-2]])
+    policy: Any = model.policy
+    with torch.no_grad():
+        policy.action_net.bias[torch.as_tensor(first + levels)] += PLANNED_LOGIT
+        policy.action_net.bias[-sizes[-1] :] += MANY_REPLICAS_LOGIT * torch.linspace(0.0, 1.0, sizes[-1])
 
 
 class RunFiles:
@@ -491,9 +530,9 @@ def soften(model: PPO, fresh: PPO, share: float) -> None:
 class ScaledRewards(SB3VecEnv):
     """Vector environment whose rewards are compressed if asked for, then scaled; reported returns stay as they are."""
 
-    def __init__(self, envs: AutoresetVectorEnv, scale: float, compressed: bool = False) -> None:
+    def __init__(self, envs: AutoresetVectorEnv, scale: float, compressed_below: float = np.inf) -> None:
         super().__init__(envs)
-        self._scale, self._compressed = scale, compressed
+        self._scale, self._compressed_below = scale, compressed_below
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         observation, reward, done, infos = super().step_wait()
@@ -501,8 +540,9 @@ class ScaledRewards(SB3VecEnv):
 
     def learned(self, reward: NDArray[Any]) -> NDArray[Any]:
         """Rollout settings for a reward."""
-        if self._compressed:
-            reward = np.where(reward < -1.0, -1.0 - np.log(np.maximum(-reward, 1.0)), reward)
+        below = self._compressed_below
+        if np.isfinite(below):
+            reward = np.where(reward < -below, -below * (1.0 + np.log(np.maximum(-reward / below, 1.0))), reward)
         scaled: NDArray[Any] = reward * np.float32(self._scale)
         return scaled
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=600_000, help="decisions in all (default 600000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its episodes (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
-    parser.add_argument("--envs", type=int, default=64, help="episodes played in parallel (default 64)")
+    parser.add_argument("--envs", type=int, help="episodes played in parallel (default 64; 128 where the task scales)")
     parser.add_argument(
         "--from-scratch", action="store_true", help="start from a random network, without constant search and teacher"
     )
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a policy and print the result."""
-    if args.steps < 1 or args.envs < 1:
+    if args.steps < 1 or (args.envs is not None and args.envs < 1):
         raise InvalidConfigError("--steps and --envs must be at least 1")
     task = get_task(args.task)
     try:
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise InvalidConfigError(f"{install_hint(error) or error} (in a clone: make rl)") from error
     make_folder(args.out)
-    settings = settings_for(task, n_envs=args.envs, from_scratch=args.from_scratch, reward=args.reward)
+    chosen = {} if args.envs is None else {"n_envs": args.envs}
+    settings = settings_for(task, from_scratch=args.from_scratch, reward=args.reward, **chosen)
 
     def make_envs(hold: int) -> AutoresetVectorEnv:
         if not args.url:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
         return HTTPVectorEnv(
             args.url,
-            args.envs,
+            settings.n_envs,
             task.task_id,
             reward=args.reward,
             hold=hold,

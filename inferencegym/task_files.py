@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
@@ -85,6 +85,12 @@ def _in_order(bounds: list[float]) -> list[float]:
     return bounds
 
 
+def _lower_first(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("the lowest and the highest value, in this order")
+    return bounds
+
+
 def _different(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(_SOME_KNOBS)
@@ -97,6 +103,17 @@ _KNOBS: Final[list[Knob]] = list(get_args(Knob))
 _SOME_KNOBS: Final = f"an array of 1 to {len(_KNOBS)} different ones of {', '.join(_KNOBS)}"
 _Tokens = Annotated[float, Field(ge=1, le=1e5)]
 _Steps = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
+_Factor = Annotated[float, Field(ge=0.01, le=100)]
+_Spread = Annotated[float, Field(ge=0, le=3)]
+_Count = Annotated[float, Field(ge=0, le=100)]
+_Seconds = Annotated[float, Field(ge=1, le=1e6)]
+_Of = TypeVar("_Of", bound=float)
+_Range = Annotated[
+    tuple[_Of, _Of],
+    Field(strict=False),  # a list of the file becomes a tuple
+    AfterValidator(_lower_first),
+    Allowed("[lowest, highest]: a number, and one that is no lower"),
+]
 _PER_CLASS: Final = Field(min_length=_CLASSES, max_length=_CLASSES)
 _Mix = Annotated[
     list[Share], _PER_CLASS, AfterValidator(sum_to_one), Allowed(f"an array of {_CLASSES} shares that sum to 1")
@@ -123,6 +140,18 @@ class AcceptanceStage(Message):
         AfterValidator(_one_or_per_class),
         Allowed(f"a number from 0 to 1, or an array of 1 or {_CLASSES} such numbers"),
     ]
+
+
+class RandomLoad(Message):
+    """Ranges from which every seed draws its load; see :class:`inferencegym.tasks.RandomLoad`."""
+
+    level: _Range[_Factor]
+    wave: _Range[_Spread] = (0.0, 0.0)
+    wave_s: _Range[_Seconds] = (300.0, 300.0)
+    deviation: _Range[_Spread] = (0.0, 0.0)
+    surges: _Range[_Count] = (0.0, 0.0)
+    surge_multiplier: _Range[_Factor] = (1.0, 1.0)
+    surge_s: _Range[_Seconds] = (1.0, 1.0)
 
 
 class CalibrationEntry(Message):
@@ -157,6 +186,7 @@ class TaskEntry(Message):
     burst_duration_steps: _Steps | None = None
     burst_offset_steps: Annotated[int, Field(ge=0, le=1_000_000), WHOLE] | None = None
     day: Day | None = None
+    random_load: RandomLoad | None = None
     # Prompts
     prompt_len_dist: Literal["uniform", "lognormal", "bimodal", "trace"]
     prompt_len_min: _Tokens = 1.0
@@ -254,6 +284,8 @@ class TaskEntry(Message):
         self.grade.check_task(self)
         if self.day is not None and self.trace is not None:
             raise FieldError("day", "given", "left out with a trace, which determines the load")
+        if self.random_load is not None and (self.day is not None or self.trace is not None or self.burst_enabled):
+            raise FieldError("random_load", "given", "left out with a day, a trace or floods, which determine the load")
         return self
 
     def mean_output_tokens(self) -> list[float]:

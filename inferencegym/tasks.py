@@ -114,6 +114,29 @@ class Day:
     surge_duration_steps: int = 1
 
 
+Bounds = tuple[float, float]
+"""Lowest and highest value that a seed draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLoad:
+    """Load that every seed draws anew and that nobody announces; each number is drawn once per episode.
+
+    The rate is the task's times ``level``, times waves (``exp(wave * sin)``, each ``wave_s`` long), times a slow
+    log-normal factor (standard deviation of its logarithm: ``deviation``), and in surges times ``surge_multiplier``.
+    ``level``, ``wave_s`` and ``surge_multiplier`` are drawn log-uniformly, the others uniformly. ``surges`` is the mean
+    number of surges in an episode of the task's length, ``surge_s`` the seconds of each.
+    """
+
+    level: Bounds
+    wave: Bounds = (0.0, 0.0)
+    wave_s: Bounds = (300.0, 300.0)
+    deviation: Bounds = (0.0, 0.0)
+    surges: Bounds = (0.0, 0.0)
+    surge_multiplier: Bounds = (1.0, 1.0)
+    surge_s: Bounds = (1.0, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptanceStage:
     """Acceptance of drafts from a step on: the probability of each class that a draft is accepted if all before it are.
@@ -204,6 +227,7 @@ class TaskSpec:
     day: Day | None = None
     draft_acceptance: tuple[AcceptanceStage, ...] = ()
     """Acceptance of drafts by class and time, which replaces the measured one; empty: as measured."""
+    random_load: RandomLoad | None = None
     trace: str | None = None
     """File of a recorded trace (packed, relative to the task file) that replaces drawn arrivals and lengths."""
     trace_speed: float = 1.0
@@ -430,6 +454,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         draft_acceptance=tuple(
             AcceptanceStage(stage.from_step, tuple(per_class(stage.rate))) for stage in entry.draft_acceptance or ()
         ),
+        random_load=None if entry.random_load is None else RandomLoad(**entry.random_load.model_dump()),
         trace=_trace(entry.trace, base),
         trace_speed=entry.trace_speed,
         recorded=entry.recorded,

@@ -169,6 +169,7 @@ def task_entry(task: TaskSpec) -> dict[str, Any]:
         ]
         or None,
         "day": None if task.day is None else {**asdict(task.day), "relative_rates": list(task.day.relative_rates)},
+        "random_load": None if task.random_load is None else asdict(task.random_load),
     }
     for name, each in zip(("interactive", "batch", "best_effort"), task.classes, strict=True):
         entry[f"slo_{name}_ms"] = each.slo_ms if math.isfinite(each.slo_ms) else None

@@ -133,9 +133,18 @@ def forward(layers: Sequence[tuple[FloatArray, FloatArray]], x: FloatArray) -> F
     return x
 
 
+def has_shipped_policy(task: TaskSpec) -> bool:
+    """Whether the package has a policy for a task."""
+    return _shipped(task).exists()
+
+
+def _shipped(task: TaskSpec) -> Path:
+    return POLICY_DIR / f"ppo_task{task.task_id}.npz"
+
+
 def shipped_policy(task: TaskSpec) -> Path:
     """The policy file that comes with the package for a task; raises :class:`InvalidConfigError` if there is none."""
-    path = POLICY_DIR / f"ppo_task{task.task_id}.npz"
+    path = _shipped(task)
     if not path.exists():
         raise InvalidConfigError(
             f"no PPO policy is shipped for task {task.task_id!r}: train one with "

@@ -22,6 +22,7 @@ import numpy as np
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.evaluate import Evaluation, evaluate, evaluation_of, interval, paired
+from agents.policies.ppo import has_shipped_policy
 from agents.protocol import Agent, FloatArray
 from agents.registry import make_agent
 from agents.seeds import HELD_OUT_SEEDS
@@ -61,11 +62,11 @@ class Combined:
         return np.column_stack([knobs[:, : len(ACTION_FIELDS)], replicas[:, len(ACTION_FIELDS)]])
 
 
-def agents_of(task: TaskSpec, ppo: Path | None = None) -> dict[str, Agent]:
+def agents_of(task: TaskSpec) -> dict[str, Agent]:
     """Agents for a task by name, with combinations that show the value of knobs and replicas separately."""
     chosen = {name: make_agent(name, task) for name in AGENTS if name != "scheduled" or task.day is not None}
-    if ppo and task.day is not None:
-        chosen["ppo"] = make_agent(f"ppo:{ppo}", task)
+    if has_shipped_policy(task):
+        chosen["ppo"] = make_agent("ppo", task)
     # Separate prefill GPUs double the cost of every replica, which the heuristic ignores, so it may not use them.
     together = replace(task, active_actions=tuple(k for k in task.active_actions if k != "prefill_disagg"))
     for knobs, replicas in COMBINED:
@@ -73,9 +74,9 @@ def agents_of(task: TaskSpec, ppo: Path | None = None) -> dict[str, Agent]:
     return chosen
 
 
-def on_task(task: TaskSpec, n_reference: int, ppo: Path | None) -> dict[str, Any]:
+def on_task(task: TaskSpec, n_reference: int) -> dict[str, Any]:
     """Scores of all agents on a task."""
-    agents = agents_of(task, ppo)
+    agents = agents_of(task)
     fluid = {name: evaluate(agent, task, name=name) for name, agent in agents.items()}
     rows = []
     for name, found in fluid.items():
@@ -100,7 +101,7 @@ def mean_replicas(task: TaskSpec, agent: Agent) -> float:
     return float(run_episodes(task, agent, HELD_OUT_SEEDS).actions[..., 5].mean())
 
 
-def forecast_errors(task: TaskSpec, ppo: Path | None) -> list[dict[str, Any]]:
+def forecast_errors(task: TaskSpec) -> list[dict[str, Any]]:
     """Mean scores of the agents on days with another standard deviation from the forecast."""
     assert task.day is not None
     rows = []
@@ -108,7 +109,7 @@ def forecast_errors(task: TaskSpec, ppo: Path | None) -> list[dict[str, Any]]:
         other = replace(task, day=replace(task.day, forecast_error=error))
         calibration = get_calibration(task.task_id)
         scores: dict[str, Evaluation] = {}
-        for name, agent in agents_of(task, ppo).items():
+        for name, agent in agents_of(task).items():
             played = run_episodes(other, agent, HELD_OUT_SEEDS, calibration=calibration)
             scores[name] = evaluation_of(name, played)
         rows.append({"forecast_error": error, "scores": {n: interval(e.scores).to_dict() for n, e in scores.items()}})
@@ -193,9 +194,6 @@ def main() -> None:
     """Play, write the tables, draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", type=int, default=5, help="episodes played in the discrete-event reference")
-    parser.add_argument(
-        "--ppo", type=Path, metavar="FILE", help="policy trained on the task with a forecast, to play too"
-    )
     parser.add_argument("--figure", action="store_true", help="draw the figure alone")
     args = parser.parse_args()
     tasks = scaling_tasks()
@@ -204,8 +202,8 @@ def main() -> None:
         draw(with_forecast)
         return
     found = {
-        "tasks": [on_task(task, args.reference, args.ppo) for task in tasks],
-        "forecast_errors": forecast_errors(with_forecast, args.ppo),
+        "tasks": [on_task(task, args.reference) for task in tasks],
+        "forecast_errors": forecast_errors(with_forecast),
     }
     (RESULTS / "autoscalers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "autoscalers.md").write_text(markdown(found), encoding="utf-8")

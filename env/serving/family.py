@@ -170,8 +170,9 @@ def _constants(task_id: TaskId) -> Mapping[str, Any]:
         del rules["hardware"]  # the table in use has a checksum of its own beside these constants
     else:
         rules["hardware"] = table_index()[task.hardware]["sha256"]
-    if task.day is None:
-        del rules["day"]
+    for drawn in ("day", "random_load"):
+        if rules[drawn] is None:
+            del rules[drawn]
     if task.trace_speed == 1.0:
         del rules["trace_speed"]
     if task.fleet.max_replicas is None:  # nothing of the episode depends on what a new replica would take

@@ -12,8 +12,9 @@ knobs that a task does not offer are ignored there. What a format decodes to is 
 Four observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
 (:func:`inferencegym.spaces.observations.normalise`), ``"scheduled"``, which adds the position of the next step in the
 task's announced flood schedule (:func:`schedule_features`), and ``"full"``, which adds to that the knobs in force,
-running restarts and the seconds since a change (:func:`inferencegym.spaces.observations.normalise_fleet`). Gymnasium is
-imported when a space is asked for.
+running restarts and the seconds since a change (:func:`inferencegym.spaces.observations.normalise_fleet`), and on tasks
+that scale the load in units of the task's rate (:func:`load_features`). Gymnasium is imported when a space is asked
+for.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ def action_codec(action: str, max_replicas: int | None = None) -> ActionCodec:
 
 OBSERVATION_FORMATS: Final = ("raw", "normalised", "scheduled", "full")
 _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
+_QUEUE: Final = list(OBSERVATION_FIELDS).index("queue_depth")
+_RATE: Final = list(OBSERVATION_FIELDS).index("arrival_rate")
 FORECAST_AHEAD_S: Final = (0, 15, 30, 60)
 """Seconds from now for which the schedule of a task with a ``day`` has the forecast."""
 
@@ -220,6 +223,44 @@ def schedule_features(task: TaskSpec, n_steps: int) -> Float32Array:
     return features
 
 
+LOAD_AHEAD_S: Final = (8, 15, 30)
+"""Seconds from now to which :func:`load_features` carry the arrival rate."""
+QUEUE_DRAIN_S: Final = 10.0
+"""Seconds in which the queue would have to be served, as :func:`load_features` count it."""
+MOST_LOAD: Final = 16.0
+"""Load, in units of the task's mean rate, above which :func:`load_features` are clipped."""
+
+
+def load_features(task: TaskSpec, observation: FloatArray, changes: FloatArray | None) -> FloatArray:
+    """The load of observations (..., 14) in units of the task's mean rate, (..., 5), from 0 to :data:`MOST_LOAD`.
+
+    The arrival rate, the arrival rates that follow in the seconds of :data:`LOAD_AHEAD_S` if it changes as the forecast
+    does, and what would serve the queue in :data:`QUEUE_DRAIN_S` seconds. ``changes`` (T + 1, 3) is the forecast's
+    change from each second on, as a factor; without a forecast the rate stays as it is. The replicas that a load needs
+    are proportional to these numbers, which a network learns sooner than from the rate's logarithm.
+    """
+    rate, queue = observation[..., _RATE, None], observation[..., _QUEUE, None]
+    if changes is None:
+        ahead = np.repeat(rate, len(LOAD_AHEAD_S), axis=-1)
+    else:
+        second = np.minimum(observation[..., _TIMESTEP].astype(np.int64), len(changes) - 1)
+        ahead = rate * changes[second]
+    load = np.concatenate([rate, ahead, queue / QUEUE_DRAIN_S], axis=-1) / task.arrival_rate_rps
+    return np.minimum(load, MOST_LOAD, out=load)
+
+
+def forecast_changes(task: TaskSpec, n_steps: int) -> FloatArray | None:
+    """Factor by which the forecast changes from each second to those of :data:`LOAD_AHEAD_S` later, (T + 1, 3).
+
+    None for a task without a forecast.
+    """
+    if task.day is None:
+        return None
+    now = np.arange(n_steps + 1, dtype=np.float64)[:, None]
+    changes: FloatArray = forecast_rps(task, now + np.array(LOAD_AHEAD_S)) / forecast_rps(task, now)
+    return changes
+
+
 class ObservationCodec:
     """Observations of one task as float32, with bounds that hold for every step of its episodes."""
 
@@ -245,14 +286,18 @@ class ObservationCodec:
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
         self._most = task.fleet.max_replicas
+        self._loaded = task if self.needs_fleet and task.fleet.max_replicas is not None else None
+        self._changes = None if self._loaded is None else forecast_changes(task, config.episode_length)
         shares = 0 if self._schedule is None else self._schedule.shape[1]
         shares += fleet_size(task.fleet) * self.needs_fleet
-        self.low = np.concatenate([self.low, np.zeros(shares, dtype=np.float32)])
-        self.high = np.concatenate([self.high, np.ones(shares, dtype=np.float32)])
+        loads = 0 if self._loaded is None else len(LOAD_AHEAD_S) + 2
+        highest = np.repeat(np.array([1.0, MOST_LOAD], dtype=np.float32), [shares, loads])
+        self.low = np.concatenate([self.low, np.zeros_like(highest)])
+        self.high = np.concatenate([self.high, highest])
 
     @property
     def space(self) -> spaces.Space[Any]:
-        """The Gymnasium space of one observation, float32: Box(14); 17 with the schedule, 24 with the fleet too."""
+        """The Gymnasium space of one observation, float32: Box(14), or more as the format and the task have it."""
         from gymnasium import spaces
 
         return spaces.Box(self.low, self.high, dtype=np.float32)
@@ -272,6 +317,8 @@ class ObservationCodec:
             parts.append(normalise_fleet(fleet[..., :FLEET_SIZE], self._length))
             if self._most is not None:
                 parts.append(fleet[..., FLEET_SIZE:] / self._most)
+        if self._loaded is not None:
+            parts.append(load_features(self._loaded, seen, self._changes))
         scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=-1, dtype=np.float32)
         np.maximum(scaled, self.low, out=scaled)  # np.clip takes three times as long on a row
         return np.minimum(scaled, self.high, out=scaled)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inferencegym.errors import InvalidConfigError
 from inferencegym.seeds import check_seed, generators
 from inferencegym.spaces.forecast import forecast_rps
-from inferencegym.tasks import Day, LengthDist, TaskSpec
+from inferencegym.tasks import Day, LengthDist, RandomLoad, TaskSpec
 from simulator.hardware.tables import FloatArray, ServingTables
 from simulator.load.source import (
     NOISE_STREAM,
@@ -33,6 +33,7 @@ _PROMPTS_STREAM: Final = 1
 _REQUESTS_STREAM: Final = 3
 _DAY_STREAM: Final = 4
 _SURGE_STREAM: Final = 5
+_LOAD_STREAM: Final = 6
 DEVIATION_S: Final = 60.0
 """Time (s) in which a day's deviation from its forecast decays by a factor of e. Chosen: a tenth of an episode that
 represents a day, so that a morning busier than forecast stays busier for hours."""
@@ -83,6 +84,9 @@ class SyntheticLoad:
         if self._task.day is not None:
             days, surging = self._days(checked, n_steps, self._task.day)
             phases_each = phases(surging)
+        elif self._task.random_load is not None:
+            days, surging = self._random(checked, n_steps, self._task.random_load)
+            phases_each = phases(surging)
         streams = generators(checked, (_ARRIVALS_STREAM, _PROMPTS_STREAM, NOISE_STREAM))
         for i, (arrivals, prompts, noise) in enumerate(streams):
             counts[i] = arrivals.poisson(lam if days is None else rate * days[i, :, None], size=rate.shape)
@@ -113,20 +117,36 @@ class SyntheticLoad:
     def _days(self, seeds: Sequence[int], n_steps: int, day: Day) -> tuple[FloatArray, NDArray[np.bool_]]:
         """Factors on the mean rate and whether a surge is on, each (L, T); a longer day begins with the shorter one."""
         forecast = forecast_rps(self._task, np.arange(n_steps, dtype=np.float64)) / self._rate
-        keep = float(np.exp(-1.0 / DEVIATION_S))
         factors, surging = np.empty((len(seeds), n_steps)), np.zeros((len(seeds), n_steps), dtype=bool)
         for i, (errors, surges) in enumerate(generators(seeds, (_DAY_STREAM, _SURGE_STREAM))):
-            z = errors.standard_normal(n_steps)
-            z[1:] *= np.sqrt(1.0 - keep * keep)
-            for t in range(1, n_steps):
-                z[t] += keep * z[t - 1]
-            begins = np.flatnonzero(surges.random(n_steps) < day.surges / self._task.episode_length)
-            for begin in begins:
-                surging[i, begin : begin + day.surge_duration_steps] = True
-            # A log-normal factor with mean 1, so that the forecast is right on average.
-            strays = np.exp(day.forecast_error * z - 0.5 * day.forecast_error**2)
+            surging[i] = self._surging(surges, n_steps, day.surges, day.surge_duration_steps)
+            strays = _strays(errors, n_steps, day.forecast_error)
             factors[i] = forecast * strays * np.where(surging[i], day.surge_multiplier, 1.0)
         return factors, surging
+
+    def _random(self, seeds: Sequence[int], n_steps: int, load: RandomLoad) -> tuple[FloatArray, NDArray[np.bool_]]:
+        """Factors on the task's rate and whether a surge is on, each (L, T), as :class:`RandomLoad` has them."""
+        seconds = np.arange(n_steps)
+        factors, surging = np.empty((len(seeds), n_steps)), np.zeros((len(seeds), n_steps), dtype=bool)
+        for i, (drawn, errors, surges) in enumerate(generators(seeds, (_LOAD_STREAM, _DAY_STREAM, _SURGE_STREAM))):
+            level, wave_s, multiplier = (
+                float(np.exp(drawn.uniform(*np.log(bounds))))
+                for bounds in (load.level, load.wave_s, load.surge_multiplier)
+            )
+            wave, deviation, n_surges, surge_s = (
+                drawn.uniform(*bounds) for bounds in (load.wave, load.deviation, load.surges, load.surge_s)
+            )
+            waves = np.exp(wave * np.sin(2.0 * np.pi * (seconds / wave_s + drawn.random())))
+            surging[i] = self._surging(surges, n_steps, n_surges, round(surge_s))
+            factors[i] = level * waves * _strays(errors, n_steps, deviation) * np.where(surging[i], multiplier, 1.0)
+        return factors, surging
+
+    def _surging(self, rng: np.random.Generator, n_steps: int, surges: float, duration_steps: int) -> NDArray[np.bool_]:
+        """Whether a surge is on, (T,), if an episode of the task's length has so many on average."""
+        on = np.zeros(n_steps, dtype=bool)
+        for begin in np.flatnonzero(rng.random(n_steps) < surges / self._task.episode_length):
+            on[begin : begin + duration_steps] = True
+        return on
 
     @lru_cache(maxsize=16)  # noqa: B019 - a task's few episode lengths
     def _rates(self, n_steps: int) -> tuple[FloatArray, NDArray[np.int64]]:
@@ -136,6 +156,17 @@ class SyntheticLoad:
         if self._burst is not None:
             rate[burst] = self._burst.rate_rps * self._burst_share
         return rate, phases(burst)
+
+
+def _strays(rng: np.random.Generator, n_steps: int, deviation: float) -> FloatArray:
+    """A slow log-normal factor with mean 1, (T,); ``deviation`` is the standard deviation of its logarithm."""
+    keep = float(np.exp(-1.0 / DEVIATION_S))
+    z = rng.standard_normal(n_steps)
+    z[1:] *= np.sqrt(1.0 - keep * keep)
+    for t in range(1, n_steps):
+        z[t] += keep * z[t - 1]
+    factor: FloatArray = np.exp(deviation * z - 0.5 * deviation**2)
+    return factor
 
 
 def length_quantiles(dist: LengthDist, points: int = 2048) -> FloatArray:

@@ -17,6 +17,7 @@ import torch
 from agents.episodes import run_episodes
 from agents.evaluate import evaluate, paired
 from agents.integrations.sb3 import SB3VecEnv
+from agents.policies.autoscalers import ReplicaPlan
 from agents.policies.constant import ConstantAgent
 from agents.policies.ppo import PolicyFile, PpoAgent, central, forward, make_ppo, shipped_policy
 from agents.policies.switching_policy import ActionsAgent
@@ -271,11 +272,11 @@ def test_pretraining_fits_the_policy_to_demonstrations_and_leaves_room_for_other
     assert all(0.9 < float(part.probs.max()) < 0.99 for part in parts)
 
 
-def test_rewards_of_tasks_that_scale_are_compressed_below_minus_one_and_kept_above() -> None:
+def test_rewards_of_tasks_that_scale_are_compressed_below_a_bound_and_kept_above() -> None:
     raw, inner = (
         VectorInferenceEnv(2, "autoscale", reward="grade", action="natural", autoreset_mode="SameStep") for _ in "ab"
     )
-    scaled = ScaledRewards(inner, 0.1, compressed=True)
+    scaled = ScaledRewards(inner, 0.1, compressed_below=0.5)
     raw.reset(seed=[1, 2])
     scaled.seed_rows([1, 2])
     scaled.reset()
@@ -287,7 +288,7 @@ def test_rewards_of_tasks_that_scale_are_compressed_below_minus_one_and_kept_abo
         paid.append(raw.step(actions)[1])
     assert np.min(paid) < -50.0
     for got, reward in zip(np.ravel(learned).tolist(), np.ravel(paid).tolist(), strict=True):
-        expected = reward if reward >= -1.0 else -1.0 - math.log(-reward)
+        expected = reward if reward >= -0.5 else -0.5 * (1.0 + math.log(-reward / 0.5))
         assert got == pytest.approx(0.1 * expected, rel=1e-5)
 
 
@@ -299,6 +300,9 @@ def test_training_on_a_task_that_scales_gives_a_policy_with_six_knobs(tmp_path: 
     agent.reset(3)
     knobs = agent.act(np.ones((3, 24)))
     assert knobs.shape == (3, 6)
+    planned = ReplicaPlan.of(task).plan.row()
+    np.testing.assert_array_equal(knobs[:, 1:5], np.tile(planned[1:], (3, 1)))
+    assert planned[0] - 0.05 < knobs[0, 0] <= planned[0]  # the next lower level: a larger pool would not fit
     assert 1.0 <= knobs[:, 5].min() <= knobs[:, 5].max() <= 6.0
     assert trained.scores[-1].validation >= 0.0
 

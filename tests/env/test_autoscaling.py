@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -20,12 +21,12 @@ from env.vector import VectorInferenceEnv
 from grader.kinds.autoscaling import gpu_cost
 from grader.verify import verify_log
 from inferencegym.batch_format import BatchSteps, decode_request, encode_request
-from inferencegym.errors import ForgedLogError, InvalidActionError
-from inferencegym.models import SCALING_FIELDS, ServeAction
+from inferencegym.errors import ForgedLogError, InvalidActionError, InvalidConfigError
+from inferencegym.models import OBSERVATION_FIELDS, PHASES, SCALING_FIELDS, ServeAction
 from inferencegym.spaces.actions import from_row, snap
 from inferencegym.spaces.forecast import forecast_rps
-from inferencegym.spaces.formats import action_codec, schedule_features
-from inferencegym.tasks import get_task, list_tasks
+from inferencegym.spaces.formats import ObservationCodec, action_codec, schedule_features
+from inferencegym.tasks import DATA_DIR, SCALING_TASKS, get_calibration, get_task, list_tasks, parse_task
 
 SCALING = [t.task_id for t in list_tasks(include_recorded=True) if t.fleet.max_replicas is not None]
 FIXED = [t.task_id for t in list_tasks(include_recorded=True) if t.fleet.max_replicas is None]
@@ -200,6 +201,56 @@ def test_the_forecast_is_right_on_average_and_wrong_in_an_episode() -> None:
     assert errors.std() > 0.5 * task.day.forecast_error
     features = schedule_features(task, task.episode_length)
     np.testing.assert_allclose(features[:-15, 1], features[15:, 0], atol=1e-6)
+
+
+def test_a_random_load_differs_from_seed_to_seed_within_its_ranges_and_is_not_announced() -> None:
+    task = get_task("autoscale-mix")
+    load = task.random_load
+    assert load is not None
+    batch = batch_of("autoscale-mix", list(range(64)))
+    rates = batch.fleet.arrivals.sum(axis=2) / task.arrival_rate_rps
+    low, high = load.level[0] * np.exp(-load.wave[1]), load.level[1] * np.exp(load.wave[1])
+    assert low < np.median(rates, axis=1).min() < 0.4 < 1.0 < np.median(rates, axis=1).max() < high
+    assert not schedule_features(task, task.episode_length).any()
+    surging = batch.fleet.phase == PHASES.index("burst")
+    assert len({tuple(np.flatnonzero(row)) for row in surging}) > 50  # at other times in every episode
+    share = surging.mean() * task.episode_length / (np.mean(load.surges) * np.mean(load.surge_s))
+    assert share == pytest.approx(1.0, abs=0.25)
+    short = ServingBatch(task, 1, task.config({"episode_length": 100}))
+    short.reset([7])
+    np.testing.assert_array_equal(short.fleet.arrivals[0], batch.fleet.arrivals[7, :100])
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"level": [2.0, 1.0]}, "random_load.level"),
+        ({"level": [0.0, 1.0]}, "random_load.level"),
+        ({"level": [0.5]}, "random_load.level"),
+        ({"wave": [0.0, 1.0]}, "random_load.level"),
+        ({"level": [0.5, 1.0], "surge_s": [0, 5]}, "random_load.surge_s"),
+    ],
+)
+def test_a_range_that_is_none_is_refused_by_name(entry: dict[str, Any], words: str) -> None:
+    raw = json.loads((DATA_DIR / SCALING_TASKS).read_text(encoding="utf-8"))["tasks"]["autoscale-mix"]
+    with pytest.raises(InvalidConfigError, match=words):
+        parse_task("mine", {**raw, "random_load": entry})
+
+
+@pytest.mark.parametrize("task_id", ["autoscale", "autoscale-mix"])
+def test_the_load_is_observed_in_units_of_the_mean_rate(task_id: str) -> None:
+    task = get_task(task_id)
+    codec = ObservationCodec(task, task.config(), get_calibration(task_id), "full")
+    observation = np.ones((1, 24))
+    rate, second = 90.0, 200
+    observation[0, list(OBSERVATION_FIELDS).index("arrival_rate")] = rate
+    observation[0, list(OBSERVATION_FIELDS).index("queue_depth")] = 45.0
+    observation[0, list(OBSERVATION_FIELDS).index("timestep")] = second
+    now, *ahead, queue = codec.encode(observation)[0, -5:].tolist()
+    assert now == pytest.approx(rate / task.arrival_rate_rps)
+    assert queue == pytest.approx(45.0 / (10.0 * task.arrival_rate_rps))
+    forecast = forecast_rps(task, second + np.array([0.0, 8.0, 15.0, 30.0]))
+    assert ahead == pytest.approx((now * forecast[1:] / forecast[0]).tolist(), rel=1e-5)
 
 
 def test_binary_batches_carry_six_numbers() -> None:
