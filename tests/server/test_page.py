@@ -729,11 +729,21 @@ OVERLAPS = """
 """
 
 
+LONG = """
+() => {
+  for (const value of document.querySelectorAll("#panel-race .readings dd")) value.textContent = "1234 of 5678 ready";
+  const name = "A long name of a card and a model";
+  for (const list of document.querySelectorAll("main select")) list.options[0].text = name;
+}
+"""
+
+
 @pytest.mark.parametrize("width", [360, 768, 1024, 1440])
 def test_no_box_lies_on_another_at_any_width(visit: Visit, width: int) -> None:
     visitor = visit(viewport={"width": width, "height": 900})
     for tab in ("race?task=autoscale&seed=5", *TABS[1:]):
         page = visitor.open(tab)
+        page.evaluate(LONG)
         assert page.evaluate(OVERLAPS) == [], tab
     page = visitor.open("race?task=autoscale&seed=5")
     page.get_by_label("Speed").select_option("25")
