@@ -49,9 +49,10 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     """Gymnasium environment of one serving episode: :class:`env.inference_env.InferenceEnv` with arrays.
 
     ``info`` is what ``InferenceEnv`` gives, the last one of an episode with its ``score``, ``breakdown`` and
-    ``feedback``, and ``seed``. ``reset(seed=s)`` starts the episode of seed ``s``; later resets without a seed start
-    those of ``episode_seed(s, 1)``, ``episode_seed(s, 2)`` and so on. The end is ``terminated``: the episode's length
-    is part of the task. ``render()`` draws the episode so far (:mod:`inferencegym.render`).
+    ``feedback``; ``cost``, the requests that missed their objective in the step; and ``seed``. ``reset(seed=s)`` starts
+    the episode of seed ``s``; later resets without a seed start those of ``episode_seed(s, 1)``, ``episode_seed(s, 2)``
+    and so on. The end is ``terminated``: the episode's length is part of the task. ``render()`` draws the episode so
+    far (:mod:`inferencegym.render`).
     """
 
     metadata = render.METADATA
@@ -112,9 +113,32 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
             seen = episode.observation_row(fleet=True)
             self._picture.add(seen[:OBSERVATION_SIZE], seen[OBSERVATION_SIZE:])
         info = episode.info()
+        info["cost"] = info["metrics"]["slo_violations"]
         info["seed"] = episode.seed
         reward = self._reward(np.array(episode.last_reward), self.config)
         return self._observe(), reward.item(), episode.done, False, info
+
+    def get_state(self) -> dict[str, Any]:
+        """The episode so far as JSON, for planning: :meth:`set_state` goes on from it, here or in another environment.
+
+        Raises :class:`NotResetError` before the first reset.
+        """
+        return self._episode.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> Float32Array:
+        """Go on from a state of :meth:`get_state`; returns the observation there. It plays the steps before it again.
+
+        Raises :class:`InvalidConfigError` for a state of another task or configuration.
+        """
+        if (state["task_id"], state["config"]) != (self.task.task_id, self._episode.config_dict()):
+            raise InvalidConfigError(
+                f"the state is of task {state['task_id']!r} with {state['config']}; this environment plays task "
+                f"{self.task.task_id!r} with {self._episode.config_dict()}"
+            )
+        self._episode.set_state(state)
+        if self._picture is not None:
+            self._picture.start(self._episode.observation_row())
+        return self._observe()
 
     def render(self) -> Any:
         """Picture of the episode so far, (height, width, 3) bytes with ``render_mode="rgb_array"``, else None."""

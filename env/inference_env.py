@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,27 @@ class InferenceEnv:
         vars(self).update(settings)
         if actions is not None:
             self.reset(session_id=self.session_id)
-            for action in actions:
-                self.advance(self.check(action))
+            self._play_again(actions)
+
+    def get_state(self) -> dict[str, Any]:
+        """Task, seed, configuration and actions so far, as JSON: what :meth:`set_state` goes on from.
+
+        Raises :class:`NotResetError` before the first reset.
+        """
+        if self._log is None:
+            raise NotResetError("no state before reset: call reset() first")
+        config = self.config_dict()
+        return {"task_id": self.task_id, "seed": self.seed, "config": config, "actions": self.actions}
+
+    def set_state(self, state: Mapping[str, Any]) -> ServeObservation:
+        """Go on from a state of :meth:`get_state`, by playing its actions again; returns the observation there."""
+        self.reset(state["seed"], state["task_id"], state["config"])
+        self._play_again(state["actions"])
+        return self.observation()
+
+    def _play_again(self, actions: Sequence[Mapping[str, Any]]) -> None:
+        for action in actions:
+            self.advance(self.check(action))
 
     @property
     def task_id(self) -> TaskId:

@@ -34,9 +34,10 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     here (:func:`inferencegym.spaces.formats.reward_format`).
 
     ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.kernel.arrays.METRICS`; put together by
-    :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds) and ``seed`` (B,), the seed of each
-    row's current episode. Where an episode has ended there are also ``score`` (B,), ``breakdown`` (name -> (B,)) and
-    ``feedback`` (B,) of its grade, valid where ``info["_score"]`` is set.
+    :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds), ``cost`` (B,), the requests that
+    missed their objective in the step, and ``seed`` (B,), the seed of each row's current episode. Where an episode has
+    ended there are also ``score`` (B,), ``breakdown`` (name -> (B,)) and ``feedback`` (B,) of its grade, valid where
+    ``info["_score"]`` is set.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
 
     def _info(self) -> Info:
         metrics = self.batch.step_metrics()
-        info = {"metrics": metrics, "_metrics": self._everywhere, "seed": self.seeds, "_seed": self._everywhere}
+        found = {"metrics": metrics, "cost": metrics["slo_violations"], "seed": self.seeds}
+        info = {**found, **{f"_{name}": self._everywhere for name in found}}
         ended = self.batch.done
         if ended.any():
             grades = grade_episodes(self.task, self.batch.calibration, self._played.episodes(np.flatnonzero(ended)))

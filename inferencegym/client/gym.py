@@ -242,7 +242,8 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         reward = self._reward(np.array(unscaled), self.config).item()
         if self._picture is not None:
             self._picture.add(to_array(observation), knobs[0])
-        return self._encoded(observation, fleet_array(info["fleet"])), reward, done, False, self._info_of(info)
+        info = self._info_of({**info, "cost": info["metrics"]["slo_violations"]})
+        return self._encoded(observation, fleet_array(info["fleet"])), reward, done, False, info
 
     def grade(self) -> dict[str, Any]:
         """Grade of the steps played so far, from the server."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import inferencegym.gym as ig
+from inferencegym.errors import InvalidConfigError
 
 TASKS: dict[str, dict[str, Any]] = {
     "AdversarialMultiTenant": {"config": {"episode_length": 20}, "hold": 3, "reward": "scaled", "observation": "full"},
@@ -67,6 +69,26 @@ def test_a_copy_goes_on_as_the_environment_does(
         done = stepped[2] or stepped[3]
     same(env.unwrapped.grade(), twin.unwrapped.grade())
     same(env.reset(), twin.reset())
+
+
+@settings(max_examples=10, deadline=None)
+@given(name=st.sampled_from(["AdversarialMultiTenant", "AutoscaledChat"]), seed=st.integers(0, 2**32))
+def test_an_episode_goes_on_from_a_state_as_often_as_one_likes(name: str, seed: int) -> None:
+    env, other = (gymnasium.make(ig.registered_id(name), **TASKS[name]).unwrapped for _ in "ab")
+    env.reset(seed=seed)
+    env.action_space.seed(seed)
+    before, *following = [env.action_space.sample() for _ in range(4)]
+    seen = env.step(before)[0]
+    state = json.loads(json.dumps(env.get_state()))
+    futures = []
+    for player in (env, other, env):
+        same(player.set_state(state), seen)
+        futures.append([player.step(action) for action in following])
+    same(futures[0], futures[1])
+    same(futures[0], futures[2])
+    assert futures[0][-1][4]["cost"] == futures[0][-1][4]["metrics"]["slo_violations"] >= 0
+    with pytest.raises(InvalidConfigError, match="the state is of task"):
+        gymnasium.make(ig.registered_id("StaticUniform")).unwrapped.set_state(state)
 
 
 @settings(max_examples=25, deadline=None)
