@@ -310,6 +310,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rollouts-policies": written("rollouts_policies"),
     "live-first-come": written("live_first_come"),
     "live-policies": written("live_policies"),
+    "live-drafts": written("live_drafts"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),

@@ -660,7 +660,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         compared = [
             f"{less(found['PPO']['ms_per_token'], found[name]['ms_per_token'])} beside {name}" for name in others
         ]
+        paces = [found[name]["ms_per_token"] / found[name]["yard_ms"] for name in ("PPO", best)]
         lines += ["", f"PPO's latency per token: {', '.join(compared)}."]
+        lines += [f"Both divided by the yardstick before the episode: {less(*paces)} beside {best}."]
     return "\n".join(lines) + "\n"
 
 

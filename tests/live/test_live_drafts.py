@@ -89,6 +89,7 @@ def test_the_table_compares_with_the_best_constant_draw_by_draw() -> None:
     assert rows[2][2] == ""
     assert rows[4][2] == "+10% [+10%, +10%]"
     assert "PPO's latency per token: -50% [-50%, -50%] beside vLLM's own table." in text
+    assert "Both divided by the yardstick before the episode: -50% [-50%, -50%] beside constant 1." in text
     assert "The content changes" not in text
 
 
