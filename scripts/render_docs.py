@@ -315,6 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "learning": written("learning"),
     "transfer": written("transfer"),
     "autoscalers": written("autoscalers"),
+    "ceilings": written("ceilings"),
     "rollouts": written("rollouts"),
     "scores": scores,
     "ray": written("ray"),

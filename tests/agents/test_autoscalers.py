@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from agents.episodes import run_episodes
 from agents.evaluate import Evaluation, evaluate, paired
 from agents.policies.autoscalers import Autoscaler, HpaAgent, KpaAgent, PlannerAgent, ReplicaPlan, ScheduledAgent
 from agents.policies.stored import policy_path, read_autoscaler
+from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import FloatArray
 from agents.registry import make_agent
+from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import CONFIRMATION_SEEDS
 from benchmarks.policies.autoscalers import markdown
 from inferencegym.errors import InvalidConfigError
@@ -174,3 +177,24 @@ def test_the_published_table_is_what_the_published_runs_say() -> None:
     results = ROOT / "benchmarks" / "results"
     runs = json.loads((results / "autoscalers.json").read_text(encoding="utf-8"))
     assert markdown(runs) == (results / "autoscalers.md").read_text(encoding="utf-8")
+
+
+def test_on_a_drawn_load_every_autoscaler_is_far_above_the_best_constant() -> None:
+    constant = held_out("best_static", "autoscale-mix")
+    for name in ("hpa", "planner", "best_adaptive", "ppo"):
+        found = held_out(name, "autoscale-mix")
+        assert found.scores.mean() > constant.scores.mean() + 0.15, name
+        assert paired(found.scores, constant.scores).low > 0.05, name
+
+
+def test_a_timetable_is_searched_on_its_seeds_and_plays_what_was_found() -> None:
+    task = replace(get_task("autoscale-mix"), episode_length=60)
+    start = np.array([0.9, 1.0, 256.0, 0.0, 1.0, 8.0])
+    timetable, score = TimetableSearch(task, [3, 4], children=16, seed=1).best(start, generations=6)
+    again, _ = TimetableSearch(task, [3, 4], children=16, seed=1).best(start, generations=6)
+    np.testing.assert_array_equal(timetable, again)
+    assert timetable.shape == (60, 6)
+    played = run_episodes(task, Timetables(np.stack([timetable, timetable])), [3, 4])
+    assert float(played.scores().mean()) == pytest.approx(score)
+    assert score > float(run_episodes(task, ActionsAgent(start[None], 2), [3, 4]).scores().mean())
+    assert (timetable[:, 3:5] == timetable[0, 3:5]).all()  # no restarts in the middle

@@ -1,0 +1,119 @@
+"""What feedback is worth on a task: the best constant, the best timetable, policies, and a clairvoyant ceiling.
+
+    python -m benchmarks.policies.ceilings --task 3 --task autoscale-mix
+
+The timetable sets actions by the clock and observes nothing. It is searched on the training seeds, as the constant and
+the best adaptive policy are. The ceiling is the mean score of timetables that were searched on the very episode that
+they play: a lower bound of what perfect foresight gives. All but the ceiling are means over 30 held-out seeds, with
+95 % intervals of the differences from the constant, paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.episodes import run_episodes
+from agents.evaluate import interval, paired
+from agents.policies.ppo import has_shipped_policy
+from agents.protocol import FloatArray
+from agents.registry import make_agent
+from agents.search.timetable import Timetables, TimetableSearch
+from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
+from inferencegym.tasks import TaskSpec, get_task
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TASKS = ("2", "3", "autoscale", "autoscale-mix")
+CHILDREN = 64
+CLAIRVOYANT_CHILDREN = 192
+
+
+def agents_of(task: TaskSpec) -> dict[str, str]:
+    """Policies that observe, by the name that the table gives them."""
+    found = {"heuristic": "heuristic", "best adaptive": "best_adaptive"}
+    if task.fleet.max_replicas is not None:
+        found = {"HPA": "hpa", "planner": "planner", "best adaptive": "best_adaptive"}
+    return {**found, "PPO": "ppo"} if has_shipped_policy(task) else found
+
+
+def on_task(task: TaskSpec, generations: int, n_clairvoyant: int) -> dict[str, Any]:
+    """Scores on a task; the ceiling is that of the first held-out seeds."""
+    constant = make_agent("best_static", task)
+    played = run_episodes(task, constant, HELD_OUT_SEEDS)
+    start, base = played.actions[0, 0], played.scores()
+    timetable, trained = TimetableSearch(task, TRAINING_SEEDS, CHILDREN).best(start, generations)
+    rows = np.tile(timetable, (len(HELD_OUT_SEEDS), 1, 1))
+    scores: dict[str, FloatArray] = {
+        "best constant": base,
+        "best timetable": run_episodes(task, Timetables(rows), HELD_OUT_SEEDS).scores(),
+        **{
+            label: run_episodes(task, make_agent(name, task), HELD_OUT_SEEDS).scores()
+            for label, name in agents_of(task).items()
+        },
+    }
+    seen = HELD_OUT_SEEDS[:n_clairvoyant]
+    ceilings = [TimetableSearch(task, [seed], CLAIRVOYANT_CHILDREN).best(start, generations)[1] for seed in seen]
+    found = {
+        "task": str(task.task_id),
+        "generations": generations,
+        "timetable_on_training_seeds": trained,
+        "scores": {
+            label: {
+                "score": interval(values).to_dict(),
+                "over_constant": paired(values, base).to_dict(),
+                "on_the_ceiling_seeds": float(values[:n_clairvoyant].mean()),
+            }
+            for label, values in scores.items()
+        },
+        "ceiling": {"seeds": n_clairvoyant, "mean": float(np.mean(ceilings))},
+    }
+    print(table(found))
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown of a task's scores. The gap runs from the best constant to the ceiling, on the ceiling's seeds."""
+    ceiling = found["ceiling"]
+    lines = [
+        f"Task `{found['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds; ceiling of the first {ceiling['seeds']}; "
+        f"{found['generations']} generations of each search:",
+        "",
+        "| policy | score | over the best constant | share of the gap to the ceiling |",
+        "|---|---|---|---|",
+    ]
+    base = found["scores"]["best constant"]["on_the_ceiling_seeds"]
+    for label, row in found["scores"].items():
+        score, over = row["score"], row["over_constant"]
+        share = (row["on_the_ceiling_seeds"] - base) / (ceiling["mean"] - base)
+        difference = "" if label == "best constant" else _spread(over, "+")
+        lines.append(f"| {label} | {_spread(score)} | {difference} | {share:.2f} |")
+    lines.append(f"| clairvoyant ceiling | {ceiling['mean']:.3f} |  | 1.00 |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(value: dict[str, float], sign: str = "") -> str:
+    return f"{value['mean']:{sign}.3f} ({value['ci95_low']:{sign}.3f} to {value['ci95_high']:{sign}.3f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Search, play, write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", action="append", help=f"task id; may be given several times (default: {TASKS})")
+    parser.add_argument("--generations", type=int, default=150, help="generations of every search")
+    parser.add_argument("--clairvoyant", type=int, default=5, help="held-out seeds whose ceiling is searched")
+    parser.add_argument("--out", type=Path, default=RESULTS / "ceilings.json")
+    options = parser.parse_args(arguments)
+    tasks = [get_task(task) for task in options.task or TASKS]
+    found = [on_task(task, options.generations, options.clairvoyant) for task in tasks]
+    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    head = "<!-- written by benchmarks/policies/ceilings.py; do not edit -->\n\n"
+    options.out.with_suffix(".md").write_text(head + "\n".join(map(table, found)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
