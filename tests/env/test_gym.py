@@ -808,13 +808,13 @@ def test_episodes_that_a_killed_server_lost_are_played_again_and_go_on(
 def test_a_remote_batch_goes_on_whichever_process_a_new_connection_reaches(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = httpx.Client.request
-    reached = server.url
-    monkeypatch.setattr(
-        httpx.Client, "request", lambda self, method, url, **more: request(self, method, f"{reached}{url}", **more)
-    )
     local = ig.VectorInferenceEnv(2, 3, config=SHORT)
-    with running_server(tmp_path) as other:
+    with running_server(tmp_path) as other:  # before requests are led elsewhere: it waits for its own first answer
+        request = httpx.Client.request
+        reached = server.url
+        monkeypatch.setattr(
+            httpx.Client, "request", lambda self, method, url, **more: request(self, method, f"{reached}{url}", **more)
+        )
         remote = ig.HTTPVectorEnv(server.url, 2, 3, config=SHORT)
         remote.action_space.seed(5)
         remote.reset(seed=8)
