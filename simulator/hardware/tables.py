@@ -28,6 +28,7 @@ from inferencegym.models import QuantTier
 from inferencegym.table_metadata import check_metadata
 from inferencegym.tasks import DATA_DIR, table_index
 from simulator.hardware.catalogue import table_path
+from simulator.hardware.memory import kv_pool_gb
 
 FloatArray = NDArray[np.float64]
 
@@ -155,11 +156,9 @@ class ServingTables:
         return None if engine is None else int(engine["facts"]["block_tokens"])
 
     def kv_pool_tokens(self, tier: int, kv_budget: float, drafts: bool) -> int:
-        """Tokens that a replica's KV pool holds: the share ``kv_budget`` of a card's free memory, less a workspace."""
-        memory: Mapping[str, float] = self.meta["memory_gb"]
-        fixed_gb = float(self.weights_gb[tier]) + memory["activations_gb"]
-        fixed_gb += memory["speculation_gb"] if drafts else 0.0
-        pool_gb = kv_budget * (float(self.meta["memory_budget_gb"]) - fixed_gb - memory["workspace_gb"])
+        """Tokens that a replica's KV pool holds (:func:`simulator.hardware.memory.kv_pool_gb`)."""
+        budget_gb, weights_gb = float(self.meta["memory_budget_gb"]), float(self.weights_gb[tier])
+        pool_gb = kv_pool_gb(self.meta["memory_gb"], budget_gb, weights_gb, kv_budget, drafts)
         return math.floor(pool_gb * 1e9 / float(self.meta["kv_bytes_per_token"]))
 
     def tier_index(self, name: str) -> int:
