@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -110,17 +110,27 @@ def train(
         device="cpu",
     )
     envs.seed_rows([10**9 + 10**6 * seed + row for row in range(N_ENVS)])
+    return keep_best(
+        model, steps, checks, path, lambda file: float(scores(partial(RolloutPolicy, file), validation, task).mean())
+    )
+
+
+def keep_best(model: Any, steps: int, checks: int, path: Path, value: Callable[[Path], float]) -> list[float]:
+    """Train a Stable-Baselines3 model in ``checks`` parts and keep its best network in ``path``.
+
+    Returns the ``value`` of the network's file after each part.
+    """
     curve: list[float] = []
+    candidate = path.with_suffix(".candidate.npz")
     for check in range(checks):
         model.learn(steps // checks, reset_num_timesteps=check == 0)
-        candidate = path.with_suffix(".candidate.npz")
         save_network(model, candidate)
-        curve.append(float(scores(partial(RolloutPolicy, candidate), validation, task).mean()))
+        curve.append(value(candidate))
         if curve[-1] == max(curve):
             candidate.replace(path)
         else:
             candidate.unlink()
-        print(f"seed {seed}: {model.num_timesteps} steps, validation {curve[-1]:.3f}", flush=True)
+        print(f"{model.num_timesteps} steps, validation {curve[-1]:.3f}", flush=True)
     return curve
 
 

@@ -66,22 +66,32 @@ class Features:
         )
 
 
+class Network:
+    """A network that :func:`agents.rollouts_ppo.save_network` wrote, evaluated with numpy."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path, allow_pickle=False) as stored:
+            self._layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range(len(stored.files) // 2)]
+
+    def choice(self, x: NDArray[Any]) -> int:
+        """Index of the likeliest choice for one row of features (n,)."""
+        for i, (weights, bias) in enumerate(self._layers):
+            x = x @ weights + bias
+            x = np.tanh(x) if i + 1 < len(self._layers) else x
+        return int(x.argmax())
+
+
 class RolloutPolicy:
     """The trained network as a controller: a function from an observation by name to a cap."""
 
     def __init__(self, path: Path = POLICY_FILE) -> None:
-        with np.load(path, allow_pickle=False) as stored:
-            self._layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range(len(stored.files) // 2)]
+        self._network = Network(path)
         self._fit, self._features, self._seconds = Fit(), Features(), 0
 
     def __call__(self, seen: Mapping[str, float]) -> int:
         """The cap for the next second."""
         if self._seconds % HOLD_S == 0:
             row = np.fromiter((seen[name] for name in OBSERVATION_FIELDS), np.float64, len(OBSERVATION_FIELDS))
-            x: NDArray[Any] = self._features(row, self._fit.share)
-            for i, (weights, bias) in enumerate(self._layers):
-                x = x @ weights + bias
-                x = np.tanh(x) if i + 1 < len(self._layers) else x
-            self._fit.share = SHARES[int(x.argmax())]
+            self._fit.share = SHARES[self._network.choice(self._features(row, self._fit.share))]
         self._seconds += 1
         return self._fit(seen)

@@ -31,7 +31,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from agents.evaluate import interval
-from agents.rollouts_ppo import save_network
+from agents.policies.rollouts import Network
+from agents.rollouts_ppo import keep_best
 from agents.seeds import VALIDATION_SEEDS, held_out_seeds
 from benchmarks.live.rollouts_engine import RESULTS, as_json
 from benchmarks.live.rollouts_policies import less
@@ -233,16 +234,10 @@ class Learned:
     """The network that PPO trained, evaluated with numpy alone."""
 
     def __init__(self, path: Path, times: StepTimes) -> None:
-        with np.load(path, allow_pickle=False) as stored:
-            self._layers = [(stored[f"w{i}"], stored[f"b{i}"]) for i in range(len(stored.files) // 2)]
-        self._features = Features(times)
+        self._network, self._features = Network(path), Features(times)
 
     def __call__(self, seen: Seen) -> int:
-        x: NDArray[Any] = self._features(seen)
-        for i, (weights, bias) in enumerate(self._layers):
-            x = x @ weights + bias
-            x = np.tanh(x) if i + 1 < len(self._layers) else x
-        return SPEC_LENGTHS[int(x.argmax())]
+        return SPEC_LENGTHS[self._network.choice(self._features(seen))]
 
 
 class Features:
@@ -417,17 +412,9 @@ def train(tables: ServingTables, steps: int, path: Path, checks: int = 8) -> lis
         device="cpu",
     )
     envs.seed_rows([10**9 + row for row in range(N_ENVS)])
-    curve: list[float] = []
     times = StepTimes(tables)
-    candidate = path.with_suffix(".candidate.npz")
-    for check in range(checks):
-        model.learn(steps // checks, reset_num_timesteps=check == 0)
-        save_network(model, candidate)
-        curve.append(validated(tables, lambda: Learned(candidate, times)))
-        if curve[-1] == min(curve):
-            candidate.replace(path)
-        print(f"{model.num_timesteps} decisions, {curve[-1]:.2f} ms per token on validation draws", flush=True)
-    return curve
+    curve = keep_best(model, steps, checks, path, lambda file: -validated(tables, partial(Learned, file, times)))
+    return [-value for value in curve]
 
 
 def validated(tables: ServingTables, make: Make) -> float:
