@@ -14,6 +14,7 @@ import numpy as np
 
 from agents.episodes import run_episodes
 from agents.protocol import FloatArray
+from agents.search.solver import RESTARTING
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS
 from inferencegym.spaces.formats import knob_levels
 from inferencegym.tasks import TaskSpec
@@ -21,8 +22,6 @@ from inferencegym.tasks import TaskSpec
 PARENTS: Final = 8
 SHORTEST_S: Final = 5
 """Seconds of the shortest stretch that a change covers; the longest is the whole episode."""
-RESTARTING: Final = tuple(list(ACTION_FIELDS).index(name) for name in ("prefill_disagg", "quant_tier"))
-"""Knobs that restart replicas: a change of them covers the whole episode."""
 _TIMESTEP: Final = list(OBSERVATION_FIELDS).index("timestep")
 
 
@@ -78,7 +77,7 @@ class TimetableSearch:
             child[where] = parents[rng.integers(len(parents)), where]
         for _ in range(1 + int(rng.random() < 0.3)):
             knob = self._knobs[rng.integers(len(self._knobs))]
-            if knob in RESTARTING:
+            if knob in RESTARTING:  # else replicas would restart in the middle
                 where = slice(0, length)
             child[where, knob] = self._other_level(knob, child[where, knob][0])
         return child

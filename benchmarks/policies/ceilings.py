@@ -25,6 +25,7 @@ from agents.protocol import FloatArray
 from agents.registry import make_agent
 from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
+from benchmarks.policies.autoscalers import spread
 from inferencegym.tasks import TaskSpec, get_task
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -90,14 +91,10 @@ def table(found: dict[str, Any]) -> str:
     for label, row in found["scores"].items():
         score, over = row["score"], row["over_constant"]
         share = (row["on_the_ceiling_seeds"] - base) / (ceiling["mean"] - base)
-        difference = "" if label == "best constant" else _spread(over, "+")
-        lines.append(f"| {label} | {_spread(score)} | {difference} | {share:.2f} |")
+        difference = "" if label == "best constant" else spread(over, "+")
+        lines.append(f"| {label} | {spread(score)} | {difference} | {share:.2f} |")
     lines.append(f"| clairvoyant ceiling | {ceiling['mean']:.3f} |  | 1.00 |")
     return "\n".join(lines) + "\n"
-
-
-def _spread(value: dict[str, float], sign: str = "") -> str:
-    return f"{value['mean']:{sign}.3f} ({value['ci95_low']:{sign}.3f} to {value['ci95_high']:{sign}.3f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
