@@ -286,11 +286,10 @@ class ObservationCodec:
         self.low: Float32Array = self._scale(OBSERVATION_LOW).astype(np.float32)
         self.high: Float32Array = self._scale(high).astype(np.float32)
         self._most = task.fleet.max_replicas
-        self._loaded = task if self.needs_fleet and task.fleet.max_replicas is not None else None
-        self._changes = None if self._loaded is None else forecast_changes(task, config.episode_length)
+        self._task, self._changes = task, forecast_changes(task, config.episode_length)
         shares = 0 if self._schedule is None else self._schedule.shape[1]
         shares += fleet_size(task.fleet) * self.needs_fleet
-        loads = 0 if self._loaded is None else len(LOAD_AHEAD_S) + 2
+        loads = len(LOAD_AHEAD_S) + 2 if self.needs_fleet and self._most is not None else 0
         highest = np.repeat(np.array([1.0, MOST_LOAD], dtype=np.float32), [shares, loads])
         self.low = np.concatenate([self.low, np.zeros_like(highest)])
         self.high = np.concatenate([self.high, highest])
@@ -317,8 +316,7 @@ class ObservationCodec:
             parts.append(normalise_fleet(fleet[..., :FLEET_SIZE], self._length))
             if self._most is not None:
                 parts.append(fleet[..., FLEET_SIZE:] / self._most)
-        if self._loaded is not None:
-            parts.append(load_features(self._loaded, seen, self._changes))
+                parts.append(load_features(self._task, seen, self._changes))
         scaled = parts[0].astype(np.float32) if len(parts) == 1 else np.concatenate(parts, axis=-1, dtype=np.float32)
         np.maximum(scaled, self.low, out=scaled)  # np.clip takes three times as long on a row
         return np.minimum(scaled, self.high, out=scaled)
