@@ -96,12 +96,11 @@ class EngineFleet(RequestFleet):
     def _requests(self) -> list[EngineRequest]:
         drawn = self.source.requests(int(self.seeds[0]), self.n_steps)
         acceptance = self.params.acceptance_of(drawn.arrival_s, drawn.class_index)
+        rates = [None] * len(drawn.arrival_s) if acceptance is None else acceptance.tolist()
         columns = (drawn.arrival_s, drawn.prompt_tokens, drawn.output_tokens, drawn.class_index)
         return [
             EngineRequest(float(arrival_s), int(prompt), int(output), int(index), rate)
-            for arrival_s, prompt, output, index, rate in zip(
-                *columns, [None] * len(drawn.arrival_s) if acceptance is None else acceptance.tolist(), strict=True
-            )
+            for arrival_s, prompt, output, index, rate in zip(*columns, rates, strict=True)
         ]
 
     def _set_knobs(self) -> None:
