@@ -373,7 +373,7 @@ def _most_used(values: FloatArray) -> float:
 
 
 def _in_use(values: FloatArray) -> list[float]:
-    """Values in use for at least ``MINIMUM_SHARE`` of the time, ascending; if there are none, the most used value."""
+    """Values that were used for at least ``MINIMUM_SHARE`` of the time, ascending, or else the most used one."""
     kinds, counts = np.unique(values, return_counts=True)
     kept = kinds[counts >= MINIMUM_SHARE * len(values)]
     return [float(v) for v in kept] if len(kept) else [_most_used(values)]

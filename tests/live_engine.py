@@ -17,7 +17,7 @@ SHAPE: Final = ModelShape()
 
 
 def engine_python() -> str:
-    """Python of the environment in which vLLM is installed; skips the test if there is none."""
+    """Python of the environment in which vLLM is installed; skips the test without such an environment."""
     if not (VENV / "bin" / "vllm").exists():
         pytest.skip(f"no vLLM in {VENV}: `make engine` installs it")
     return str(VENV / "bin" / "python")

@@ -89,7 +89,7 @@ class OrderFile:
         )
 
     def _read(self) -> Mapping[str, Any]:
-        """The file's content, empty if there is none or it is no JSON object. Never waits, and follows no link."""
+        """The file's content; empty without a file, or if it holds no JSON object. Never waits, and follows no link."""
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

@@ -120,7 +120,7 @@ def computed_tokens(s: Run, victim: int) -> int:
 
 
 def preempt(s: Run, r: int) -> int:
-    """Preempt the request of the lowest class that was admitted last; returns it, or -1 if there is none."""
+    """Preempt the last admitted request of the lowest class and return it; -1 if none can be preempted."""
     # A disaggregated prefill runs on another GPU and cannot be preempted.
     line = line_of(s, r, PREFILLING)
     last = -1 if s.disaggregated[r] else last_of_lowest_class(s, line)

@@ -57,7 +57,7 @@ def apply_cap(s: Run) -> None:
 
 
 def youngest_between_turns(s: Run) -> int:
-    """Latest started session that is in flight and between turns; -1 if there is none."""
+    """The session that started last, of those in flight between two turns; -1 if no session is."""
     best = -1
     for g in range(s.n_sessions):
         if s.flying[g] and s.gated[g] and s.phase[g] != IN_ENGINE and (best < 0 or s.started[g] > s.started[best]):

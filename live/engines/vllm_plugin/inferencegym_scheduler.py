@@ -184,7 +184,7 @@ def check_version(missing):
 
 
 def version_of_file():
-    """Changes whenever the control file is replaced or written; None if there is none."""
+    """A value that changes whenever the control file is replaced or written; None without a control file."""
     try:
         found = os.lstat(CONTROL_FILE)
     except OSError:
