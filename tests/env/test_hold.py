@@ -397,8 +397,8 @@ def test_what_one_request_may_play_is_counted_in_seconds(server: RunningServer) 
         client.reset(4096, 1, seed=1, config={"episode_length": 60, "hold": 60})
         played = client.step(np.tile([1.0, 0, 32, 0, 0], (4096, 1)))
         assert played.rewards.shape == (1, 4096)
-        client.reset(3750, 1, seed=1, config={"episode_length": 200, "hold": 60})
-        many = np.tile([1.0, 0, 32, 0, 0], (2, 3750, 1))
+        client.reset(2400, 1, seed=1, config={"episode_length": 200, "hold": 60})
+        many = np.tile([1.0, 0, 32, 0, 0], (2, 2400, 1))
         with pytest.raises(Exception, match="seconds") as refused:
             client.step_many(many)
         assert refused.value.field == "actions"  # type: ignore[attr-defined]
