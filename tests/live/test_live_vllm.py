@@ -102,28 +102,37 @@ def full_iterations(engine: VllmEngine) -> float:
     return found[math.inf] - found[8.0]
 
 
-@contextlib.contextmanager
-def behind_one(engine: VllmEngine, requests: list[EngineRequest]) -> Iterator[OpenLoop]:
-    """The requests, which wait behind one that runs; from the start if it ends before the last of them waits."""
+def behind_one(
+    engine: VllmEngine, requests: list[EngineRequest], orders: Orders | None = None
+) -> tuple[list[RequestTiming], float]:
+    """Let the requests wait behind one that runs, then give the orders; returns timings and full iterations since.
 
-    def begun(one: RequestTiming) -> bool:
-        return one.first_token_s is not None or one.ended_s is not None
+    All of it is played again if the one ended too early: before the last request waited, or before the orders let one
+    of them run beside it.
+    """
+
+    def begun(timings: list[RequestTiming]) -> bool:
+        return any(one.first_token_s is not None or one.ended_s is not None for one in timings)
 
     def all_wait(one: RequestTiming) -> bool:
         return one.ended_s is not None or engine.read().queue_requests == len(requests)
 
-    engine.set(Orders({"batch_size": 1}))
     while True:
+        engine.set(Orders({"batch_size": 1}))
         with OpenLoop(engine.api, [EngineRequest(0.0, 16, 900)]) as first:
             (alone,) = first.timings
-            until(partial(begun, alone), BURST_S)
+            until(partial(begun, first.timings), BURST_S)
             with OpenLoop(engine.api, requests) as load:
                 until(partial(all_wait, alone), BURST_S)
-                if alone.ended_s is None:
-                    yield load
-                    break
+                before, in_time = full_iterations(engine), alone.ended_s is None
+                if in_time and orders is not None:
+                    engine.set(orders)
+                    until(partial(begun, load.timings), BURST_S)
+                    in_time = alone.ended_s is None
+                timings = load.wait() if in_time else []
         until(lambda: engine.read().running_requests == 0, BURST_S)
-    until(lambda: engine.read().running_requests == 0, BURST_S)
+        if in_time:
+            return timings, full_iterations(engine) - before
 
 
 def test_every_number_that_is_read_is_there(engine: VllmEngine) -> None:
@@ -140,11 +149,9 @@ def test_every_number_that_is_read_is_there(engine: VllmEngine) -> None:
 
 def test_a_burst_takes_as_many_iterations_as_its_batches_have_tokens(engine: VllmEngine) -> None:
     """124 requests of 64 tokens wait while one runs alone; then four fill each of 31 slots: 256 full iterations."""
-    with behind_one(engine, [EngineRequest(0.0, 16, 64)] * 124) as load:
-        before = full_iterations(engine)
-        engine.set(Orders({"batch_size": 32}))
-        assert all(timing.completed for timing in load.wait())
-    assert full_iterations(engine) - before == pytest.approx(4 * 64, rel=0.02)
+    timings, full = behind_one(engine, [EngineRequest(0.0, 16, 64)] * 124, Orders({"batch_size": 32}))
+    assert all(timing.completed for timing in timings)
+    assert full == pytest.approx(4 * 64, rel=0.02)
 
 
 def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer, engine: VllmEngine) -> None:
@@ -154,19 +161,15 @@ def test_the_batch_size_changes_under_load_without_a_restart(server: VllmServer,
     assert peaks.running == 4
     until(lambda: engine.read().running_requests == 0)
     assert iterations(engine) - start >= bursts * 4 * 32
-    with behind_one(engine, [EngineRequest(0.0, 16, 32)] * 16) as load:
-        start = full_iterations(engine)
-        engine.set(Orders({"batch_size": 17}))
-        load.wait()
-    assert full_iterations(engine) - start == pytest.approx(32, abs=2)
+    _, full = behind_one(engine, [EngineRequest(0.0, 16, 32)] * 16, Orders({"batch_size": 17}))
+    assert full == pytest.approx(32, abs=2)
     assert server.pid == pid
     assert engine.in_force()["batch_size"] == 17
 
 
 def test_of_those_that_wait_the_highest_class_is_served_first(engine: VllmEngine) -> None:
     """One runs while six wait, the lowest class sent first; each of them runs alone then."""
-    with behind_one(engine, [EngineRequest(0.0, 16, 4, c) for c in (2, 1, 0, 2, 1, 0)]) as load:
-        others = load.wait()
+    others, _ = behind_one(engine, [EngineRequest(0.0, 16, 4, c) for c in (2, 1, 0, 2, 1, 0)])
     assert all(timing.completed for timing in others)
     in_order = sorted(others, key=lambda timing: timing.first_token_s or 0.0)
     assert [timing.request.class_index for timing in in_order] == [0, 0, 1, 1, 2, 2]
@@ -189,14 +192,11 @@ def test_fewer_prompt_tokens_per_iteration_make_more_iterations(engine: VllmEngi
 
     vLLM counts a prompt in the iteration that ends it.
     """
-    counts = []
-    for budget in (engine.limits()["prefill_tokens"][1], 128):
-        with behind_one(engine, [EngineRequest(0.0, 200, 1)] * 8) as load:
-            before = full_iterations(engine)
-            engine.set(Orders({"batch_size": 32, "prefill_tokens": budget}))
-            load.wait()
-        counts.append(full_iterations(engine) - before)
-    assert counts[1] == 8 > counts[0]
+    wide, narrow = (
+        behind_one(engine, [EngineRequest(0.0, 200, 1)] * 8, Orders({"batch_size": 32, "prefill_tokens": budget}))[1]
+        for budget in (engine.limits()["prefill_tokens"][1], 128)
+    )
+    assert narrow == 8 > wide
 
 
 # ---------------------------------------------------------------- faults of what controls the engine
