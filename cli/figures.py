@@ -45,7 +45,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 def print_report(report: Report) -> None:
     """Print the result of a plan or a comparison."""
-    print(report.lead)
+    print("\n".join((report.lead, *report.refused)))
     for title, rows in report.tables.items():
         if rows:
             print(f"\n{title}")

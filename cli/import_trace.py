@@ -44,8 +44,8 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         "--columns",
         metavar="QUANTITY=COLUMN,...",
         help="columns of a table that have no usual name, as in arrival=ts:ms,prompt=tokens_in,output=tokens_out; "
-        "quantities: arrival (unit after a colon: s, ms, us, ns), prompt, output, class, reused, status, blocks, id, "
-        "model",
+        "quantities: arrival (unit after a colon: s, ms, us, ns), prompt, output, class, priority, reused, status, "
+        "blocks, id, model",
     )
     parser.add_argument(
         "--run",
@@ -55,7 +55,16 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         help="index of the benchmark in a report with several",
     )
     parser.add_argument(
-        "--filter", metavar="COLUMN=VALUE", help="only requests with this value in a column, as in model=llama-3.1-8b"
+        "--filter",
+        metavar="COLUMN=VALUE[,VALUE]",
+        help="only requests with one of these values in a column, as in model=llama-3.1-8b",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N rows that cannot be read, and list them (default 0: refuse the first)",
     )
     parser.add_argument(
         "--failed",
@@ -84,6 +93,7 @@ def read_log(path: Path, args: argparse.Namespace) -> Imported:
         run=args.run_index,
         skip_failed=args.failed == "skip",
         only=args.filter,
+        skip_bad=args.skip_bad,
     )
 
 

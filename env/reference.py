@@ -20,7 +20,7 @@ class ReferenceFleet(RequestFleet):
     """B fleets in the discrete-event engine.
 
     Without ``by_class`` the queue is first come, first served. ``rolling_restart`` sets what a replica does with its
-    requests before it restarts.
+    requests before it restarts. Requests of more than ``context_tokens`` are refused.
     """
 
     given = (*Second.__annotations__, "oom", "gpu_memory_gb")
@@ -36,10 +36,12 @@ class ReferenceFleet(RequestFleet):
         *,
         rolling_restart: RollingRestart = "recompute",
         by_class: bool = True,
+        context_tokens: int | None = None,
     ) -> None:
         super().__init__(source, params, n_rows, n_steps, n_loads, record)
         self._rolling_restart: RollingRestart = rolling_restart
         self._by_class = by_class
+        self._context_tokens = context_tokens
         self._episodes: dict[int, ReferenceEpisode] = {}
 
     def reset_rows(self, rows: Iterable[int]) -> None:
@@ -49,7 +51,9 @@ class ReferenceFleet(RequestFleet):
         for row in chosen:
             seed = int(self.seeds[row % self.n_loads])
             requests = self.source.requests(seed, self.n_steps)
-            self._episodes[row] = ReferenceEpisode(self.params, requests, seed, self._rolling_restart, self._by_class)
+            self._episodes[row] = ReferenceEpisode(
+                self.params, requests, seed, self._rolling_restart, self._by_class, self._context_tokens
+            )
 
     def episode(self, row: int) -> ReferenceEpisode:
         """The episode of a row since its reset."""

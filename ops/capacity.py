@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import numpy as np
 from agents.policies.capacity import CapacityPlanner, Setting
 from agents.protocol import Agent, FloatArray, knobs_of
 from env.batch import ServingBatch
+from env.dynamics import DynamicsFactory
 from env.reference import ReferenceFleet
 from grader.kinds.autoscaling import gpu_cost
 from inferencegym.errors import DataFormatError
@@ -27,6 +29,7 @@ from inferencegym.tasks import Calibration, Fleet, LengthDist, RequestClass, Rew
 from ops.objectives import QUANTILES
 from simulator.coverage import LEVELS, level_name
 from simulator.events.requests import Outcome
+from simulator.hardware import catalogue
 from simulator.hardware.catalogue import table_name
 from simulator.hardware.profiles import fleet_changes
 from simulator.hardware.tables import ServingTables, tables_of
@@ -144,6 +147,23 @@ def log_summary(log: RequestLog) -> dict[str, Any]:
         "reused_share": float(log.reused_tokens.sum() / log.prompt_tokens.sum()),
         "reuse_measured": reuse_curve(log) is not None and len(log.reuse_hit) > 0,
     }
+
+
+def longest_request(tables: ServingTables, pool_tokens: int) -> tuple[int, str]:
+    """Most tokens of a request that an engine with this KV pool takes, and what bounds them."""
+    context = catalogue.context_tokens(str(tables.meta["model"]))
+    if context is not None and context < pool_tokens:
+        return context, "the model's context"
+    return pool_tokens, "the KV pool"
+
+
+def refused(request_tokens: FloatArray, tables: ServingTables, pool_tokens: int) -> str:
+    """How many requests, by their lengths (tokens), are too long to be served at all; empty if none is."""
+    most, bound = longest_request(tables, pool_tokens)
+    n, of = int((request_tokens > most).sum()), len(request_tokens)
+    if not n:
+        return ""
+    return f"{n:,} of {of:,} requests ({n / of:.1%}) count as refused: they are longer than {bound}, {most:,} tokens"
 
 
 # ---------------------------------------------------------------- hundreds of constant settings at once
@@ -264,7 +284,7 @@ def noise(missed: float, other: float, requests: int) -> float:
 def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> Run:
     """Play one policy on the whole log, request by request, in the discrete-event reference."""
     n_steps = task.episode_length
-    batch = ServingBatch(task, 1, None, tables, calibration, dynamics=ReferenceFleet)
+    batch = ServingBatch(task, 1, None, tables, calibration, dynamics=_reference(tables))
     batch.reset([0])
     agent.reset(1)
     fleet = batch.fleet
@@ -292,7 +312,7 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
 def play_constant(action: ServeAction, task: TaskSpec, tables: ServingTables) -> PolicyOutcome:
     """Outcome of a constant setting as :func:`play_policy` has it, but without a timeline, in a tenth of the time."""
     n_steps = task.episode_length
-    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=ReferenceFleet)
+    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=_reference(tables))
     batch.reset([0])
     actions = batch.snap(to_row(action)[None])
     batch.write_knobs(actions)
@@ -310,6 +330,11 @@ def play_constant(action: ServeAction, task: TaskSpec, tables: ServingTables) ->
     each = tables.cards_per_replica * (2 if fleet.disagg[0] else 1)
     gpus = np.full(n_steps, float(task.fleet.n_replicas * each))
     return _outcome("constant", task, fleet, metrics, np.repeat(actions, n_steps, axis=0), gpus, decoding, {})
+
+
+def _reference(tables: ServingTables) -> DynamicsFactory:
+    """The discrete-event reference for engines of these tables."""
+    return partial(ReferenceFleet, context_tokens=catalogue.context_tokens(str(tables.meta["model"])))
 
 
 def _levels(tables: ServingTables, actions: FloatArray, decoding: FloatArray) -> dict[str, float]:

@@ -27,7 +27,7 @@ from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
 from ops.prices import read_prices
-from ops.report import growth_lines, notes
+from ops.report import growth_lines, notes, refused_lines
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
 from ops.worker import confine, error_parts
@@ -57,8 +57,13 @@ def shadow_job(request: Request) -> dict[str, Any]:
     )
     settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
     export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}
-    note = scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES)
-    return {**report.to_dict(), "read": imported.describe(), "notes": [note], "export": export}
+    told = [*filter(None, [report.refused]), scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES)]
+    return {
+        **report.to_dict(),
+        "read": imported.describe(),
+        "notes": told,
+        "export": export,
+    }
 
 
 def plan_job(request: Request) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def plan_job(request: Request) -> dict[str, Any]:
     return {
         **report.to_dict(),
         "read": imported.describe(),
-        "notes": [*growth_lines(report), *notes(report)],
+        "notes": [*refused_lines(report), *growth_lines(report), *notes(report)],
         "export": {} if first is None else engine_files(first, tables[first.hardware], report),
     }
 
@@ -95,6 +100,10 @@ def log_of(request: Request) -> Imported:
         start_s=request.get("from_s") or 0.0,
         end_s=math.inf if end_s is None else end_s,
         content=request["log"],
+        limit=request.get("limit"),
+        skip_failed=request.get("failed") == "skip",
+        only=request.get("filter"),
+        skip_bad=request.get("skip_bad") or 0,
     )
 
 

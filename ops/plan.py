@@ -33,10 +33,12 @@ from ops.capacity import (
     grid,
     log_summary,
     log_task,
+    longest_request,
     noise,
     on_replicas,
     play_constant,
     play_policy,
+    refused,
     screen,
 )
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
@@ -131,7 +133,7 @@ class PlanReport:
     ``adapting_noise``. ``autoscaling`` is the first plan
     under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
     reason; ``unmet`` the largest fleet of each hardware on which nothing met the objectives; ``warnings`` the
-    catalogue's warnings about the tables of plans, and how many requests are too long for their KV pools.
+    catalogue's warnings about the tables of plans; ``refused`` how many requests are too long to be served, by table.
     """
 
     log: dict[str, Any]
@@ -154,6 +156,7 @@ class PlanReport:
     left_out: dict[str, str]
     unmet: list[Plan]
     warnings: dict[str, list[str]]
+    refused: dict[str, str]
     tried: list[Plan] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,6 +247,7 @@ def make_plan(
         left_out=left_out,
         unmet=[card.largest for card in searches if card.best is None],
         warnings={card.name: warnings for card in searches if (warnings := card.warnings)},
+        refused={card.name: text for card in searches if (text := card.refused)},
         tried=tried,
     )
 
@@ -449,19 +453,21 @@ class _Card:
         return self._tables.kv_pool_tokens(action.quant_tier.value, action.kv_budget, action.spec_length > 0)
 
     def _too_long(self, action: ServeAction) -> float:
-        """Share of requests that need more tokens than the KV pool holds."""
-        served = np.searchsorted(self._request_tokens, self._pool_tokens(action), side="right")
+        """Share of requests that are longer than an engine takes."""
+        most, _ = longest_request(self._tables, self._pool_tokens(action))
+        served = np.searchsorted(self._request_tokens, most, side="right")
         return (len(self._request_tokens) - int(served)) / len(self._request_tokens)
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know of the table, if it has a plan, and of requests that the shown setting refuses."""
-        found = list(self._tables.meta.get("warnings", ())) if self.best is not None else []
-        action = _action_of(self.best or self.largest)
-        if share := self._too_long(action):
-            n, pool_tokens = round(share * len(self._request_tokens)), self._pool_tokens(action)
-            found.insert(0, f"{n} requests are longer than the KV pool ({pool_tokens:,} tokens) and count as refused")
-        return found
+        """What a reader must know of the table, if it has a plan."""
+        return list(self._tables.meta.get("warnings", ())) if self.best is not None else []
+
+    @property
+    def refused(self) -> str:
+        """How many requests the shown setting refuses because of their length."""
+        pool_tokens = self._pool_tokens(_action_of(self.best or self.largest))
+        return refused(self._request_tokens, self._tables, pool_tokens)
 
     def autoscaled(self) -> list[Autoscaled]:
         """The best plan under autoscalers, with its replicas as the maximum."""

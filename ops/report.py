@@ -37,11 +37,15 @@ Rows = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line."""
+    """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line.
+
+    ``refused`` are sentences about requests that are too long to be served; they stand before the tables.
+    """
 
     lead: str
     tables: Mapping[str, Rows]
     lines: Sequence[str]
+    refused: Sequence[str] = ()
 
 
 def plain(value: object) -> str:
@@ -69,6 +73,7 @@ def write_page(
 ) -> Path:
     """Write a report on a log as one HTML file, with ``figures`` by caption and settings ``files`` by engine."""
     parts = [f"<p>{escape(_of_log(log))} {escape(report.lead)}</p>"]
+    parts += [f"<p><strong>{escape(text)}</strong></p>" for text in report.refused]
     for heading, rows in report.tables.items():
         if not rows:
             continue
@@ -131,7 +136,7 @@ def plan_report(report: PlanReport) -> Report:
         *notes(report),
         f"{len(report.tried)} fleets played request by request, in {report.wall_s:.1f} s",
     ]
-    return Report(f"model: {report.model}; objectives: {asked}", tables, lines)
+    return Report(f"model: {report.model}; objectives: {asked}", tables, lines, refused_lines(report))
 
 
 def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:
@@ -174,6 +179,14 @@ def _setting_text(action: Mapping[str, Any], precision: str) -> str:
     drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
     apart = ", prefill apart" if action["prefill_disagg"] else ""
     return f"{precision}, batch {action['batch_size']}, KV {action['kv_budget']:g}{drafts}{apart}"
+
+
+def refused_lines(report: PlanReport) -> list[str]:
+    """Requests that are too long to be served, one sentence for each number of them."""
+    tables: dict[str, list[str]] = {}
+    for name, text in report.refused.items():
+        tables.setdefault(text, []).append(name)
+    return [f"{', '.join(names)}: {text}." for text, names in tables.items()]
 
 
 def notes(report: PlanReport) -> list[str]:
@@ -324,7 +337,7 @@ def shadow_report(report: ShadowReport) -> Report:
         f"them: {shares}.",
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
-    return Report(gpus, tables, lines)
+    return Report(gpus, tables, lines, [f"{report.refused}."] if report.refused else [])
 
 
 def verdict(report: ShadowReport) -> str:

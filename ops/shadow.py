@@ -28,6 +28,7 @@ from ops.capacity import (
     noise,
     on_replicas,
     play_policy,
+    refused,
     screen,
     thinned,
 )
@@ -54,7 +55,8 @@ class ShadowReport:
     """Outcomes on one log with the same GPUs: the user's own configuration, the best constant, then the policies.
 
     ``autoscaling`` is the best constant under autoscalers, with its replicas as the maximum. ``gpu_hour`` is the price
-    of a GPU-hour in ``currency``; None if no price was given.
+    of a GPU-hour in ``currency``; None if no price was given. ``refused`` says how many requests are too long for any
+    setting; it is empty if none is.
     """
 
     log: dict[str, Any]
@@ -68,6 +70,7 @@ class ShadowReport:
     autoscaling: list[Autoscaled] = field(repr=False)
     gpu_hour: float | None = None
     currency: str = ""
+    refused: str = ""
 
     def best(self) -> PolicyOutcome:
         """The recommended policy.
@@ -160,6 +163,7 @@ def shadow(
     outcomes[0] = replace(outcomes[0], action=fixed.to_dict())
     outcomes[1] = replace(outcomes[1], action=action.to_dict())
     hardware = str(tables.meta["hardware"])
+    largest_pool = max(tables.kv_pool_tokens(tier, 1.0, False) for tier in range(tables.n_tiers))
     return ShadowReport(
         log=log_summary(log),
         n_gpus=n_gpus,
@@ -172,6 +176,7 @@ def shadow(
         autoscaling=scaling,
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
+        refused=refused(log.prompt_tokens + log.output_tokens, tables, largest_pool),
     )
 
 

@@ -21,9 +21,9 @@ from inferencegym.models import PRIORITY_CLASSES
 from ops.log.source import MAX_NUMBER, MAX_TOKENS, Source, Value
 from simulator.hardware.tables import FloatArray
 
-QUANTITIES: Final = ("arrival", "prompt", "output", "class", "reused", "status", "blocks", "id", "model")
-"""What a column may hold: a time, three token counts, a priority class, how the request ended, block ids, the request's
-id, the model."""
+QUANTITIES: Final = ("arrival", "prompt", "output", "class", "priority", "reused", "status", "blocks", "id", "model")
+"""What a column may hold: a time, token counts, a priority class, a priority that need not be a class, how the request
+ended, block ids, the request's id, the model."""
 REQUIRED: Final = ("arrival", "prompt", "output")
 UNITS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Units of a time, per second."""
@@ -46,6 +46,7 @@ USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("generation_tokens", "completion_length", "osl", "n_generated_tokens", "output", "completion"),
     ),
     "class": ("class", "class_index"),
+    "priority": ("priority",),
     "reused": ("reused_tokens", "reusable_prefix_tokens"),
     "status": ("status_code", "http_status", "response_status", "status", "success", "error_code", "error"),
     "blocks": ("hash_ids",),
@@ -100,14 +101,15 @@ def parse_columns(text: str) -> Columns:
     return Columns(names, unit)
 
 
-def parse_filter(text: str) -> tuple[str, str]:
-    """Column and value of ``COLUMN=VALUE``."""
+def parse_filter(text: str) -> tuple[str, frozenset[str]]:
+    """Column and allowed values of ``COLUMN=VALUE`` or ``COLUMN=VALUE,VALUE``."""
     column, equals, value = (part.strip() for part in text.partition("="))
     if not column or not equals:
         raise InvalidConfigError(
             f"filter: {short_text(text)!r} is not allowed: it must be COLUMN=VALUE, as in model=llama", "filter"
         )
-    return column, value
+    # A value may itself contain a comma.
+    return column, frozenset({value, *(part.strip() for part in value.split(","))})
 
 
 def find_columns(source: Source, available: Iterable[str], given: Columns | None = None) -> Columns:
@@ -147,7 +149,7 @@ def _usual(quantity: str, there: list[str]) -> str | None:
         whole, last = plain(name), plain(name.rpartition(".")[2])
         if (rank := usual.get(whole, usual.get(last))) is not None:
             found.append((name.count("."), rank, place, name))
-    if quantity in ("status", "id", "model"):  # nested fields of these names describe something else
+    if quantity in ("status", "id", "model", "priority"):  # nested fields of these names describe something else
         found = [f for f in found if f[0] == 0]
     # Rank comes first: `usage.prompt_tokens` is more reliable than a top-level `prompt`, which may be text.
     return min(found, key=lambda f: (f[1], f[0], f[2]))[3] if found else None
@@ -158,10 +160,14 @@ def _listed(names: list[str]) -> str:
 
 
 class Clock:
-    """Reader of a log's times; the first cell decides the format of all."""
+    """Reader of a log's times; the first cell decides the format of all.
+
+    ``assumed`` says that nothing in the log tells the unit, and times were taken for seconds.
+    """
 
     def __init__(self, unit: str | None = None, name: str = "") -> None:
         self._unit = unit
+        self.assumed = False
         if unit is None and (found := _UNIT_SUFFIX.search(name.lower())) is not None:
             self._unit = found[1] if found[1] in UNITS else "s"
         self.form = "" if self._unit is None else f"in {self._unit}"
@@ -188,10 +194,10 @@ class Clock:
         if isinstance(first, str) and np.isnan(number):
             self.form = "ISO 8601" if "/" not in first.partition(":")[0] else "time of a web server's log"
             return
-        self._unit, self.form = "s", "in s"
+        self._unit, self.form, self.assumed = "s", "in s", True
         for least, unit in _EPOCHS:
             if abs(number) >= least:
-                self._unit, self.form = unit, f"epoch {unit}"
+                self._unit, self.form, self.assumed = unit, f"epoch {unit}", False
 
     def _of_dates(self, column: pd.Series, dates: pd.Series, source: Source, name: str) -> FloatArray:
         if dates.isna().any():
@@ -227,14 +233,25 @@ def tokens(column: pd.Series, source: Source, name: str) -> FloatArray:
     return numbers(column, source, name, 0.0, MAX_TOKENS)
 
 
+CLASSES: Final = {
+    **{name: i for i, name in enumerate(PRIORITY_CLASSES)},
+    **{str(i): i for i in range(len(PRIORITY_CLASSES))},
+}
+"""Index of a priority class by its name or number."""
+
+
 def classes(column: pd.Series, source: Source, name: str) -> FloatArray:
     """Cells as priority classes: their names or their numbers."""
-    known = {**{c: i for i, c in enumerate(PRIORITY_CLASSES)}, **{str(i): i for i in range(len(PRIORITY_CLASSES))}}
-    index = np.array([known.get(str(cell).strip(), -1) for cell in column], dtype=np.float64)
-    if (index < 0).any():
-        cell = _cell(column, int(np.flatnonzero(index < 0)[0]), source, name)
-        raise cell.wrong(f"is not allowed: it must be one of {', '.join(known)}")
+    index = classes_or_nan(column)
+    if np.isnan(index).any():
+        cell = _cell(column, int(np.flatnonzero(np.isnan(index))[0]), source, name)
+        raise cell.wrong(f"is not allowed: it must be one of {', '.join(CLASSES)}")
     return index
+
+
+def classes_or_nan(column: pd.Series) -> FloatArray:
+    """Cells as priority classes, NaN where a cell is none."""
+    return np.array([CLASSES.get(str(cell).strip().removesuffix(".0"), np.nan) for cell in column], dtype=np.float64)
 
 
 def failed(column: pd.Series, name: str) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -22,10 +23,12 @@ import pandas as pd
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
 from ops.log.columns import (
+    CLASSES,
     REQUIRED,
     Clock,
     Columns,
     classes,
+    classes_or_nan,
     failed,
     find_columns,
     numbers_or_nan,
@@ -50,6 +53,13 @@ MAX_COLUMNS: Final = 10_000
 """Most columns of a table, or fields of a JSON record, those of nested objects included."""
 MAX_NAME_CHARS: Final = 1_000
 """Longest name of a column, or path of a field (characters)."""
+MAX_SKIP_BAD: Final = 10_000
+"""Most rows that cannot be read and may be left out: with more, the format is the wrong one."""
+TELLING_GAP_S: Final = {True: 2.0, False: 60.0}
+"""Mean time between requests (s) above which numbers without a unit may be ms, by whether all are whole."""
+LEAST_TELLING: Final = 10
+"""Fewest requests whose times may ask for a unit."""
+_BAD_SHOWN: Final = 5
 _RECORDS_SEEN: Final = 100
 """Records searched for columns: not every record has all fields."""
 _LISTS: Final = ("data", "logs", "results", "records", "rows", "items", "requests")
@@ -94,18 +104,26 @@ def import_log(
     content: str | None = None,
     skip_failed: bool = False,
     only: str | None = None,
+    skip_bad: int = 0,
 ) -> Imported:
     """Read a request log, sorted by arrival, starting at 0.
 
     ``columns`` names columns of a table (:func:`ops.log.columns.parse_columns`); others are found by their usual names.
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
-    chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``).
-    ``content`` is the text of a file that was uploaded under the name ``path``. A failed request was still load: if it
-    has a prompt it counts, with the median output of the others, unless ``skip_failed``. Arrivals recorded in coarse
-    steps are spread over their step, in the order of the file. Raises :class:`DataFormatError` naming file, line and
-    field.
+    chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``,
+    ``model=llama,qwen``). Requests of several models are refused unless ``only`` chooses some of them. ``skip_bad`` is
+    how many rows that cannot be read are left out. ``content`` is the text of a file that was uploaded under the name
+    ``path``. A failed request was still load: if it has a prompt it counts, with the median output of the others,
+    unless ``skip_failed``. Arrivals recorded in coarse steps are spread over their step, in the order of the file.
+    Times without a unit that may be ms are refused. Raises :class:`DataFormatError` naming file, line and field.
     """
-    source = Source(Path(path), run, content, skip_failed, None if only is None else parse_filter(only))
+    if not 0 <= skip_bad <= MAX_SKIP_BAD:
+        raise InvalidConfigError(
+            f"--skip-bad={skip_bad} is not allowed: it must be from 0 to {MAX_SKIP_BAD:,}", "skip_bad"
+        )
+    source = Source(
+        Path(path), run, content, skip_failed, None if only is None else parse_filter(only), skip_bad=skip_bad
+    )
     if content is None and source.path.suffix == ".npz":
         return Imported(cut_log(load_trace(str(path))[0], start_s, end_s, str(path), limit), "packed trace")
     if format not in ("auto", *NAMES):
@@ -264,7 +282,14 @@ def _elements(records: list[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(source: Source) -> Iterator[tuple[int, Any]]:
-    return ((source.line, source.object(line).value) for line in source.lines() if line.strip())
+    for line in source.lines():
+        if line.strip():
+            try:
+                value = source.object(line).value
+            except DataFormatError as error:
+                source.leave_out(source.line, error)
+            else:
+                yield source.line, value
 
 
 def _first_object(source: Source, first: str) -> dict[str, Any] | None:
@@ -347,32 +372,92 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     models: Counter[str] = Counter()
     for raw in table.frames:
         if source.only is not None:
-            column, value = source.only
-            raw = raw[np.array([str(cell) == value for cell in raw[column]], dtype=bool)]
-        if "model" in table.columns.names:
-            models.update(map(str, raw[table.columns.names["model"]].dropna()))
-        pieces.append(_numbers_of(source, table, raw).iloc[:room])
-        room -= len(pieces[-1])
+            column, values = source.only
+            raw = raw[np.array([str(cell) in values for cell in raw[column]], dtype=bool)]
+        for piece in _readable(source, table, raw):
+            pieces.append(piece.iloc[:room])
+            room -= len(pieces[-1])
+            if "model" in table.columns.names:
+                models.update(map(str, raw[table.columns.names["model"]].loc[pieces[-1].index].dropna()))
+            if "blocks" in table.columns.names:
+                blocks += _blocks_of(source, table.columns.names["blocks"], raw.loc[pieces[-1].index])
         if sum(map(len, pieces)) > MAX_REQUESTS:
             source.line = max(0, int(pieces[-1].index[-1]))
             raise source.wrong(f"is request {MAX_REQUESTS + 1:,}, one more than a log may hold; cut it with --limit")
-        if "blocks" in table.columns.names:
-            blocks += _blocks_of(source, table.columns.names["blocks"], raw.loc[pieces[-1].index])
         if room <= 0:
             break
     source.line = 0
+    _note_bad(source)
     rows = pd.concat(pieces) if pieces else pd.DataFrame()
     if not len(rows):
         raise source.wrong("holds no requests")
-    _note_duplicates(source, table, rows)
-    rows = _with_outputs(source, rows)
-    if len(models) > 1:
+    _refuse_unknown_unit(source, table, rows)
+    if len(models) > 1 and (source.only is None or source.only[0] != table.columns.names["model"]):
         listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
-        source.notes.append(
-            f"requests of {len(models)} models are taken for one load ({short_text(listed, 200)}); choose one with "
-            f"--filter {table.columns.names['model']}=NAME"
+        name = table.columns.names["model"]
+        raise source.wrong(
+            f"requests of {len(models)} models ({short_text(listed, 200)}) are not one load: choose a model with "
+            f"--filter {name}=NAME, or several that one fleet serves with --filter {name}=NAME,NAME",
+            name,
         )
-    return rows, blocks
+    _note_duplicates(source, table, rows)
+    return _with_outputs(source, _with_classes(source, table, rows)), blocks
+
+
+def _readable(source: Source, table: _Table, raw: pd.DataFrame) -> list[pd.DataFrame]:
+    """Requests of a frame that count, as numbers, without rows that cannot be read, as far as the source allows."""
+    skipped, clock = Counter(source.skipped), copy(table.clock)
+    try:
+        return [_numbers_of(source, table, raw)]
+    except DataFormatError as error:
+        if source.skip_bad == 0:
+            raise
+        source.skipped, table.clock = skipped, clock
+        if len(raw) == 1:
+            source.leave_out(int(raw.index[0]), error)
+            return []
+    half = len(raw) // 2
+    return [*_readable(source, table, raw[:half]), *_readable(source, table, raw[half:])]
+
+
+def _note_bad(source: Source) -> None:
+    """Count the rows that could not be read, and list the first."""
+    if source.bad:
+        source.skipped["cannot be read"] = len(source.bad)
+        shown = list(source.bad.values())[:_BAD_SHOWN]
+        more = f"; and {len(source.bad) - len(shown):,} more" if len(source.bad) > len(shown) else ""
+        source.notes.append(f"rows that cannot be read are left out: {'; '.join(shown)}{more}")
+
+
+def _refuse_unknown_unit(source: Source, table: _Table, rows: pd.DataFrame) -> None:
+    """Refuse times that may be seconds or ms, because nothing names their unit and requests are far apart."""
+    if not table.clock.assumed or len(rows) < LEAST_TELLING:
+        return
+    times = rows["arrival"].to_numpy()
+    gap = float(np.ptp(times)) / (len(times) - 1)
+    if gap > TELLING_GAP_S[bool((times % 1.0 == 0.0).all())]:
+        name = table.columns.names["arrival"]
+        raise source.wrong(
+            f"{name} holds numbers from {times.min():g} to {times.max():g} without a unit: requests are {gap:.3g} s "
+            f"or {gap:.3g} ms apart. Name the unit: --columns arrival={name}:ms or --columns arrival={name}:s",
+            name,
+        )
+
+
+def _with_classes(source: Source, table: _Table, rows: pd.DataFrame) -> pd.DataFrame:
+    """Classes from a priority column, if all of its cells are classes; a note says whether it was used."""
+    if "priority" not in table.columns.names:
+        return rows
+    name = table.columns.names["priority"]
+    if "class" in table.columns.names:
+        source.notes.append(f"{name} is ignored, because {table.columns.names['class']} gives the classes")
+    elif rows["class"].isna().any():
+        source.notes.append(
+            f"{name} is ignored, and all requests are of one class: its cells are not all one of {', '.join(CLASSES)}"
+        )
+    else:
+        source.notes.append(f"{name} gives the class of each request; 0 ({next(iter(CLASSES))}) is served first")
+    return rows.assign(**{"class": 0.0}) if rows["class"].isna().any() else rows
 
 
 def _note_duplicates(source: Source, table: _Table, rows: pd.DataFrame) -> None:
@@ -421,7 +506,7 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
             "arrival": table.clock.seconds(raw[names["arrival"]], source, names["arrival"]),
             "prompt": prompt,
             "output": np.where(lost, np.nan, np.maximum(1.0, output)),
-            "class": classes(raw[names["class"]], source, names["class"]) if "class" in names else 0.0,
+            "class": _classes_of(source, names, raw),
             "reused": np.minimum(reused, prompt),
             "id": _hashes(raw[names["id"]]) if "id" in names else 0,
         },
@@ -431,6 +516,13 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
     _count(source, "failed", out)
     _count(source, "no prompt", (prompt < 1) & ~out)
     return frame[(prompt >= 1) & ~out]
+
+
+def _classes_of(source: Source, names: Mapping[str, str], raw: pd.DataFrame) -> FloatArray | float:
+    """Classes of requests; NaN where a priority column has other values (:func:`_with_classes`)."""
+    if "class" in names:
+        return classes(raw[names["class"]], source, names["class"])
+    return classes_or_nan(raw[names["priority"]]) if "priority" in names else 0.0
 
 
 def _hashes(ids: pd.Series) -> list[int]:

@@ -43,27 +43,45 @@ _SPACE: Final = re.compile(r"\s*")
 class Source:
     """A file being read, or the ``content`` of a file that was uploaded under the name ``path``.
 
-    ``run`` chooses one of several runs, ``skip_failed`` leaves out failed requests, and ``only`` is a column and the
-    value that every request must have in it. Reading sets the other fields: the current line (0: none), the list that
-    records lie ``within``, rows left out by reason, the size of blocks of repeated prefixes, and ``notes``, sentences
-    about the log.
+    ``run`` chooses one of several runs, ``skip_failed`` leaves out failed requests, ``only`` is a column and the values
+    of which every request must have one in it, and ``skip_bad`` how many rows that cannot be read may be left out.
+    Reading sets the other fields: the current line (0: none), the list that records lie ``within``, rows left out by
+    reason, what is wrong with each row that cannot be read (:meth:`leave_out`), the size of blocks of repeated
+    prefixes, and ``notes``, sentences about the log.
     """
 
     path: Path
     run: int | None = None
     content: str | None = field(default=None, repr=False)
     skip_failed: bool = False
-    only: tuple[str, str] | None = None
+    only: tuple[str, frozenset[str]] | None = None
+    skip_bad: int = 0
     line: int = 0
     within: str = ""
     block_tokens: int = BLOCK_TOKENS
     skipped: Counter[str] = field(default_factory=Counter)
+    bad: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def wrong(self, what: str, field: str | None = None) -> DataFormatError:
         """Error with this text about the file and, if it is read by lines, its current line."""
         place = f"{self.path}, line {self.line}" if self.line else str(self.path)
         return DataFormatError(f"{place}: {what}", self.line or None, field)
+
+    def leave_out(self, row: int, error: DataFormatError) -> None:
+        """Leave out a row that cannot be read, known by its line or another number.
+
+        Raises ``error`` if :attr:`skip_bad` is 0, and an error that counts the rows if there are more than it allows.
+        """
+        self.bad[row] = str(error).removeprefix(f"{self.path}, ")
+        if self.skip_bad == 0:
+            raise error
+        if len(self.bad) > self.skip_bad:
+            raise DataFormatError(
+                f"{error}; {len(self.bad):,} rows cannot be read, and --skip-bad allows {self.skip_bad:,}",
+                error.line,
+                error.field,
+            )
 
     @contextmanager
     def reading(self) -> Iterator[None]:

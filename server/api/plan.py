@@ -75,5 +75,6 @@ class PlanAnswer(BaseModel):
     adaptive: list[dict[str, Any]]
     adapting_saves_gpus: int
     autoscaling: list[dict[str, Any]]
+    refused: dict[str, str]
     notes: list[str]
     export: dict[str, str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -22,8 +22,11 @@ _LOG_TEXT: Final = Allowed("the text of a request log")
 _SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 # A name is not only white space, which Python defines more widely than JSON Schema's regular expressions.
-_COLUMN: Final = r"(arrival|prompt|output|class|reused|status|blocks)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
+_COLUMN: Final = (
+    r"(arrival|prompt|output|class|priority|reused|status|blocks|id|model)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
+)
 _COLUMNS: Final = f"^{_COLUMN}(,{_COLUMN})*$"
+_FILTER: Final = r"^[^=]*[^=\s\x85\x1c-\x1f][^=]*=.*$"
 _SOMETHING: Final = "[!-~]"
 """Every log has a printable character; Python and JSON Schema define white space differently."""
 
@@ -48,6 +51,23 @@ class LogRequest(Message):
     columns: Annotated[
         Annotated[str, Field(max_length=1000, pattern=_COLUMNS)] | None,
         Field(description="columns with unusual names, such as arrival=ts:ms,prompt=tokens_in,output=tokens_out"),
+    ] = None
+    filter: Annotated[
+        Annotated[str, Field(max_length=1000, pattern=_FILTER)] | None,
+        Field(
+            description="only requests with one of these values in a column, such as model=llama or model=llama,qwen"
+        ),
+    ] = None
+    failed: Annotated[
+        Literal["count", "skip"] | None,
+        Field(description="failed requests count as demand, with the median output, or are left out (default count)"),
+    ] = None
+    skip_bad: Annotated[
+        Annotated[int, Field(ge=0, le=10_000)] | None,
+        Field(description="number of rows that cannot be read and may be left out (default 0)"),
+    ] = None
+    limit: Annotated[
+        Annotated[int, Field(ge=1, le=2_000_000)] | None, Field(description="only the first requests of the file")
     ] = None
     from_s: Annotated[_Seconds | None, Field(description="first second of the log to use")] = None
     to_s: Annotated[_Seconds | None, Field(description="second of the log at which to stop (not included)")] = None

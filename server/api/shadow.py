@@ -106,4 +106,5 @@ class ShadowAnswer(BaseModel):
     notes: list[str]
     best: str
     undecided: str | None
+    refused: str
     export: dict[str, dict[str, str]]

@@ -22,6 +22,7 @@ from simulator.hardware.sources import fleet_rules_of, operators_of
 from simulator.kernel.serving import CONVENTIONS, ServingParams
 from simulator.load.source import REUSE_LOG2_FIRST, EpisodeRequests
 
+_MORE_THAN_ANY_POOL: Final = 1_000_000_000
 RECENT_STARTS: Final = 50
 """Number of latest requests whose median time from start to first token is the estimate for a waiting request."""
 
@@ -60,7 +61,8 @@ class Second(TypedDict):
 class ReferenceEpisode:
     """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics.
 
-    Without ``by_class`` requests are served first come first served, as in engines without priorities.
+    Without ``by_class`` requests are served first come first served, as in engines without priorities. Requests of more
+    than ``context_tokens`` are refused, as those are that no KV pool holds.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class ReferenceEpisode:
         seed: int,
         rolling_restart: RollingRestart = "recompute",
         by_class: bool = True,
+        context_tokens: int | None = None,
     ) -> None:
         self._params = params
+        self._context_tokens = context_tokens
         self._by_class = by_class
         self._requests = requests
         self._seed = seed
@@ -201,9 +205,11 @@ class ReferenceEpisode:
             each = self._requests
             priority = each.class_index if self._by_class else None
             acceptance = self._params.acceptance_of(each.arrival_s, each.class_index)
-            requests = Requests(
-                each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens, acceptance
-            )
+            outputs = each.output_tokens
+            if self._context_tokens is not None:
+                too_long = each.prompt_tokens + outputs > self._context_tokens
+                outputs = np.where(too_long, _MORE_THAN_ANY_POOL, outputs)
+            requests = Requests(each.arrival_s, each.prompt_tokens, outputs, priority, each.reused_tokens, acceptance)
             self._simulation = Simulation(fleet, requests, self._seed)
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)

@@ -54,6 +54,12 @@ def usual_name(model: str) -> str:
     return next((name for name in models() if _same_model(name, model)), model)
 
 
+def context_tokens(model: str) -> int | None:
+    """Longest request (prompt and answer, tokens) that an engine takes for this model; None for unknown models."""
+    known = hardware_data()["context_tokens"]
+    return next((known[name] for name in hardware_data()["models"] if _same_model(name, model)), None)
+
+
 def cards() -> tuple[str, ...]:
     """Cards with shipped tables; prices are given per card."""
     return tuple(dict.fromkeys(str(entry["card"]) for entry in table_index().values()))

@@ -38,7 +38,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_
 BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
 6.5,ChatGPT,1087,230,1317,Conversation log
-7,GPT-4,300,0,300,API log
+7,ChatGPT,300,0,300,API log
 """
 
 

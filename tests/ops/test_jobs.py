@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ops.jobs import respond
+from ops.log.columns import QUANTITIES
+from server.api.request_log import LogRequest
 from tests.servers import PATIENCE_S, ROOT, RunningServer, running_server, until
 
 FEW = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},{200 + i},{50}\n" for i in range(40))
@@ -26,6 +28,27 @@ JOB = {"log": FEW, "policies": ["naive"]}
 PLAN = {"log": FEW, "objectives": ["ttft_p99=500"], "model": "llama-3.1-8b"}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+
+
+def test_an_uploaded_log_is_read_by_the_rules_of_the_command_line() -> None:
+    rows = ["0,200,50,llama,200", "1,many,50,llama,200", "2,300,50,qwen,200", "3,300,0,llama,500", "4,200,50,llama,200"]
+    log = "time,input,output,model,status\n" + "\n".join(rows)
+    job = {"log": log, "policies": ["naive"], "gpus": 1}
+    status, error = respond("shadow", job)
+    assert (status, error["field"], error["line"]) == (2, "input", 3)
+    status, error = respond("shadow", {**job, "skip_bad": 1})
+    assert status == 2
+    assert "requests of 2 models (llama: 3, qwen: 1) are not one load: choose a model with filter" in error["message"]
+    status, answer = respond("shadow", {**job, "skip_bad": 1, "filter": "model=llama"})
+    assert (status, answer["log"]["requests"]) == (0, 3)
+    assert answer["read"]["skipped"] == {"cannot be read": 1}
+    status, answer = respond("shadow", {**job, "skip_bad": 1, "filter": "model=llama", "failed": "skip"})
+    assert (answer["log"]["requests"], answer["read"]["skipped"]) == (2, {"failed": 1, "cannot be read": 1})
+
+
+def test_every_quantity_of_a_log_may_be_named_in_a_request() -> None:
+    named = ",".join(f"{quantity}=column" for quantity in QUANTITIES)
+    assert LogRequest.model_validate({"log": FEW, "columns": named}).columns == named
 
 
 def jobs_of(server: RunningServer) -> list[int]:

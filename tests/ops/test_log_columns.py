@@ -299,7 +299,7 @@ def test_text_that_utf8_cannot_hold_is_refused_like_other_text(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_requests_of_several_models_are_named_and_one_is_chosen_by_a_filter(tmp_path: Path, kind: str) -> None:
+def test_several_models_are_no_one_load_and_a_filter_chooses_among_them(tmp_path: Path, kind: str) -> None:
     models = ["a", "b", "a"]
     frame = pd.DataFrame({"time": AFTER_S, "input_tokens": PROMPTS, "output_tokens": OUTPUTS, "model": models})
     path = tmp_path / f"log.{kind}"
@@ -309,16 +309,92 @@ def test_requests_of_several_models_are_named_and_one_is_chosen_by_a_filter(tmp_
         frame.to_json(path, orient="records", lines=True)
     else:
         frame.to_parquet(path)
-    told = "requests of 2 models are taken for one load (a: 2, b: 1); choose one with --filter model=NAME"
-    assert import_log(path).notes == [told]
+    told = r"requests of 2 models \(a: 2, b: 1\) are not one load: choose a model with --filter model=NAME"
+    with pytest.raises(DataFormatError, match=told):
+        import_log(path)
     one = import_log(path, only="model=a")
     assert (one.log.prompt_tokens.tolist(), one.notes) == ([100, 300], [])
+    assert import_log(path, limit=1).log.prompt_tokens.tolist() == [100]
+    check(import_log(path, only="model=a,b"))
     with pytest.raises(DataFormatError, match="holds no requests"):
         import_log(path, only="model=c")
     with pytest.raises(DataFormatError, match="no column 'user' for filter; there are time, input_tokens"):
         import_log(path, only="user=a")
     with pytest.raises(InvalidConfigError, match="COLUMN=VALUE"):
         import_log(path, only="a")
+
+
+def priorities(path: Path, cells: list[str], **asked: str) -> tuple[list[int], list[str]]:
+    rows = zip(AFTER_S, PROMPTS, OUTPUTS, cells, strict=True)
+    path.write_text("time,input,output,priority\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    imported = import_log(path, **asked)
+    return imported.log.class_index.tolist(), list(imported.notes)
+
+
+def test_a_priority_column_is_used_if_its_cells_are_classes_and_said_to_be_ignored_otherwise(tmp_path: Path) -> None:
+    used = "priority gives the class of each request; 0 (interactive) is served first"
+    assert priorities(tmp_path / "log.csv", ["2", "0", "1"]) == ([2, 0, 1], [used])
+    assert priorities(tmp_path / "log.csv", ["batch", "interactive", "2"]) == ([1, 0, 2], [used])
+    index, (note,) = priorities(tmp_path / "log.csv", ["high", "low", "low"])
+    assert (index, note.split(":")[0]) == ([0, 0, 0], "priority is ignored, and all requests are of one class")
+    with pytest.raises(DataFormatError, match="line 2: priority='high' is not allowed: it must be one of interactive"):
+        priorities(tmp_path / "log.csv", ["high", "low", "low"], columns="class=priority")
+
+
+def spaced(path: Path, times: list[float], name: str = "t") -> Path:
+    path.write_text(f"{name},input,output\n" + "".join(f"{t:g},100,10\n" for t in times))
+    return path
+
+
+def test_times_that_may_be_ms_or_seconds_ask_for_their_unit(tmp_path: Path) -> None:
+    every_130 = [130.0 * i for i in range(20)]
+    path = spaced(tmp_path / "log.csv", every_130)
+    told = "t holds numbers from 0 to 2470 without a unit: requests are 130 s or 130 ms apart"
+    with pytest.raises(DataFormatError, match=told):
+        import_log(path)
+    assert import_log(path, columns="arrival=t:ms").log.arrival_s[-1] == pytest.approx(2.47)
+    assert import_log(path, columns="arrival=t:s").log.arrival_s[-1] == 2470
+    assert import_log(spaced(path, every_130, "timestamp_ms")).log.arrival_s[-1] == pytest.approx(2.47)
+    # Ten times a second, with fractions: nobody writes microseconds as ms. In whole numbers, several in each second.
+    for times in ([0.1 * i for i in range(20)], [float(i // 3) for i in range(20)]):
+        assert import_log(spaced(path, times)).columns["arrival"] == "t (in s)"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_rows_that_cannot_be_read_are_left_out_listed_and_counted_up_to_the_number_allowed(
+    tmp_path: Path, kind: str
+) -> None:
+    good = [f"{time},{prompt},{output}" for time, prompt, output in zip(AFTER_S, PROMPTS, OUTPUTS, strict=True)]
+    if kind == "csv":
+        text = "\n".join(["time,input,output", "soon,5,5", good[0], "0.2,-4,2", "0.3,many,5", *good[1:]])
+        lines_of = ("line 2: time='soon' is not a", "line 4: input='-4' is not allowed", "line 5: input='many'")
+    else:
+        records = [
+            json.dumps(dict(zip(("time", "input", "output"), map(float, row.split(",")), strict=True))) for row in good
+        ]
+        text = "\n".join([records[0], '{"time": 1, "input": -4, "output": 2}', "{cut", '{"time": 2}', *records[1:]])
+        lines_of = ("line 2: input=-4 is not allowed", "line 3: is not JSON", "line 4: input is missing")
+    path = tmp_path / f"log.{kind}"
+    path.write_text(text)
+    with pytest.raises(DataFormatError):
+        import_log(path)
+    with pytest.raises(DataFormatError, match="3 rows cannot be read, and --skip-bad allows 2"):
+        import_log(path, skip_bad=2)
+    imported = import_log(path, skip_bad=3)
+    check(imported)
+    assert imported.skipped == {"cannot be read": 3}
+    (note,) = imported.notes
+    assert note.startswith("rows that cannot be read are left out: ")
+    assert all(line in note for line in lines_of)
+    with pytest.raises(InvalidConfigError, match="--skip-bad=-1 is not allowed"):
+        import_log(path, skip_bad=-1)
+
+
+def test_a_whole_file_of_another_kind_is_refused_however_many_rows_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("time,input,output\n" + "a,b,c\n" * 40)
+    with pytest.raises(DataFormatError, match="31 rows cannot be read, and --skip-bad allows 30"):
+        import_log(path, skip_bad=30)
 
 
 def test_a_format_that_nobody_reads_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
 from ops.plan import MAX_GPUS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
 from ops.prices import Prices
-from ops.report import notes
+from ops.report import notes, plan_report
 from ops.shadow import shadow
 from server.api.web import PAGE_DIR
 from simulator.hardware.catalogue import models, table_path, tables_named
 from simulator.hardware.tables import load_tables
+from simulator.load.recorded import save_trace
 from simulator.load.requests import RequestLog
 from tests.known_engine import table_file
 from tests.ops.test_shadow import flood
@@ -155,15 +156,41 @@ def test_objectives_that_no_fleet_meets_have_no_plan() -> None:
     assert impossible.growth == []
 
 
-def test_requests_longer_than_the_kv_pool_count_as_refused() -> None:
+def test_requests_that_no_engine_takes_count_as_refused() -> None:
     requests = log()
     prompts = requests.prompt_tokens.copy()
     prompts[::50] = 1_000_000
     too_long = (len(prompts) + 49) // 50
     found = make_plan(replace(requests, prompt_tokens=prompts), LENIENT, registered_tables(A100[:1]), policies=())
     assert all(plan.share_in_time <= 1 - too_long / len(prompts) for plan in found.tried)
-    assert f"{too_long} requests are longer than the KV pool (" in notes(found)[0]
+    (line,) = plan_report(found).refused
+    assert line.startswith(f"{A100[0]}: {too_long} of {len(prompts):,} requests")
+    assert "count as refused: they are longer than the model's context, 131,072 tokens" in line
     assert not found.plans
+
+
+def test_requests_longer_than_the_models_context_count_as_refused_and_are_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = log()
+    prompts = requests.prompt_tokens.copy()
+    prompts[::50] = 45_000
+    too_long = (len(prompts) + 49) // 50
+    path = tmp_path / "log.npz"
+    save_trace(path, replace(requests, prompt_tokens=prompts), {})
+    asked = ["plan", "--trace", str(path), "--hardware", "b200-qwen3-32b", "--objective", "ttft_p95=20000"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # 20 s are plenty for such a prompt, and the pool holds 360,000 tokens: only the context of 40,960 refuses them.
+    assert max(plan["share_in_time"] for plan in found["tried"]) == pytest.approx(1 - too_long / len(prompts))
+    told = (
+        f"{too_long} of {len(prompts):,} requests ({too_long / len(prompts):.1%}) count as refused: they are longer "
+        "than the model's context, 40,960 tokens"
+    )
+    assert found["refused"] == {"b200-qwen3-32b": told}
+    assert main(asked) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.index(f"b200-qwen3-32b: {told}.") == 1 + next(i for i, t in enumerate(printed) if "objectives:" in t)
 
 
 def test_the_busiest_part_of_a_log_has_the_most_tokens() -> None:
