@@ -39,7 +39,7 @@ class PlanTab {
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
           el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts),
-            field("Price per GPU hour", this.prices, "Your price of each card; cards without a price are left out. If empty, plans are ordered by number of GPUs."), field("Currency", this.currency)),
+            ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without a price are left out. If empty, plans are ordered by number of GPUs."), field("Currency", this.currency)),
           this.cards),
         this.out));
     this.offer();

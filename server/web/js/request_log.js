@@ -17,6 +17,10 @@ export class LogBox extends DropBox {
       onText: (text, name) => { if (name) this.name = name; }, onProblem,
     });
     this.name = "log.csv";
+    this.columns = el("input", { type: "text", maxlength: "1000", placeholder: "arrival=ts:ms,prompt=in" });
+    this.filter = el("input", { type: "text", maxlength: "1000", placeholder: "model=llama-3.1-8b" });
+    /** Fields that say how the log is read. */
+    this.fields = [field("Columns of the log", this.columns, "Only for unusual names, or times without a unit."), field("Only rows with", this.filter, "One model, if the log has several.")];
     this.example = el("button", { type: "button", text: example, on: { click: () => this.takeExample() } });
   }
 
@@ -29,9 +33,10 @@ export class LogBox extends DropBox {
     }
   }
 
-  /** The log as requests have it: its text, and a name whose ending tells CSV from JSON. */
+  /** The log as requests have it: its text, a name whose ending tells CSV from JSON, and how to read it. */
   get body() {
-    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv" };
+    const given = ({ value }) => value.trim() || undefined;
+    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", columns: given(this.columns), filter: given(this.filter) };
   }
 }
 

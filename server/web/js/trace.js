@@ -54,7 +54,7 @@ class Trace {
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
           el("div", { class: "controls stacked" }, field("Fleet and objectives", this.task), field("Hardware", this.hardware)),
           el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo),
-            field("From second", this.from), field("To second", this.to)),
+            field("From second", this.from), field("To second", this.to), ...this.box.fields),
           el("fieldset", {}, el("legend", { text: "Your configuration" }), this.fixed.node),
           this.policies),
         this.out));
