@@ -34,8 +34,18 @@ def serve_virtually(law: Law, lengths: list[tuple[int, int]], clients: int, way_
 
     Half of ``way_s`` lies between a client and the engine in either direction; times are the engine's.
     """
-    todo, finished = list(lengths), []
-    waiting = [Served(*todo.pop(0), 0.0) for _ in range(min(clients, len(todo)))]
+    first, later = lengths[:clients], lengths[clients:]
+    return _serve(law, [Served(*each, 0.0) for each in first], later, way_s)
+
+
+def serve_arrivals_virtually(law: Law, arrivals: list[tuple[float, int, int]]) -> list[Served]:
+    """Requests (s, prompt, output) that an engine with this law serves as they arrive, without waiting for it."""
+    return _serve(law, [Served(prompt, output, at_s) for at_s, prompt, output in arrivals], [], 0.0)
+
+
+def _serve(law: Law, waiting: list[Served], todo: list[tuple[int, int]], way_s: float) -> list[Served]:
+    """Serve the waiting requests; a client whose request has ended sends the next one of ``todo``."""
+    todo, finished = list(todo), []
     running: list[Served] = []
     now = 0.0
     while waiting or running:
