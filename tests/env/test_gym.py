@@ -141,7 +141,8 @@ def test_a_task_of_a_users_file_is_registered(tmp_path: Path) -> None:
 def test_gymnasiums_checker_has_nothing_to_say_about_serving(env_id: str, action: str, observation: str) -> None:
     # Warnings are errors in these tests.
     env = gymnasium.make(env_id, action=action, observation=observation, config=SHORT)
-    check_env(env.unwrapped)
+    # A task looks the same in every format.
+    check_env(env.unwrapped, skip_render_check=(action, observation) != ("box", "raw"))
     env.close()
 
 
