@@ -409,7 +409,7 @@ def test_starts_have_settings_for_calm_flood_and_the_seconds_before_it_and_move_
 
 
 def test_no_policy_that_may_not_move_a_knob_beats_the_free_one_on_the_seeds_it_was_chosen_on() -> None:
-    task = get_task(1)
+    task = replace(get_task(1), episode_length=40)
     # A poor policy of the free search: searches with a frozen knob find better ones, which the free search may use too.
     poor = constant_policy(np.array([0.5, 0, 8, 0, 0]))
     rows = ablate(task, poor, ServeAction(0.9, 0, 64, False, QuantTier.FP16), TINY, seeds=TINY.validation)
@@ -438,7 +438,7 @@ def test_neighbours_are_other_choices_or_nearby_values_within_bounds() -> None:
 
 
 def test_calibration_measures_what_it_claims(tmp_path: Path) -> None:
-    task = replace(get_task(2), episode_length=60)
+    task = replace(get_task(2), episode_length=30)
     solved = calibrate(task, TINY)
     c = solved.calibration
     naive = run_episodes(task, NaiveAgent(), CALIBRATION_SEEDS, calibration=c)

@@ -906,22 +906,6 @@ def test_the_traffic_environment_can_stand_at_the_root(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- OpenEnv's own tools
 
 
-def test_openenv_finds_the_running_server_valid(server: RunningServer) -> None:
-    command = [Path(sys.executable).with_name("openenv"), "validate", "--url", server.url]
-    verdict = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (verdict.returncode, "Verdict: PASS" in verdict.stdout) == (0, True), verdict.stdout + verdict.stderr
-
-
-def test_the_server_process_loads_neither_openenv_nor_what_it_brings_along() -> None:
-    program = (
-        "import sys; from server.app import create_app; create_app(); heavy = "
-        "('openenv', 'fastmcp', 'gradio', 'openai', 'anthropic', 'torch', 'pandas', 'pyarrow', 'scipy'); "
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
-
-
 def test_openenvs_discovery_finds_client_action_and_observation(server: RunningServer, tmp_path: Path) -> None:
     program = """
 import sys
