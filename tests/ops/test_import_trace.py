@@ -295,29 +295,23 @@ def test_an_imported_trace_is_a_task_that_plays_and_grades(tmp_path: Path, monke
     from env.inference_env import InferenceEnv
     from grader.grader import GraderModule
 
+    one = {"kv_budget": (0.9,), "spec_length": (0,), "batch_size": (32,), "prefill_disagg": (0,), "quant_tier": (1,)}
     small = Budget(
-        grid={
-            "kv_budget": (0.9,),
-            "spec_length": (0,),
-            "batch_size": (16, 64),
-            "prefill_disagg": (0,),
-            "quant_tier": (0, 1),
-        },
-        coarse={
-            "kv_budget": (0.9,),
-            "spec_length": (0,),
-            "batch_size": (32,),
-            "prefill_disagg": (0,),
-            "quant_tier": (1,),
-        },
+        grid=one | {"batch_size": (16, 64), "quant_tier": (0, 1)},
+        coarse=one,
+        stages=(one, one),
         seeds=range(2000, 2002),
+        quick_seeds=range(2000, 2001),
         validation=range(3000, 3002),
+        finalists=1,
         gates_kept=1,
         population=8,
         generations=1,
     )
-    (tmp_path / "my.csv").write_text(azure_hour())
-    written = write_trace_task(import_log(tmp_path / "my.csv"), "my-trace", tmp_path / "out", budget=small)
+    (tmp_path / "my.csv").write_text(azure_minute())
+    short = {"episode_length": 40}
+    imported = import_log(tmp_path / "my.csv")
+    written = write_trace_task(imported, "my-trace", tmp_path / "out", settings=short, budget=small)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["my-trace.json", "my-trace.npz"]
     monkeypatch.setenv(TASKS_ENV, str(written.task_file))
     task = get_task("my-trace")
@@ -330,13 +324,13 @@ def test_an_imported_trace_is_a_task_that_plays_and_grades(tmp_path: Path, monke
     assert 0.0 < GraderModule().score("my-trace", env.episode_log)["score"] < 1.0
 
 
-def azure_hour() -> str:
+def azure_minute() -> str:
     rng = np.random.default_rng(5)
-    moments = np.cumsum(rng.exponential(0.5, 400))
+    moments = np.cumsum(rng.exponential(0.5, 120))
     start = datetime(2024, 5, 10)
     lines = [
         f"{start + timedelta(seconds=float(m))},{p},{o}"
-        for m, p, o in zip(moments, rng.integers(50, 900, 400), rng.integers(5, 200, 400), strict=True)
+        for m, p, o in zip(moments, rng.integers(50, 900, 120), rng.integers(5, 200, 120), strict=True)
     ]
     return azure("\n".join(lines) + "\n")
 

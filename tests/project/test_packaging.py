@@ -12,8 +12,9 @@ import stat
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,15 @@ def test_pip_needs_nothing_that_a_pin_file_lacks(name: str) -> None:
     assert lacking == {}, "`pip install -r` would refuse the file"
 
 
+@cache
+def distributions_by_module() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
 def imported_distributions(package: str) -> dict[str, str]:
     """Third-party distributions that a package imports anywhere, functions included, and one file that does."""
     found: dict[str, str] = {}
-    owners = importlib.metadata.packages_distributions()
+    owners = distributions_by_module()
     for path in (ROOT / package).rglob("*.py"):
         if path.parent.name == "snippets":
             continue  # shown by the page, run by whoever copies it
@@ -190,17 +196,6 @@ def test_the_tree_holds_no_symbolic_link() -> None:
 def test_the_manifest_states_the_version_of_the_package() -> None:
     manifest = yaml.safe_load((ROOT / "openenv.yaml").read_text(encoding="utf-8"))
     assert manifest["version"] == inferencegym.__version__
-
-
-def test_openenv_finds_the_tree_valid(tmp_path: Path) -> None:
-    tree = copy_of_the_tree(tmp_path / "tree")
-    verdict = subprocess.run(
-        [Path(sys.executable).with_name("openenv"), "validate", str(tree), "--level", "static"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (verdict.returncode, "Verdict: PASS" in verdict.stdout) == (0, True), verdict.stdout + verdict.stderr
 
 
 @pytest.mark.slow
