@@ -55,12 +55,13 @@ def observation_table() -> str:
 
 
 def task_table() -> str:
-    """Every registered task: traffic, fleet, objectives and knobs."""
+    """Every registered task: traffic, fleet, objectives and knobs, and what adapting gains."""
     from inferencegym.tasks import list_tasks
 
+    gaps = {str(report["task"]): report["adaptive_gap"] for report in quality_reports()}
     lines = [
-        "| id | task | difficulty | arrivals/s | floods | replicas | objective TTFT | live knobs |",
-        "|---|---|---|---|---|---|---|---|",
+        "| id | task | difficulty | arrivals/s | floods | replicas | objective TTFT | live knobs | adaptive gap |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for t in list_tasks(include_recorded=True):
         burst = "none"
@@ -74,8 +75,47 @@ def task_table() -> str:
         rate = "recorded" if t.recorded else f"{t.arrival_rate_rps:g}"
         lines.append(
             f"| `{t.task_id}` | {t.name} | {difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
-            f" {t.slo_target_ms:g} ms | {knobs} |"
+            f" {t.slo_target_ms:g} ms | {knobs} | {adaptive_gap(gaps[str(t.task_id)])} |"
         )
+    return "\n".join(lines)
+
+
+def quality_reports() -> list[dict[str, Any]]:
+    """Reports of `inferencegym quality all --json`."""
+    reports: list[dict[str, Any]] = json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))
+    return reports
+
+
+def adaptive_gap(gap: dict[str, Any]) -> str:
+    """The adaptive gap of a report, and whether the task is static."""
+    return f"{gap['over_constant']['mean']:.4f}" + " (static)" * gap["static"]
+
+
+def quality() -> str:
+    """What each task rewards: a row per report."""
+    lines = [
+        "| task | random | naive | vLLM's defaults | rules | best constant | best timetable | best that observes "
+        "| adaptive gap | ceiling over best | serves few: score, unserved |",
+        "|" + "---|" * 11,
+    ]
+    for report in quality_reports():
+        separation, floor, game = report["difficulty_separation"], report["adversarial_floor"], report["gameability"]
+        policies = (
+            floor["random"],
+            separation["naive"],
+            game["vllm_defaults"],
+            separation["rules"],
+            game["best_constant"],
+            game["best_timetable"],
+            report["adaptive_gap"]["policy"],
+        )
+        few = floor["serves_few"]
+        refusing = "none" if few is None else f"{few['score']['mean']:.3f}, {few['unserved_share']:.0%}"
+        cells = [f"{each['score']['mean']:.3f}" for each in policies]
+        cells[-1] += f" ({policies[-1]['policy']})"
+        cells += [adaptive_gap(report["adaptive_gap"]), f"{report['headroom']['gap']:.3f}"]
+        cells.append(f"**{refusing}**" if game["refusing_pays"] else refusing)
+        lines.append(f"| `{report['task']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -291,6 +331,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observation-table": observation_table,
     "task-table": task_table,
     "calibration-table": calibration_table,
+    "quality": quality,
     "cards": cards,
     "catalogue": catalogue,
     "held_back": held_back,

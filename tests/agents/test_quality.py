@@ -1,0 +1,70 @@
+"""The quality report of a task: its figures can be played again, and they name what a task pays for."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agents.evaluate import evaluate
+from agents.quality import FEW, quality, text
+from agents.seeds import held_out_seeds
+from cli.main import main
+from inferencegym.tasks import get_task
+
+EPISODES = 3
+
+
+@lru_cache(maxsize=4)
+def report(task_id: int | str) -> dict[str, Any]:
+    return quality(get_task(task_id), episodes=EPISODES, generations=2)
+
+
+def test_every_policy_of_a_report_scores_the_same_when_it_is_played_again() -> None:
+    found, seeds = report(2), held_out_seeds(EPISODES)
+    best = found["adaptive_gap"]["policy"]
+    constant = found["gameability"]["best_constant"]
+    again = {
+        best["policy"]: best["score"]["mean"],
+        "random": found["adversarial_floor"]["random"]["score"]["mean"],
+        f"constant:{json.dumps(constant['knobs'])}": constant["score"]["mean"],
+    }
+    for name, mean in again.items():
+        assert evaluate(name, get_task(2), seeds).scores.mean() == pytest.approx(mean, abs=1e-12)
+    gap = found["adaptive_gap"]["over_constant"]["mean"]
+    assert gap == pytest.approx(best["score"]["mean"] - constant["score"]["mean"], abs=1e-12)
+
+
+def test_no_policy_of_the_report_is_above_the_ceiling_on_the_ceiling_seeds() -> None:
+    for task_id in (1, 2):
+        room = report(task_id)["headroom"]
+        assert room["gap"] == room["ceiling"] - room["best_known"] >= 0.0
+
+
+def test_a_constant_that_serves_few_and_beats_the_defaults_is_named() -> None:
+    """Task 2 grades the median time to first token and the memory, and not the requests that are refused."""
+    found = report(2)
+    few, defaults = found["adversarial_floor"]["serves_few"], found["gameability"]["vllm_defaults"]
+    assert few["unserved_share"] > FEW > defaults["unserved_share"]
+    assert found["gameability"]["refusing_pays"]
+    again = evaluate(f"constant:{json.dumps(few['knobs'])}", get_task(2), held_out_seeds(EPISODES))
+    assert again.scores.mean() > defaults["score"]["mean"]
+
+
+def test_a_task_on_which_no_policy_beats_a_constant_is_static() -> None:
+    gap = report(1)["adaptive_gap"]
+    assert gap["static"]
+    assert abs(gap["over_constant"]["mean"]) < 0.02
+    assert "static" in text(report(1))
+
+
+def test_the_command_prints_the_reports_of_its_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"--episodes={EPISODES}", "--generations=2"]
+    assert main(["quality", "1", *options, "--json"]) == 0
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert np.isclose(printed["headroom"]["ceiling"], report(1)["headroom"]["ceiling"])
+    assert main(["quality", "1", *options]) == 0
+    assert capsys.readouterr().out.strip() == text(report(1))
