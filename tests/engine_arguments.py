@@ -2,8 +2,9 @@
 
 ``python -m tests.engine_arguments vllm`` (or ``sglang``), run where that engine is installed, writes what its parser
 says of the options that exports use to ``tests/engines/ENGINE.json``.
-``python -m tests.engine_arguments vllm --read FILE SLOTS DRAFTS`` prints what vLLM makes of a configuration file, so
-that tests can ask a vLLM in an environment of its own.
+``python -m tests.engine_arguments vllm --read FILE SLOTS DRAFTS`` prints what vLLM makes of a configuration file, and
+``vllm --fit FILE MODEL POOL_BYTES`` what its own memory arithmetic makes of it with a KV pool of that size, so that
+tests can ask a vLLM in an environment of its own.
 """
 
 from __future__ import annotations
@@ -69,8 +70,35 @@ def read_by_vllm(path: str, slots: int, drafts: int) -> dict[str, Any]:
     }
 
 
+def fitted_by_vllm(path: str, model: str, pool_bytes: int) -> dict[str, Any]:
+    """Context and blocks with which vLLM starts in a KV pool of this size; ``error`` is why it refuses to start."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    read = parser_of("vllm").parse_args(["--model", model, "--config", path])
+    config = EngineArgs.from_cli_args(read).create_engine_config()
+    shape, parallel = config.model_config, config.parallel_config
+    layer = FullAttentionSpec(
+        block_size=16, num_kv_heads=shape.get_num_kv_heads(parallel), head_size=shape.get_head_size(), dtype=shape.dtype
+    )
+    layers = {f"model.layers.{i}.self_attn": layer for i in range(shape.get_num_layers(parallel))}
+    resolve_kv_cache_layout(config, [["LBNHC", "LBHNC"]], [layer])
+    found = {"prefix_caching": config.cache_config.enable_prefix_caching}
+    try:
+        (fitted,) = get_kv_cache_configs(config, [layers], [pool_bytes])
+    except ValueError as error:
+        return {**found, "error": str(error)}
+    return {**found, "blocks": fitted.num_blocks, "max_model_len": shape.max_model_len}
+
+
 def main() -> None:
     engine = sys.argv[1]
+    if "--fit" in sys.argv:
+        path, model, pool_bytes = sys.argv[3:]
+        sys.stdout.write(json.dumps(fitted_by_vllm(path, model, int(pool_bytes))) + "\n")
+        return
     if "--read" in sys.argv:
         path, slots, drafts = sys.argv[3:]
         sys.stdout.write(json.dumps(read_by_vllm(path, int(slots), int(drafts))) + "\n")

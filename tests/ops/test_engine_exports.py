@@ -14,9 +14,15 @@ import pytest
 import yaml
 
 from inferencegym.tasks import table_index
-from ops.export import EXPORTS, EngineSettings
+from ops.export import EXPORTS, EngineSettings, engine_files
+from ops.objectives import parse_objective
+from ops.plan import make_plan
+from simulator.hardware.catalogue import table_path
+from simulator.hardware.sources import reported_gb
+from simulator.hardware.tables import ServingTables, load_tables
 from tests.engine_arguments import RECORDS, parser_of, recorded
 from tests.live_engine import engine_python
+from tests.ops.test_shadow import flood
 from tests.servers import ROOT
 
 PLAIN = EngineSettings(("One.",), 128, 0.94, 0.9, "BF16", [], False, 2048)
@@ -32,6 +38,19 @@ FULL = EngineSettings(
     tensor_parallel=2,
 )
 INT4 = EngineSettings((), 64, 0.9, 0.85, "INT4", [(1, 64, 8, "policy")], False, 2048)
+QWEN3_32B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+"""Shape of Qwen3-32B."""
 AUTO_FIT = -1
 """How vLLM reads ``max-model-len: auto``."""
 TIERS = sorted({tier for entry in table_index().values() for tier in entry["tiers"]})
@@ -119,21 +138,76 @@ def test_sglang_verifies_one_token_more_than_it_drafts() -> None:
     assert config["disaggregation-mode"] == "decode"
 
 
-@ALL
-@pytest.mark.engine
-def test_vllms_own_parser_and_schedule_accept_the_export(tmp_path: Path, settings: EngineSettings) -> None:
-    file = tmp_path / "vllm.yaml"
-    file.write_text(EXPORTS["vllm"](settings, "my/eagle"))
-    arguments = ["vllm", "--read", str(file), str(settings.max_num_seqs), str(settings.draft_tokens)]
+def asked_of_vllm(*arguments: str) -> dict[str, Any]:
+    """What ``tests.engine_arguments`` prints in the environment in which vLLM is installed."""
     answer = subprocess.run(
-        [engine_python(), "-m", "tests.engine_arguments", *arguments],
+        [engine_python(), "-m", "tests.engine_arguments", "vllm", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
         capture_output=True,
         text=True,
     )
-    read = json.loads(answer.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+@ALL
+def test_the_context_is_what_fits_and_prefix_caching_is_the_engines_default(settings: EngineSettings) -> None:
+    vllm, sglang = config_of("vllm", settings), config_of("sglang", settings)
+    assert vllm["max-model-len"] == "auto"
+    assert not [name for name in (*vllm, *sglang) if "prefix-caching" in name or "radix" in name]
+
+
+def test_the_memory_share_leaves_the_planned_kv_pool() -> None:
+    plan, tables, files = planned("h100-qwen3-32b")
+    share = yaml.safe_load(files["vllm"])["gpu-memory-utilization"]
+    memory = tables.meta["memory_gb"]
+    beside = tables.weights_gb[0] + memory["activations_gb"] + memory["workspace_gb"]
+    pool_gb = share * reported_gb(tables.meta) - float(beside)
+    planned_gb = tables.kv_pool_tokens(0, plan.action["kv_budget"], False) * tables.meta["kv_bytes_per_token"] / 1e9
+    assert pool_gb == pytest.approx(planned_gb, abs=0.01 * reported_gb(tables.meta))
+
+
+def planned(table: str) -> tuple[Any, ServingTables, dict[str, str]]:
+    """A plan in the table's first precision, without drafts, and its configuration files."""
+    tables = load_tables(table_path(table))
+    report = make_plan(
+        flood(20, 1, 1),
+        [parse_objective("ttft_p50=2000")],
+        {table: tables},
+        precisions=[tables.tiers[0]],
+        drafts=False,
+        policies=(),
+    )
+    (plan,) = report.plans
+    return plan, tables, engine_files(plan, tables, report)
+
+
+@pytest.mark.engine
+def test_vllms_own_memory_arithmetic_starts_the_export_in_a_pool_smaller_than_the_models_context(
+    tmp_path: Path,
+) -> None:
+    plan, tables, files = planned("h100-qwen3-32b")
+    pool_tokens = tables.kv_pool_tokens(0, plan.action["kv_budget"], False)
+    assert pool_tokens < QWEN3_32B["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_32B))
+    pool = [str(tmp_path), str(int(pool_tokens * tables.meta["kv_bytes_per_token"]))]
+    with_context, without = tmp_path / "vllm.yaml", tmp_path / "without.yaml"
+    with_context.write_text(files["vllm"])
+    without.write_text("".join(f"{t}\n" for t in files["vllm"].splitlines() if not t.startswith("max-model-len")))
+    fitted = asked_of_vllm("--fit", str(with_context), *pool)
+    assert fitted["prefix_caching"]
+    assert pool_tokens - 16 * 2 < fitted["max_model_len"] <= pool_tokens
+    assert "larger than the available KV cache memory" in asked_of_vllm("--fit", str(without), *pool)["error"]
+
+
+@ALL
+@pytest.mark.engine
+def test_vllms_own_parser_and_schedule_accept_the_export(tmp_path: Path, settings: EngineSettings) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(EXPORTS["vllm"](settings, "my/eagle"))
+    read = asked_of_vllm("--read", str(file), str(settings.max_num_seqs), str(settings.draft_tokens))
     assert (read["max_num_seqs"], read["max_num_batched_tokens"]) == (
         settings.max_num_seqs,
         settings.max_batched_tokens,
