@@ -133,7 +133,7 @@ once_per_session = settings(deadline=None, suppress_health_check=[HealthCheck.fu
 
 
 @given(spoiled(LOGS))
-@settings(once_per_session, max_examples=600)
+@settings(once_per_session, max_examples=200)
 def test_a_spoiled_log_is_read_or_refused_with_its_name(tmp_path: Path, case: tuple[str, str]) -> None:
     path = written(tmp_path, *case)
     try:
@@ -159,7 +159,7 @@ def test_a_log_read_as_what_it_is_not_is_refused_too(tmp_path: Path, case: tuple
 
 
 @given(spoiled(RESULTS))
-@settings(once_per_session, max_examples=600)
+@settings(once_per_session, max_examples=200)
 def test_a_spoiled_result_is_read_or_refused_with_its_name(tmp_path: Path, case: tuple[str, str]) -> None:
     path = written(tmp_path, *case)
     try:
