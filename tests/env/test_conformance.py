@@ -27,6 +27,8 @@ with without_gradio():
     from openenv.core import GenericEnvClient
 
 SEED = 20_26
+LENGTH = 50
+"""Steps of a serving episode here: the first flood begins in second 30."""
 Played = list[tuple[dict[str, Any], float | None, bool]]
 """Observation, reward and done of the reset and of every step."""
 
@@ -34,10 +36,15 @@ SERVING_TASKS = [task.task_id for task in list_tasks(include_recorded=True)]
 TRAFFIC_TASKS = [task.task_id for task in list_traffic_tasks()]
 
 
+def episode(task_id: int | str) -> dict[str, Any]:
+    """Arguments of a reset."""
+    chosen = {"task_id": task_id, "seed": SEED}
+    return chosen if task_id in TRAFFIC_TASKS else chosen | {"config": {"episode_length": LENGTH}}
+
+
 def serving_actions(task_id: int | str) -> list[dict[str, Any]]:
     """Knobs all over their ranges, the same in every run."""
     draw = np.random.default_rng([SEED, len(str(task_id))])
-    length = next(task.episode_length for task in list_tasks(include_recorded=True) if task.task_id == task_id)
     batch = ACTION_FIELDS["batch_size"]
     return [
         {
@@ -47,7 +54,7 @@ def serving_actions(task_id: int | str) -> list[dict[str, Any]]:
             "prefill_disagg": bool(draw.integers(2)),
             "quant_tier": int(draw.integers(3)),
         }
-        for _ in range(length)
+        for _ in range(LENGTH)
     ]
 
 
@@ -62,7 +69,7 @@ def traffic_actions(task_id: str) -> list[dict[str, Any]]:
 
 def in_process(task_id: int | str, actions: Sequence[Mapping[str, Any]]) -> Played:
     env: Any = TrafficEnv() if task_id in TRAFFIC_TASKS else InferenceEnv()
-    env.reset(seed=SEED, task_id=task_id)
+    env.reset(**episode(task_id))
     played: Played = [(env.observation_dict(), None, False)]
     for action in actions:
         _, reward, done, _ = env.step(action)
@@ -74,7 +81,7 @@ def in_process(task_id: int | str, actions: Sequence[Mapping[str, Any]]) -> Play
 
 def over_http(server: RunningServer, prefix: str, task_id: int | str, actions: Sequence[Mapping[str, Any]]) -> Played:
     key = "state" if prefix else "observation"
-    first = server.post(f"{prefix}/reset", {"task_id": task_id, "seed": SEED})
+    first = server.post(f"{prefix}/reset", episode(task_id))
     played: Played = [(first[key], None, False)]
     for action in actions:
         sent = action["action"] if prefix else action
@@ -100,7 +107,7 @@ def seen(result: Any) -> tuple[dict[str, Any], float | None, bool]:
 def over_websocket(server: RunningServer, prefix: str, task_id: int | str, actions: Sequence[Any]) -> Played:
     async def play() -> Played:
         async with client_for(server, prefix) as env:
-            played = [seen(await env.reset(task_id=task_id, seed=SEED))]
+            played = [seen(await env.reset(**episode(task_id)))]
             for action in actions:
                 played.append(seen(await env.step(action)))
                 if played[-1][2]:
@@ -115,7 +122,7 @@ def over_websocket(server: RunningServer, prefix: str, task_id: int | str, actio
 
 def over_websocket_sync(server: RunningServer, prefix: str, task_id: int | str, actions: Sequence[Any]) -> Played:
     with client_for(server, prefix).sync() as env:
-        played = [seen(env.reset(task_id=task_id, seed=SEED))]
+        played = [seen(env.reset(**episode(task_id)))]
         for action in actions:
             played.append(seen(env.step(action)))
             if played[-1][2]:
@@ -148,13 +155,13 @@ def test_an_episode_over_a_websocket_is_graded_as_the_same_episode_over_http(ser
 
     async def play() -> str | None:
         async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
-            await env.reset(task_id=3, seed=SEED, episode_id="graded-over-websocket")
+            await env.reset(**episode(3), episode_id="graded-over-websocket")
             for action in actions:
                 await env.step(action)
             return env.episode_id
 
     with InferenceGymHTTP(server.url) as client:
-        client.reset(seed=SEED, task_id=3)
+        client.reset(**episode(3))
         for action in actions:
             client.step(action)
         over_http_score = client.grade()
@@ -170,9 +177,9 @@ def test_the_last_step_of_an_episode_brings_its_grade_however_it_is_played(
 ) -> None:
     actions = traffic_actions(str(task_id)) if prefix else serving_actions(task_id)
     env: Any = TrafficEnv() if prefix else InferenceEnv()
-    env.reset(seed=SEED, task_id=task_id)
+    env.reset(**episode(task_id))
     infos = [env.step(action)[3] for action in actions]
-    first = server.post(f"{prefix}/reset", {"task_id": task_id, "seed": SEED})
+    first = server.post(f"{prefix}/reset", episode(task_id))
     body = {"session_id": first["session_id"]}
     answers = [server.post(f"{prefix}/step", {**body, "action": action}) for action in actions]
     graded = server.post(f"{prefix}/grader", body)
@@ -184,7 +191,7 @@ def test_the_last_step_of_an_episode_brings_its_grade_however_it_is_played(
 
     async def last_metadata(env: Any) -> tuple[Any, Any]:
         async with env:
-            await env.reset(task_id=task_id, seed=SEED)
+            await env.reset(**episode(task_id))
             results = [await env.step(action) for action in actions]
             return results[-2], results[-1]
 
