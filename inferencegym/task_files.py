@@ -152,6 +152,7 @@ class RandomLoad(Message):
     surges: _Range[_Count] = (0.0, 0.0)
     surge_multiplier: _Range[_Factor] = (1.0, 1.0)
     surge_s: _Range[_Seconds] = (1.0, 1.0)
+    class_factor: _Range[_Factor] = (1.0, 1.0)
 
 
 class CalibrationEntry(Message):

@@ -124,8 +124,9 @@ class RandomLoad:
 
     The rate is the task's times ``level``, times waves (``exp(wave * sin)``, each ``wave_s`` long), times a slow
     log-normal factor (standard deviation of its logarithm: ``deviation``), and in surges times ``surge_multiplier``.
-    ``level``, ``wave_s`` and ``surge_multiplier`` are drawn log-uniformly, the others uniformly. ``surges`` is the mean
-    number of surges in an episode of the task's length, ``surge_s`` the seconds of each.
+    ``surges`` is the mean number of surges in an episode of the task's length, ``surge_s`` the seconds of each. Shares
+    of the classes are the task's, each times ``class_factor`` and scaled to sum to 1; surges draw shares of their own.
+    ``level``, ``wave_s``, ``surge_multiplier`` and ``class_factor`` are drawn log-uniformly, the others uniformly.
     """
 
     level: Bounds
@@ -135,6 +136,7 @@ class RandomLoad:
     surges: Bounds = (0.0, 0.0)
     surge_multiplier: Bounds = (1.0, 1.0)
     surge_s: Bounds = (1.0, 1.0)
+    class_factor: Bounds = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

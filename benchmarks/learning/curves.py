@@ -3,6 +3,7 @@
     python -m benchmarks.learning.curves             everything
     python -m benchmarks.learning.curves --ship      and copy the chosen policies to agents/data/policies
     python -m benchmarks.learning.curves --add       only runs that the stored results lack
+    python -m benchmarks.learning.curves --task autoscale-mix --steps 2400000 --plan-seeds 0 --warm-seeds 0
 
 Every run is scored on the held-out seeds as it trains, but these choose nothing: validation seeds choose the policy
 that a run keeps, and the run to ship. Runs are trained in parallel, one per core. Results go to
@@ -30,8 +31,9 @@ from matplotlib.figure import Figure
 from agents.evaluate import compare, evaluate, interval, paired
 from agents.policies.ppo import PpoAgent
 from agents.policies.stored import POLICY_DIR
-from agents.ppo_demo import PpoSettings, local_envs, rise, train
+from agents.ppo_demo import PpoSettings, local_envs, rise, settings_for, train
 from agents.seeds import HELD_OUT_SEEDS
+from benchmarks.policies.autoscalers import spread
 from env.threads import CORES
 from inferencegym.tasks import TaskSpec, get_task
 
@@ -39,6 +41,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRATCH, PLAN, WARM, LONG = "from scratch", "from scratch, the plan's reward", "warm-started", "from scratch, longer"
 """Kinds of runs; unless stated otherwise, the reward is the grade."""
 RIVALS = ["random", "naive", "vllm_defaults", "random_search", "heuristic", "best_static", "best_adaptive"]
+SCALING_RIVALS = ["naive", "vllm_defaults", "random_search", "best_static", "hpa", "kpa", "planner", "best_adaptive"]
+LEVELS = ("best_static", "heuristic", "hpa", "planner", "best_adaptive")
+"""Rivals that are drawn as levels, and compared with the mean of the runs."""
+
+
+def rivals_of(task: TaskSpec) -> list[str]:
+    """Agents that PPO is compared with on a task."""
+    return RIVALS if task.fleet.max_replicas is None else SCALING_RIVALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,8 @@ class Job:
 def one_run(job: Job) -> dict[str, Any]:
     """Train once; returns wall time, the scores during training, and those of the policy that is kept."""
     task = get_task(job.task_id)
-    settings = PpoSettings(from_scratch=job.kind != WARM, reward="plan" if job.kind == PLAN else "grade")
+    reward = "plan" if job.kind == PLAN else "grade"
+    settings = settings_for(task, from_scratch=job.kind != WARM, reward=reward)
     started = time.perf_counter()
     make_envs = partial(local_envs, task.task_id, settings)
     trained = train(make_envs, job.out, steps=job.steps, seed=job.seed, settings=settings, progress=False)
@@ -83,12 +94,15 @@ def one_run(job: Job) -> dict[str, Any]:
 
 def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
     """Scores of PPO over its training seeds, and paired differences from other agents on the same held-out seeds."""
-    rivals = compare(task, RIVALS, HELD_OUT_SEEDS)
+    rivals = compare(task, rivals_of(task), HELD_OUT_SEEDS)
     per_seed = np.array([run["scores"] for run in runs])  # (training seeds, held-out seeds)
     mean_of_runs = per_seed.mean(axis=0)
     entries = {entry["agent"]: entry for entry in rivals["agents"]}
+    reports = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text(encoding="utf-8"))
+    timetable = next(each["gameability"]["best_timetable"] for each in reports if each["task"] == task.task_id)
     return {
-        "rivals": {name: entry["score"] for name, entry in entries.items()},
+        # The timetable of the quality report was scored on the same seeds.
+        "rivals": {**{name: entry["score"] for name, entry in entries.items()}, "best timetable": timetable["score"]},
         "ppo_by_training_seed": interval(per_seed.mean(axis=1)).to_dict(),
         "ppo_worst_seed": float(per_seed.mean(axis=1).min()),
         "shipped": {key: chosen[key] for key in ("seed", "steps", "score", "validation_score")},
@@ -104,16 +118,21 @@ def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) ->
 
 def curves(results: dict[str, Any], path: Path) -> None:
     """Plot the scores on held-out seeds over decisions, one line per run, with the levels of other agents."""
-    figure = Figure(figsize=(6.2 * len(results), 4.2), layout="constrained")
+    columns = min(3, len(results))
+    rows = -(-len(results) // columns)
+    figure = Figure(figsize=(6.2 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = np.atleast_1d(figure.subplots(1, len(results)))
-    for axis, (task_id, result) in zip(axes, results.items(), strict=True):
+    axes = np.ravel(figure.subplots(rows, columns))
+    for axis in axes[len(results) :]:
+        axis.remove()
+    for axis, (task_id, result) in zip(axes, results.items(), strict=False):
         for colour, kind in zip(("C0", "C1", "C2"), (SCRATCH, PLAN, WARM), strict=True):
             runs = [run for run in result["runs"] if run["kind"] == kind]
             for i, run in enumerate(runs):
                 label = f"PPO, {kind}, {len(runs)} seeds" if i == 0 else None
                 axis.plot(*np.array(run["curve"]).T, color=colour, alpha=0.8, linewidth=1.2, label=label)
-        for style, rival in zip((":", "--", "-."), ("heuristic", "best_static", "best_adaptive"), strict=True):
+        levels = [rival for rival in LEVELS if rival in result["table"]["rivals"]]
+        for style, rival in zip(("--", ":", "-.", (0, (1, 4))), levels, strict=False):
             axis.axhline(result["table"]["rivals"][rival]["mean"], color="black", linestyle=style, label=rival)
         axis.set(title=get_task(task_id).name, xlabel="decisions", ylabel="mean score, held-out seeds")
         axis.grid(alpha=0.3)
@@ -143,6 +162,22 @@ def report(results: dict[str, Any]) -> str:
             lines.append(
                 f"| {task_id} | {name} | {i['mean']:.3f} | [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}] | {gap} |"
             )
+    lines += [
+        "",
+        "PPO from scratch over its training seeds; differences are those of the mean of the runs, paired by held-out",
+        "seed.",
+        "",
+        "| task | runs | mean | lowest to highest run | over " + " | over ".join(LEVELS) + " |",
+        "|" + "---|" * (4 + len(LEVELS)),
+    ]
+    for task_id, result in results.items():
+        means = [run["score"]["mean"] for run in result["runs"] if run["kind"] == SCRATCH]
+        over = result["table"]["mean_run_over"]
+        cells = [spread(over[rival], "+") if rival in over else "" for rival in LEVELS]
+        lines.append(
+            f"| {task_id} | {len(means)} | {np.mean(means):.3f} | {min(means):.3f} to {max(means):.3f} "
+            f"| {' | '.join(cells)} |"
+        )
     lines += [
         "",
         "Every run; a step is a decision, and the score is that of the policy that the validation seeds chose.",
@@ -192,7 +227,11 @@ def main() -> None:
         jobs.insert(0, Job(args.long_task, LONG, 0, 3 * args.steps, args.out / f"task{args.long_task}-long"))
     done: dict[tuple[str, str, int], dict[str, Any]] = {}
     if args.add:
-        done = {(task_id, run["kind"], run["seed"]): run for task_id in task_ids for run in stored[task_id]["runs"]}
+        done = {
+            (task_id, run["kind"], run["seed"]): run
+            for task_id in task_ids
+            for run in stored.get(task_id, {"runs": []})["runs"]
+        }
     missing = [job for job in jobs if job.key not in done]
     with ProcessPoolExecutor(CORES) as pool:
         done |= zip((job.key for job in missing), pool.map(one_run, missing), strict=True)

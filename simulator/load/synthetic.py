@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
@@ -89,7 +90,7 @@ class SyntheticLoad:
             phases_each = phases(surging)
         streams = generators(checked, (_ARRIVALS_STREAM, _PROMPTS_STREAM, NOISE_STREAM))
         for i, (arrivals, prompts, noise) in enumerate(streams):
-            counts[i] = arrivals.poisson(lam if days is None else rate * days[i, :, None], size=rate.shape)
+            counts[i] = arrivals.poisson(lam if days is None else rate * days[i], size=rate.shape)
             ends[i, 0] = [prompts.integers(POOL_SIZE) for _ in range(rate.shape[1])]
             noise.standard_normal(out=z[i])
         np.cumsum(counts, axis=1, out=ends[:, 1:])
@@ -115,19 +116,20 @@ class SyntheticLoad:
         return EpisodeRequests.sorted_by_arrival(*(np.concatenate(column) for column in zip(*each, strict=True)))
 
     def _days(self, seeds: Sequence[int], n_steps: int, day: Day) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """Factors on the mean rate and whether a surge is on, each (L, T); a longer day begins with the shorter one."""
+        """Factors on the mean rate (L, T, 1), surges (L, T); a longer day begins with the shorter one."""
         forecast = forecast_rps(self._task, np.arange(n_steps, dtype=np.float64)) / self._rate
         factors, surging = np.empty((len(seeds), n_steps)), np.zeros((len(seeds), n_steps), dtype=bool)
         for i, (errors, surges) in enumerate(generators(seeds, (_DAY_STREAM, _SURGE_STREAM))):
             surging[i] = self._surging(surges, n_steps, day.surges, day.surge_duration_steps)
             strays = _strays(errors, n_steps, day.forecast_error)
             factors[i] = forecast * strays * np.where(surging[i], day.surge_multiplier, 1.0)
-        return factors, surging
+        return factors[..., None], surging
 
     def _random(self, seeds: Sequence[int], n_steps: int, load: RandomLoad) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """Factors on the task's rate and whether a surge is on, each (L, T), as :class:`RandomLoad` has them."""
-        seconds = np.arange(n_steps)
-        factors, surging = np.empty((len(seeds), n_steps)), np.zeros((len(seeds), n_steps), dtype=bool)
+        """Factors on each class's rate (L, T, C) and whether a surge is on (L, T), as :class:`RandomLoad` has them."""
+        seconds, n_classes = np.arange(n_steps), len(self._share)
+        factors = np.empty((len(seeds), n_steps, n_classes))
+        surging = np.zeros((len(seeds), n_steps), dtype=bool)
         for i, (drawn, errors, surges) in enumerate(generators(seeds, (_LOAD_STREAM, _DAY_STREAM, _SURGE_STREAM))):
             level, wave_s, multiplier = (
                 float(np.exp(drawn.uniform(*np.log(bounds))))
@@ -138,7 +140,12 @@ class SyntheticLoad:
             )
             waves = np.exp(wave * np.sin(2.0 * np.pi * (seconds / wave_s + drawn.random())))
             surging[i] = self._surging(surges, n_steps, n_surges, round(surge_s))
-            factors[i] = level * waves * _strays(errors, n_steps, deviation) * np.where(surging[i], multiplier, 1.0)
+            total = level * waves * _strays(errors, n_steps, deviation) * np.where(surging[i], multiplier, 1.0)
+            # Steady and in surges, (2, C): factors on the task's shares that keep their sum at 1.
+            least, most = (math.log(bound) for bound in load.class_factor)
+            of_classes = np.exp(drawn.uniform(least, most, size=(2, n_classes)))
+            of_classes /= (of_classes * self._share).sum(axis=1, keepdims=True)
+            factors[i] = total[:, None] * of_classes[surging[i].astype(np.int64)]
         return factors, surging
 
     def _surging(self, rng: np.random.Generator, n_steps: int, surges: float, duration_steps: int) -> NDArray[np.bool_]:

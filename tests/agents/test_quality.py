@@ -13,9 +13,15 @@ from agents.evaluate import evaluate
 from agents.quality import FEW, quality, text
 from agents.seeds import held_out_seeds
 from cli.main import main
-from inferencegym.tasks import get_task
+from inferencegym.tasks import get_task, list_tasks
 
 EPISODES = 3
+REFUSING_PAYS = {
+    2: "the plan fixes its grade: median time to first token and memory, whoever is refused",
+    "h200-70b": "vLLM's defaults leave 45 % of the requests unserved there and score .32, the constant .33",
+}
+"""Tasks on which a constant that serves few beats vLLM's defaults, each with the reason."""
+GRADES_THAT_COUNT_SERVICE = [t.task_id for t in list_tasks(include_recorded=True) if t.task_id not in REFUSING_PAYS]
 
 
 @lru_cache(maxsize=4)
@@ -52,6 +58,17 @@ def test_a_constant_that_serves_few_and_beats_the_defaults_is_named() -> None:
     assert found["gameability"]["refusing_pays"]
     again = evaluate(f"constant:{json.dumps(few['knobs'])}", get_task(2), held_out_seeds(EPISODES))
     assert again.scores.mean() > defaults["score"]["mean"]
+
+
+@pytest.mark.parametrize(
+    "task_id",
+    [
+        pytest.param(task_id, marks=() if task_id in (1, 3) else pytest.mark.slow)
+        for task_id in GRADES_THAT_COUNT_SERVICE
+    ],
+)
+def test_no_policy_that_serves_few_beats_the_defaults_of_an_engine(task_id: int | str) -> None:
+    assert not report(task_id)["gameability"]["refusing_pays"]
 
 
 def test_a_task_on_which_no_policy_beats_a_constant_is_static() -> None:

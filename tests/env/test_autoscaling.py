@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -221,6 +222,31 @@ def test_a_random_load_differs_from_seed_to_seed_within_its_ranges_and_is_not_an
     np.testing.assert_array_equal(short.fleet.arrivals[0], batch.fleet.arrivals[7, :100])
 
 
+def test_a_random_load_draws_the_shares_of_the_classes_for_every_seed_and_for_its_surges() -> None:
+    task = get_task("fleet-mix")
+    load = task.random_load
+    assert load is not None
+    batch = batch_of("fleet-mix", list(range(64)))
+    surging = batch.fleet.phase == PHASES.index("burst")
+
+    def shares(which: NDArray[np.bool_]) -> NDArray[np.float64]:
+        counts = (batch.fleet.arrivals * which[..., None]).sum(axis=1)
+        return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+
+    steady, flooded = shares(~surging), shares(surging)
+    assert (steady.min(axis=0) < 0.1).all()
+    assert (steady.max(axis=0) > 0.7).all()
+    both = surging.sum(axis=1) > 20
+    assert np.abs(steady - flooded)[both].max(axis=1).mean() > 0.2
+    # Only the shares differ from the same load without class_factor: the total has the same rates.
+    alike = ServingBatch(replace(task, random_load=replace(load, class_factor=(1.0, 1.0))), 64)
+    alike.reset(list(range(64)))
+    totals = [each.fleet.arrivals.sum(axis=(1, 2)) for each in (alike, batch)]
+    np.testing.assert_allclose(*totals, rtol=0.1)
+    counts = alike.fleet.arrivals.sum(axis=(0, 1))
+    np.testing.assert_allclose(counts / counts.sum(), [each.share for each in task.classes], atol=0.01)
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -229,6 +255,7 @@ def test_a_random_load_differs_from_seed_to_seed_within_its_ranges_and_is_not_an
         ({"level": [0.5]}, "random_load.level"),
         ({"wave": [0.0, 1.0]}, "random_load.level"),
         ({"level": [0.5, 1.0], "surge_s": [0, 5]}, "random_load.surge_s"),
+        ({"level": [0.5, 1.0], "class_factor": [0.0, 5.0]}, "random_load.class_factor"),
     ],
 )
 def test_a_range_that_is_none_is_refused_by_name(entry: dict[str, Any], words: str) -> None:
