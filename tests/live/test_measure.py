@@ -36,6 +36,10 @@ def linear() -> Law:
     return lambda decoding, context, prompts: (STEP_MS + SEQUENCE_MS * decoding + PROMPT_MS * sum(prompts)) / 1e3
 
 
+def quick() -> Law:
+    return lambda decoding, context, prompts: 0.0005
+
+
 @pytest.mark.slow
 def test_the_command_measures_an_engine_and_writes_a_table_that_plays_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -126,13 +130,12 @@ def test_all_loops_up_to_a_bound_that_was_told_are_played() -> None:
 )
 def test_what_iteration_times_do_not_explain_is_refused_by_the_engines_own_counters(rising: str, reason: str) -> None:
     with pytest.raises(DataFormatError, match=reason):
-        measured(StandIn(linear(), rising=rising, counters={rising: 5.0}))
+        measured(StandIn(quick(), rising=rising, counters={rising: 5.0}))
 
 
 def test_an_engine_that_does_not_stream_is_refused() -> None:
-    quick: Law = lambda decoding, context, prompts: 0.003  # noqa: E731
     with pytest.raises(DataFormatError, match="does not stream"):
-        measured(StandIn(quick, streams=False))
+        measured(StandIn(quick(), streams=False))
 
 
 def test_a_pool_for_few_sequences_is_refused_before_the_load() -> None:
