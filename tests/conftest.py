@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from tests.programs import REFUSE_SKIPS, refuses_skips
 from tests.servers import RunningServer, running_server
 
 pytest_plugins = ["tests.trainers"]
+
+# httpx reads all certificates for every client, which takes tens of ms, for http:// too.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # How long an example takes says how busy the machine is, whether Hypothesis takes its own profile or that for CI.
 for _profile in ("default", "ci"):

@@ -303,18 +303,20 @@ def test_observe_prints_and_serves_advice_and_sets_nothing(
     running: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, port, pages = running.control.read_text(), free_port(), list[str]()
+    ended = threading.Event()
 
     def look() -> None:
-        for _ in range(100):
-            time.sleep(0.1)
-            with contextlib.suppress(httpx.TransportError):
-                pages.append(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+        with httpx.Client() as client:
+            while not ended.wait(0.1):
+                with contextlib.suppress(httpx.TransportError):
+                    pages.append(client.get(f"http://127.0.0.1:{port}/metrics").text)
 
     looker = threading.Thread(target=look)
     looker.start()
     options = ["--control-file", str(running.control), "--port", str(port), "--seconds", "4"]
     agent = ["--agent", 'constant:{"batch_size": 40}']
     assert main(["live", "observe", "--engine", running.server.url, *agent, *options]) == 0
+    ended.set()
     looker.join()
     wanted = {labels["name"]: value for labels, value in read_page(pages[-1]).samples["inferencegym_live_wanted"]}
     assert wanted["batch_size"] == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from typing import Any
 
-import httpx
 import pytest
 
 from inferencegym import __version__
@@ -303,36 +301,6 @@ def test_an_empty_log_scores_zero_with_feedback(server: RunningServer) -> None:
     assert graded["score"] == 0.0
     assert graded["feedback"]
     assert graded["verified"] is False
-
-
-def test_fifty_episodes_at_once_do_not_mix(server: RunningServer) -> None:
-    seeds, steps = range(50), 20
-
-    def action(seed: int, step: int) -> dict[str, Any]:
-        return {"batch_size": 1 + (seed * 7 + step * 3) % 512, "kv_budget": 0.5 + 0.01 * seed}
-
-    async def play(client: httpx.AsyncClient, seed: int) -> list[Any]:
-        begun = (await client.post("/reset", json={"task_id": 1 + seed % 3, "seed": seed})).json()
-        answers = []
-        for step in range(steps):
-            body = {"session_id": begun["session_id"], "action": action(seed, step)}
-            answer = await client.post("/step", json=body)
-            assert answer.status_code == 200, answer.text
-            answers.append(answer.json())
-        return answers
-
-    async def play_all() -> list[list[Any]]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            return await asyncio.gather(*(play(client, seed) for seed in seeds))
-
-    together = asyncio.run(play_all())
-
-    async def alone(seed: int) -> list[Any]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            return await play(client, seed)
-
-    for seed in (0, 17, 49):
-        assert together[seed] == asyncio.run(alone(seed))
 
 
 def test_no_answer_holds_nan_or_infinity(server: RunningServer) -> None:
