@@ -211,7 +211,7 @@ def test_the_first_screen_names_the_score_to_beat_and_starts_with_knobs_that_ser
     page.get_by_role("button", name="Start the race").click()
     expect(page.locator(".readings")).to_contain_text(re.compile(r"2\d of 200"))
     page.get_by_role("button", name="Pause").click()
-    missed = page.locator(".readings div", has_text="SLO missed").locator("dd").inner_text()
+    missed = page.locator(".readings div", has_text="Missed this second").locator("dd").inner_text()
     assert int(missed.split()[0]) <= 10
     expect(page.locator(".lead")).to_contain_text(re.compile(r"You are 0\.\d{3} (ahead|behind)"))
 

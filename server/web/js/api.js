@@ -46,7 +46,7 @@ async function send(url, options) {
   try {
     return await fetch(url, options);
   } catch {
-    throw new ApiError(0, { message: "the server cannot be reached", next: "check the connection and try again" });
+    throw new ApiError(0, { message: "The server cannot be reached", next: "check the connection and try again" });
   }
 }
 
@@ -55,8 +55,9 @@ export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 export const get = async (path, environment = "serving") => request(await urlOf(environment, path));
 export const post = async (path, body, environment = "serving") => request(await urlOf(environment, path), body);
 
-/** A file of the page itself. */
+/** A file of the page itself, as JSON or as text. */
 export const own = (path) => request(path);
+export const ownText = async (path) => (await send(path, {})).text();
 
 /** Absolute URL of the API, for programs outside the page. */
 export const baseUrl = () => new URL("..", document.baseURI).href.replace(/\/$/, "");

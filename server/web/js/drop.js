@@ -45,6 +45,7 @@ export class DropBox {
 /** Text and name of a file; one that ends with .gz is decompressed. */
 async function textOf(file, limitBytes) {
   const tooLong = (what) => ({ message: `${what}; the limit is ${limitBytes} bytes`, next: "take a part of it" });
+  if (file.size === 0) throw { message: `${file.name} is empty`, next: "choose a file with requests" };
   if (file.size > limitBytes) throw tooLong(`${file.name} has ${file.size} bytes`);
   if (!/\.gz$/i.test(file.name)) return [await file.text(), file.name];
   const parts = [];

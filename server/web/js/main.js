@@ -33,7 +33,8 @@ async function open(name, params) {
   }
   const panel = panelOf(name);
   if (!opened.has(name)) {
-    opened.set(name, LOADERS[name]().then((module) => module.start(panel)));
+    const missing = () => { throw { message: "This part of the page could not be loaded", next: "check the connection, then open the tab again" }; };
+    opened.set(name, LOADERS[name]().catch(missing).then((module) => module.start(panel)));
   }
   try {
     const part = await opened.get(name);

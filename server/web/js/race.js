@@ -4,7 +4,7 @@ import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
-import { compact, percent, score as shownScore } from "./format.js";
+import { compact, percent, score as shownScore, words } from "./format.js";
 import { Knobs, knobsOf } from "./knobs.js";
 import { handed } from "./log.js";
 import { player } from "./players.js";
@@ -41,13 +41,18 @@ class Race {
     this.hidden = new Set(HIDDEN);
     this.phase = "idle"; // idle, running, paused, over
     this.generation = 0;
-    this.speed = 10;
+    this.speed = 5;
     this.knobs = new Knobs(info.action.properties);
+    this.knobs.node.addEventListener("input", () => {
+      this.startsAs = "Your sliders are where you left them.";
+      if (this.phase === "idle" && this.target) this.tellScores();
+    });
     this.buildControls();
     this.buildDuel();
     this.board = el("div", { class: "charts" });
     this.strips = el("div", { class: "strips" });
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Lines shown" });
+    this.who = el("details", {});
     this.result = el("section", { class: "result", "aria-label": "Result" });
     this.leftOut = el("p", { class: "note" });
     this.lanes = el("p", { class: "note" });
@@ -55,7 +60,7 @@ class Race {
     this.node = el("div", { class: "race" },
       this.duel,
       el("aside", { class: "side" }, this.knobs.node, this.readings),
-      el("div", { class: "stage" }, this.result, this.controls, this.story, this.legend, this.leftOut, this.board,
+      el("div", { class: "stage" }, this.result, this.controls, this.story, this.formula, this.legend, this.who, this.leftOut, this.board,
         el("h2", { text: "Decisions" }),
         this.lanes, this.strips));
     addEventListener("pagehide", () => this.keep());
@@ -66,6 +71,7 @@ class Race {
     this.goal = el("h2", { class: "goal" });
     this.about = el("p", { class: "about" });
     this.lead = el("p", { class: "lead", text: " " });
+    this.parts = el("p", { class: "note" });
     this.versus = el("div", { class: "versus" });
     this.scoreBox = el("div", { class: "score-chart" });
     this.trouble = el("div", { class: "trouble" });
@@ -73,7 +79,7 @@ class Race {
     this.againButton = el("button", { type: "button", text: "Start over", hidden: true, on: { click: () => this.choose(this.shared) } });
     this.clock = el("progress", { max: 200, value: 0, "aria-label": "Seconds played" });
     this.duel = el("section", { class: "duel", "aria-label": "The score to beat" },
-      el("div", { class: "duel-text" }, this.goal, this.about, this.versus, this.lead,
+      el("div", { class: "duel-text" }, this.goal, this.about, this.versus, this.lead, this.parts,
         el("div", { class: "buttons" }, this.startButton, this.againButton), this.trouble),
       this.scoreBox, this.clock);
   }
@@ -92,6 +98,7 @@ class Race {
     } } });
     this.speedSelect = select(SPEEDS, this.speed, (value) => { this.speed = Number(value); });
     this.story = el("p", { class: "story" });
+    this.formula = el("p", { class: "note" });
     this.controls = el("div", { class: "controls" },
       field("Task", this.taskSelect), el("div", { class: "pair" }, field("Seed", this.seedInput), daily, dice), field("Speed", this.speedSelect));
   }
@@ -107,7 +114,8 @@ class Race {
     this.seedInput.value = /^\d{1,16}$/.test(seed) ? seed : String(today());
     this.claimed = /^[01]\.\d{1,3}$/.test(params.get("beat") ?? "") ? Number(params.get("beat")) : undefined;
     await this.choose(shared);
-    if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "start the race to play this episode yourself" }));
+    if (this.taskSelect.value !== asked) fill(this.trouble, problem({ message: `There is no task ${asked.slice(0, 60)} here`, next: "choose one of the list" }));
+    else if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "start the race to play this episode yourself" }));
   }
 
   /** Load the policies' episodes for the chosen task and seed, and draw them; `shared` are the actions of a link. */
@@ -118,9 +126,9 @@ class Race {
     const task = this.tasks.find(({ id }) => String(id) === this.taskSelect.value);
     if (task !== this.task) this.aim = null;
     this.task = task;
-    const seed = Number(this.seedInput.value);
+    const seed = Number(this.seedInput.value || NaN);
     if (!Number.isInteger(seed) || seed < 0 || seed > MAX_SEED) {
-      fill(this.trouble, problem({ message: "The seed must be a whole number from 0", next: "correct the seed" }));
+      fill(this.trouble, problem({ message: `The seed must be a whole number from 0 to ${MAX_SEED}`, next: "correct the seed" }));
       return;
     }
     this.seed = seed;
@@ -128,6 +136,7 @@ class Race {
     fill(this.trouble);
     fill(this.result);
     this.story.textContent = task.description;
+    this.formula.textContent = `Score, from 0 to 1: ${task.score}.`;
     this.tiers = this.info.hardware[task.hardware].tiers;
     this.lanesOf = knobsOf(task);
     this.knobs.offer(task, this.tiers);
@@ -180,7 +189,9 @@ class Race {
     const whose = this.shared ? "a shared run" : called;
     const traffic = this.seed === today() ? "today's traffic" : "this traffic";
     fill(this.goal, "Beat ", el("strong", { class: `ink-${colour}`, text: episode.score === undefined ? whose : shownScore(episode.score) }));
-    this.about.textContent = `${episode.score === undefined ? "It plays" : `${whose[0].toUpperCase()}${whose.slice(1)} scores this on`} ${traffic}. Requests come in floods: move the sliders while they do. Serve much, be in time, spend little.`;
+    const warmUp = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : "";
+    const bands = floods(this.phases).length ? "Requests come in floods: be ready for them. " : "";
+    this.about.textContent = `${episode.score === undefined ? "It plays" : `${whose[0].toUpperCase()}${whose.slice(1)} scores this on`} ${traffic}. ${warmUp}${bands}Serve much, be in time, spend little.`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
@@ -215,6 +226,7 @@ class Race {
     fill(this.board, ...Object.values(this.charts).map((chart) => chart.figure));
     this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas)]));
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
+    fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
     const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
     this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
@@ -271,17 +283,21 @@ class Race {
     this.charts.throughput.set(x, everyone(measured("tokens_per_sec")), span);
     this.charts.cost.set(x, everyone(seen("cost_so_far")), span);
     this.charts.replicas?.set(x, everyone((run) => run.action.replicas), span);
-    this.stripOf.get("you").set(this.mine.action, Math.min(until, this.mine.reward.length));
-    for (const rival of this.rivals) this.stripOf.get(rival.key).set(rival.episode.action, Math.min(until, rival.episode.reward.length));
+    // What the others decide shows as the race goes on: before, it would be the answer.
+    for (const [key, run] of [["you", this.mine], ...this.rivals.map((rival) => [rival.key, rival.episode])]) {
+      this.stripOf.get(key).set(run.action, Math.min(this.mine.reward.length, run.reward.length));
+    }
   }
 
   /** Both scores after `until` seconds, and who is ahead. */
-  tellScores(until) {
+  tellScores(until = this.mine.reward.length) {
     const scores = [this.mine, this.target.episode].map(({ score_so_far: column }) => column[until - 1]);
     scores.forEach((value, i) => {
       this.rows[i].value.textContent = value === undefined ? "–" : shownScore(value);
       this.rows[i].bar.value = value ?? 0;
     });
+    const parts = this.mine.parts?.[until - 1];
+    this.parts.textContent = parts ? Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}`).join(" · ") : "";
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
@@ -295,7 +311,7 @@ class Race {
       ["Second", `${at + 1} of ${this.length}`, false],
       ["Queue", at < 0 ? "–" : compact(Math.round(last(this.mine.observation.queue_depth))), false],
       ["First token", at < 0 ? "–" : `${compact(last(this.mine.metrics.ttft_p50_ms))} ms`, last(this.mine.metrics.ttft_p50_ms) > this.task.slo_target_ms],
-      ["SLO missed", at < 0 ? "–" : percent(missed), missed > 0.1],
+      ["Missed this second", at < 0 ? "–" : percent(missed), missed > 0.1],
       ["Memory", at < 0 ? "–" : `${last(this.mine.metrics.gpu_memory_gb).toFixed(1)} GB`, last(this.mine.metrics.gpu_memory_gb) > (this.task.memory_hard_limit_gb ?? Infinity)],
       ["Cost", at < 0 ? "–" : `${last(this.mine.observation.cost_so_far).toFixed(2)} of ${this.task.cost_budget}`, last(this.mine.observation.cost_so_far) > this.task.cost_budget],
     ];
@@ -408,6 +424,7 @@ class Race {
       append(run.fleet, answer.info.fleet);
       append(run.action, answer.info.action_applied);
       run.score_so_far.push(answer.info.grade_so_far.score);
+      run.parts.push(answer.info.grade_so_far.breakdown);
       run.reward.push(answer.reward);
     }
   }
@@ -488,7 +505,7 @@ function verify(log) {
 
 /** A run of which nothing is played yet, from the answer of POST /reset. */
 function newRun(begun) {
-  const run = { session: begun?.session_id, observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], score_so_far: [] };
+  const run = { session: begun?.session_id, observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], score_so_far: [], parts: [] };
   if (begun) append(run.observation, begun.observation);
   return run;
 }
@@ -496,7 +513,7 @@ function newRun(begun) {
 /** A run as JSON had it. */
 function oldRun(run) {
   const parts = ["observation", "metrics", "fleet", "action"];
-  return { ...run, ...Object.fromEntries(parts.map((name) => [name, columns(run[name])])) };
+  return { parts: [], ...run, ...Object.fromEntries(parts.map((name) => [name, columns(run[name])])) };
 }
 
 /** Object whose missing properties are created as empty arrays when they are read. */

@@ -1,5 +1,6 @@
 /** What the tabs on a visitor's request log share: the box with the log, its example, and the settings for engines. */
 
+import { ownText } from "./api.js";
 import { copy, download, el, field, problem, select } from "./dom.js";
 import { DropBox } from "./drop.js";
 
@@ -26,8 +27,7 @@ export class LogBox extends DropBox {
 
   async takeExample() {
     try {
-      const answer = await fetch(EXAMPLE);
-      this.put(await answer.text(), "azure-conversation.csv");
+      this.put(await ownText(EXAMPLE), "azure-conversation.csv");
     } catch (error) {
       this.onProblem(error);
     }
