@@ -157,6 +157,12 @@ def main() -> None:
         served = create_app(settings)
     except InvalidConfigError as error:
         sys.exit(f"The server was not started. {error}")
+    if settings.host in ("0.0.0.0", "::") and not settings.api_key:
+        log.warning(
+            "whoever reaches port %d of this machine can play: INFERENCEGYM_API_KEY asks for a key, and "
+            "INFERENCEGYM_HOST=127.0.0.1 serves this machine alone",
+            settings.port,
+        )
     config = uvicorn.Config(
         # Several workers are started by name: each builds its own app from the same environment.
         served if settings.workers == 1 else "server.app:app",
@@ -188,7 +194,8 @@ def main() -> None:
         with _metrics_directory(settings):
             Workers(config, sockets=sockets).run()
     else:
-        server.run(sockets=sockets)
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises after it has ended well
+            server.run(sockets=sockets)
     if not server.started and settings.workers == 1:
         sys.exit(3)
 
