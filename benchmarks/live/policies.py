@@ -348,7 +348,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Task {result['task']} scaled to {result['arrival_rate_rps']:.2f} requests/s outside its floods, "
         f"{result['repeats']} episodes of {result['seconds']} s for each policy, 95 % intervals over them; knobs: "
         f"{', '.join(result['knobs'])}; {result['steps']} training steps."
-        + (f" Tokens of a sequence in an iteration by draft length: {drafted}." if drafted else ""),
+        + (f" Tokens that an iteration writes for a sequence, by draft length: {drafted}." if drafted else ""),
         "",
         f"| {' | '.join(HEADS)} |",
         "|---" * len(HEADS) + "|",

@@ -81,8 +81,8 @@ def table(found: dict[str, Any]) -> str:
     """Markdown of a task's scores. The gap runs from the best constant to the ceiling, on the ceiling's seeds."""
     ceiling = found["ceiling"]
     lines = [
-        f"Task `{found['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds; ceiling of the first {ceiling['seeds']}; "
-        f"{found['generations']} generations of each search:",
+        f"Task `{found['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds; ceiling and shares of the first "
+        f"{ceiling['seeds']}; {found['generations']} generations of each search:",
         "",
         "| policy | score | over the best constant | share of the gap to the ceiling |",
         "|---|---|---|---|",
