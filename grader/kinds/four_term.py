@@ -62,7 +62,10 @@ def report(
     }
     terms = {
         "throughput": (parts["throughput"], "raise batch_size or use a lower precision while the queue is long"),
-        "objectives": (parts["slo"], "too many requests waited beyond their objective: raise batch_size and kv_budget before floods"),
+        "objectives": (
+            parts["slo"],
+            "too many requests waited beyond their objective: admit more of a flood (batch_size, kv_budget)",
+        ),
         "cost": (
             parts["cost"],
             f"{spent:.2f} of {task.cost_budget:.2f} spent: GPUs that produce few tokens are expensive",
