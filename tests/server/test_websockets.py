@@ -45,9 +45,8 @@ def dial(server: RunningServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_odd_upgrade_requests_are_answered_and_do_not_keep_the_server_from_ending(tmp_path: Path, workers: str) -> None:
-    with running_server(tmp_path, workers=workers) as server, ExitStack() as held:
+def test_odd_upgrade_requests_are_answered_and_do_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, ExitStack() as held:
         for name, head in ODD_UPGRADES.items():
             for path in ("/ws", "/mcp", "/nowhere"):
                 peer = held.enter_context(dial(server))
