@@ -1,4 +1,4 @@
-"""Session store in one SQLite file, shared by all server processes of a machine.
+"""Session stores in SQLite: one file, shared by all server processes of a machine, or the memory of one process.
 
 Write-ahead log, one row per step. A step is one statement that commits by itself (about 12 µs): the row goes into the
 log file before the answer leaves, so a killed process loses nothing that it acknowledged. Checkpoints run on a thread
@@ -109,8 +109,8 @@ class SqliteStore:
 
     name = "sqlite"
 
-    def __init__(self, settings: Settings) -> None:
-        self.path = settings.sqlite_path()
+    def __init__(self, settings: Settings, path: Path | None = None) -> None:
+        self.path = path or settings.sqlite_path()
         self._synchronous = _SYNCHRONOUS[settings.durability]
         self._timeout_s = settings.store_timeout_s
         self._ttl_s = settings.session_ttl_s
@@ -414,6 +414,27 @@ class SqliteStore:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
+
+
+class MemoryStore(SqliteStore):
+    """The same tables in the memory of one process, for tests and temporary servers; lost when it is closed."""
+
+    name = "memory"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, Path(":memory:"))
+
+    async def open(self) -> None:
+        self._connected()
+
+    async def damage(self) -> str | None:
+        return None
+
+    def _in_place(self) -> bool:
+        return True
+
+    def _connect(self) -> tuple[sqlite3.Connection, tuple[int, int]]:
+        return self._open_file(), (0, 0)
 
 
 def _forget(connection: sqlite3.Connection, session_ids: Sequence[str]) -> int:

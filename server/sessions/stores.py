@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.sessions.sqlite import MemoryStore, SqliteStore
 from server.sessions.store import SessionStore
 from server.settings import Settings
 
@@ -14,10 +15,4 @@ def make_store(settings: Settings) -> SessionStore:
         from server.sessions.redis import RedisStore
 
         return RedisStore(settings)
-    if scheme == "memory":
-        from server.sessions.memory import MemoryStore
-
-        return MemoryStore(settings)
-    from server.sessions.sqlite import SqliteStore
-
-    return SqliteStore(settings)
+    return MemoryStore(settings) if scheme == "memory" else SqliteStore(settings)

@@ -406,7 +406,7 @@ def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) 
 def test_in_a_full_store_idle_episodes_of_the_largest_holders_make_room_for_newcomers(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = f"server.sessions.{store_url.split(':')[0]}"
+    module = f"server.sessions.{'redis' if store_url.startswith('redis') else 'sqlite'}"
     monkeypatch.setattr(f"{module}.ROOM_CHUNK", 2)
 
     async def scenario() -> None:
@@ -533,7 +533,7 @@ def test_a_client_has_room_for_so_many_unfinished_episodes_and_others_keep_their
 
 def test_an_idle_episode_makes_room_for_its_own_client_only(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota, "IDLE_S", 0.2)
-    for store in ("memory", "sqlite", "redis"):
+    for store in ("sqlite", "redis"):
         monkeypatch.setattr(f"server.sessions.{store}.ROOM_CHUNK", 1)
 
     async def scenario() -> None:
