@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
@@ -20,6 +19,7 @@ from server.api.route import Route
 from server.api.shadow import ShadowRoutes
 from server.api.web import web_routes
 from server.context import Context, Mount
+from server.net.metrics import MEDIA_TYPE
 
 
 class Routes(Protocol):
@@ -49,8 +49,7 @@ def http_routes(context: Context) -> list[BaseRoute]:
 
 
 def _metrics_route(context: Context) -> Route:
-    async def metrics(request: Request) -> Response:
-        body, content_type = context.metrics.exposition(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+    async def metrics() -> Response:
+        return Response(context.metrics.exposition(), headers={"content-type": MEDIA_TYPE})
 
     return Route("/metrics", metrics, "Metrics of the server, for Prometheus", response_class=PlainTextResponse)

@@ -1,9 +1,8 @@
-"""Metrics of the server for Prometheus: GET /metrics.
+"""Metrics of the server in Prometheus' text format: GET /metrics.
 
-A request adds to a few plain integers (under a microsecond). prometheus_client, which formats the answer, is imported
-at the first GET. Several workers write their numbers to files in one directory, and the worker that answers sums them,
-so the result does not depend on the worker. It writes its own numbers before it answers, so that a reported count
-remains if it is killed.
+A request adds to a few plain numbers (under a microsecond). Several workers write theirs to files in one directory, and
+the worker that answers sums them, so the result does not depend on the worker. It writes its own numbers before it
+answers, so that a reported count remains if it is killed.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ import os
 import resource
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,10 +29,9 @@ from inferencegym.files import is_running
 from server.net.background import background
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from server.sessions.manager import SessionManager
 
+MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; a step takes a few tenths of a millisecond."""
 OTHER: Final = "other"
@@ -48,24 +48,26 @@ COUNTERS: Final[Mapping[str, str]] = {
     "evictions": "Environments dropped from memory to make room; their records stay",
     "store_errors": "Requests and upkeep that the session store could not serve",
 }
+"""Counters of :class:`~server.sessions.manager.SessionManager`."""
 GAUGES: Final[Mapping[str, str]] = {
     "active_sessions": "Environments in memory",
     "held_steps": "Log entries (seconds) of the environments in memory",
     "websockets": "Open WebSocket connections",
+    "resident_memory_bytes": "Memory of a worker",
+    "build_info": "Release and lookup table that are served",
 }
+"""Numbers of running workers only."""
+METRICS: Final[Mapping[str, tuple[str, str]]] = {
+    **{f"{name}_total": ("counter", text) for name, text in COUNTERS.items()},
+    "http_requests_total": ("counter", "Requests answered"),
+    "http_request_duration_seconds": ("histogram", "Time from the request's head to the answer"),
+    "cpu_seconds_total": ("counter", "Processor time of a worker"),
+    **{name: ("gauge", text) for name, text in GAUGES.items()},
+}
+"""Type and description of all metrics."""
 
 Snapshot = dict[str, Any]
-
-
-class PathCounts:
-    """Requests to one path."""
-
-    __slots__ = ("buckets", "seconds", "statuses")
-
-    def __init__(self) -> None:
-        self.statuses: dict[int, int] = {}
-        self.buckets = [0] * (len(BUCKETS_S) + 1)
-        self.seconds = 0.0
+"""``pid``, and ``samples`` of each metric: values by what follows the metric's name, which are suffix and labels."""
 
 
 class Metrics:
@@ -75,44 +77,56 @@ class Metrics:
         self.websockets = 0
         self._sessions = sessions
         self._directory = directory
-        self._paths: dict[str, PathCounts] = {}
-        self._other = PathCounts()
+        self._known: set[str] = set()
+        self._statuses: Counter[tuple[str, int]] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._buckets: dict[str, list[int]] = {}
 
     def know(self, paths: Iterable[str]) -> None:
         """Count requests to these paths separately, and those to all other paths together."""
-        for path in paths:
-            self._paths.setdefault(path, PathCounts())
+        self._known.update(paths)
 
     def count(self, path: str, status: int, took_s: float) -> None:
         """Add one request."""
-        counts = self._paths.get(path, self._other)
-        counts.statuses[status] = counts.statuses.get(status, 0) + 1
-        counts.buckets[bisect_left(BUCKETS_S, took_s)] += 1
-        counts.seconds += took_s
+        label = path if path in self._known else OTHER
+        self._statuses[label, status] += 1
+        self._seconds[label] += took_s  # type: ignore[assignment]  # counters of floats are not typed
+        buckets = self._buckets.setdefault(label, [0] * (len(BUCKETS_S) + 1))
+        buckets[bisect_left(BUCKETS_S, took_s)] += 1
 
     def snapshot(self) -> Snapshot:
-        """All numbers of this process, JSON-able."""
-        counted = {**self._paths, OTHER: self._other}
-        counters = asdict(self._sessions.counters)
-        return {
-            "pid": os.getpid(),
-            "paths": {
-                path: {
-                    "statuses": {str(status): n for status, n in counts.statuses.items()},
-                    "buckets": counts.buckets,
-                    "seconds": counts.seconds,
-                }
-                for path, counts in counted.items()
-                if counts.statuses
-            },
-            "counters": {name: counters[name] for name in COUNTERS},
-            "gauges": {
-                "active_sessions": len(self._sessions),
-                "held_steps": self._sessions.steps_held,
-                "websockets": self.websockets,
-            },
-            "process": {"resident_bytes": resident_bytes(), "cpu_s": time.process_time()},
-        }
+        """All numbers of this process."""
+        counters, pid = asdict(self._sessions.counters), os.getpid()
+        samples: dict[str, dict[str, float]] = {f"{name}_total": {"": counters[name]} for name in COUNTERS}
+        samples["http_requests_total"] = {_labels(path=path, status=n): m for (path, n), m in self._statuses.items()}
+        samples["http_request_duration_seconds"] = durations = dict[str, float]()
+        for path, buckets in self._buckets.items():
+            for bound, below in zip((*BUCKETS_S, "+Inf"), accumulate(buckets), strict=True):
+                durations["_bucket" + _labels(le=bound, path=path)] = below
+            durations["_sum" + _labels(path=path)] = self._seconds[path]
+            durations["_count" + _labels(path=path)] = sum(buckets)
+        samples["cpu_seconds_total"] = {_labels(pid=pid): time.process_time()}
+        samples["active_sessions"] = {"": len(self._sessions)}
+        samples["held_steps"] = {"": self._sessions.steps_held}
+        samples["websockets"] = {"": self.websockets}
+        samples["resident_memory_bytes"] = {_labels(pid=pid): resident_bytes()}
+        return {"pid": pid, "samples": samples}
+
+    def exposition(self) -> str:
+        """Metrics of all workers, in Prometheus' text format."""
+        summed = {name: Counter[str]() for name in METRICS}
+        for one in self.snapshots():
+            running = is_running(one["pid"])
+            for name, samples in one["samples"].items():
+                if running or name not in GAUGES:
+                    summed[name].update(samples)
+        table_sha256 = str(FAMILIES[SERVING].table_sha256())
+        summed["build_info"][_labels(version=__version__, table_sha256=table_sha256)] = 1
+        lines = list[str]()
+        for name, (kind, text) in METRICS.items():
+            lines += [f"# HELP inferencegym_{name} {text}", f"# TYPE inferencegym_{name} {kind}"]
+            lines += [f"inferencegym_{name}{labels} {value}" for labels, value in summed[name].items()]
+        return "\n".join(lines) + "\n"
 
     # ------------------------------------------------------------ several workers
 
@@ -151,71 +165,9 @@ class Metrics:
         others = [place for place in sorted(self._directory.glob("*.json")) if place.stem != str(os.getpid())]
         return [self._share(self._directory), *(orjson.loads(place.read_bytes()) for place in others)]
 
-    # ------------------------------------------------------------ Prometheus format
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type of the answer, in the format that the ``Accept`` header asks for."""
-        from prometheus_client import CollectorRegistry
-        from prometheus_client.exposition import choose_encoder
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
-
-    def collect(self) -> Iterator[Metric]:
-        """All metric families; called by prometheus_client."""
-        found = self.snapshots()
-        running = [snapshot for snapshot in found if is_running(snapshot["pid"])]
-        yield from _totals(found, running)
-        yield from _requests(found)
-        yield from _processes(running)
-
-
-def _totals(found: list[Snapshot], running: list[Snapshot]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    for name, text in COUNTERS.items():
-        yield CounterMetricFamily(f"inferencegym_{name}", text, value=sum(one["counters"][name] for one in found))
-    for name, text in GAUGES.items():
-        yield GaugeMetricFamily(f"inferencegym_{name}", text, value=sum(one["gauges"][name] for one in running))
-
-
-def _requests(found: list[Snapshot]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-
-    requests = CounterMetricFamily("inferencegym_http_requests", "Requests answered", labels=["path", "status"])
-    durations = HistogramMetricFamily(
-        "inferencegym_http_request_duration_seconds", "Time from the request's head to the answer", labels=["path"]
-    )
-    for path in sorted({path for one in found for path in one["paths"]}):
-        counts = [one["paths"][path] for one in found if path in one["paths"]]
-        for status in sorted({status for one in counts for status in one["statuses"]}):
-            requests.add_metric([path, status], sum(one["statuses"].get(status, 0) for one in counts))
-        buckets, below = [], 0
-        for i, bound in enumerate((*map(str, BUCKETS_S), "+Inf")):
-            below += sum(one["buckets"][i] for one in counts)
-            buckets.append((bound, below))
-        durations.add_metric([path], buckets, sum_value=sum(one["seconds"] for one in counts))
-    yield requests
-    yield durations
-
-
-def _processes(running: list[Snapshot]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-
-    memory = GaugeMetricFamily("inferencegym_resident_memory_bytes", "Memory of a worker", labels=["pid"])
-    cpu = CounterMetricFamily("inferencegym_cpu_seconds", "Processor time of a worker", labels=["pid"])
-    for one in running:
-        memory.add_metric([str(one["pid"])], one["process"]["resident_bytes"])
-        cpu.add_metric([str(one["pid"])], one["process"]["cpu_s"])
-    yield memory
-    yield cpu
-    yield InfoMetricFamily(
-        "inferencegym_build",
-        "Release and lookup table that are served",
-        value={"version": __version__, "table_sha256": str(FAMILIES[SERVING].table_sha256())},
-    )
+def _labels(**labels: object) -> str:
+    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
 
 
 def resident_bytes() -> int:

@@ -13,12 +13,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from server.app import create_app
-from server.net.metrics import BUCKETS_S, COUNTERS, GAUGES, Metrics, resident_bytes
+from server.net.metrics import BUCKETS_S, COUNTERS, METRICS, Metrics, resident_bytes
 from server.sessions.manager import Counters
 from server.settings import Settings
 from tests.servers import running_server
@@ -63,7 +62,8 @@ def test_what_was_played_is_counted(client: TestClient) -> None:
         "evictions": 4,
         "store_errors": 0,
     }
-    assert {name: value(text, name) for name in GAUGES} == {"active_sessions": 2, "held_steps": 2, "websockets": 0}
+    gauges = {"active_sessions": 2, "held_steps": 2, "websockets": 0}
+    assert {name: value(text, name) for name in gauges} == gauges
 
 
 def test_requests_are_counted_by_path_and_status_with_their_durations(client: TestClient) -> None:
@@ -100,21 +100,25 @@ def test_a_duration_falls_into_the_bucket_whose_bound_it_reaches() -> None:
     metrics.know(["/step"])
     for took_s in (0.0005, 0.0006, 0.3, 99.0):
         metrics.count("/step", 200, took_s)
-    counted = metrics.snapshot()["paths"]["/step"]
-    assert counted["buckets"] == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
-    assert counted["seconds"] == pytest.approx(99.3011)
+    counted = metrics.snapshot()["samples"]["http_request_duration_seconds"]
+    below = [counted[f'_bucket{{le="{bound}",path="/step"}}'] for bound in (*BUCKETS_S, "+Inf")]
+    assert below == [1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4]
+    assert counted['_count{path="/step"}'] == 4
+    assert counted['_sum{path="/step"}'] == pytest.approx(99.3011)
 
 
-def test_the_answer_is_what_prometheus_asks_for(client: TestClient) -> None:
-    plain = client.get("/metrics")
-    assert plain.headers["content-type"].startswith("text/plain; version=")
-    openmetrics = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
-    names = {family.name for family in parse_openmetrics(openmetrics.text)}
-    assert {"inferencegym_steps", "inferencegym_http_request_duration_seconds", "inferencegym_build"} <= names
-    for name, labels in samples(plain.text):
-        if name == "inferencegym_build_info":
-            assert dict(labels)["table_sha256"] == client.get("/health").json()["table_sha256"]
+def test_the_answer_is_in_prometheus_text_format(client: TestClient) -> None:
+    client.post("/reset")
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert set(families) == {name.removesuffix("_total") for name in (f"inferencegym_{name}" for name in METRICS)}
+    assert all(family.samples and family.documentation for family in families.values())
+    types = {name.removeprefix("inferencegym_"): family.type for name, family in families.items()}
+    assert (types["steps"], types["websockets"]) == ("counter", "gauge")
+    assert types["http_request_duration_seconds"] == "histogram"
+    [build] = families["inferencegym_build_info"].samples
+    assert build.labels["table_sha256"] == client.get("/health").json()["table_sha256"]
 
 
 def test_open_websockets_are_counted(client: TestClient) -> None:
@@ -160,7 +164,7 @@ def test_what_a_worker_reported_stays_reported_when_it_is_killed(tmp_path: Path)
     [reported] = metrics.snapshots()
     left = orjson.loads((tmp_path / f"{os.getpid()}.json").read_bytes())
     assert left == orjson.loads(orjson.dumps(reported))
-    assert left["counters"]["resets"] == 3
+    assert left["samples"]["resets_total"] == {"": 3}
     assert list(tmp_path.iterdir()) == [tmp_path / f"{os.getpid()}.json"]
 
 
