@@ -8,6 +8,7 @@ answer at once, it would keep all that the client has not read. The kernel close
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Final
 
 from starlette.requests import ClientDisconnect
@@ -28,84 +29,69 @@ RETRY_AFTER_S: Final = 1.0
 _HELD_KEY: Final = "inferencegym.held"
 
 
-class BufferBudget:
-    """Limits on the bytes that requests hold in memory, per client and per process."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._most = settings.max_buffered_bytes
-        self._most_per_client = settings.max_buffered_bytes_per_client
-        self._held: dict[str, int] = {}
-        self._total = 0
-
-    def take(self, client: str, n_bytes: int) -> None:
-        """Raises RateLimitedError above the client's limit, OverloadedError above the process's limit."""
-        held = self._held.get(client, 0) + n_bytes
-        if held > self._most_per_client:
-            said = (
-                f"requests of one client may hold {self._most_per_client:,} bytes at once, bodies and answers together"
-            )
-            raise RateLimitedError(said, RETRY_AFTER_S)
-        if self._total + n_bytes > self._most:
-            raise OverloadedError(f"requests already hold {self._most:,} bytes, the limit of the server")
-        self._held[client] = held
-        self._total += n_bytes
-
-    def give_back(self, client: str, n_bytes: int) -> None:
-        """Release bytes."""
-        self._total -= n_bytes
-        self._held[client] -= n_bytes
-        if not self._held[client]:
-            del self._held[client]
-
-
 class BoundedBuffers:
-    """ASGI middleware that counts what each request holds against the :class:`BufferBudget`, and paces its answer."""
+    """ASGI middleware that counts the bytes which each request holds, and paces its answer."""
 
     def __init__(self, app: ASGIApp, settings: Settings, callers: Callers) -> None:
         self.app = app
-        self._budget = BufferBudget(settings)
-        self._callers = callers
+        self.callers = callers
+        self._most = settings.max_buffered_bytes
+        self._most_per_client = settings.max_buffered_bytes_per_client
         self._timeout_s = settings.answer_timeout_s
+        self._bytes: Counter[str] = Counter()
+        """Bytes held by the requests of each client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        held = Held(self._budget, self._callers, scope)
-        scope[_HELD_KEY] = held
-        answer: Message | None = None
+        body, answer = Held(self, scope), Held(self, scope)
+        scope[_HELD_KEY] = answer
+        start: Message | None = None
 
         async def receive_counted() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            if held.body or size > PIECE_BYTES or message.get("more_body", False):
-                held.hold_body(size)
+            if body.n_bytes or size > PIECE_BYTES or message.get("more_body", False):
+                body.hold(body.n_bytes + size)
             return message
 
         async def send_paced(message: Message) -> None:
-            nonlocal answer
+            nonlocal start
             if message["type"] == "http.response.start":
                 # Held back until it is clear that the body can be sent.
-                answer = message
-                held.release_body()
+                start = message
+                body.release()
                 return
-            if len(message.get("body", b"")) > PIECE_BYTES:
-                try:
-                    held.hold_answer(len(message["body"]))
-                except InferenceGymError as error:
-                    refusal = problem_reply(error, scope["path"])
-                    status, headers = refusal.status_code, refusal.raw_headers
-                    answer = {"type": "http.response.start", "status": status, "headers": headers}
-                    message = {"type": "http.response.body", "body": refusal.body}
-            if answer is not None:
-                start, answer = answer, None
-                await send(start)
+            try:
+                if len(message.get("body", b"")) > PIECE_BYTES:
+                    answer.hold(len(message["body"]))
+            except InferenceGymError as error:
+                refusal = problem_reply(error, scope["path"])
+                status, headers = refusal.status_code, refusal.raw_headers
+                start = {"type": "http.response.start", "status": status, "headers": headers}
+                message = {"type": "http.response.body", "body": refusal.body}
+            if start is not None:
+                head, start = start, None
+                await send(head)
             await self._send_in_pieces(message, send)
 
         try:
             await self.app(scope, receive_counted, send_paced)
         finally:
-            held.release()
+            body.release()
+            answer.release()
+
+    def count(self, client: str, n_bytes: int) -> None:
+        """Count bytes that a client's request holds, or fewer of them. Raises RateLimitedError or OverloadedError."""
+        if n_bytes > self._most_per_client - self._bytes[client]:
+            most = f"{self._most_per_client:,}"
+            said = f"requests of one client may hold {most} bytes at once, bodies and answers together"
+            raise RateLimitedError(said, RETRY_AFTER_S)
+        if n_bytes > self._most - self._bytes.total():
+            raise OverloadedError(f"requests already hold {self._most:,} bytes, the limit of the server")
+        self._bytes[client] += n_bytes
+        self._bytes += Counter()  # forgets clients that hold nothing
 
     async def _send_in_pieces(self, message: Message, send: Send) -> None:
         """Raises ClientDisconnect if the client does not read a large answer in time."""
@@ -125,51 +111,27 @@ class BoundedBuffers:
 
 
 class Held:
-    """Bytes of one request in the :class:`BufferBudget`: its body, then its answer."""
+    """Bytes that a request holds: of its body, or of its answer."""
 
-    __slots__ = ("_answer", "_budget", "_callers", "_client", "_scope", "body")
+    __slots__ = ("_buffers", "_client", "_scope", "n_bytes")
 
-    def __init__(self, budget: BufferBudget, callers: Callers, scope: Scope) -> None:
-        self._budget = budget
-        self._callers = callers
-        self._scope = scope
-        self._client: str | None = None
-        self._answer = 0
-        self.body = 0
+    def __init__(self, buffers: BoundedBuffers, scope: Scope) -> None:
+        self._buffers, self._scope = buffers, scope
+        self._client = ""
+        self.n_bytes = 0
 
-    def hold_body(self, n_bytes: int) -> None:
-        """Count a piece of the body. Raises RateLimitedError or OverloadedError."""
-        self._take(n_bytes)
-        self.body += n_bytes
-
-    def hold_answer(self, n_bytes: int) -> None:
-        """Count an answer of this size, or its part beyond the reserved size. Raises as hold_body."""
-        more = max(0, n_bytes - self._answer)
-        self._take(more)
-        self._answer += more
-
-    def release_body(self) -> None:
-        """The body is no longer needed."""
-        if self.body:
-            self._give_back(self.body)
-            self.body = 0
+    def hold(self, n_bytes: int) -> None:
+        """Hold so many bytes, or more if more are reserved. Raises RateLimitedError or OverloadedError."""
+        if n_bytes > self.n_bytes:
+            self._client = self._buffers.callers.client(self._scope)
+            self._buffers.count(self._client, n_bytes - self.n_bytes)
+            self.n_bytes = n_bytes
 
     def release(self) -> None:
-        """Release all bytes."""
-        self.release_body()
-        if self._answer:
-            self._give_back(self._answer)
-            self._answer = 0
-
-    def _take(self, n_bytes: int) -> None:
-        # Most requests hold no counted bytes, so their client is not looked up.
-        if self._client is None:
-            self._client = self._callers.client(self._scope)
-        self._budget.take(self._client, n_bytes)
-
-    def _give_back(self, n_bytes: int) -> None:
-        assert self._client is not None
-        self._budget.give_back(self._client, n_bytes)
+        """Hold nothing."""
+        if self.n_bytes:
+            self._buffers.count(self._client, -self.n_bytes)
+            self.n_bytes = 0
 
 
 def reserve_answer(scope: Scope, n_bytes: int) -> None:
@@ -177,6 +139,6 @@ def reserve_answer(scope: Scope, n_bytes: int) -> None:
 
     Raises RateLimitedError or OverloadedError.
     """
-    held: Held = scope[_HELD_KEY]
+    answer: Held = scope[_HELD_KEY]
     if n_bytes > PIECE_BYTES:
-        held.hold_answer(n_bytes)
+        answer.hold(n_bytes)

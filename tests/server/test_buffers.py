@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from server.net.buffers import PIECE_BYTES, BoundedBuffers, BufferBudget
+from server.net.buffers import PIECE_BYTES, BoundedBuffers
 from server.net.errors import OverloadedError, RateLimitedError
 from server.net.limits import Callers
 from server.settings import Settings
@@ -24,21 +24,21 @@ def settings(**changed: Any) -> Settings:
 
 
 def test_a_client_and_all_of_them_may_hold_exactly_their_bound() -> None:
-    budget = BufferBudget(settings())
-    budget.take("a", CLIENT - 1)
-    budget.take("a", 1)
+    buffers = BoundedBuffers(Exchange(0).app, settings(), Callers(settings()))
+    buffers.count("a", CLIENT - 1)
+    buffers.count("a", 1)
     with pytest.raises(RateLimitedError):
-        budget.take("a", 1)
-    budget.take("b", CLIENT)
-    budget.take("c", ALL - 2 * CLIENT)
+        buffers.count("a", 1)
+    buffers.count("b", CLIENT)
+    buffers.count("c", ALL - 2 * CLIENT)
     with pytest.raises(OverloadedError):
-        budget.take("c", 1)
-    budget.give_back("b", 1)
-    budget.take("c", 1)
-    budget.give_back("a", CLIENT)
-    budget.take("a", CLIENT)
+        buffers.count("c", 1)
+    buffers.count("b", -1)
+    buffers.count("c", 1)
+    buffers.count("a", -CLIENT)
+    buffers.count("a", CLIENT)
     with pytest.raises(OverloadedError):
-        budget.take("d", 1)
+        buffers.count("d", 1)
 
 
 class Exchange:
