@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -51,8 +51,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-THREAD_FROM_SECONDS: Final = 300
-"""Replays of more simulated seconds than this (a few milliseconds) run on a thread."""
+LONG_S: Final = 300
+"""Replays of more simulated seconds than this are charged, and longer episodes start on a thread: either takes some
+milliseconds.
+"""
 WITHOUT_ACTIONS: Final = 2**31 - 1
 """Index of the first action to read when only a record's start is needed: larger than any."""
 MAX_ATTEMPTS: Final = 50
@@ -213,7 +215,8 @@ class SessionManager:
         chosen = self.families[family]
         env = chosen.make()
         session_id = session_id or new_session_id()
-        first = env.reset(seed=seed, task_id=task_id, config=config, session_id=session_id)
+        start = partial(env.reset, seed=seed, task_id=task_id, config=config, session_id=session_id)
+        first = await asyncio.to_thread(start) if _starts_long(config) else start()
         record = EpisodeRecord(chosen.name, env.task_id, env.seed, env.config_dict())
         live = self._live.get(session_id)
         if live is None:
@@ -488,10 +491,7 @@ class SessionManager:
 
         before, entries = len(live.actions), live.n_entries
         try:
-            if _takes_long(live.family, live.record, len(missed)):
-                await on_thread(apply)
-            else:
-                apply()
+            await self._off_loop(live.family, live.record, len(missed), apply)
         finally:
             self.counters.replayed_steps += len(live.actions) - before
             self._count_held(live, live.n_entries - entries)
@@ -508,9 +508,14 @@ class SessionManager:
     async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
         self.counters.replays += 1
         self.counters.replayed_steps += len(record.actions)
-        if _takes_long(family, record, len(record.actions)):
-            return await on_thread(lambda: _replay_stored(family, record, session_id))
-        return _replay_stored(family, record, session_id)
+        replay = partial(_replay_stored, family, record, session_id)
+        return await self._off_loop(family, record, len(record.actions), replay)
+
+    async def _off_loop(self, family: Family, record: EpisodeRecord, n_actions: int, play: Callable[[], T]) -> T:
+        """Result of playing so many stored actions of an episode, on a thread; charged if that takes long."""
+        if n_actions * family.hold(record.task_id, record.config) > LONG_S:
+            return await on_thread(play)
+        return await asyncio.to_thread(play)
 
     def _family_of(self, record: EpisodeRecord) -> Family:
         if record.version != RECORD_VERSION:
@@ -582,9 +587,10 @@ def must_be(known: str, family: str, session_id: str) -> None:
         raise UnknownSessionError(f"session {session_id!r} is one of the {known} environment, not of the {family} one")
 
 
-def _takes_long(family: Family, record: EpisodeRecord, n_actions: int) -> bool:
-    """Whether playing so many actions of an episode takes milliseconds."""
-    return n_actions * family.hold(record.task_id, record.config) > THREAD_FROM_SECONDS
+def _starts_long(config: Mapping[str, Any] | None) -> bool:
+    """Whether an episode with these settings, which are not yet checked, may take milliseconds to start."""
+    length = (config or {}).get("episode_length")
+    return isinstance(length, int) and length > LONG_S
 
 
 def _play_stored(family: Family, env: EpisodeEnv, action: Action) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ import redis
 
 from env.families import FAMILIES, SERVING, TRAFFIC
 from env.family import EpisodeRecord
+from env.inference_env import InferenceEnv
 from env.traffic.tasks import list_traffic_tasks
 from inferencegym import __version__
 from inferencegym.errors import (
@@ -120,6 +122,29 @@ def test_an_evicted_environment_is_rebuilt_bit_for_bit(store_url: str) -> None:
                 assert manager.counters.evictions >= 4
 
     asyncio.run(scenario())
+
+
+def test_replays_and_the_starts_of_long_episodes_leave_the_event_loop_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_loop = list[bool]()
+    loop_thread = threading.get_ident()
+    reset = InferenceEnv.reset
+
+    def noted(*args: Any, **more: Any) -> Any:
+        on_loop.append(threading.get_ident() == loop_thread)
+        return reset(*args, **more)
+
+    monkeypatch.setattr(InferenceEnv, "reset", noted)
+
+    async def scenario() -> None:
+        async with manager_on("memory://", live_sessions=1) as manager:
+            short, _ = await manager.reset(SERVING, seed=1)
+            await manager.reset(SERVING, seed=2, config={"episode_length": 2_000})
+            await manager.get(short.session_id)
+
+    asyncio.run(scenario())
+    assert on_loop == [True, False, False]
 
 
 def test_environments_stay_in_memory_up_to_the_limits() -> None:
