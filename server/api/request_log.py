@@ -98,4 +98,4 @@ class LogRoutes:
     async def _answer(self, request: Request, job: str, wanted: LogRequest, **more: Any) -> Response:
         client = self._callers.client(request.scope)
         work = self._jobs.run(client, job, {**wanted.model_dump(exclude_none=True), **more})
-        return gzipped(request, await unless_client_leaves(request, work))
+        return await gzipped(request, await unless_client_leaves(request, work))

@@ -66,7 +66,7 @@ class LineLog:
         if not self._lines:
             return
         lines, self._lines = self._lines, []
-        lost = {"time": now(), "level": "error", "event": "log_lines_lost", "lines": self._lost}
+        lost = {"time": time.time(), "level": "error", "event": "log_lines_lost", "lines": self._lost}
         said = [orjson.dumps(lost), *lines] if self._lost else lines
         stream = self._stream or sys.stderr
         try:
@@ -89,8 +89,3 @@ def logging_config(level: str = "INFO") -> dict[str, Any]:
         # Requests are logged by the server's own middleware, with their session and duration.
         "loggers": {"uvicorn.access": {"level": "WARNING"}},
     }
-
-
-def now() -> float:
-    """Wall-clock time of a log line, in seconds since 1970."""
-    return time.time()

@@ -16,8 +16,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MappingProxyType
@@ -486,7 +485,7 @@ class SessionManager:
     async def _catch_up(self, live: LiveSession, missed: Sequence[Action]) -> None:
         def apply() -> None:
             for action in missed:
-                _play_stored(live.family, live.env, action)
+                live.family.play(live.env, action)
                 live.actions.append(action)
 
         before, entries = len(live.actions), live.n_entries
@@ -508,14 +507,19 @@ class SessionManager:
     async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
         self.counters.replays += 1
         self.counters.replayed_steps += len(record.actions)
-        replay = partial(_replay_stored, family, record, session_id)
+        replay = partial(family.replay, record, session_id)
         return await self._off_loop(family, record, len(record.actions), replay)
 
     async def _off_loop(self, family: Family, record: EpisodeRecord, n_actions: int, play: Callable[[], T]) -> T:
-        """Result of playing so many stored actions of an episode, on a thread; charged if that takes long."""
-        if n_actions * family.hold(record.task_id, record.config) > LONG_S:
-            return await on_thread(play)
-        return await asyncio.to_thread(play)
+        """Result of playing so many stored actions of an episode, on a thread; charged if that takes long.
+
+        Raises StoreError for an action that cannot be read: the caller's own action is not at fault.
+        """
+        is_long = n_actions * family.hold(record.task_id, record.config) > LONG_S
+        try:
+            return await (on_thread(play) if is_long else asyncio.to_thread(play))
+        except (InvalidActionError, DataFormatError) as error:
+            raise StoreError(f"the session store holds a step that cannot be read: {error}") from error
 
     def _family_of(self, record: EpisodeRecord) -> Family:
         if record.version != RECORD_VERSION:
@@ -591,22 +595,3 @@ def _starts_long(config: Mapping[str, Any] | None) -> bool:
     """Whether an episode with these settings, which are not yet checked, may take milliseconds to start."""
     length = (config or {}).get("episode_length")
     return isinstance(length, int) and length > LONG_S
-
-
-def _play_stored(family: Family, env: EpisodeEnv, action: Action) -> None:
-    with _readable():
-        family.play(env, action)
-
-
-def _replay_stored(family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
-    with _readable():
-        return family.replay(record, session_id)
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Context that raises StoreError for a stored step that cannot be read: the caller's own action is not at fault."""
-    try:
-        yield
-    except (InvalidActionError, DataFormatError) as error:
-        raise StoreError(f"the session store holds a step that cannot be read: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 from typing import Any
@@ -11,9 +10,10 @@ import httpx
 import pytest
 
 from agents.families import serving_policies
+from env.families import FAMILIES
 from env.traffic.agents import POLICIES as TRAFFIC_POLICIES
 from inferencegym.tasks import list_tasks
-from server.api.policies import EpisodeCache, compressed
+from server.api.policies import played
 from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks()]
@@ -125,21 +125,9 @@ def test_a_task_that_is_not_there_is_refused_with_those_that_are(server: Running
     assert server.client.post("/traffic/play", json={"agent": "planner", "task_id": "x"}).status_code == 400
 
 
-def test_of_answers_that_are_kept_the_one_that_was_asked_for_longest_ago_goes_first() -> None:
-    played: list[str] = []
-
-    async def ask(cache: EpisodeCache, name: str) -> None:
-        def play() -> dict[str, str]:
-            played.append(name)
-            return {"of": name}
-
-        assert json.loads(gzip.decompress(await cache.get(name, play))) == {"of": name}
-
-    async def ask_all(names: str) -> None:
-        # Room for two answers of this size.
-        cache = EpisodeCache(2 * len(compressed(lambda: {"of": "a"})))
-        for name in names:
-            await ask(cache, name)
-
-    asyncio.run(ask_all("abacab"))
-    assert "".join(played) == "abcb"
+def test_an_episode_that_was_played_is_not_played_again() -> None:
+    family, asked = FAMILIES["serving"], ("naive", 1, 5, (("episode_length", 7),), False)
+    played.cache_clear()
+    assert played(family, *asked) is played(family, *asked)
+    assert json.loads(gzip.decompress(played(family, *asked)))["steps"] == 7
+    assert played.cache_info().misses == 1
