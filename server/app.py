@@ -149,7 +149,7 @@ def main() -> None:
     import uvicorn
 
     from server.net.http_protocol import BoundedHttp
-    from server.net.upgrade import CheckedUpgrade
+    from server.net.websocket import BoundedWebSocket
     from server.net.workers import Workers
 
     try:
@@ -169,7 +169,7 @@ def main() -> None:
         workers=settings.workers,
         loop="uvloop",
         http=BoundedHttp,
-        ws=CheckedUpgrade,
+        ws=BoundedWebSocket,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
         ws_max_size=min(settings.max_body_bytes, MAX_WEBSOCKET_BYTES),

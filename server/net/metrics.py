@@ -125,7 +125,7 @@ class Metrics:
         lines = list[str]()
         for name, (kind, text) in METRICS.items():
             lines += [f"# HELP inferencegym_{name} {text}", f"# TYPE inferencegym_{name} {kind}"]
-            lines += [f"inferencegym_{name}{labels} {value}" for labels, value in summed[name].items()]
+            lines += [f"inferencegym_{name}{labels} {float(value)}" for labels, value in summed[name].items()]
         return "\n".join(lines) + "\n"
 
     # ------------------------------------------------------------ several workers

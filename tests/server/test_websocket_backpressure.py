@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
 from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
 from benchmarks.speed.load import memory_mb
-from server.net.bounded_transport import PIECE_BYTES, BoundedTransport
+from server.net.websocket import PIECE_BYTES, BoundedWebSocket
 from tests.servers import PATIENCE_S, RunningServer, running_server, until
 
 PEERS: Final = 8
@@ -151,14 +153,31 @@ class Reader(asyncio.Protocol):
         self.pieces.append(data)
 
 
-def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between_two() -> None:
-    reader, read = Reader(), bytes(range(256)) * 16
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """In place of uvicorn's protocol."""
+    reader = Reader()
+    monkeypatch.setattr("server.net.websocket.WebSocketsSansIOProtocol", lambda *_: reader)
+    return reader
+
+
+def upgraded(wire: Wire, reader: Reader) -> BoundedWebSocket:
+    """The layer between them after the upgrade."""
+    layer = BoundedWebSocket(Config("server.app:app"), ServerState(), {})
+    layer.connection_made(wire)
+    layer.data_received(b"GET /ws HTTP/1.1\r\nHost: x\r\n\r\n")
+    reader.pieces.clear()
+    return layer
+
+
+def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between_two(reader: Reader) -> None:
+    read = bytes(range(256)) * 16
 
     async def connection() -> list[int]:
-        transport = BoundedTransport(Wire(), reader, close_timeout_s=1.0)
+        layer = upgraded(Wire(), reader)
         given = []
         for part in (read[:3000], read[3000:]):  # the second read comes before the first one's next turn
-            transport.received(part)
+            layer.data_received(part)
             given.append(len(reader.pieces))
         while sum(map(len, reader.pieces)) < len(read):
             await asyncio.sleep(0)
@@ -170,32 +189,34 @@ def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between
     assert b"".join(reader.pieces) == read
 
 
-def test_a_client_that_waits_for_each_answer_is_never_paused() -> None:
+def test_a_client_that_waits_for_each_answer_is_never_paused(reader: Reader) -> None:
     wire = Wire()
 
     async def connection() -> None:
-        transport = BoundedTransport(wire, Reader(), close_timeout_s=1.0)
+        layer = upgraded(wire, reader)
         for _ in range(10):
-            transport.received(b"a message")
-            transport.pause_reading()  # as uvicorn does until the message is taken
-            transport.resume_reading()
+            layer.data_received(b"a message")
+            layer.pause_reading()  # as uvicorn does until the message is taken
+            layer.resume_reading()
 
     asyncio.run(connection())
     assert wire.pauses == 0
 
 
 @pytest.mark.parametrize("sent", [[b"a message"] * 2, [b"a message" + bytes(PIECE_BYTES)]])
-def test_a_client_that_sends_more_while_a_message_waits_is_paused_until_it_is_taken(sent: list[bytes]) -> None:
-    wire, reader = Wire(), Reader()
+def test_a_client_that_sends_more_while_a_message_waits_is_paused_until_it_is_taken(
+    reader: Reader, sent: list[bytes]
+) -> None:
+    wire = Wire()
 
     async def connection() -> list[bool]:
-        transport = BoundedTransport(wire, reader, close_timeout_s=1.0)
-        transport.received(sent[0])
-        transport.pause_reading()
+        layer = upgraded(wire, reader)
+        layer.data_received(sent[0])
+        layer.pause_reading()
         for more in sent[1:]:
-            transport.received(more)
+            layer.data_received(more)
         found = [wire.reads]
-        transport.resume_reading()
+        layer.resume_reading()
         while sum(map(len, reader.pieces)) < sum(map(len, sent)):
             await asyncio.sleep(0)
         return [*found, wire.reads]

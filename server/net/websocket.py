@@ -1,10 +1,15 @@
-"""Bounded transport of one WebSocket: limits on what a peer makes the server hold in memory, and for how long."""
+"""WebSockets: uvicorn's protocol, with limits on what a peer makes the server hold in memory, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Any, Final, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.server import ServerProtocol
 
 log = logging.getLogger(__name__)
 
@@ -18,11 +23,18 @@ kept until it ends. A client's usual pings reach this limit after 24 days.
 """
 CLOSE_TIMEOUT_S: Final = 5.0
 """Seconds in which a closed connection may still deliver pending data."""
+_BAD_REQUEST: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 41\r\nconnection: close\r\n\r\n"
+    b"This is no request to open a WebSocket.\r\n"
+)
 
 
-class BoundedTransport(asyncio.Transport):
-    """Layer between the transport of a connection and uvicorn's WebSocket protocol.
+class BoundedWebSocket(asyncio.Protocol, asyncio.Transport):
+    """Layer between a connection and uvicorn's WebSocket protocol: the protocol of one, the transport of the other.
 
+    - Upgrade requests that the library `websockets` refuses to parse (with a body, chunked, with more than 128 header
+      fields or a line beyond 8 KB) are answered and closed. uvicorn would leave them open for ever, and raise at
+      shutdown.
     - The protocol gets data in pieces, and none while it pauses reading.
     - Nothing is read while the peer does not read its answers: its pings would add more pongs.
     - A peer that sends :data:`MAX_BYTES_WITHOUT_MESSAGE` without a complete message is disconnected.
@@ -32,12 +44,14 @@ class BoundedTransport(asyncio.Transport):
     A peer that does not read does not answer pings either, so uvicorn's keepalive ends its connection.
     """
 
-    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, close_timeout_s: float) -> None:
+    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__()
-        self._transport = transport
-        self._protocol = protocol
-        self._close_timeout_s = close_timeout_s
+        self._protocol: asyncio.Protocol = WebSocketsSansIOProtocol(config, server_state, app_state)
+        grace_s = config.timeout_graceful_shutdown
+        # At shutdown a peer that does not read is dropped before uvicorn aborts all requests in flight.
+        self._close_timeout_s = CLOSE_TIMEOUT_S if grace_s is None else min(CLOSE_TIMEOUT_S, grace_s / 2)
         self._loop = asyncio.get_running_loop()
+        self._upgraded = False
         self._unread = bytearray()
         self._without_message = 0
         self._protocol_pauses = False
@@ -45,30 +59,63 @@ class BoundedTransport(asyncio.Transport):
         self._turn_is_due = False
         self._end: asyncio.TimerHandle | None = None
 
-    # ------------------------------------------------------------ called by the protocol
+    # ------------------------------------------------------------ called by asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """The head of the request, which uvicorn's HTTP protocol sends as a whole, and then what the peer sends."""
+        if not self._upgraded:
+            self._upgrade(data)
+            return
+        self._unread += data
+        if self._protocol_pauses:
+            self._transport.pause_reading()
+        elif not self._turn_is_due:
+            self._turn()
+
+    def eof_received(self) -> None:
+        # After this, asyncio would close the connection itself and wait for ever until the peer reads.
+        self.close()
+
+    def pause_writing(self) -> None:
+        self._peer_is_slow = True
+        self._transport.pause_reading()
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+        self._peer_is_slow = False
+        self._go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unread.clear()
+        if self._end is not None:
+            self._end.cancel()
+        if self._upgraded:
+            self._protocol.connection_lost(exc)
+
+    # ------------------------------------------------------------ called by uvicorn's protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Extra information of the transport."""
         return self._transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
-        """Whether the connection is closing."""
         return self._transport.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, or buffer data that the peer does not read yet."""
         self._transport.write(data)
 
     def pause_reading(self) -> None:
         """Stop passing data to the protocol, which calls this when a message is complete."""
         self._without_message = 0
         self._protocol_pauses = True
-        # A client that waits for its answer sends nothing that would have to wait: see received.
+        # A client that waits for its answer sends nothing that would have to wait: see data_received.
         if self._unread:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Pass data to the protocol again."""
         self._protocol_pauses = False
         self._go_on()
 
@@ -79,34 +126,22 @@ class BoundedTransport(asyncio.Transport):
             self._end = self._loop.call_later(self._close_timeout_s, self._transport.abort)
 
     def abort(self) -> None:
-        """End the connection at once."""
         self._transport.abort()
 
-    # ------------------------------------------------------------ called by the connection
-
-    def received(self, data: bytes) -> None:
-        """Accept received data."""
-        self._unread += data
-        if self._protocol_pauses:
-            self._transport.pause_reading()
-        elif not self._turn_is_due:
-            self._turn()
-
-    def peer_is_slow(self, slow: bool) -> None:
-        """Note whether the write buffer is full."""
-        self._peer_is_slow = slow
-        if slow:
-            self._transport.pause_reading()
-        else:
-            self._go_on()
-
-    def lost(self) -> None:
-        """Note that the connection has ended."""
-        self._unread.clear()
-        if self._end is not None:
-            self._end.cancel()
-
     # ------------------------------------------------------------ reading
+
+    def _upgrade(self, data: bytes) -> None:
+        if self.is_closing():
+            return
+        reader = ServerProtocol()
+        reader.receive_data(data)
+        if reader.handshake_exc is not None:
+            self.write(b"".join(reader.data_to_send()) or _BAD_REQUEST)
+            self.close()
+            return
+        self._upgraded = True
+        self._protocol.connection_made(self)
+        self._protocol.data_received(data)
 
     def _turn(self) -> None:
         """Pass the next piece to the protocol."""
