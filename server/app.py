@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S: Final = 0.0001
-"""Interval (s) at which computing threads (policies, replays, large bodies) yield the interpreter: Python's is 5 ms.
+SWITCH_INTERVAL_S: Final = 0.0005
+"""Interval (s) at which computing threads (policies, replays, large bodies) yield the interpreter: a tenth of Python's.
 The event loop, and with it every client's step, waits for this long each time it becomes ready beside them."""
 DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Annotated, Any, Final
 
 from fastapi import Query
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from agents.families import players_of
 from env.families import SERVING
-from env.family import Grade
+from env.family import Family, Grade
 from inferencegym import __version__
 from inferencegym.errors import StoreError, short_repr
 from inferencegym.messages import Allowed, plain_schema
@@ -80,7 +80,7 @@ class EpisodeRoutes:
         self._prefix = mount.prefix
         self._settings = context.settings
         self._sessions = context.sessions
-        self._baseline: asyncio.Task[bytes] | None = None
+        self._computing_baseline = asyncio.Lock()
         # Read at start, so that an error in a user's task file stops the start and not the first request.
         self._tasks = list(mount.family.tasks())
 
@@ -238,16 +238,8 @@ class EpisodeRoutes:
 
     async def baseline(self) -> Response:
         """Scores of the baseline, computed once: concurrent callers wait for the same result."""
-        task = self._baseline
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._baseline = asyncio.create_task(asyncio.to_thread(self._baseline_json))
-        # A client that disconnects must not cancel the computation for the others.
-        return JsonReply(await asyncio.shield(task))
-
-    def _baseline_json(self) -> bytes:
-        baseline = players_of(self._family).baseline
-        assert baseline is not None
-        return to_json(baseline())
+        async with self._computing_baseline:
+            return JsonReply(await asyncio.to_thread(_baseline_json, self._family))
 
     async def info(self) -> dict[str, Any]:
         return self._info
@@ -299,3 +291,10 @@ class EpisodeRoutes:
     async def _live(self, request: Request, session_id: str) -> LiveSession:
         request.scope[SESSION_KEY] = session_id
         return await self._sessions.get(session_id, self._family.name)
+
+
+@cache
+def _baseline_json(family: Family) -> bytes:
+    baseline = players_of(family).baseline
+    assert baseline is not None
+    return to_json(baseline())

@@ -34,6 +34,8 @@ MAX_HEAD_BYTES: Final = 65_536
 IPV6_CLIENT_BITS: Final = 64
 """Prefix length of IPv6 networks that count as one client: the smallest network that a host is given."""
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 
 class Limits:
     """Checks of a request before it is handled: host, API key, origin, declared size and rate."""
@@ -187,27 +189,29 @@ class Callers:
     def address(self, scope: Scope) -> str:
         """Address of the client: the socket's peer, or the last untrusted hop that trusted proxies report."""
         client = scope.get("client")
-        peer = _plain(client[0]) if client else ""
-        if not self._trusted or not self._is_trusted(peer):
-            return peer
+        sent = client[0] if client else ""
+        peer = _address(sent)
+        if not self._is_trusted(peer):
+            return str(peer or sent)
         hops: list[str] = []
         for name, value in scope["headers"]:
             if name == b"x-forwarded-for":
                 hops += [hop.strip() for hop in value.decode("latin-1").split(",")]
         for hop in reversed(hops):
-            if not _is_address(hop):
-                return peer  # do not trust a proxy that forwards something other than an address
-            peer = _plain(hop)
+            further = _address(hop)
+            if further is None:
+                break  # do not trust a proxy that forwards something other than an address
+            peer = further
             if not self._is_trusted(peer):
                 break
-        return peer
+        return str(peer)
 
     def client(self, scope: Scope) -> str:
         """The client for limits: the address, or the /64 network of an IPv6 address, which one host may own."""
         address = self.address(scope)
-        if ":" not in address or not _is_address(address):
+        if not isinstance(found := _address(address), ipaddress.IPv6Address):
             return address
-        return str(ipaddress.IPv6Network((int(ipaddress.IPv6Address(address)), IPV6_CLIENT_BITS), strict=False))
+        return str(ipaddress.IPv6Network((int(found), IPV6_CLIENT_BITS), strict=False))
 
     def caller(self, scope: Scope) -> str:
         """Identity for the caller's most recent session: the client and, if sent, ``X-Client-Id``.
@@ -219,27 +223,18 @@ class Callers:
         client = _digest(self.client(scope).encode())
         return f"{client}.{_digest(b', '.join(sent))}" if sent else client
 
-    def _is_trusted(self, address: str) -> bool:
-        if not _is_address(address):
-            return False
-        ip = ipaddress.ip_address(address)
-        return any(ip in network for network in self._trusted)
+    def _is_trusted(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._trusted)
 
 
 def _digest(value: bytes) -> str:
     return hashlib.sha256(value).hexdigest()[:32]
 
 
-def _plain(address: str) -> str:
-    """Convert IPv4-mapped IPv6 addresses (``::ffff:10.1.2.3``, as sockets on ``::`` show them) to IPv4."""
-    if ":" not in address or not _is_address(address):
-        return address
-    return str(getattr(ipaddress.ip_address(address), "ipv4_mapped", None) or address)
-
-
-def _is_address(text: str) -> bool:
+def _address(text: str) -> Address | None:
+    """An address; IPv4-mapped IPv6 (``::ffff:10.1.2.3``, as sockets on ``::`` show it) as IPv4. None: no address."""
     try:
-        ipaddress.ip_address(text)
+        found = ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
