@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+SHORT_S: Final = 50
+"""Replays of no more simulated seconds than this run on the event loop: they take a millisecond."""
 LONG_S: Final = 300
 """Replays of more simulated seconds than this are charged, and longer episodes start on a thread: either takes some
 milliseconds.
@@ -511,13 +513,15 @@ class SessionManager:
         return await self._off_loop(family, record, len(record.actions), replay)
 
     async def _off_loop(self, family: Family, record: EpisodeRecord, n_actions: int, play: Callable[[], T]) -> T:
-        """Result of playing so many stored actions of an episode, on a thread; charged if that takes long.
+        """Result of playing so many stored actions of an episode, on a thread unless they are few; charged if many.
 
         Raises StoreError for an action that cannot be read: the caller's own action is not at fault.
         """
-        is_long = n_actions * family.hold(record.task_id, record.config) > LONG_S
+        seconds = n_actions * family.hold(record.task_id, record.config)
         try:
-            return await (on_thread(play) if is_long else asyncio.to_thread(play))
+            if seconds <= SHORT_S and not _starts_long(record.config):
+                return play()
+            return await (on_thread(play) if seconds > LONG_S else asyncio.to_thread(play))
         except (InvalidActionError, DataFormatError) as error:
             raise StoreError(f"the session store holds a step that cannot be read: {error}") from error
 

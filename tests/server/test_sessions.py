@@ -32,7 +32,7 @@ from inferencegym.errors import (
 from inferencegym.tasks import list_tasks
 from server.net.errors import RateLimitedError
 from server.sessions import quota
-from server.sessions.manager import SessionManager, StepResult
+from server.sessions.manager import SHORT_S, SessionManager, StepResult
 from server.sessions.store import SessionStore, stored_episode
 from server.sessions.stores import make_store
 from server.settings import Settings
@@ -139,12 +139,15 @@ def test_replays_and_the_starts_of_long_episodes_leave_the_event_loop_to_others(
 
     async def scenario() -> None:
         async with manager_on("memory://", live_sessions=1) as manager:
-            short, _ = await manager.reset(SERVING, seed=1)
-            await manager.reset(SERVING, seed=2, config={"episode_length": 2_000})
-            await manager.get(short.session_id)
+            played, _ = await manager.reset(SERVING, seed=1)
+            for _ in range(SHORT_S + 1):
+                await manager.step(played.session_id, {})
+            long, _ = await manager.reset(SERVING, seed=2, config={"episode_length": 2_000})
+            await manager.get(played.session_id)
+            await manager.get(long.session_id)
 
     asyncio.run(scenario())
-    assert on_loop == [True, False, False]
+    assert on_loop == [True, False, False, False]
 
 
 def test_environments_stay_in_memory_up_to_the_limits() -> None:
