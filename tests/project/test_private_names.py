@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -57,6 +58,7 @@ def ours(kind: type) -> bool:
     return kind.__module__.split(".")[0] in PACKAGES
 
 
+@cache
 def private_names_in(kind: type) -> set[str]:
     """Names with an underscore that a class defines, or uses on itself or on ``super()``."""
     try:

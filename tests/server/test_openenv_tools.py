@@ -54,6 +54,7 @@ def test_openenv_push_accepts_the_staged_package_and_uploads_all_of_it(staged: P
         assert (uploaded / kept).read_text(encoding="utf-8") == (source / kept).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_staged_package_passes_openenvs_validation(staged: Path) -> None:
     command = [Path(sys.executable).with_name("openenv"), "validate", str(staged), "--level", "static"]
     verdict = subprocess.run(command, capture_output=True, text=True, check=False)
