@@ -10,9 +10,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
-    parser.add_argument(
-        "--quick", action="store_true", help="coarse sweep and short search: seconds instead of minutes"
-    )
+    parser.add_argument("--quick", action="store_true", help="coarse sweep and short search: a tenth of the time")
     parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
     parser.add_argument(
         "--policies",

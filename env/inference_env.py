@@ -83,7 +83,7 @@ class InferenceEnv:
         if self._log is None:
             raise NotResetError("no state before reset: call reset() first")
         config = self.config_dict()
-        return {"task_id": self.task_id, "seed": self.seed, "config": config, "actions": self.actions}
+        return {"task_id": self.task_id, "seed": self.seed, "config": config, "actions": list(self.actions)}
 
     def set_state(self, state: Mapping[str, Any]) -> ServeObservation:
         """Go on from a state of :meth:`get_state`, by playing its actions again; returns the observation there."""
@@ -180,8 +180,9 @@ class InferenceEnv:
         if isinstance(action, ServeAction):
             action.validate()
         elif not isinstance(action, ServeActionMessage):  # whose knobs have been checked
-            before = self.actions[-1] if self.actions else {}
-            action = read(ServeActionMessage, {**before, **action}, InvalidActionError, whole="action")
+            if isinstance(action, Mapping) and self.actions:
+                action = {**self.actions[-1], **action}
+            action = read(ServeActionMessage, action, InvalidActionError, whole="action")
         knobs = checked_row(action, self.task.fleet)
         if self._batch is not None and "quant_tier" in self.task.active_actions:
             self._batch.tables.refuse_tier(int(knobs[0, 4]))

@@ -103,7 +103,6 @@ class BoxCodec:
         return spaces.Box(-1.0, 1.0, (len(self._levels),), np.float32)
 
     def decode(self, actions: NDArray[Any]) -> FloatArray:
-        # NaN passes through; the batch reads it as the knob's default.
         knobs = _rows(actions, len(self._levels)).astype(np.float64)
         self._decoder.decode_box(knobs, knobs)
         return knobs
@@ -336,8 +335,10 @@ def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
 
     ``"scaled"`` is the share s of the episode's grade that the reward ``"grade"`` adds (divided by the episode's
     seconds), as s / sqrt(1 + s^2) in [-1, 1]: near 0 it is s, so that an episode without overload returns its score.
-    Other kinds stay as they are.
+    Other kinds stay as they are. Raises :class:`InvalidConfigError` for an unknown one.
     """
+    if reward not in (None, "plan", "grade", "scaled"):
+        raise refusal("reward", reward, "one of plan, grade, scaled")
     return (_share, "grade") if reward == "scaled" else (_unchanged, reward)
 
 
@@ -353,10 +354,13 @@ def _unchanged(reward: FloatArray, _config: EpisodeConfig) -> FloatArray:
 
 
 def _rows(actions: NDArray[Any], size: int) -> NDArray[Any]:
-    """Actions as an array (B, ``size``); raises InvalidActionError for another shape."""
+    """Actions as an array (B, ``size``); raises InvalidActionError for another shape and for NaN."""
     rows = np.asarray(actions)
     if rows.ndim != 2 or rows.shape[1] != size:
         raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {size})")
+    if rows.dtype.kind == "f" and np.isnan(rows).any():
+        row, knob = np.argwhere(np.isnan(rows))[0].tolist()
+        raise InvalidActionError(f"actions[{row}, {knob}]", "NaN", "a number: has the policy diverged?")
     return rows
 
 

@@ -220,7 +220,7 @@ def test_the_heuristic_prefers_fewer_gpus_in_calm_and_capacity_in_floods() -> No
 def test_the_baseline_gives_the_same_numbers_every_time_in_the_documented_shape() -> None:
     first = run_all_baselines()
     assert run_all_baselines() == first
-    assert set(first["scores"]) == {"task1", "task2", "task3"} == set(first["breakdown"])
+    assert set(first["scores"]) == set(first["breakdown"]) >= {"task1", "task2", "task3"}
     assert first["expected_range"] == {"task1": [0.30, 0.40], "task2": [0.22, 0.32], "task3": [0.18, 0.28]}
     assert first["action_config"] == BASELINE_ACTION.to_dict()
     others = first["baselines"]

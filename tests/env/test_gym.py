@@ -269,9 +269,18 @@ def test_the_ends_and_the_middle_of_the_box_mean_what_the_documentation_says() -
     np.testing.assert_allclose(knobs[2], [0.55, 2.0, 512**0.5, 1.0, 1.0])
 
 
-def test_a_box_action_of_nan_means_the_naive_default() -> None:
-    knobs = snap(action_codec("box").decode(np.full((1, 5), np.nan)), action_mask(list(LEVELS)))
-    np.testing.assert_array_equal(knobs[0], FORCED)
+@pytest.mark.parametrize("name", ["box", "natural"])
+def test_an_action_of_nan_is_refused_and_plays_nothing(name: str) -> None:
+    env = gymnasium.make("InferenceGym/AdversarialMultiTenant-v1", action=name)
+    env.reset(seed=1)
+    action = env.action_space.sample()
+    action[2] = np.nan
+    with pytest.raises(InvalidActionError, match=r"actions\[0, 2\]='NaN' is not allowed"):
+        env.step(action)
+    assert env.unwrapped.get_state()["actions"] == []
+
+
+def test_a_masked_knob_takes_the_naive_default() -> None:
     np.testing.assert_array_equal(FORCED, to_row(NAIVE_ACTION))
 
 
@@ -717,6 +726,11 @@ def test_whatever_is_sent_and_whenever_it_is_reset_the_server_plays_the_same(
         if call == "reset":
             there, here = remote.reset(), local.reset()
             np.testing.assert_array_equal(remote.seeds, local.seeds)
+        elif call == "nan":
+            for envs in (remote, local):
+                with pytest.raises(InvalidActionError):
+                    envs.step(actions)
+            continue
         else:
             there, here = remote.step(actions)[:4], local.step(actions)[:4]
             np.testing.assert_array_equal(there[1], here[1])
