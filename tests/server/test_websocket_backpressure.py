@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Final
 
@@ -65,13 +66,15 @@ def peers(server: RunningServer, count: int = PEERS) -> Iterator[list[socket.soc
         yield found
 
 
-def flood(senders: Sequence[socket.socket], data: bytes) -> None:
-    """Send ``data`` over and over as long as anything is taken, up to 16 MB each."""
-    sent, waiting = dict.fromkeys(senders, 0), memoryview(data)
+def flood(senders: Sequence[socket.socket], *kinds: str) -> None:
+    """Send data of each kind, by one peer after another, over and over as long as any is taken, up to 16 MB each."""
+    sent = dict.fromkeys(senders, 0)
+    floods = {sender: memoryview(FLOODS[kind]) for sender, kind in zip(senders, cycle(kinds), strict=False)}
     while sent and (writable := select.select([], list(sent), [], 3.0)[1]):
         for sender in writable:
+            data = floods[sender]
             try:
-                sent[sender] += sender.send(waiting[sent[sender] % len(data) :])
+                sent[sender] += sender.send(data[sent[sender] % len(data) :])
             except BlockingIOError:
                 continue
             except ConnectionError:
@@ -90,7 +93,7 @@ def test_peers_that_never_read_cost_little_memory_and_hold_nobody_up(tmp_path: P
         count = 1 if "fragments" in kind else PEERS
         before = memory_mb(server.process.pid, "VmRSS")
         with peers(server, count) as senders:
-            flood(senders, FLOODS[kind])
+            flood(senders, kind)
             assert memory_mb(server.process.pid, "VmRSS") - before < MOST_MB_PER_PEER * count + NOISE_MB
             assert server.post("/reset")["session_id"]
             server.stop()
@@ -98,17 +101,10 @@ def test_peers_that_never_read_cost_little_memory_and_hold_nobody_up(tmp_path: P
         assert ("Traceback" in said, "shutdown exceeded" in said) == (False, False)
 
 
-def flood_in_every_way(senders: Sequence[socket.socket]) -> None:
-    """Send with different peers what keeps a server busy in different ways."""
-    kinds = ("answers", "pongs", "closed")
-    for i, kind in enumerate(kinds):
-        flood(senders[i :: len(kinds)], FLOODS[kind])
-
-
 def test_two_workers_end_in_order_with_peers_that_never_read(tmp_path: Path) -> None:
     with running_server(tmp_path, workers="2") as server:
         with peers(server, PEERS + 1) as senders:
-            flood_in_every_way(senders)
+            flood(senders, "answers", "pongs", "closed")
             server.stop()
         said = server.log.read_text()
         assert ("Traceback" in said, "shutdown exceeded" in said) == (False, False)
@@ -119,7 +115,7 @@ def test_a_peer_that_never_reads_is_disconnected_after_a_while(tmp_path: Path) -
         running_server(tmp_path, before="import server.app; server.app.PING_S = 1.0") as server,
         peers(server, PEERS + 1) as senders,
     ):
-        flood_in_every_way(senders)
+        flood(senders, "answers", "pongs", "closed")
         until(lambda: "inferencegym_websockets 0.0" in server.client.get("/metrics").text)
         server.stop()
 
