@@ -7,12 +7,11 @@ tokenizer. The model writes noise; its times, memory and scheduling depend only 
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from live.engines.vllm_server import VllmServer
+from live.engines.vllm_server import VllmServer, free_port
 
 SPECIAL: Final = ("<s>", "</s>", "<unk>")
 
@@ -39,12 +38,8 @@ def serve_random_model(
 ) -> VllmServer:
     """Start vLLM on such a model, on a free port unless one is named; its files go to ``folder``."""
     model = write_model(folder / "model", shape)
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
     log_file = folder / "vllm.log"
-    return VllmServer(venv, model, folder / "control.json", port=port, log_file=log_file, **arguments)
+    return VllmServer(venv, model, folder / "control.json", port=port or free_port(), log_file=log_file, **arguments)
 
 
 def write_model(folder: Path, shape: ModelShape | None = None) -> Path:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,13 @@ from inferencegym.errors import InvalidConfigError, ServerUnavailableError
 PLUGIN: Final = Path(__file__).parent / "vllm_plugin"
 """Folder that an engine needs on its PYTHONPATH for ``--scheduler-cls inferencegym_scheduler.LiveAsyncScheduler``."""
 START_S: Final = 900.0
+
+
+def free_port() -> int:
+    """Port of this machine that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class VllmServer:
