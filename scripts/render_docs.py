@@ -352,6 +352,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "live-first-come": written("live_first_come"),
     "live-policies": written("live_policies"),
     "live-drafts": written("live_drafts"),
+    "live-real-text": written("live_real_text"),
+    "grpo": written("grpo"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),

@@ -28,7 +28,7 @@ from typing import Any, Final
 import httpx
 
 from benchmarks.live import drafts, rollouts_engine
-from benchmarks.live.drafts import chance_of, tokens_of
+from benchmarks.live.drafts import chance_of
 from benchmarks.live.rollouts_engine import RESULTS, as_json
 from inferencegym.files import write_text
 from inferencegym.models import SPEC_LENGTHS
@@ -166,10 +166,10 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "<!-- written by benchmarks/live/real_text.py; do not edit -->",
         "",
-        f"vLLM {result['engine']}, SmolLM2-135M-Instruct, greedy, n-gram drafts. *Drafted*: steps of a sequence that "
-        "had a draft. *Accepted*: drafts whose token at that position was accepted. *a*: the constant acceptance that "
-        "gives as many accepted tokens. *Tokens a step*: of a sequence; in brackets with *a* if every step had a "
-        "draft. *Pace*: tokens for each second of processor time (medians), beside the same requests without drafts.",
+        f"vLLM {result['engine']}, SmolLM2-135M-Instruct, greedy, n-gram drafts. *Drafts*: for 100 tokens that were "
+        "written. *Accepted*: share of drafts whose token at that position was accepted. *a*: the constant acceptance "
+        "that gives as many accepted tokens. *Pace*: tokens for each second of processor time (medians), beside the "
+        "same requests without drafts.",
     ]
     for kind in PROMPTS:
         rows = [row for row in result["runs"] if row["prompts"] == kind]
@@ -177,10 +177,10 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
             f"*The model {kind}*:",
             "",
-            "| draft length | drafted | accepted: 1st | 2nd | 4th | 8th | a | tokens a step "
+            "| draft length | drafts | accepted: 1st | 2nd | 4th | 8th | a "
             + "".join(f"| pace, {at_once} at once " for at_once in AT_ONCE)
             + "|",
-            "|" + "---|" * (8 + len(AT_ONCE)),
+            "|" + "---|" * (7 + len(AT_ONCE)),
         ]
         for length in SPEC_LENGTHS:
             paces = [f"x {pace(rows, at_once, length) / pace(rows, at_once, 0):.2f}" for at_once in AT_ONCE]
@@ -198,14 +198,12 @@ def pace(rows: Sequence[Mapping[str, Any]], at_once: int, length: int) -> float:
 def accepted(rows: Sequence[Mapping[str, Any]], length: int) -> list[str]:
     """Cells about the drafts, of all prompts and repeats together."""
     if length == 0:
-        return ["", "", "", "", "", "", "1.00"]
+        return [""] * 6
     some = [row for row in rows if (row["at_once"], row["draft_length"]) == (max(AT_ONCE), length)]
     tokens, n, drafted, taken = (sum(row[name] for row in some) for name in COUNTERS)
     by_position = [sum(column) for column in zip(*(row["accepted_by_position"] for row in some), strict=True)]
     cells = [f"{by_position[p - 1] / n:.2f}" if p <= length else "" for p in (1, 2, 4, 8)]
-    steps, chance = tokens - taken, chance_of(taken / drafted, length)
-    tokens_a_step = f"{tokens / steps:.2f} ({tokens_of(chance, length):.2f})"
-    return [f"{n / steps:.0%}", *cells, f"{chance:.2f}", tokens_a_step]
+    return [f"{100 * n / tokens:.0f}", *cells, f"{chance_of(taken / drafted, length):.2f}"]
 
 
 if __name__ == "__main__":
