@@ -59,7 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
     )
-    parser.add_argument("--no-drafts", action="store_true", help="only settings without draft tokens")
+    parser.add_argument(
+        "--drafts", action="store_true", help="also settings with draft tokens, for which you need a draft model"
+    )
+    parser.add_argument(
+        "--replicas-min",
+        type=int,
+        default=1,
+        metavar="N",
+        help="fewest replicas of a plan; with 2, one may fail (default 1)",
+    )
     parser.add_argument(
         "--prices",
         type=Path,
@@ -85,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from inferencegym.files import require_matplotlib, require_writable
     from ops.export import engine_files
     from ops.objectives import parse_objective
-    from ops.plan import make_plan, registered_tables, tables_of_files
+    from ops.plan import MAX_GPUS, make_plan, registered_tables, tables_of_files
     from ops.prices import load_prices
     from ops.report import front_figure, plan_report, write_page, write_picture
 
@@ -96,6 +105,10 @@ def run(args: argparse.Namespace) -> int:
     objectives = [parse_objective(text) for text in args.objective]
     if args.share_met is not None and not 0 < args.share_met < 1:
         raise InvalidConfigError(f"--share-met={short_repr(args.share_met)} is not allowed: it must be between 0 and 1")
+    if not 1 <= args.replicas_min <= MAX_GPUS:
+        raise InvalidConfigError(
+            f"--replicas-min={args.replicas_min} is not allowed: it must be from 1 to {MAX_GPUS}", "replicas_min"
+        )
     if args.out:
         check_table(args.out)
     if args.html or args.png:
@@ -120,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
             prices=prices,
             share_met=args.share_met,
             precisions=names(args.quant),
-            drafts=not args.no_drafts,
+            drafts=args.drafts,
+            replicas_min=args.replicas_min,
             progress=lambda what, share: bar.update(line, completed=share, description=what),
         )
     first = report.plans[0] if report.plans else None

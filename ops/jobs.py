@@ -77,7 +77,8 @@ def plan_job(request: Request) -> dict[str, Any]:
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         share_met=request.get("share_met"),
         precisions=request.get("precisions"),
-        drafts=request.get("drafts", True),
+        drafts=request.get("drafts", False),
+        replicas_min=request.get("replicas_min", 1),
     )
     first = report.plans[0] if report.plans else None
     return {

@@ -91,7 +91,8 @@ class Plan:
 
     ``margin`` is the smallest distance of a figure from its limit, as a share of the limit, with the figure multiplied
     by the median of measured / simulated latency (``errors`` by quantity, in the ``band`` of load of this plan).
-    ``meets`` says whether margin and share of requests in time are sufficient and the fleet never ran out of memory.
+    ``meets`` says whether margin, share of requests in time and number of replicas are sufficient and the fleet never
+    ran out of memory.
     ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if the 90th percentile of the errors is within the limits
     too; otherwise ``"not"``. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware``
     is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if
@@ -172,7 +173,8 @@ def make_plan(
     prices: Prices | None = None,
     share_met: float | None = None,
     precisions: Sequence[str] | None = None,
-    drafts: bool = True,
+    drafts: bool = False,
+    replicas_min: int = 1,
     policies: Sequence[str] = ADAPTIVE,
     progress: Progress = silent,
 ) -> PlanReport:
@@ -180,8 +182,9 @@ def make_plan(
 
     ``share_met`` is the share of requests whose first token must come within the objective (default: that of the
     strictest percentile), ``precisions`` names the precisions that may be used (default: all of a table), ``drafts``
-    says whether settings may draft tokens. Tables with none of the precisions and cards without a price are left out.
-    Raises :class:`InvalidConfigError` if no objective is given or no table is left.
+    says whether settings may draft tokens, which needs a draft model. Plans have at least ``replicas_min`` replicas.
+    Tables with none of the precisions and cards without a price are left out. Raises :class:`InvalidConfigError` if no
+    objective is given or no table is left.
     """
     started = time.perf_counter()
     if not objectives:
@@ -209,6 +212,7 @@ def make_plan(
             prices,
             precisions,
             drafts,
+            replicas_min,
         )
         progress(f"searching {name}", at / (len(tables) + 1))
         card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
@@ -259,7 +263,7 @@ def _usable(
     left_out: dict[str, str] = {}
     for name, table in tables.items():
         card = str(table.meta["hardware"])
-        if prices is not None and card not in prices.per_gpu_hour:
+        if prices is not None and prices.find(card) is None:
             left_out[name] = f"no price of {card}"
         elif precisions is not None and not set(precisions) & set(table.tiers):
             left_out[name] = f"it has {', '.join(table.tiers)}"
@@ -329,10 +333,11 @@ class _Card:
         prices: Prices | None,
         precisions: Sequence[str] | None,
         drafts: bool,
+        replicas_min: int,
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required, self._drafts = objectives, required, drafts
-        self._request_tokens, self._tokens_per_s = request_tokens, tokens_per_s
+        self._request_tokens, self._tokens_per_s, self._replicas_min = request_tokens, tokens_per_s, replicas_min
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
@@ -492,6 +497,7 @@ class _Card:
         left = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p50 for n, value in figures})
         at_90 = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p90 for n, value in figures})
         meets = left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0
+        meets &= outcome.n_replicas >= self._replicas_min
         n_gpus = outcome.n_gpus
         offered = outcome.completed + outcome.rejected + outcome.unserved
         tokens_per_s = self._tokens_per_s * outcome.completed / offered

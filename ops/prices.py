@@ -11,6 +11,7 @@ from pydantic import Field
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, not_allowed
 from inferencegym.messages import Message, parse_json, read
+from simulator.hardware.catalogue import short_name
 
 
 class PriceList(Message):
@@ -24,7 +25,7 @@ class PriceList(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Price per hour of one GPU of each card, in one currency."""
+    """Price per hour of one GPU of each card, in one currency; a card may have its short name (``h100``)."""
 
     currency: str
     per_gpu_hour: Mapping[str, float]
@@ -32,11 +33,15 @@ class Prices:
 
     def gpu_hour(self, card: str) -> float:
         """Price per hour of a card. Raises :class:`InvalidConfigError` if the list lacks it."""
-        if card not in self.per_gpu_hour:
+        if (price := self.find(card)) is None:
             raise InvalidConfigError(
                 f"prices: no price of {card!r}; the list has {', '.join(self.per_gpu_hour) or 'none'}", "prices"
             )
-        return self.per_gpu_hour[card]
+        return price
+
+    def find(self, card: str) -> float | None:
+        """Price per hour of a card; None if the list lacks it."""
+        return self.per_gpu_hour.get(card, self.per_gpu_hour.get(short_name(card)))
 
 
 def read_prices(value: object) -> Prices:

@@ -200,10 +200,15 @@ def notes(report: PlanReport) -> list[str]:
         *_error_lines(report),
         "Precisions below 16 bits change a model's answers; this report does not measure how much.",
     ]
+    if single := [plan.hardware for plan in report.plans if plan.n_replicas == 1]:
+        found.append(
+            f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts; --replicas-min 2 plans "
+            "with one more."
+        )
     if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
         found.append(
             "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
-            "measured with Llama-3.1-8B. --no-drafts leaves them out."
+            "measured with Llama-3.1-8B. Without --drafts they are left out."
         )
     found += [
         f"No setting on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("simulator/data", "server/web/data", "server/web/charts")
+FOLDERS = ("simulator/data", "server/web/data", "server/web/charts", "benchmarks/fidelity/data")
 # Third-party files, kept as they were published or measured.
-OF_OTHERS = ("simulator/data/measured", "server/web/charts")
+OF_OTHERS = ("simulator/data/measured", "server/web/charts", "benchmarks/fidelity/data")
 # Name of each licence in a notice, and the beginning of the file name of its text if that must be distributed.
 LICENCES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "CC-BY-4.0": None}
 NO_LICENCE = "the source states none: only aggregate statistics are here"

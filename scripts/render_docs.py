@@ -343,6 +343,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "traffic-scores": traffic_scores,
     "fidelity": written("fidelity"),
     "hardware-fidelity": written("hardware_fidelity"),
+    "open-fidelity": written("open_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
     "engine-counts": written("engine_counts"),

@@ -26,10 +26,11 @@ import pandas as pd
 from benchmarks.fidelity.accelmark import TIER_OF_PRECISION, accelmark_comparisons
 from benchmarks.fidelity.fluid import ORDER, QUANTITY
 from benchmarks.fidelity.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons, width_errors
+from benchmarks.fidelity.open_suite import runs as open_runs
 from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played, referenced
 from inferencegym.files import write_text
 from ops.margins import BANDS as LOAD_BANDS
-from ops.margins import MARGINS_PATH, SATURATED
+from ops.margins import CARDS, MARGINS_PATH, SATURATED
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BANDS = ("light", "knee", "saturated", "overload")
@@ -207,8 +208,8 @@ def print_widths() -> None:
 def write_margins() -> None:
     """Write quantiles of measured latency / latency in the discrete-event reference, by quantity, card and band.
 
-    TTFT is that of loads that arrive on their own schedule: in a closed loop it depends on the spread of the lengths,
-    which ``silicon_sample.csv`` does not state.
+    The runs are AccelMark's, the *fit* runs of the open suite and, for TPOT only, the closed loops of
+    ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits.
     """
     ratios: dict[str, dict[str, dict[str, list[float]]]] = {"ttft": {"a100": {}}, "tpot": {"a100": {}}}
     for version, precision in (("0.20.1", "BF16"), *(("0.7.3", tier) for tier in TIER_OF_PRECISION)):
@@ -217,6 +218,11 @@ def write_margins() -> None:
             if quantity in ratios:
                 band = BAND_OF_LOAD[c.scenario].replace("overload", SATURATED)
                 ratios[quantity]["a100"].setdefault(band, []).append(c.measured / c.predicted)
+    for run in open_runs():
+        if run.split == "fit":
+            for name in ("TTFT p50", "TTFT p99", "TPOT p50"):
+                of_card = ratios[name[:4].lower()].setdefault(CARDS[run.card], {})
+                of_card.setdefault(run.band, []).append(run.measured[name] / run.simulated[name])
     for loop, tpot_ms in referenced(loop for loop in closed_loops()[0] if loop.engine == "vllm"):
         ratios["tpot"].setdefault(loop.card, {}).setdefault(loop.band, []).append(loop.tpot_ms / tpot_ms)
     found = {

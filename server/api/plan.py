@@ -44,7 +44,12 @@ class PlanRequest(LogRequest):
         Annotated[list[Literal[*_PRECISIONS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
         Field(description="precisions that may be used; by default all of a table"),
     ] = None
-    drafts: Annotated[bool | None, Field(description="whether settings may draft tokens (default true)")] = None
+    drafts: Annotated[
+        bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
+    ] = None
+    replicas_min: Annotated[
+        Annotated[int, Field(ge=1, le=256)] | None, Field(description="fewest replicas of a plan (default 1)")
+    ] = None
     prices: Annotated[
         PriceList | None, Field(description="prices per GPU hour by card; without them, plans are ordered by GPUs")
     ] = None

@@ -65,13 +65,18 @@ def cards() -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry["card"]) for entry in table_index().values()))
 
 
+def short_name(card: str) -> str:
+    """A card as people say it: ``h100`` for ``h100_sxm``, ``a100`` for ``a100-40gb``."""
+    return re.sub(r"-(sxm|server|\d+gb)$", "", card.replace("_", "-"))
+
+
 def hardware_names() -> tuple[str, ...]:
-    """Names that :func:`tables_named` accepts: tables, then cards (a card stands for all of its tables)."""
-    return tuple(dict.fromkeys((*table_index(), *cards())))
+    """Names that :func:`tables_named` accepts: tables, then cards and their short names, which stand for all tables."""
+    return tuple(dict.fromkeys((*table_index(), *cards(), *map(short_name, cards()))))
 
 
 def tables_named(hardware: Sequence[str] | None = None, model: str | None = None) -> tuple[str, ...]:
-    """Names of the tables of one model, selected by table name or card (None: all).
+    """Names of the tables of one model, selected by the name of a table or a card, short or not (None: all).
 
     ``model`` may be a checkpoint name (``meta-llama/Llama-3.1-8B-Instruct``); without it the hardware must have tables
     of exactly one model. Raises :class:`InvalidConfigError` listing the choices.
@@ -80,11 +85,14 @@ def tables_named(hardware: Sequence[str] | None = None, model: str | None = None
     for name in hardware or ():
         if name not in hardware_names():
             raise InvalidConfigError(
-                f"hardware={short_repr(name)} is not in the catalogue: all, a card ({', '.join(cards())}) or a table "
-                "of `inferencegym hardware`",
+                f"hardware={short_repr(name)} is not in the catalogue: all, a card "
+                f"({', '.join(dict.fromkeys((*map(short_name, cards()), *cards())))}) or a table of "
+                "`inferencegym hardware`",
                 "hardware",
             )
-    wanted = [n for n in index if hardware is None or n in hardware or index[n]["card"] in hardware]
+    wanted = [
+        n for n in index if hardware is None or {n, index[n]["card"], short_name(index[n]["card"])} & set(hardware)
+    ]
     there = dict.fromkeys(m for m in models() if any(_same_model(m, index[n]["model"]) for n in wanted))
     if model is None:
         if len(there) > 1:

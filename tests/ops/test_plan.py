@@ -145,7 +145,8 @@ def test_the_highest_precision_that_is_enough_is_taken() -> None:
     calm = flood(60, 1.0, 1.0)
     assert make_plan(calm, OBJECTIVES, registered_tables(["a100-40gb"])).plans[0].precision == "FP16"
     tight = [parse_objective("ttft_p99=500"), parse_objective("tpot_p50=9")]
-    (plan,) = make_plan(calm, tight, registered_tables(["a100-40gb"]), precisions=["FP16", "INT8"]).plans
+    asked = {"precisions": ["FP16", "INT8"], "drafts": True}
+    (plan,) = make_plan(calm, tight, registered_tables(["a100-40gb"]), **asked).plans
     assert plan.figures["tpot_p50_ms"] < 9
 
 
@@ -253,7 +254,7 @@ def test_hardware_is_named_by_table_or_by_card() -> None:
 def large() -> PlanReport:
     """A model that needs several cards a replica, with precisions of its own."""
     prices = Prices("USD", {"h200_sxm": 3.0, "h100_sxm": 2.0})
-    return make_plan(flood(40), LENIENT, registered_tables(None, "llama-3.1-70b"), prices=prices)
+    return make_plan(flood(40), LENIENT, registered_tables(None, "llama-3.1-70b"), prices=prices, drafts=True)
 
 
 def test_gpus_are_replicas_times_their_cards_and_as_many_again_for_prefill_apart(large: PlanReport) -> None:
@@ -304,16 +305,36 @@ def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
     assert any("a100-40gb" in note and "meets the objectives" in note for note in notes(found))
 
 
-def test_settings_may_go_without_drafts() -> None:
+def test_settings_draft_only_if_asked() -> None:
     tables = registered_tables(["h100_sxm"], "llama-3.1-8b")
     # An objective for which drafts are worth trying.
     fast = [LENIENT[0], parse_objective("tpot_p50=6")]
-    found = make_plan(flood(20), fast, tables, policies=[])
-    without = make_plan(flood(20), fast, tables, drafts=False, policies=[])
+    found = make_plan(flood(20), fast, tables, drafts=True, policies=[])
+    without = make_plan(flood(20), fast, tables, policies=[])
     drafting = [plan for plan in found.tried if plan.action and plan.action["spec_length"]]
     assert {plan.action and plan.action["spec_length"] for plan in without.tried} == {0}
     assert any("EAGLE" in note for note in notes(replace(found, plans=drafting[:1])))
     assert not any("EAGLE" in note for note in notes(without))
+
+
+def test_a_single_replica_is_warned_of_and_two_may_be_asked_for() -> None:
+    tables = registered_tables(["h100"], "llama-3.1-8b")
+    alone = make_plan(flood(20, 1, 1), LENIENT, tables, policies=[])
+    assert [plan.n_replicas for plan in alone.plans] == [1]
+    assert any("A single replica (h100-llama-3.1-8b) serves nothing" in note for note in notes(alone))
+    safe = make_plan(flood(20, 1, 1), LENIENT, tables, policies=[], replicas_min=2)
+    assert [plan.n_replicas for plan in safe.plans] == [2]
+    assert not any("A single replica" in note for note in notes(safe))
+
+
+def test_cards_and_prices_have_their_short_names() -> None:
+    assert tables_named(["h100"], "llama-3.1-8b") == tables_named(["h100_sxm"], "llama-3.1-8b")
+    assert tables_named(["a100"], "llama-3.1-8b") == ("a100-40gb", "a100-80gb")
+    assert tables_named(["rtx-pro-6000"], "qwen3-32b") == ("rtx-pro-6000-qwen3-32b",)
+    prices = Prices("USD", {"h100": 2.5, "a100": 1.0, "a100-80gb": 1.5})
+    assert [prices.gpu_hour(card) for card in ("h100_sxm", "a100-40gb", "a100-80gb")] == [2.5, 1.0, 1.5]
+    with pytest.raises(InvalidConfigError, match="no price of 'b200_sxm'"):
+        prices.gpu_hour("b200_sxm")
 
 
 def test_without_prices_gpus_of_different_hardware_are_not_compared(report: PlanReport) -> None:

@@ -95,7 +95,8 @@ def test_no_plan_meets_what_the_reference_refuses(
 def test_if_the_reference_refuses_the_best_screened_setting_the_next_one_is_played() -> None:
     objectives = [parse_objective(text) for text in ("ttft_p50=165", "ttft_p99=1500", "tpot_p50=14")]
     tables = registered_tables(["a100-80gb"])
-    found = make_plan(gamma_log(3.0, 8.0, 600), objectives, tables, precisions=["INT8"], policies=())
+    log = gamma_log(3.0, 8.0, 600)
+    found = make_plan(log, objectives, tables, precisions=["INT8"], drafts=True, policies=())
     (plan,) = found.plans
     same_size = [p for p in found.tried if p.n_gpus == plan.n_gpus]
     assert [p.meets for p in same_size] == [False] * (len(same_size) - 1) + [True]

@@ -27,7 +27,7 @@ class PlanTab {
     this.model = select(models.map((name) => [name, name]), models[0], () => this.offer());
     this.cards = el("fieldset", { class: "legend" });
     this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
-    this.drafts = select([["", "allowed"], ["no", "none"]], "");
+    this.drafts = select([["", "none"], ["yes", "allowed"]], "");
     this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
@@ -83,7 +83,7 @@ class PlanTab {
     const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
     if (!hardware.length) throw { message: "No card is chosen", next: "choose at least one" };
     return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
-      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? false : undefined };
+      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? true : undefined };
   }
 
   async run() {

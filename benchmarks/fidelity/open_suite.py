@@ -1,0 +1,246 @@
+"""Served loads that others published, played in the discrete-event reference: errors by split, card, model and regime.
+
+    python -m benchmarks.fidelity.open_suite           writes results/open_fidelity.json and .md
+    python -m benchmarks.fidelity.open_suite --json    prints the JSON and writes nothing
+
+``data/README.md`` has sources and licences. Runs are split by card and model (:data:`SPLITS`): the errors of the *fit*
+runs go into the verdicts of plans (``benchmarks.fidelity.hardware --margins``), the others test these verdicts. Every
+run is played with the engine profile of the shipped tables, as a plan plays it. Needs the extra ``hardware``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from inferencegym.files import write_text
+from ops.margins import band_of, ratio
+from simulator.events.fleet import Fleet
+from simulator.events.requests import Outcome, Requests
+from simulator.events.simulation import serve, serve_closed
+from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
+from simulator.hardware.profiles import engine
+from simulator.hardware.tables import FloatArray
+
+DATA: Final = Path(__file__).with_name("data")
+RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
+SPLITS: Final = {
+    ("a100_sxm", "llama-3.1-70b"): "fit",
+    ("h100_sxm", "llama-3.1-70b"): "fit",
+    ("h100_sxm", "qwen3-8b"): "fit",
+    ("h100_sxm", "gpt-oss-20b"): "validation",
+    ("h100_sxm", "qwen3-32b"): "held out",
+    ("a100_sxm", "qwen3-32b"): "held out",
+}
+REFUSED: Final = "refused"
+"""Band of a run whose requests are longer than the simulated KV pool: it has no simulated figures."""
+QUANTITIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "tokens/s")
+BUDGETS: Final = {"a100_sxm": (256, 2048), "h100_sxm": (1024, 8192)}
+"""vLLM's defaults by card: sequences, and tokens of an iteration (``EngineArgs`` treats the A100 as a small card)."""
+REPORTED_GB: Final = 85.1
+"""Memory that the driver reports for either card (79.25 GiB), of which vLLM takes its share."""
+LENGTH_SPREAD: Final = 0.2
+"""Half width of the lengths of a closed loop whose source states only their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A measured run, its figures and those of the reference by quantity, and its band of load."""
+
+    source: str
+    card: str
+    model: str
+    load: str
+    band: str
+    measured: dict[str, float]
+    simulated: dict[str, float]
+
+    @property
+    def split(self) -> str:
+        """What the run is used for."""
+        return SPLITS[self.card, self.model]
+
+    def errors(self) -> dict[str, float]:
+        """Relative errors, positive where the simulation is larger."""
+        return {name: self.simulated[name] / self.measured[name] - 1.0 for name in self.measured}
+
+
+def runs() -> Iterator[Run]:
+    """All runs of both sources."""
+    yield from _llm_d()
+    yield from _gpustack()
+
+
+def _llm_d() -> Iterator[Run]:
+    """Llama-3.1-70B on two cards per replica, request by request, at the times at which the requests were sent."""
+    model, tp = "llama-3.1-70b", 2
+    frame = pd.read_csv(DATA / "llm_d_llama_70b.csv")
+    for (card, replicas, load, qps), rows in frame.groupby(["card", "replicas", "load", "qps"], sort=False):
+        fleet = _fleet(card, model, "BF16", tp, 0.95, int(replicas))
+        outputs = rows["output_tokens"].to_numpy()
+        outcome = serve(fleet, Requests(rows["arrival_s"].to_numpy(), rows["prompt_tokens"].to_numpy(), outputs))
+        ttft, tpot = rows["ttft_ms"].to_numpy(), rows["tpot_ms"].to_numpy()
+        finish_s = rows["arrival_s"] + (ttft + tpot * (outputs - 1)) / 1e3
+        measured = {
+            "TTFT p50": float(np.median(ttft)),
+            "TTFT p99": float(np.quantile(ttft, 0.99)),
+            "TPOT p50": float(np.median(tpot)),
+            "tokens/s": float(outputs.sum() / finish_s.max()),
+        }
+        name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
+        yield _run("llm-d-benchmark", card, model, name, int(replicas), measured, outcome)
+
+
+def _gpustack() -> Iterator[Run]:
+    """vLLM's defaults on one card: closed loops, and floods of requests of one length that are all sent at once."""
+    for row in pd.read_csv(DATA / "gpustack.csv").to_dict("records"):
+        fleet = _fleet(row["card"], row["model"], row["precision"], 1, 0.9, 1)
+        n = int(row["requests"])
+        if np.isnan(row["clients"]):
+            prompts, outputs = (np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens"))
+            outcome = serve(fleet, Requests(np.zeros(n), prompts, outputs))
+            load = f"{n} at once, {row['prompt_tokens']:g} + {row['output_tokens']:g} tokens"
+        else:
+            rng, clients = np.random.default_rng(0), int(row["clients"])
+            spread = rng.uniform(1.0 - LENGTH_SPREAD, 1.0 + LENGTH_SPREAD, (2, n))
+            prompts, outputs = (
+                np.maximum(2, np.rint(row[name] * factor)).astype(np.int64)
+                for name, factor in zip(("prompt_tokens", "output_tokens"), spread, strict=True)
+            )
+            outcome = serve_closed(fleet, prompts, outputs, clients)
+            load = f"{clients} client{'s' if clients > 1 else ''}"
+        measured = {
+            "TTFT p50": float(row["ttft_p50_ms"]),
+            "TTFT p99": float(row["ttft_p99_ms"]),
+            "TPOT p50": float(row["tpot_p50_ms"]),
+            "tokens/s": float(row["output_tokens_per_s"]),
+        }
+        yield _run("GPUStack", row["card"], row["model"], load, 1, measured, outcome)
+
+
+def _run(
+    source: str, card: str, model: str, load: str, replicas: int, measured: dict[str, float], outcome: Outcome
+) -> Run:
+    if outcome.rejected.all():
+        return Run(source, card, model, load, REFUSED, measured, dict.fromkeys(measured, np.nan))
+    ttft, tpot = outcome.ttft_ms(), outcome.tpot_ms()
+    simulated = {
+        "TTFT p50": float(np.nanmedian(ttft)),
+        "TTFT p99": float(np.nanquantile(ttft, 0.99)),
+        "TPOT p50": float(np.nanmedian(tpot)),
+        "tokens/s": float(outcome.output_tokens.sum() / outcome.makespan_s()),
+    }
+    return Run(source, card, model, load, band_of(_at_once(outcome) / replicas), measured, simulated)
+
+
+def _at_once(outcome: Outcome) -> float:
+    """Requests that the fleet decodes at a time, averaged over its requests."""
+    start, end = outcome.first_token_s, outcome.finish_s
+    shared = np.minimum(end[:, None], end) - np.maximum(start[:, None], start)
+    length = np.maximum(end - start, 1e-9)
+    return float((np.clip(shared, 0.0, None).sum(axis=1) / length).mean())
+
+
+@cache
+def _fleet(card: str, model: str, tier: str, tp: int, memory_share: float, replicas: int) -> Fleet:
+    """vLLM's defaults on this card, with a KV pool in this share of its memory."""
+    source = AiconfiguratorSource(Deployment(card, model, "vllm", tp, (tier,)))
+    slots, tokens = BUDGETS[card]
+    memory = source.memory_gb
+    beside_gb = source.weights_gb[tier] + memory["activations_gb"] + memory["workspace_gb"]
+    pool_gb = memory_share * REPORTED_GB - beside_gb
+    profile = replace(engine("vllm_v1_8k"), max_batched_tokens=tokens)
+    return Fleet(
+        source.operators(tier, profile), slots, int(pool_gb * 1e9 / source.kv_bytes_per_token), replicas=replicas
+    )
+
+
+def covered(run: Run) -> dict[str, bool]:
+    """Whether each measured latency is at most the simulated one times the 90th percentile that plans allow for."""
+    allowed = {name: ratio(name.split()[0].lower(), run.card, run.band).p90 for name in QUANTITIES[:3]}
+    return {name: run.measured[name] <= allowed[name] * run.simulated[name] for name in allowed}
+
+
+def summary(played: Sequence[Run]) -> dict[str, Any]:
+    """Errors by split, card, model and band, the share of latencies that verdicts cover by split, and every run."""
+    keys = {(r.split, r.card, r.model, r.band) for r in played if r.band != REFUSED}
+    groups = []
+    for split, card, model, band in sorted(keys):
+        mine = [r for r in played if (r.split, r.card, r.model, r.band) == (split, card, model, band)]
+        errors = {name: _errors(np.array([r.errors()[name] for r in mine])) for name in QUANTITIES}
+        groups.append({"split": split, "card": card, "model": model, "band": band, "runs": len(mine), **errors})
+    shares = {}
+    for split in dict.fromkeys(SPLITS.values()):
+        hits = [hit for r in played if r.split == split and r.band != REFUSED for hit in covered(r).values()]
+        shares[split] = {"covered": sum(hits), "figures": len(hits)}
+    each = [
+        {"split": r.split, "source": r.source, "card": r.card, "model": r.model, "load": r.load, "band": r.band}
+        | {name: [r.measured[name], None if r.band == REFUSED else r.simulated[name]] for name in QUANTITIES}
+        for r in played
+    ]
+    return {"groups": groups, "covered": shares, "runs": each}
+
+
+def _errors(values: FloatArray) -> dict[str, float]:
+    return {"median": float(np.median(np.abs(values))), "bias": float(values.mean())}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    head = ("split", "card", "model", "band", "runs", *QUANTITIES)
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in found["groups"]:
+        cells = [f"{100 * row[q]['median']:.0f} %, {100 * row[q]['bias']:+.0f} %" for q in QUANTITIES]
+        lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
+    shares = ", ".join(f"{s}: {n['covered']} of {n['figures']}" for s, n in found["covered"].items())
+    head = ("split", "card", "model", "load", *QUANTITIES)
+    each = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in found["runs"]:
+        cells = [" / ".join(map(_text, row[q])) for q in QUANTITIES]
+        each.append("| " + " | ".join([*(str(row[name]) for name in head[:4]), *cells]) + " |")
+    return "\n".join(
+        [
+            "<!-- written by benchmarks/fidelity/open_suite.py; do not edit -->",
+            "Median of the absolute error, and bias (mean error, positive where the simulation is larger):",
+            "",
+            *lines,
+            "",
+            f"Latencies within the simulated one times the 90th percentile that plans allow for: {shares}.",
+            "",
+            "Every run, measured / simulated (ms, tokens/s):",
+            "",
+            *each,
+            "",
+        ]
+    )
+
+
+def _text(value: float | None) -> str:
+    return REFUSED if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Errors of the reference on published runs, by split and regime.")
+    parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
+    options = parser.parse_args(arguments)
+    found = summary(list(runs()))
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    RESULTS.mkdir(exist_ok=True)
+    write_text(RESULTS / "open_fidelity.json", json.dumps(found, separators=(",", ":")) + "\n")
+    text = markdown(found)
+    write_text(RESULTS / "open_fidelity.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The open fidelity suite: every published run has a split and is played as it was served."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+pytest.importorskip("aiconfigurator_core", reason="the extra `hardware` is not installed")
+
+from benchmarks.fidelity import open_suite
+from benchmarks.fidelity.open_suite import DATA, QUANTITIES, REFUSED, SPLITS, Run, covered, markdown, runs, summary
+from ops.margins import ratio
+from simulator.events.requests import Outcome
+
+
+@pytest.fixture(scope="module")
+def played() -> list[Run]:
+    return list(runs())
+
+
+def test_every_published_run_is_played_and_has_a_split(played: list[Run]) -> None:
+    llm_d, gpustack = pd.read_csv(DATA / "llm_d_llama_70b.csv"), pd.read_csv(DATA / "gpustack.csv")
+    assert len(played) == llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack)
+    assert {(run.card, run.model) for run in played} == set(SPLITS)
+    assert {run.split for run in played} == {"fit", "validation", "held out"}
+
+
+def test_the_written_results_are_those_of_the_runs(played: list[Run]) -> None:
+    written = (open_suite.RESULTS / "open_fidelity.md").read_text(encoding="utf-8")
+    assert written == markdown(summary(played))
+
+
+def test_a_run_longer_than_the_pool_has_no_simulated_figures(played: list[Run]) -> None:
+    refused = [run for run in played if run.band == REFUSED]
+    assert {run.model for run in refused} == {"qwen3-32b"}
+    assert all(np.isnan(run.simulated[name]) for run in refused for name in QUANTITIES)
+
+
+def test_requests_at_once_count_those_that_a_request_decodes_beside() -> None:
+    # The first two decode side by side throughout, the third alone.
+    first, last = np.array([0.0, 0.0, 5.0]), np.array([2.0, 2.0, 6.0])
+    outcome = Outcome(first, first, last, np.full(3, 9), np.zeros(3, bool), np.zeros(3, int), 1, 1.0, 1, 0.0)
+    assert open_suite._at_once(outcome) == pytest.approx((2 + 2 + 1) / 3)  # noqa: SLF001
+
+
+def test_a_latency_is_covered_up_to_the_ratio_that_plans_allow_for() -> None:
+    simulated = dict.fromkeys(QUANTITIES, 100.0)
+    ttft, tpot = (100.0 * ratio(quantity, "a100_sxm", "light").p90 for quantity in ("ttft", "tpot"))
+    measured = {"TTFT p50": ttft - 0.1, "TTFT p99": ttft + 0.1, "TPOT p50": tpot - 0.1, "tokens/s": 1.0}
+    run = Run("a source", "a100_sxm", "llama-3.1-70b", "a load", "light", measured, simulated)
+    assert covered(run) == {"TTFT p50": True, "TTFT p99": False, "TPOT p50": True}
