@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from agents.ppo_demo import (
 )
 from agents.ppo_demo import main as demonstration
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
+from benchmarks.learning.curves import report
 from cli.main import main
 from env.batch import ServingBatch
 from env.gym import InferenceGymEnv
@@ -70,6 +72,12 @@ def vector(task_id: int = 1, n: int = 4, length: int | None = None, action: str 
         action=action,
         autoreset_mode="SameStep",
     )
+
+
+def test_the_published_table_of_training_runs_is_what_the_runs_say() -> None:
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    tasks = json.loads((results / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    assert report(tasks) == (results / "learning.md").read_text(encoding="utf-8")
 
 
 def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:
