@@ -142,7 +142,7 @@ def imported_distributions(package: str) -> dict[str, str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_imported_library_is_a_declared_dependency(package: str) -> None:
     training = ["rl", "ray", "skyrl", "trl", "verifiers", "nemo-gym"] if package == "agents" else []
-    extras = ["serve", "redis", "openenv", "tools", "report", "hardware", *training]
+    extras = ["serve", "live", "redis", "openenv", "tools", "report", "hardware", *training]
     names = {canonicalize_name(entry.name) for entry in requirements(extras)}
     undeclared = {name: path for name, path in imported_distributions(package).items() if name not in names}
     # It is a part of pydantic, which fixes its version.
