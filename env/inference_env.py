@@ -171,8 +171,8 @@ class InferenceEnv:
         self._running()
         return *self.play(self.check(action)), self.info()
 
-    def check(self, action: ServeAction | ServeActionMessage | Mapping[str, Any]) -> FloatArray:
-        """The action as :meth:`play` takes it: a row of knobs (1, 5), or (1, 6) where the task scales.
+    def check(self, action: object) -> FloatArray:
+        """The action, in any of the forms of :meth:`step`, as a row of knobs (1, 5), or (1, 6) where the task scales.
 
         Raises :class:`InvalidActionError` for a value out of range, for a precision that the table lacks where the task
         offers the knob, and for more replicas than the task may have.
