@@ -6,7 +6,6 @@ Their sessions are those of :mod:`server.sessions.batch`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Final
@@ -35,7 +34,7 @@ from inferencegym.models import ACTION_FIELDS, FLEET_FIELDS
 from inferencegym.spaces.actions import ACTION_SIZE
 from inferencegym.spaces.observations import FLEET_SIZE, OBSERVATION_SIZE
 from inferencegym.tasks import get_task, task_of
-from server.api.route import BodyLimits, Route, StepRoute
+from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.buffers import reserve_answer
 from server.net.cpu import charged
@@ -183,24 +182,19 @@ class BatchCloseRequest(Message):
     session_id: Annotated[SessionId, Allowed("the session_id that POST /reset/batch returned")]
 
 
-class BatchRoutes:
+class BatchRoutes(Routes):
     """/reset/batch, /step/batch and /close/batch of the serving fleet at one prefix."""
 
     def __init__(self, context: Context, mount: Mount) -> None:
-        self._settings = context.settings
-        self._callers = context.callers
-        self._family = mount.family
-        self._prefix = mount.prefix
+        super().__init__(context, mount)
         self._sessions = BatchSessions(context.settings)
 
     def routes(self) -> list[Route]:
         binary = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary", "description": LAYOUT}}}
-        tags: dict[str, Any] = {"tags": [self._family.name]}
-        posted = {**tags, "method": "POST"}
-        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
+        begun = (family_model(self._family, BatchResetRequest, self._family.default_task), None)
         return [
-            StepRoute(
-                self._prefix + "/step/batch",
+            self._step(
+                "/step/batch",
                 self.step,
                 "Play many seconds of many episodes",
                 description=LAYOUT,
@@ -209,26 +203,17 @@ class BatchRoutes:
                 responses={200: {"content": binary}},
                 openapi_extra={"requestBody": {"content": binary}},
                 statuses=(400, 404, 409),
-                **tags,
             ),
-            Route(
-                self._prefix + "/reset/batch",
+            self._post(
+                "/reset/batch",
                 self.reset,
                 "Start many episodes at once",
-                types={"body": (family_model(self._family, BatchResetRequest, self._family.default_task), None)},
-                limits=replace(limits, bounds=RESET_BOUNDS),
+                bounds=RESET_BOUNDS,
+                types={"body": begun},
                 response_model=BatchResetAnswer,
                 statuses=(404, 409),
-                **posted,
             ),
-            Route(
-                self._prefix + "/close/batch",
-                self.close,
-                "Close a batch session",
-                limits=limits,
-                statuses=(404,),
-                **posted,
-            ),
+            self._post("/close/batch", self.close, "Close a batch session", statuses=(404,)),
         ]
 
     async def reset(self, request: Request, body: BatchResetRequest) -> Response:
@@ -242,7 +227,7 @@ class BatchRoutes:
         session = None if body.session_id is None else self._sessions.get(body.session_id)
         if session is not None and not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
-        client = self._callers.client(request.scope)
+        client = self._context.callers.client(request.scope)
         async with charged() as work:
             if session is None:
                 session = await self._sessions.open(client, task, config, len(seeds), work)

@@ -24,7 +24,7 @@ from inferencegym import __version__
 from inferencegym.errors import StoreError, short_repr
 from inferencegym.messages import Allowed, plain_schema
 from server.api.grading import grade_log
-from server.api.route import BodyLimits, Route, StepRoute
+from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.cpu import on_thread
 from server.net.errors import SessionConflictError
@@ -71,50 +71,43 @@ class TasksQuery(BaseModel):
     all: Annotated[bool, Allowed("true or false")] = False
 
 
-class EpisodeRoutes:
+class EpisodeRoutes(Routes):
     """The endpoints of one family at one prefix."""
 
     def __init__(self, context: Context, mount: Mount) -> None:
-        self._context = context
-        self._family = mount.family
-        self._prefix = mount.prefix
-        self._settings = context.settings
+        super().__init__(context, mount)
         self._sessions = context.sessions
         self._computing_baseline = asyncio.Lock()
         # Read at start, so that an error in a user's task file stops the start and not the first request.
         self._tasks = list(mount.family.tasks())
 
     def routes(self) -> list[Route]:
-        """Routes of these endpoints, the most used first, since they are tried in order."""
-        family, at = self._family, self._prefix
-        more: dict[str, Any] = {"tags": [family.name], "response_model_exclude_unset": True}
-        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
-        of_log = BodyLimits(self._settings.max_log_bytes, self._settings.body_timeout_s, bounds=None)
+        family = self._family
+        more: dict[str, Any] = {"response_model_exclude_unset": True}
         stepped = {"types": {"body": step_request(family)}, "response_model": step_answer(family), **more}
         started = {"types": {"body": (reset_request(family), None)}, "response_model": reset_answer(family), **more}
-        started |= {"method": "POST", "limits": limits, "statuses": (400, 404)}
         # Without a body, the caller's latest episode is graded.
         grading = (grade_request(family), None) if family.http.session_is_optional else grade_request(family)
         graded = {"types": {"body": grading}, "statuses": (400, 404, 409, 410), **more}
-        graded |= {"method": "POST", "limits": of_log, "elsewhere": self._grade_elsewhere}
+        graded |= {"most_bytes": self._settings.max_log_bytes, "bounds": None, "elsewhere": self._grade_elsewhere}
         routes = [
-            StepRoute(at + "/step", self.step, "Play one second", statuses=(400, 404, 409, 410), **stepped),
-            Route(at + "/reset", self.reset, "Start an episode", **started),
-            Route(at + "/state", self.state, "State of an episode", statuses=(404, 410), **more),
-            Route(at + "/grader", self.grade, "Score an episode", **graded),
-            Route(at + "/health", self.health, "Health of the server", **more),
-            Route(at + "/tasks", self.tasks, "List of tasks", **more),
-            Route(at + "/info", self.info, "Schemas, reward, calibration and provenance", **more),
+            self._step("/step", self.step, "Play one second", statuses=(400, 404, 409, 410), **stepped),
+            self._post("/reset", self.reset, "Start an episode", statuses=(400, 404), **started),
+            self._route("/state", self.state, "State of an episode", statuses=(404, 410), **more),
+            self._post("/grader", self.grade, "Score an episode", **graded),
+            self._route("/health", self.health, "Health of the server", **more),
+            self._route("/tasks", self.tasks, "List of tasks", **more),
+            self._route("/info", self.info, "Schemas, reward, calibration and provenance", **more),
         ]
         if players_of(family).baseline is not None:
             answer = dict[str, Any]
             routes.append(
-                Route(at + "/baseline", self.baseline, "Scores of the baselines", response_model=answer, **more)
+                self._route("/baseline", self.baseline, "Scores of the baselines", response_model=answer, **more)
             )
         if family.manifest is not None:
             yaml = {200: {"content": {family.http.manifest_type: {"schema": {"type": "object"}}}}}
             more |= {"response_class": Response, "responses": yaml}
-            routes.append(Route(at + "/openenv.yaml", self.manifest, "The OpenEnv manifest", **more))
+            routes.append(self._route("/openenv.yaml", self.manifest, "The OpenEnv manifest", **more))
         return routes
 
     # ------------------------------------------------------------ playing

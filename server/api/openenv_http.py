@@ -15,7 +15,7 @@ from starlette.responses import Response
 from inferencegym.errors import short_repr
 from inferencegym.messages import WHOLE, Message, plain_schema
 from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
-from server.api.route import BodyLimits, Endpoint, Route
+from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError
 from server.net.json_io import SMALL, parse_object, read_body, reply
@@ -64,39 +64,29 @@ class StateMessage(BaseModel):
     done: bool | None = None
 
 
-class InfoRoutes:
+class InfoRoutes(Routes):
     """OpenEnv's HTTP endpoints with information on one family."""
 
     def __init__(self, context: Context, mount: Mount, tools: McpTools) -> None:
+        super().__init__(context, mount)
+        self._tag = f"{mount.family.name}: OpenEnv"
         self._tools = tools
-        self._settings = context.settings
-        self._family = mount.family
-        self._prefix = mount.prefix
 
     def routes(self) -> list[Route]:
         """Routes of these endpoints; those of the Task API last, because ``{env_name}`` matches any text."""
-        limits = BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s)
-
-        def route(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
-            tags = [f"{self._family.name}: OpenEnv"]
-            return Route(self._prefix + path, endpoint, summary, tags=tags, **more)
-
-        def of_tasks(name: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
-            named = {"env_name": Annotated[str, Path(examples=[self._family.env_name])]}
-            return route(f"/{{env_name}}/{name}", endpoint, summary, types=named, statuses=(400, 404), **more)
-
-        answered: dict[str, Any] = {"method": "POST", "response_model": dict[str, Any]}
-        posted: dict[str, Any] = {"method": "POST", "limits": limits}
+        named = {"env_name": Annotated[str, Path(examples=[self._family.env_name])]}
+        of_tasks: dict[str, Any] = {"types": named, "statuses": (400, 404)}
+        rpc: dict[str, Any] = {"method": "POST", "response_model": dict[str, Any]}
         return [
-            route("/metadata", self.metadata, "Name, description, version, author, readme"),
-            route("/schema", self.schema, "Schemas of action, observation and state"),
-            route("/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", **answered),
-            route("/list_environments", self.environments, "Names for the Task API"),
-            of_tasks("splits", self.splits, "Splits that have tasks"),
-            of_tasks("tasks", self.tasks, "Tasks of a split", **posted),
-            of_tasks("num_tasks", self.num_tasks, "Number of tasks", **posted),
-            of_tasks("task", self.task, "One task of a split", **posted),
-            of_tasks("task_range", self.task_range, "Some tasks", **posted),
+            self._route("/metadata", self.metadata, "Name, description, version, author, readme"),
+            self._route("/schema", self.schema, "Schemas of action, observation and state"),
+            self._route("/mcp", self.mcp, "MCP tools: JSON-RPC, as MCP and OpenEnv have it", **rpc),
+            self._route("/list_environments", self.environments, "Names for the Task API"),
+            self._route("/{env_name}/splits", self.splits, "Splits that have tasks", **of_tasks),
+            self._post("/{env_name}/tasks", self.tasks, "Tasks of a split", **of_tasks),
+            self._post("/{env_name}/num_tasks", self.num_tasks, "Number of tasks", **of_tasks),
+            self._post("/{env_name}/task", self.task, "One task of a split", **of_tasks),
+            self._post("/{env_name}/task_range", self.task_range, "Some tasks", **of_tasks),
         ]
 
     async def metadata(self) -> dict[str, Any]:

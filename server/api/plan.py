@@ -59,7 +59,7 @@ class PlanRoutes(LogRoutes):
     """/plan of the serving fleet at one prefix."""
 
     def routes(self) -> list[Route]:
-        return [self._route("/plan", self.plan, "GPUs and settings for your request log", PlanAnswer)]
+        return [self._log("/plan", self.plan, "GPUs and settings for your request log", PlanAnswer)]
 
     async def plan(self, request: Request, body: PlanRequest) -> Response:
         return await self._answer(request, "plan", body)

@@ -21,7 +21,7 @@ from agents.families import players_of, run_policy
 from env.family import Family
 from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.tasks import TaskId
-from server.api.route import BodyLimits, Route
+from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError, UnknownPolicyError
 from server.net.json_io import JsonReply, to_json
@@ -34,45 +34,31 @@ CACHED_EPISODES: Final = 16
 """Episodes that are kept, 43 KB each with 200 steps and 1.5 MB with 5,000 and their log."""
 
 
-class PolicyRoutes:
-    """/policies and /play of one family at one prefix."""
+class PolicyRoutes(Routes):
+    """/policies and /play of one family at one prefix; none if the family has no built-in policies."""
 
     def __init__(self, context: Context, mount: Mount) -> None:
-        self._context = context
-        self._settings = context.settings
-        self._family = mount.family
+        super().__init__(context, mount)
         self._players = players_of(mount.family)
-        self._prefix = mount.prefix
         # One episode is played at a time, so that visitors' own steps stay fast.
         self._turn = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """Routes of these endpoints; empty if the family has no built-in policies."""
         if self._players.make is None:
             return []
         ids = [str(task.task_id) for task in self._family.tasks()]
         task_id = Annotated[str, Query(json_schema_extra={"enum": ids})]
-        tags = [self._family.name]
+        named = {"task_id": (task_id, str(self._family.default_task))}
         return [
-            Route(
-                self._prefix + PATH,
+            self._post(
+                PATH,
                 self.play,
                 "A whole episode of a built-in policy",
-                method="POST",
-                limits=BodyLimits(self._settings.max_body_bytes, self._settings.body_timeout_s),
                 types={"body": play_request(self._family)},
                 response_model=PlayAnswer,
                 statuses=(400, 404),
-                tags=tags,
             ),
-            Route(
-                self._prefix + "/policies",
-                self.policies,
-                "Policies that /play knows",
-                types={"task_id": (task_id, str(self._family.default_task))},
-                statuses=(400,),
-                tags=tags,
-            ),
+            self._route("/policies", self.policies, "Policies that /play knows", types=named, statuses=(400,)),
         ]
 
     async def play(self, request: Request, body: PlayRequest) -> Response:

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from inferencegym.messages import Allowed, Message
 from server.api.policies import gzipped
-from server.api.route import BodyLimits, Endpoint, Route
-from server.context import Context, Mount
+from server.api.route import Endpoint, Route, Routes
 from server.net.jobs import unless_client_leaves
 from server.net.json_io import JsonBounds
 
@@ -73,29 +72,15 @@ class LogRequest(Message):
     to_s: Annotated[_Seconds | None, Field(description="second of the log at which to stop (not included)")] = None
 
 
-class LogRoutes:
-    """An endpoint for request logs at one prefix; the work is a job in a separate process."""
+class LogRoutes(Routes):
+    """Endpoints for request logs at one prefix; the work is a job in a separate process."""
 
-    def __init__(self, context: Context, mount: Mount) -> None:
-        self._settings = context.settings
-        self._family = mount.family
-        self._prefix = mount.prefix
-        self._jobs = context.jobs
-        self._callers = context.callers
-
-    def _route(self, path: str, endpoint: Endpoint, summary: str, answer: type[BaseModel], **more: Any) -> Route:
-        return Route(
-            self._prefix + path,
-            endpoint,
-            summary,
-            method="POST",
-            limits=BodyLimits(self._settings.max_trace_bytes, self._settings.body_timeout_s, BOUNDS),
-            response_model=answer,
-            tags=[self._family.name],
-            **more,
+    def _log(self, path: str, endpoint: Endpoint, summary: str, answer: type[BaseModel], **more: Any) -> Route:
+        return self._post(
+            path, endpoint, summary, self._settings.max_trace_bytes, BOUNDS, response_model=answer, **more
         )
 
     async def _answer(self, request: Request, job: str, wanted: LogRequest, **more: Any) -> Response:
-        client = self._callers.client(request.scope)
-        work = self._jobs.run(client, job, {**wanted.model_dump(exclude_none=True), **more})
+        client = self._context.callers.client(request.scope)
+        work = self._context.jobs.run(client, job, {**wanted.model_dump(exclude_none=True), **more})
         return await gzipped(request, await unless_client_leaves(request, work))

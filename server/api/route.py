@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError
 from inferencegym.messages import explain, refuse_many_unknown
+from server.context import Context, Mount
 from server.net.errors import InvalidRequestError
 from server.net.json_io import SMALL, JsonBounds, JsonReply, parse_body, read_body
 from server.net.problems import problem_reply
@@ -43,6 +45,7 @@ class BodyLimits:
 
 
 Endpoint = Callable[..., Awaitable[Any]]
+StepEndpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Route(APIRoute):
@@ -115,9 +118,7 @@ class Route(APIRoute):
 class StepRoute(Route):
     """Route whose endpoint takes the request and returns the response itself; FastAPI only documents it."""
 
-    def __init__(
-        self, path: str, endpoint: Callable[[Request], Coroutine[Any, Any, Response]], summary: str, **kwargs: Any
-    ) -> None:
+    def __init__(self, path: str, endpoint: StepEndpoint, summary: str, **kwargs: Any) -> None:
         super().__init__(path, endpoint, summary, method="POST", **kwargs)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,6 +126,38 @@ class StepRoute(Route):
             await response(scope, receive, send)
 
         self.app = answer
+
+
+class Routes(ABC):
+    """A group of endpoints of one family at one prefix."""
+
+    def __init__(self, context: Context, mount: Mount) -> None:
+        self._context, self._settings = context, context.settings
+        self._family, self._prefix = mount.family, mount.prefix
+        self._tag = mount.family.name
+
+    @abstractmethod
+    def routes(self) -> list[Route]:
+        """Routes of these endpoints, the most used first, since they are tried in order."""
+
+    def _route(self, path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
+        return Route(self._prefix + path, endpoint, summary, tags=[self._tag], **more)
+
+    def _post(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        most_bytes: int | None = None,
+        bounds: JsonBounds | None = SMALL,
+        **more: Any,
+    ) -> Route:
+        """Route of a body of at most ``most_bytes``, by default those of the settings."""
+        limits = BodyLimits(most_bytes or self._settings.max_body_bytes, self._settings.body_timeout_s, bounds)
+        return self._route(path, endpoint, summary, method="POST", limits=limits, **more)
+
+    def _step(self, path: str, endpoint: StepEndpoint, summary: str, **more: Any) -> Route:
+        return StepRoute(self._prefix + path, endpoint, summary, tags=[self._tag], **more)
 
 
 class Steps:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Mapping
+from typing import Final
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
@@ -15,24 +15,13 @@ from server.api.episodes import EpisodeRoutes
 from server.api.openapi import openapi_route
 from server.api.plan import PlanRoutes
 from server.api.policies import PolicyRoutes
-from server.api.route import Route
+from server.api.route import Route, Routes
 from server.api.shadow import ShadowRoutes
 from server.api.web import web_routes
-from server.context import Context, Mount
+from server.context import Context
 from server.net.metrics import MEDIA_TYPE
 
-
-class Routes(Protocol):
-    """A group of endpoints of one mount."""
-
-    def routes(self) -> list[Route]:
-        """Routes of these endpoints, the most used first."""
-        ...
-
-
-OWN_ROUTES: Final[Mapping[str, tuple[Callable[[Context, Mount], Routes], ...]]] = {
-    SERVING: (BatchRoutes, ShadowRoutes, PlanRoutes)
-}
+OWN_ROUTES: Final[Mapping[str, tuple[type[Routes], ...]]] = {SERVING: (BatchRoutes, ShadowRoutes, PlanRoutes)}
 """Further endpoints of single families."""
 
 
@@ -40,9 +29,9 @@ def http_routes(context: Context) -> list[BaseRoute]:
     """Endpoints of every family at its mount, of the process, and the web page."""
     routes: list[BaseRoute] = []
     for mount in context.mounts:
-        groups: tuple[Callable[[Context, Mount], Routes], ...] = (EpisodeRoutes, PolicyRoutes)
-        for make in (*groups, *OWN_ROUTES.get(mount.family.name, ())):
-            routes += make(context, mount).routes()
+        groups: tuple[type[Routes], ...] = (EpisodeRoutes, PolicyRoutes, *OWN_ROUTES.get(mount.family.name, ()))
+        for group in groups:
+            routes += group(context, mount).routes()
         if mount.prefix:
             routes.append(openapi_route(mount.prefix))
     return [*routes, _metrics_route(context), docs_route(context.settings), *web_routes(context.settings)]

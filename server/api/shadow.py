@@ -67,7 +67,7 @@ class ShadowRoutes(LogRoutes):
         policies = Annotated[list[str], Field(min_length=1), Documented(partial(_policies_schema, self._family))]
         body = family_model(self._family, ShadowRequest, policies=(policies | None, None), fixed=(knobs | None, None))
         summary = "Compare policies on your request log"
-        return [self._route("/shadow", self.shadow, summary, ShadowAnswer, types={"body": body})]
+        return [self._log("/shadow", self.shadow, summary, ShadowAnswer, types={"body": body})]
 
     async def shadow(self, request: Request, body: ShadowRequest) -> Response:
         policies = await asyncio.to_thread(_playable_policies, self._family, body)
