@@ -125,6 +125,20 @@ def old_step(client: Client, episode: LongEpisode) -> Send:
     return repeated(client, "/step", json.dumps(body).encode())
 
 
+def shorter_old_step(client: Client, _: LongEpisode) -> Send:
+    """The same of an episode of which 300 seconds were played: the longest replay that is not charged."""
+    body = {"session_id": client.post("/reset", LONGEST)["session_id"], "action": {"batch_size": 64}}
+    for _step in range(300):
+        client.post("/step", body)
+    return repeated(client, "/step", json.dumps({**body, "step": 299}).encode())
+
+
+def reset(client: Client, _: LongEpisode) -> Send:
+    """Starts an episode of 5,000 seconds again and again."""
+    body = {**LONGEST, "session_id": client.post("/reset", LONGEST)["session_id"]}
+    return repeated(client, "/reset", json.dumps(body).encode())
+
+
 def grade(client: Client, episode: LongEpisode) -> Send:
     """Grades the answers as a log."""
     return repeated(client, "/grader", json.dumps({"task_id": 3, "episode_log": episode.answers}).encode())
@@ -151,6 +165,8 @@ KINDS: Final = {
     "/step/batch, 262,144 s": batch_step,
     "/step/batch, 4,096 s as JSON": batch_step_json,
     "/step, old step of 5,000": old_step,
+    "/step, old step of 300": shorter_old_step,
+    "/reset, 5,000 s": reset,
     "/grader, 5,000 answers": grade,
     "/grader, 5,000 answers, verified": verify,
 }
