@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inferencegym.messages import WHOLE
 from inferencegym.tasks import table_index
 from ops.prices import PriceList
 from server.api.request_log import LogRequest, LogRoutes
@@ -48,7 +49,7 @@ class PlanRequest(LogRequest):
         bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
     ] = None
     replicas_min: Annotated[
-        Annotated[int, Field(ge=1, le=256)] | None, Field(description="fewest replicas of a plan (default 1)")
+        Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="fewest replicas of a plan (default 1)")
     ] = None
     prices: Annotated[
         PriceList | None, Field(description="prices per GPU hour by card; without them, plans are ordered by GPUs")

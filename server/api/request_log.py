@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inferencegym.messages import Allowed, Message
+from inferencegym.messages import WHOLE, Allowed, Message
 from server.api.policies import gzipped
 from server.api.route import Endpoint, Route, Routes
 from server.net.jobs import unless_client_leaves
@@ -62,11 +62,12 @@ class LogRequest(Message):
         Field(description="failed requests count as demand, with the median output, or are left out (default count)"),
     ] = None
     skip_bad: Annotated[
-        Annotated[int, Field(ge=0, le=10_000)] | None,
+        Annotated[int, Field(ge=0, le=10_000), WHOLE] | None,
         Field(description="number of rows that cannot be read and may be left out (default 0)"),
     ] = None
     limit: Annotated[
-        Annotated[int, Field(ge=1, le=2_000_000)] | None, Field(description="only the first requests of the file")
+        Annotated[int, Field(ge=1, le=2_000_000), WHOLE] | None,
+        Field(description="only the first requests of the file"),
     ] = None
     from_s: Annotated[_Seconds | None, Field(description="first second of the log to use")] = None
     to_s: Annotated[_Seconds | None, Field(description="second of the log at which to stop (not included)")] = None

@@ -51,6 +51,11 @@ def test_every_quantity_of_a_log_may_be_named_in_a_request() -> None:
     assert LogRequest.model_validate({"log": FEW, "columns": named}).columns == named
 
 
+def test_a_whole_number_may_have_a_decimal_point() -> None:
+    read = LogRequest.model_validate({"log": FEW, "skip_bad": 960.0, "limit": 3.0})
+    assert (read.skip_bad, read.limit) == (960, 3)
+
+
 def jobs_of(server: RunningServer) -> list[int]:
     """Processes of jobs that the server has started."""
     assert server.process is not None
