@@ -88,6 +88,7 @@ def test_the_spaces_readme_has_the_settings_of_a_space_and_every_link_of_it_lead
     assert [page for page in pages if not (staged / page).is_file()] == []
 
 
+@pytest.mark.slow
 def test_openenvs_catalogue_lists_the_staged_package_and_finds_it_by_what_it_is_for(
     staged: Path, tmp_path: Path
 ) -> None:
