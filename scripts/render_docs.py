@@ -346,7 +346,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "open-fidelity": written("open_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
-    "engine-counts": written("engine_counts"),
     "rollouts-engine": written("rollouts_engine"),
     "rollouts-fidelity": written("rollouts_fidelity"),
     "rollouts-policies": written("rollouts_policies"),

@@ -1,8 +1,7 @@
 """Simulator against a real engine: vLLM for CPU with a small random model, on this machine.
 
-    python -m benchmarks.fidelity.engine             writes results/engine_fidelity.json and .md
-    python -m benchmarks.fidelity.engine --counts    engine_counts.*: with the times of the last results, counts alone
-    python -m benchmarks.fidelity.engine --quick     two loads, printed only
+    python -m benchmarks.fidelity.engine            writes results/engine_fidelity.json and .md
+    python -m benchmarks.fidelity.engine --quick    two loads, printed only
 
 `scripts/install_engine.sh` installs the engine (--venv says where). It is measured first (`inferencegym measure`), then
 plays loads of fixed and mixed lengths, Poisson and in bursts, with large and small KV pools and batches, with drafts
@@ -29,14 +28,14 @@ import numpy as np
 from inferencegym.files import write_text
 from live.driver import EngineApi, EngineRequest, play_open
 from live.engines.random_model import ModelShape, serve_random_model
-from live.measure import MeasureSettings, engine_facts, measure_engine, timed_requests
+from live.measure import MeasureSettings, measure_engine, timed_requests
 from live.metrics import MetricsPage
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests
 from simulator.events.simulation import serve
 from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.measured import FloatArray
-from simulator.offline.engine_fit import EngineFit, MeasuredEngine, TimedRequests
+from simulator.offline.engine_fit import MeasuredEngine, TimedRequests
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SLOTS, KV_BLOCKS, DRAFTS, TOKEN_BUDGET = 32, 257, 4, 2048
@@ -110,33 +109,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="length of the measuring load (default 120)")
     parser.add_argument("--without-drafts", action="store_true", help="leave out the loads that need a second start")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads whose names hold this text")
-    parser.add_argument(
-        "--counts", action="store_true", help="do not measure: iteration times of the last results, for counts alone"
-    )
     parser.add_argument("--quick", action="store_true", help="two loads, printed only")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         loads = [load for load in (LOADS[:2] if options.quick else LOADS) if options.only in load.name]
         drafting = () if options.quick or options.without_drafts else DRAFTING
-        last = json.loads((RESULTS / "engine_fidelity.json").read_text(encoding="utf-8")) if options.counts else None
-        result = compare(options.venv, Path(folder), options.seconds, loads, drafting, last)
-    print(text := counts(result) if options.counts else markdown(result))
+        result = compare(options.venv, Path(folder), options.seconds, loads, drafting)
+    print(text := markdown(result))
     if options.quick:
         return
-    name = "engine_counts" if options.counts else "engine_fidelity"
-    write_text(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
-    write_text(RESULTS / f"{name}.md", text)
+    write_text(RESULTS / "engine_fidelity.json", json.dumps(result, indent=1) + "\n")
+    write_text(RESULTS / "engine_fidelity.md", text)
 
 
 def compare(
-    venv: Path,
-    folder: Path,
-    seconds: float,
-    loads: Sequence[Load],
-    drafting: Sequence[Load],
-    last: Mapping[str, Any] | None = None,
+    venv: Path, folder: Path, seconds: float, loads: Sequence[Load], drafting: Sequence[Load]
 ) -> dict[str, Any]:
-    """Measure the engine, or take its times from ``last`` results; then play all loads on it and in the reference."""
+    """Measure the engine, then play all loads on it and in the reference."""
     shape = ModelShape()
     options = ("--max-num-batched-tokens", str(TOKEN_BUDGET))
     limits: dict[str, Any] = {"max_num_seqs": SLOTS, "kv_blocks": KV_BLOCKS, "shape": shape, "options": options}
@@ -149,9 +138,9 @@ def compare(
     )
     with serve_random_model(venv, folder / "plain", **limits) as server:
         api = EngineApi(server.url).check()
-        measured = measure_engine(api, settings) if last is None else measured_before(api, settings, last)
+        measured = measure_engine(api, settings)
         print(measured.fit.times, measured.fit.median_error, flush=True)
-        measured_at = round(os.getloadavg()[0], 1) if last is None else last["measured_at"]
+        measured_at = round(os.getloadavg()[0], 1)
         rows = [played(api, server.control_file, load, measured, seed) for seed, load in enumerate(loads)]
     if drafting:
         with serve_random_model(venv, folder / "drafts", drafts=DRAFTS, **limits) as server:
@@ -165,13 +154,6 @@ def compare(
         "held_out_median": measured.fit.median_error,
         "rows": rows,
     }
-
-
-def measured_before(api: EngineApi, settings: MeasureSettings, last: Mapping[str, Any]) -> MeasuredEngine:
-    """The engine with iteration times from an earlier measurement; its clients are on the same machine."""
-    times, error = EngineTimes.of_dict(last["times"]), float(last["held_out_median"])
-    fit = EngineFit(times, ttft_offset_ms=0.0, median_error=error, p90_error=np.nan, phases=[], spans=0)
-    return MeasuredEngine(engine_facts(api, api.metrics(), settings, []), fit, [], [], [])
 
 
 def played(api: EngineApi, control: Path, load: Load, measured: MeasuredEngine, seed: int) -> dict[str, Any]:
@@ -303,26 +285,10 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for row in result["rows"]:
         real, simulated = row["engine"], row["simulator"]
+        counts = [f"{real[name]:.0f} / {simulated[name]:.0f}" for name in COUNTS]
         ratios = [f"{simulated[name] / real[name] - 1.0:+.0%}" for name in RATIOS]
-        lines.append("| " + " | ".join((row["load"]["name"], *_counts(row), *ratios)) + " |")
+        lines.append("| " + " | ".join((row["load"]["name"], *counts, *ratios)) + " |")
     return "\n".join(lines) + "\n"
-
-
-def counts(result: Mapping[str, Any]) -> str:
-    """Section of the document for a run with --counts."""
-    lines = [
-        "<!-- written by benchmarks/fidelity/engine.py; do not edit -->",
-        "",
-        "| load | " + " | ".join(COUNT_HEADS[name] for name in COUNTS) + " |",
-        "|" + "---|" * (1 + len(COUNTS)),
-    ]
-    for row in result["rows"]:
-        lines.append("| " + " | ".join((row["load"]["name"], *_counts(row))) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _counts(row: Mapping[str, Any]) -> list[str]:
-    return [f"{row['engine'][name]:.0f} / {row['simulator'][name]:.0f}" for name in COUNTS]
 
 
 def iteration_ms(times: EngineTimes, sequences: int) -> float:
