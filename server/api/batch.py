@@ -355,7 +355,7 @@ def _json_answer(played: BatchPlayed) -> JsonReply:
     return reply(
         {
             "step": played.number,
-            "observations": orjson.Fragment(_in_blocks(np.ascontiguousarray(played.observations))),
+            "observations": orjson.Fragment(in_blocks(np.ascontiguousarray(played.observations))),
             "rewards": np.ascontiguousarray(played.rewards),
             "done": played.done,
             "episodes": played.episodes,
@@ -364,14 +364,14 @@ def _json_answer(played: BatchPlayed) -> JsonReply:
     )
 
 
-def _in_blocks(array: NDArray[Any]) -> bytes:
+def in_blocks(array: NDArray[Any]) -> bytes:
     """JSON of an array, written in blocks: between two of them the event loop gets the interpreter."""
     if array.size <= BLOCK_NUMBERS or array.ndim == 1:
         return to_json(array)
     if len(array) == 1:
-        return b"[" + _in_blocks(array[0]) + b"]"
+        return b"[" + in_blocks(array[0]) + b"]"
     n = max(1, len(array) * BLOCK_NUMBERS // array.size)
-    blocks = (_in_blocks(array[at : at + n]) for at in range(0, len(array), n))
+    blocks = (in_blocks(array[at : at + n]) for at in range(0, len(array), n))
     return b"[" + b",".join(block[1:-1] for block in blocks) + b"]"
 
 

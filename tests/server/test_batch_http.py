@@ -39,7 +39,7 @@ from inferencegym.seeds import episode_seed
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, from_row, snap
 from inferencegym.spaces.observations import to_array
 from inferencegym.tasks import get_task
-from server.api.batch import _in_blocks
+from server.api.batch import in_blocks
 from server.app import create_app
 from server.net.json_io import LARGE_JSON_BYTES
 from server.sessions.batch import MAX_WAITING, BatchSession, BatchSessions
@@ -439,4 +439,4 @@ def test_requests_survive_their_own_bytes() -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 14), (1, 4_096, 14), (4_096, 1, 14), (64, 64, 21), (3, 1_000, 14)])
 def test_observations_written_in_blocks_are_the_same_json(shape: tuple[int, ...]) -> None:
     observations = np.random.default_rng(1).normal(size=shape)
-    assert _in_blocks(observations) == orjson.dumps(observations, option=orjson.OPT_SERIALIZE_NUMPY)
+    assert in_blocks(observations) == orjson.dumps(observations, option=orjson.OPT_SERIALIZE_NUMPY)
