@@ -3,7 +3,8 @@
 They are the files that import a changed module, and those named after it (``test_policies.py`` after ``policies.py``).
 Where no test imports it, those of the modules that import it count, and so on; where nothing does, as with commands,
 the tests that have its name in quotes. A file that is no module, such as a task file, counts as the modules whose text
-names it, or its folder. This finds what most probably fails, in seconds; `make test-fast` finds all that does.
+names it, or its folder. Of those that import a module, the tests of its own room count alone where there are any:
+``tests/agents`` for ``agents``. This finds what most probably fails, in seconds; `make test-fast` finds all that does.
 
 Tools that trace which lines a test runs find nothing here: they see neither compiled modules nor servers that tests
 start.
@@ -54,7 +55,9 @@ def nearest_tests(texts: Mapping[str, str], files: Iterable[str]) -> list[str]:
         start = {file} if file.endswith(".py") else _naming(texts, file)
         found |= {path for path in start if _is_test(path) and path in texts}
         found |= {path for path in texts if _is_test(path) and Path(path).stem == f"test_{Path(file).stem}"}
-        found |= _first_tests(importers, {path for path in start if not _is_test(path)}) or _quoting(texts, file)
+        near = _first_tests(importers, {path for path in start if not _is_test(path)}) or _quoting(texts, file)
+        room = f"tests/{Path(file).parts[0]}/"
+        found |= {path for path in near if file.endswith(".py") and path.startswith(room)} or near
     return sorted(found)
 
 

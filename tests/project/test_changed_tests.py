@@ -42,6 +42,11 @@ def test_the_nearest_tests_of_a_file(file: str, tests: list[str]) -> None:
     assert nearest_tests(TEXTS, [file]) == [f"tests/test_{name}.py" for name in tests]
 
 
+def test_of_the_tests_that_import_a_module_those_of_its_room_count_alone() -> None:
+    texts = {f"tests/{folder}/test_{folder}.py": "from shop import door\n" for folder in ("shop", "street")}
+    assert nearest_tests({"shop/door.py": "", **texts}, ["shop/door.py"]) == ["tests/shop/test_shop.py"]
+
+
 def test_files_that_differ_from_a_commit_and_new_ones_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
