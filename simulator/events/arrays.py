@@ -135,6 +135,7 @@ RUN: Final[Mapping[str, RunSpec]] = {
     "fleet_chance": RunSpec("CD", "probability", "``chance`` of future iterations"),
     "block_tokens": _whole("", "tokens", "tokens of a block"),
     "spare_tokens": _whole("", "tokens", "cache kept free for each sequence"),
+    "context_tokens": _whole("", "tokens", "limit on prompt and answer of a request; -1 = none"),
     "queue_limit": _whole("", "requests", "limit on requests that have not started; -1 = none"),
     "vllm_refill": _whole("", "flag", "no request starts where one was preempted"),
     "drain": _whole("", "flag", "replicas finish their requests before they restart"),

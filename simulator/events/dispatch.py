@@ -24,7 +24,8 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
 def arrive(s: Run, request: int) -> None:
     """Queue an arriving request, or refuse it."""
     s.arrival_ms[request] = s.now_ms
-    if full_blocks(s, request) > largest_pool_blocks(s):
+    too_long = s.context_tokens >= 0 and s.goal[request] > s.context_tokens
+    if too_long or full_blocks(s, request) > largest_pool_blocks(s):
         refuse(s, request)
         return
     append(s, s.priority[request], request)

@@ -22,7 +22,6 @@ from simulator.hardware.sources import fleet_rules_of, operators_of
 from simulator.kernel.serving import CONVENTIONS, ServingParams
 from simulator.load.source import REUSE_LOG2_FIRST, EpisodeRequests
 
-_MORE_THAN_ANY_POOL: Final = 1_000_000_000
 RECENT_STARTS: Final = 50
 """Number of latest requests whose median time from start to first token is the estimate for a waiting request."""
 
@@ -195,6 +194,7 @@ class ReferenceEpisode:
             disaggregated=knobs.prefill_disagg,
             link_gb_s=self._params.engine.link_bytes_per_s / 1e9,
             queue_limit=int(self._params.queue_limit),
+            context_tokens=self._context_tokens,
             restart_ms=1e3 * float(constants["reload_s"][knobs.quant_tier]),
             start_ms=1e3 * float(constants["start_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
@@ -205,11 +205,9 @@ class ReferenceEpisode:
             each = self._requests
             priority = each.class_index if self._by_class else None
             acceptance = self._params.acceptance_of(each.arrival_s, each.class_index)
-            outputs = each.output_tokens
-            if self._context_tokens is not None:
-                too_long = each.prompt_tokens + outputs > self._context_tokens
-                outputs = np.where(too_long, _MORE_THAN_ANY_POOL, outputs)
-            requests = Requests(each.arrival_s, each.prompt_tokens, outputs, priority, each.reused_tokens, acceptance)
+            requests = Requests(
+                each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens, acceptance
+            )
             self._simulation = Simulation(fleet, requests, self._seed)
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)

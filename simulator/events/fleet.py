@@ -24,14 +24,14 @@ class Fleet:
     ``batch_size`` bounds the sequences of one replica, ``kv_pool_tokens`` its KV cache. ``acceptance[j]`` is the
     probability that draft position j + 1 is accepted (a marginal, as measured), for ``draft_tokens`` positions.
     ``acceptance_scale`` multiplies the first position's probability for each class; without it, all classes are as
-    measured. ``queue_limit`` bounds the requests that have not started; ``None`` means no bound. ``restart_ms`` is how
-    long a restarting replica is down, ``start_ms`` how long a new one loads, and ``slowdown`` multiplies every
-    iteration. A block of the cache holds ``block_tokens``. Each sequence keeps ``spare_tokens`` of cache beyond what
-    its next iteration writes; vLLM keeps none, which matters if blocks are large or the pool is small. With
-    ``vllm_refill`` requests start as in vLLM: none start in an iteration that preempted one; otherwise new ones may
-    start as soon as all preempted ones have resumed. Without it, whatever fits starts, and new requests wait for the
-    iteration after. With ``occupancy_in_blocks`` the used part of the cache counts whole blocks, as engines report it,
-    instead of tokens.
+    measured. ``queue_limit`` bounds the requests that have not started, and ``context_tokens`` prompt and answer of a
+    request: what exceeds it is refused. ``None`` means no bound. ``restart_ms`` is how long a restarting replica is
+    down, ``start_ms`` how long a new one loads, and ``slowdown`` multiplies every iteration. A block of the cache holds
+    ``block_tokens``. Each sequence keeps ``spare_tokens`` of cache beyond what its next iteration writes; vLLM keeps
+    none, which matters if blocks are large or the pool is small. With ``vllm_refill`` requests start as in vLLM: none
+    start in an iteration that preempted one; otherwise new ones may start as soon as all preempted ones have resumed.
+    Without it, whatever fits starts, and new requests wait for the iteration after. With ``occupancy_in_blocks`` the
+    used part of the cache counts whole blocks, as engines report it, instead of tokens.
     """
 
     model: OperatorModel
@@ -43,6 +43,7 @@ class Fleet:
     disaggregated: bool = False
     link_gb_s: float = LINK_GB_S
     queue_limit: int | None = None
+    context_tokens: int | None = None
     acceptance_scale: Sequence[float] = ()
     restart_ms: float = 0.0
     start_ms: float = 0.0

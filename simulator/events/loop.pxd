@@ -117,6 +117,7 @@ cdef class Run:
     cdef public double[:, ::1] fleet_chance
     cdef public long long block_tokens
     cdef public long long spare_tokens
+    cdef public long long context_tokens
     cdef public long long queue_limit
     cdef public long long vllm_refill
     cdef public long long drain
@@ -254,6 +255,7 @@ cdef bint is_earlier(Run s, double at_ms, Py_ssize_t order, Py_ssize_t i) noexce
 
 cdef void move(Run s, Py_ssize_t source, Py_ssize_t target) noexcept nogil
 
+@cython.locals(too_long=bint)
 cdef void arrive(Run s, Py_ssize_t request) noexcept nogil
 
 @cython.locals(most=Py_ssize_t, r=Py_ssize_t)

@@ -377,6 +377,7 @@ class Simulation:
         state.fleet_pool_blocks = fleet.pool_blocks(fleet.kv_pool_tokens)
         state.batch_size, state.draft_tokens = fleet.batch_size, fleet.draft_tokens
         state.block_tokens, state.spare_tokens = fleet.block_tokens, fleet.spare_tokens
+        state.context_tokens = -1 if fleet.context_tokens is None else fleet.context_tokens
         state.queue_limit = -1 if fleet.queue_limit is None else fleet.queue_limit
         state.vllm_refill, state.drain = int(fleet.vllm_refill), int(fleet.rolling_restart == "drain")
         state.restart_ms, state.load_ms, state.slowdown = fleet.restart_ms, fleet.start_ms, fleet.slowdown
