@@ -27,6 +27,7 @@ from simulator.events.fleet import Fleet
 from simulator.events.requests import Outcome, Requests
 from simulator.events.simulation import serve, serve_closed
 from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
+from simulator.hardware.memory import kv_pool_gb
 from simulator.hardware.profiles import engine
 from simulator.hardware.tables import FloatArray
 
@@ -154,9 +155,7 @@ def _fleet(card: str, model: str, tier: str, tp: int, memory_share: float, repli
     """vLLM's defaults on this card, with a KV pool in this share of its memory."""
     source = AiconfiguratorSource(Deployment(card, model, "vllm", tp, (tier,)))
     slots, tokens = BUDGETS[card]
-    memory = source.memory_gb
-    beside_gb = source.weights_gb[tier] + memory["activations_gb"] + memory["workspace_gb"]
-    pool_gb = memory_share * REPORTED_GB - beside_gb
+    pool_gb = kv_pool_gb(source.memory_gb, memory_share * REPORTED_GB, source.weights_gb[tier], 1.0, drafts=False)
     profile = replace(engine("vllm_v1_8k"), max_batched_tokens=tokens)
     return Fleet(
         source.operators(tier, profile), slots, int(pool_gb * 1e9 / source.kv_bytes_per_token), replicas=replicas
