@@ -250,7 +250,7 @@ def classes(column: pd.Series, source: Source, name: str) -> FloatArray:
 
 
 def classes_or_nan(column: pd.Series) -> FloatArray:
-    """Cells as priority classes, NaN where a cell is none."""
+    """Index of the priority class that each cell names; NaN for a cell that names none."""
     return np.array([CLASSES.get(str(cell).strip().removesuffix(".0"), np.nan) for cell in column], dtype=np.float64)
 
 
