@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError
-from inferencegym.spaces.actions import ACTION_SIZE
+from inferencegym.spaces.actions import ACTION_SIZE, refuse_nan
 from inferencegym.tasks import TaskSpec
 
 FloatArray = NDArray[np.float64]
@@ -48,9 +48,7 @@ def knobs_of(agent: Agent, observation: FloatArray) -> FloatArray:
         raise InvalidActionError(field, getattr(said, "dtype", type(said).__name__), allowed)
     if said.ndim != 2 or len(said) != rows or said.shape[1] not in (ACTION_SIZE, ACTION_SIZE + 1):
         raise InvalidActionError(field, said.shape, allowed)
-    if np.isnan(said).any():
-        row, knob = np.argwhere(np.isnan(said))[0].tolist()
-        raise InvalidActionError(f"{field}[{row}, {knob}]", "NaN", "a number")
+    refuse_nan(said, field)
     return said
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,13 @@ def snap(actions: NDArray[np.float64], mask: NDArray[np.bool_], fleet: Fleet | N
 @lru_cache(maxsize=32)
 def _kernel(offered: tuple[bool, ...], replicas: tuple[int, int | None]) -> KnobKernel:
     return KnobKernel(offered, replicas=replicas)
+
+
+def refuse_nan(actions: NDArray[Any], field: str = "actions") -> None:
+    """Raise :class:`InvalidActionError` for the first NaN among actions (B, k) that were given as ``field``."""
+    if actions.dtype.kind == "f" and np.isnan(actions).any():
+        row, knob = np.argwhere(np.isnan(actions))[0].tolist()
+        raise InvalidActionError(f"{field}[{row}, {knob}]", "NaN", "a number")
 
 
 def checked_row(action: ServeAction | ServeActionMessage, fleet: Fleet) -> NDArray[np.float64]:

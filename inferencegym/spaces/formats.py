@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidActionError, refusal
 from inferencegym.models import ACTION_FIELDS, OBSERVATION_FIELDS, SPEC_LENGTHS
-from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW
+from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, refuse_nan
 from inferencegym.spaces.forecast import forecast_rps
 from inferencegym.spaces.knobs import ActionDecoder
 from inferencegym.spaces.observations import (
@@ -358,9 +358,7 @@ def _rows(actions: NDArray[Any], size: int) -> NDArray[Any]:
     rows = np.asarray(actions)
     if rows.ndim != 2 or rows.shape[1] != size:
         raise InvalidActionError("actions", rows.shape, f"an array of shape (B, {size})")
-    if rows.dtype.kind == "f" and np.isnan(rows).any():
-        row, knob = np.argwhere(np.isnan(rows))[0].tolist()
-        raise InvalidActionError(f"actions[{row}, {knob}]", "NaN", "a number: has the policy diverged?")
+    refuse_nan(rows)
     return rows
 
 
