@@ -10,6 +10,7 @@ import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Final
 
@@ -231,6 +232,7 @@ def _digest(value: bytes) -> str:
     return hashlib.sha256(value).hexdigest()[:32]
 
 
+@lru_cache(256)  # a request asks for its client's address several times
 def _address(text: str) -> Address | None:
     """An address; IPv4-mapped IPv6 (``::ffff:10.1.2.3``, as sockets on ``::`` show it) as IPv4. None: no address."""
     try:
