@@ -290,14 +290,15 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
     fleet = batch.fleet
     assert isinstance(fleet, ReferenceFleet)
     metrics = {m: np.zeros(n_steps) for m in batch.metric}
-    actions = np.zeros((n_steps, action_size(task.fleet)))
+    actions = np.full((n_steps, action_size(task.fleet)), float(task.fleet.n_replicas))
     decoding = np.zeros((n_steps, 2))
     asked_apart = False
     for t in range(n_steps):
         wanted = knobs_of(agent, batch.full_observation())
         asked_apart |= bool(wanted[0, 3] > 0.5)
         applied = batch.snap(wanted)
-        actions[t] = applied[0]
+        # Five numbers keep the initial replicas of an autoscaling task.
+        actions[t, : applied.shape[1]] = applied[0]
         batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]

@@ -190,6 +190,15 @@ def test_classes_are_judged_by_the_objectives_of_a_task() -> None:
     assert list(outcome.slo_miss_by_class) == ["interactive", "batch"]
 
 
+def test_on_the_fleet_of_a_task_that_scales_settings_keep_its_replicas_and_autoscalers_do_not() -> None:
+    task = get_task("autoscale")
+    found = shadow(flood(40), ["hpa"], task=task)
+    fixed, constant, hpa = found.outcomes
+    assert {*fixed.timeline["replicas"]} == {*constant.timeline["replicas"]} == {float(task.fleet.n_replicas)}
+    assert min(hpa.timeline["replicas"]) < task.fleet.n_replicas
+    assert hpa.gpu_seconds < fixed.gpu_seconds == found.n_gpus * (40 + DRAIN_S)
+
+
 def test_a_log_is_the_load_source_of_fleets_of_any_size_and_is_played_once() -> None:
     log, tables = flood(30), load_tables()
     task = log_task(log, tables)
