@@ -27,10 +27,8 @@ from agents.registry import AGENTS, make_agent
 from agents.search.timetable import Timetables, TimetableSearch
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS, held_out_seeds
 from inferencegym.spaces.actions import action_mask, from_row, snap
-from inferencegym.tasks import TaskSpec
+from inferencegym.tasks import STATIC_BELOW, TaskSpec
 
-STATIC_BELOW: Final = 0.02
-"""Adaptive gap below which a task is static: a constant does as well, so it asks for tuning and not for control."""
 FEW: Final = 0.5
 """A policy serves few if it leaves more than this share of the requests refused, or waiting at the end."""
 GRID: Final = {

@@ -49,6 +49,8 @@ TABLE_INDEX_FILE: Final = DATA_DIR / "tables" / "index.json"
 SCALING_TASKS: Final = "scaling_tasks.json"
 """File of the tasks whose actions set the number of replicas."""
 TASKS_ENV: Final = "INFERENCEGYM_TASKS"
+STATIC_BELOW: Final = 0.02
+"""Adaptive gap below which a task is static: a constant does as well, so it asks for tuning and not for control."""
 AT: Final = "@"
 """``ID@HARDWARE`` is the task ``ID`` on a table of the catalogue."""
 
@@ -226,6 +228,8 @@ class TaskSpec:
     cost_budget: float = 5.0
     episode_length: int = 200
     expected_baseline: tuple[float, float] | None = None
+    adaptive_gap: float | None = None
+    """Gain of the best policy that observes over the best constant, as ``inferencegym quality`` reports it."""
     day: Day | None = None
     draft_acceptance: tuple[AcceptanceStage, ...] = ()
     """Acceptance of drafts by class and time, which replaces the measured one; empty: as measured."""
@@ -246,9 +250,15 @@ class TaskSpec:
         return self  # compared by identity, and nothing changes it
 
     @property
+    def static(self) -> bool | None:
+        """Whether a tuned constant does as well as policies that adapt; None where that was not measured."""
+        return None if self.adaptive_gap is None else self.adaptive_gap < STATIC_BELOW
+
+    @property
     def heading(self) -> str:
-        """Heading of the task in tables: ``task 3``, and ``task 1 (warm-up)`` for an easy one."""
-        return f"task {self.task_id}" + " (warm-up)" * (self.difficulty == "easy")
+        """Heading of the task in tables: ``task 3``, ``task 2 (static)``, and ``task 1 (warm-up)`` for an easy one."""
+        note = " (warm-up)" if self.difficulty == "easy" else " (static)" * bool(self.static)
+        return f"task {self.task_id}{note}"
 
     @property
     def listed(self) -> bool:
@@ -361,6 +371,7 @@ def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
         name=f"{task.name} on {hardware}",
         hardware=hardware,
         expected_baseline=None,
+        adaptive_gap=None,
         calibration=None,
         calibration_file=str(HARDWARE_CALIBRATION_FILE if shipped else constants),
     )
@@ -452,6 +463,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         cost_budget=entry.cost_budget_episode,
         episode_length=entry.episode_length,
         expected_baseline=entry.baseline_range(),
+        adaptive_gap=entry.adaptive_gap,
         day=None if entry.day is None else _day(entry.day),
         draft_acceptance=tuple(
             AcceptanceStage(stage.from_step, tuple(per_class(stage.rate))) for stage in entry.draft_acceptance or ()

@@ -58,7 +58,6 @@ def task_table() -> str:
     """Every registered task: traffic, fleet, objectives and knobs, and what adapting gains."""
     from inferencegym.tasks import list_tasks
 
-    gaps = {str(report["task"]): report["adaptive_gap"] for report in quality_reports()}
     lines = [
         "| id | task | difficulty | arrivals/s | floods | replicas | objective TTFT | live knobs | adaptive gap |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -72,10 +71,11 @@ def task_table() -> str:
             )
         knobs = ", ".join(f"`{a}`" for a in t.active_actions)
         difficulty = "warm-up" if t.difficulty == "easy" else t.difficulty
+        gap = "" if t.adaptive_gap is None else adaptive_gap(t.adaptive_gap, bool(t.static))
         rate = "recorded" if t.recorded else f"{t.arrival_rate_rps:g}"
         lines.append(
             f"| `{t.task_id}` | {t.name} | {difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
-            f" {t.slo_target_ms:g} ms | {knobs} | {adaptive_gap(gaps[str(t.task_id)])} |"
+            f" {t.slo_target_ms:g} ms | {knobs} | {gap} |"
         )
     return "\n".join(lines)
 
@@ -86,9 +86,14 @@ def quality_reports() -> list[dict[str, Any]]:
     return reports
 
 
-def adaptive_gap(gap: dict[str, Any]) -> str:
-    """The adaptive gap of a report, and whether the task is static."""
-    return f"{gap['over_constant']['mean']:.4f}" + " (static)" * gap["static"]
+def adaptive_gap(gain: float, static: bool) -> str:
+    """An adaptive gap in tables."""
+    return f"{gain:.4f}" + " (static)" * static
+
+
+def with_interval(score: dict[str, float]) -> str:
+    """A mean score and its interval in tables."""
+    return f"{score['mean']:.3f} [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}]"
 
 
 def quality() -> str:
@@ -113,7 +118,8 @@ def quality() -> str:
         refusing = "none" if few is None else f"{few['score']['mean']:.3f}, {few['unserved_share']:.0%}"
         cells = [f"{each['score']['mean']:.3f}" for each in policies]
         cells[-1] += f" ({policies[-1]['policy']})"
-        cells += [adaptive_gap(report["adaptive_gap"]), f"{report['headroom']['gap']:.3f}"]
+        gap = report["adaptive_gap"]
+        cells += [adaptive_gap(gap["over_constant"]["mean"], gap["static"]), f"{report['headroom']['gap']:.3f}"]
         cells.append(f"**{refusing}**" if game["refusing_pays"] else refusing)
         lines.append(f"| `{report['task']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -292,6 +298,7 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out score of every agent on every task with its interval, and its score in the reference."""
+    from benchmarks.policies.tasks import timetables
     from inferencegym.tasks import get_task
 
     measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
@@ -310,10 +317,12 @@ def scores() -> str:
             continue
         cells = []
         for task, scored in zip(measured, by_task, strict=True):
-            x = scored[name]
-            cells.append(f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]")
+            cells.append(with_interval(scored[name]))
             cells.append(f"{played[str(task['task'])]['agents'][name]['reference']['score']:.3f}")
         lines.append(f"| {title} | {' | '.join(cells)} |")
+    blind = timetables()
+    cells = [f"{with_interval(blind[str(task['task'])])} |" for task in measured]
+    lines.append(f"| best timetable (by the clock, observes nothing) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ NAME: Final = "serving"
 _NOT_PLAYED: Final = frozenset(
     {
         *("name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration"),
-        *("calibration_file", "log"),
+        *("calibration_file", "adaptive_gap", "log"),
     }
 )
 """Keys of a task that do not change its episodes."""
@@ -144,6 +144,8 @@ def describe_task(task: TaskSpec) -> dict[str, Any]:
         "grade": dict(task.grade),
         "score": GRADE_RULES[task.grade["kind"]].words(task, _constants_of(task)),
         "expected_baseline": None if task.expected_baseline is None else list(task.expected_baseline),
+        "adaptive_gap": task.adaptive_gap,
+        "static": task.static,
         "recorded": task.recorded,
         **scaling,
     }

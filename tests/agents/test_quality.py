@@ -14,6 +14,7 @@ from agents.quality import FEW, quality, text
 from agents.seeds import held_out_seeds
 from cli.main import main
 from inferencegym.tasks import get_task, list_tasks
+from tests.checkout import ROOT
 
 EPISODES = 3
 REFUSING_PAYS = {
@@ -76,6 +77,15 @@ def test_a_task_on_which_no_policy_beats_a_constant_is_static() -> None:
     assert gap["static"]
     assert abs(gap["over_constant"]["mean"]) < 0.02
     assert "static" in text(report(1))
+
+
+def test_task_files_hold_the_adaptive_gaps_of_the_reports() -> None:
+    """If this fails: `inferencegym quality TASK --json --episodes 30 --generations 40`, and its gap into the file."""
+    reports = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text(encoding="utf-8"))
+    measured = {each["task"]: each["adaptive_gap"]["over_constant"]["mean"] for each in reports}
+    stated = {task.task_id: task.adaptive_gap for task in list_tasks(include_recorded=True)}
+    assert stated == {task_id: pytest.approx(gap, abs=6e-5) for task_id, gap in measured.items()}
+    assert [each["task"] for each in reports if each["adaptive_gap"]["static"] != get_task(each["task"]).static] == []
 
 
 def test_the_command_prints_the_reports_of_its_tasks(capsys: pytest.CaptureFixture[str]) -> None:

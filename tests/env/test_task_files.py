@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from env.serving.family import describe_task
 from grader.kinds import RULES
 from inferencegym.errors import InvalidConfigError
 from inferencegym.grade_keys import Grade
@@ -93,6 +94,16 @@ def test_the_mean_output_is_a_number_bare_or_in_a_list_or_one_per_class(tmp_path
 def test_five_keys_are_all_that_a_task_must_have(tmp_path: Path) -> None:
     task = load(tmp_path)
     assert (task.fleet.n_replicas, task.burst, task.gym_id) == (1, None, "Mine")
+
+
+@pytest.mark.parametrize(("gap", "static"), [(None, None), (-0.001, True), (0.0199, True), (0.02, False)])
+def test_a_task_is_static_if_adapting_gains_less_than_two_hundredths(
+    tmp_path: Path, gap: float | None, static: bool | None
+) -> None:
+    task = load(tmp_path, adaptive_gap=gap)
+    assert task.static is static
+    assert (describe_task(task)["adaptive_gap"], describe_task(task)["static"]) == (gap, static)
+    assert task.heading == "task mine" + (" (static)" if static else "")
 
 
 @pytest.mark.parametrize("missing", list(entry()))

@@ -303,6 +303,15 @@ def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
     expect(page.get_by_role("alert")).to_contain_text("does not contain a valid run")
 
 
+def test_the_page_says_which_tasks_are_static(visit: Visit) -> None:
+    page = visit().open("race?task=2&seed=3")
+    expect(page.locator(".about")).to_contain_text("Static: a well-tuned constant setting scores as much")
+    labels = page.locator("#panel-race").get_by_label("Task").locator("option").all_text_contents()
+    static = {label for label in labels if label.endswith(", static)")}
+    assert {"2: Bursty ShareGPT (medium, static)", "Recorded: Azure Code (recorded, static)"} <= static
+    assert {"1: Static Uniform (warm-up)", "3: Adversarial Multi-Tenant (hard)"} <= set(labels) - static
+
+
 def test_the_log_of_a_race_is_downloaded_and_verified(visit: Visit, tmp_path: Path) -> None:
     page = visit().open("race?task=2&seed=3")
     score = race_to_the_end(page)

@@ -85,7 +85,7 @@ class Race {
   }
 
   buildControls() {
-    const described = this.tasks.map((task) => [task.id, `${task.recorded ? "Recorded" : task.id}: ${task.name} (${task.difficulty === "easy" ? "warm-up" : task.difficulty})`]);
+    const described = this.tasks.map((task) => [task.id, `${task.recorded ? "Recorded" : task.id}: ${task.name} (${task.difficulty === "easy" ? "warm-up" : task.difficulty + (task.static ? ", static" : "")})`]);
     this.taskSelect = select(described, this.first.id, () => this.choose());
     this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: String(today()), on: { change: () => this.choose() } });
     const daily = el("button", { type: "button", class: "quiet", text: "Today's", "aria-label": "Today's seed", on: { click: () => {
@@ -189,9 +189,9 @@ class Race {
     const whose = this.shared ? "a shared run" : called;
     const traffic = this.seed === today() ? "today's traffic" : "this traffic";
     fill(this.goal, "Beat ", el("strong", { class: `ink-${colour}`, text: episode.score === undefined ? whose : shownScore(episode.score) }));
-    const warmUp = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : "";
+    const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
     const bands = floods(this.phases).length ? "Requests come in floods: be ready for them. " : "";
-    this.about.textContent = `${episode.score === undefined ? "It plays" : `${whose[0].toUpperCase()}${whose.slice(1)} scores this on`} ${traffic}. ${warmUp}${bands}Serve much, be in time, spend little.`;
+    this.about.textContent = `${episode.score === undefined ? "It plays" : `${whose[0].toUpperCase()}${whose.slice(1)} scores this on`} ${traffic}. ${kind}${bands}Serve much, be in time, spend little.`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
