@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning.grpo --url http://localhost:7860     writes results/grpo.json and grpo.md
 
-TRL trains SmolLM2-135M-Instruct and a tiny model of random weights for 40 steps each, on a CPU (extras `trl` and
+TRL trains SmolLM2-135M-Instruct and a tiny model of random weights for 50 steps each, on a CPU (extras `trl` and
 `smollm2`, and a server). A step answers the question eight times; each answer is paid the score of an episode of the
 easy task that is played with the chosen batch size. An answer that names no choice is played with the knobs that the
 episode starts with.
@@ -30,18 +30,18 @@ KEPT: Final = ("step", "reward", "reward_std", "entropy", *(f"chosen/{letter}" f
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of the optimiser (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of the optimiser (default %(default)s)")
     parser.add_argument("--out", default="runs/grpo", help="where the trainer writes (default %(default)s)")
     options = parser.parse_args(arguments)
-    curves = {}
+    curves: dict[str, list[dict[str, float]]] = {}
+    result = {"scores": scores(options.url), "curves": curves}
     for name, rate in LEARNING_RATES.items():
         model = SMOLLM2 if name == SMOLLM2 else None
         log = train(options.url, model, options.steps, options.out, choices=True, learning_rate=rate)
         curves[name] = curve(log)
-    result = {"scores": scores(options.url), "curves": curves}
-    write_text(RESULTS / "grpo.json", as_json(result))
-    write_text(RESULTS / "grpo.md", text := markdown(result))
-    print(text)
+        write_text(RESULTS / "grpo.json", as_json(result))
+        write_text(RESULTS / "grpo.md", markdown(result))
+    print(markdown(result))
 
 
 def curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
