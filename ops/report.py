@@ -202,8 +202,8 @@ def notes(report: PlanReport) -> list[str]:
     ]
     if single := [plan.hardware for plan in report.plans if plan.n_replicas == 1]:
         found.append(
-            f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts; --replicas-min 2 plans "
-            "with one more."
+            f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "
+            "(--replicas-min 2)."
         )
     if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
         found.append(

@@ -390,7 +390,8 @@ def _collect(source: Source, table: _Table, limit: int | None) -> tuple[pd.DataF
     _note_bad(source)
     rows = pd.concat(pieces) if pieces else pd.DataFrame()
     if not len(rows):
-        raise source.wrong("holds no requests")
+        only = "" if source.only is None else f" with {source.only[0]}={','.join(sorted(source.only[1]))}"
+        raise source.wrong(f"holds no requests{only}")
     _refuse_unknown_unit(source, table, rows)
     if len(models) > 1 and (source.only is None or source.only[0] != table.columns.names["model"]):
         listed = ", ".join(f"{name}: {n:,}" for name, n in models.most_common(5))
@@ -608,7 +609,6 @@ def cut_log(
     if inside.all() and start_s == 0.0:
         return log
     if not inside.any():
-        raise DataFormatError(
-            f"{name}: no request between {start_s:g} and {end_s:g} s; the last is at {log.arrival_s[-1]:g} s"
-        )
+        window = f"between {start_s:g} and {end_s:g} s" if end_s < np.inf else f"from second {start_s:g} on"
+        raise DataFormatError(f"{name}: no request {window}; the last is at {log.arrival_s[-1]:g} s")
     return log.part(inside, start_s)

@@ -19,6 +19,8 @@ BOUNDS: Final = JsonBounds(text_bytes=None)
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
 _LOG_TEXT: Final = Allowed("the text of a request log")
 _SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
+_COLUMN_PAIRS: Final = Allowed("pairs of a quantity and its column, such as arrival=ts:ms,prompt=tokens_in")
+_ONE_OF: Final = Allowed("a column and the values to keep, such as model=llama-3.1-8b")
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 # A name is not only white space, which Python defines more widely than JSON Schema's regular expressions.
 _COLUMN: Final = (
@@ -50,12 +52,14 @@ class LogRequest(Message):
     columns: Annotated[
         Annotated[str, Field(max_length=1000, pattern=_COLUMNS)] | None,
         Field(description="columns with unusual names, such as arrival=ts:ms,prompt=tokens_in,output=tokens_out"),
+        _COLUMN_PAIRS,
     ] = None
     filter: Annotated[
         Annotated[str, Field(max_length=1000, pattern=_FILTER)] | None,
         Field(
             description="only requests with one of these values in a column, such as model=llama or model=llama,qwen"
         ),
+        _ONE_OF,
     ] = None
     failed: Annotated[
         Literal["count", "skip"] | None,

@@ -402,6 +402,12 @@ def test_text_that_is_not_a_log_is_refused_in_words(visit: Visit) -> None:
 # ---------------------------------------------------------------- your trace
 
 
+def unfold(page: Page) -> None:
+    """Open the folded parts of a result."""
+    for summary in page.locator("[role=tabpanel]:visible .fold > summary").all():
+        summary.click()
+
+
 def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tmp_path: Path) -> None:
     rows = "".join(f"{0.4 * i:.1f},{150 + i},{60}\n" for i in range(60))
     log = tmp_path / "mine.csv"
@@ -411,8 +417,10 @@ def test_a_dropped_log_gets_a_report_and_settings_for_an_engine(visit: Visit, tm
     page.get_by_label("Fixed batch size").fill("4")
     page.get_by_role("button", name="Compare policies").click()
     # Three policies, the visitor's configuration and the best constant.
-    expect(page.locator("#panel-trace table tbody tr")).to_have_count(5, timeout=PATIENCE_MS)
+    expect(page.locator("#panel-trace table").first.locator("tbody tr")).to_have_count(5, timeout=PATIENCE_MS)
     expect(page.locator("#panel-trace")).to_contain_text("60 requests in 24 s")
+    expect(page.locator("#panel-trace details[open]")).to_have_count(0)
+    unfold(page)
     expect(page.locator("#panel-trace figure.chart canvas")).to_have_count(4)
     page.get_by_label("Policy", exact=True).select_option("fixed")
     expect(page.locator("#panel-trace pre")).to_contain_text("max-num-seqs: 4")
@@ -428,8 +436,33 @@ def test_the_example_is_played_on_the_fleet_of_a_task_with_its_stored_policies(v
     page.get_by_label("Fleet and objectives").select_option("azure-conv")
     page.locator("#panel-trace fieldset").get_by_label("Best static").check()
     page.get_by_role("button", name="Compare policies").click()
-    expect(page.locator("#panel-trace table")).to_contain_text("Best static", timeout=PATIENCE_MS)
+    expect(page.locator("#panel-trace table").first).to_contain_text("Best static", timeout=PATIENCE_MS)
+    unfold(page)
     assert objections(page) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "against"),
+    [
+        ("4", r"Set \w+, batch \d+, KV [\d.]+ on 1 × a100-40gb, at [\d.]+ GPU s per 1,000 tokens: ", "under your conf"),
+        (
+            "64",
+            r"Keep your configuration \(FP16, batch 64, KV 1\) on 1 × a100-40gb, at ",
+            "nothing else here is better",
+        ),
+    ],
+)
+def test_a_comparison_begins_with_the_setting_to_choose(visit: Visit, batch: str, first: str, against: str) -> None:
+    rows = "".join(f"{0.1 * i:.1f},{150 + i},{60}\n" for i in range(200))
+    page = visit().open("trace")
+    page.locator("#panel-trace textarea").fill("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    page.get_by_label("Fixed batch size").fill(batch)
+    page.get_by_role("button", name="Compare policies").click()
+    verdict = page.locator("#panel-trace .verdict")
+    expect(verdict).to_contain_text(re.compile("^" + first), timeout=PATIENCE_MS)
+    expect(verdict).to_contain_text(against)
+    late = page.locator("#panel-trace table").first.locator("tbody tr", has_text="Your configuration").locator("td")
+    assert f"{late.first.inner_text()} " in verdict.inner_text()
 
 
 def test_a_log_that_cannot_be_read_is_refused_with_line_and_column(visit: Visit) -> None:
@@ -460,8 +493,9 @@ def test_a_log_is_played_on_the_chosen_hardware_with_all_five_knobs_of_ones_own(
     assert body["hardware"] == "h100-llama-3.1-8b"
     knobs = {"batch_size": 24, "kv_budget": 0.8, "spec_length": 2, "prefill_disagg": True, "quant_tier": 1}
     assert body["fixed"] == knobs
-    expect(page.locator("#panel-trace table tbody tr").first).to_contain_text("Your configuration", timeout=PATIENCE_MS)
-    expect(page.locator("#panel-trace")).to_contain_text("2 × h100_sxm for every policy")
+    first = page.locator("#panel-trace table").first.locator("tbody tr").first
+    expect(first).to_contain_text("Your configuration", timeout=PATIENCE_MS)
+    expect(page.locator("#panel-trace p.note")).to_contain_text("2 × h100_sxm for every policy")
     strip = page.locator("#panel-trace .strip").first
     expect(strip).to_contain_text("KV 80 % · speculate 2 · batch 24 · separate prefill · FP8")
 
@@ -475,12 +509,37 @@ def test_a_log_gets_a_plan_with_costs_a_picture_and_settings(visit: Visit) -> No
     expect(page.locator("#panel-plan textarea")).to_have_value(re.compile("arrival_s"))
     page.get_by_label("Price per GPU hour").fill("a100-40gb=1.20, a100-80gb=1.80")
     page.get_by_role("button", name="Make a plan").click()
-    expect(page.locator("#panel-plan .verdict")).to_contain_text("Cheapest: 1 × a100-40gb", timeout=PATIENCE_MS)
-    expect(page.locator("#panel-plan table").first).to_contain_text("USD /h")
+    verdict = page.locator("#panel-plan .verdict")
+    fleet = r"Rent 1 × a100-40gb, set to INT8, batch \d+, KV [\d.]+, "
+    cost = r"at 1\.20 USD per hour, 0\.\d+ per million output tokens: "
+    meets = r"(likely to meet|meets with 90 % certainty) TTFT p99 ≤ 500 ms and TPOT p50 ≤ 50 ms\."
+    expect(verdict).to_have_text(re.compile(f"^{fleet}{cost}{meets}$"), timeout=PATIENCE_MS)
+    rows = page.locator("#panel-plan table").first.locator("tbody tr")
+    assert [text.split("\t")[::4] for text in rows.all_inner_texts()] == [
+        ["1 × a100-40gb", "1.20"],
+        ["1 × a100-80gb", "1.80"],
+    ]
+    expect(page.locator("#panel-plan details[open]")).to_have_count(0)
+    unfold(page)
+    expect(page.locator("#panel-plan .scroll").nth(1)).to_contain_text("USD /M tokens")
+    expect(page.locator("#panel-plan li", has_text="plan with two (Replicas, at least: 2)")).to_have_count(1)
     assert page.locator("#panel-plan svg circle").count() > 3
     page.get_by_label("For the engine").select_option("sglang")
     expect(page.locator("#panel-plan pre")).to_contain_text("max-running-requests")
     assert objections(page) == []
+
+
+def test_objectives_that_no_fleet_meets_are_told_with_the_nearest_fleet(visit: Visit) -> None:
+    page = visit().open("plan")
+    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,1000,10\n1,1000,10\n")
+    page.get_by_label("TTFT p99 (ms)").fill("1")
+    page.get_by_label("TPOT p50 (ms)").fill("")
+    for box in page.locator("#panel-plan fieldset input").all():
+        box.set_checked(box.input_value() == "l40s")
+    page.get_by_role("button", name="Make a plan").click()
+    said = re.compile(r"^No fleet in the search meets TTFT p99 ≤ 1 ms: the nearest, \d+ × l40s.*, serves 0\.00 % of ")
+    expect(page.locator("#panel-plan .verdict")).to_have_text(said, timeout=PATIENCE_MS)
+    expect(page.locator("#panel-plan table").first.locator("tbody tr")).to_have_count(1)
 
 
 def test_a_plan_searches_the_cards_that_are_chosen(visit: Visit) -> None:
@@ -529,6 +588,30 @@ def test_a_mistake_in_the_plan_is_told_in_the_words_of_the_form(
     page.get_by_label(label).fill(value)
     page.get_by_role("button", name="Make a plan").click()
     expect(page.get_by_role("alert")).to_contain_text(said)
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "said"),
+    [
+        (
+            "Columns of the log",
+            "soon",
+            "Columns of the log: 'soon' is not allowed: it must be pairs of a quantity and its",
+        ),
+        ("Only rows with", "soon", "Only rows with: 'soon' is not allowed: it must be a column and the values to keep"),
+        ("Only rows with", "prompt_tokens=7", "log.csv: holds no requests with prompt_tokens=7"),
+    ],
+)
+def test_the_server_refuses_how_a_log_is_read_in_the_words_of_the_form(
+    visit: Visit, label: str, value: str, said: str
+) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append(REFUSED)
+    page = visitor.open("plan")
+    page.locator("#panel-plan textarea").fill("arrival_s,prompt_tokens,output_tokens\n0,10,10\n1,10,10\n")
+    page.get_by_label(label).fill(value)
+    page.get_by_role("button", name="Make a plan").click()
+    expect(page.get_by_role("alert")).to_contain_text(said, timeout=PATIENCE_MS)
 
 
 def test_a_compressed_log_is_read_and_a_refused_one_leaves_no_log_behind(visit: Visit, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 import { once, post } from "./api.js";
 import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js";
 import { compact, percent } from "./format.js";
-import { EngineSettings, LogBox, refusal } from "./request_log.js";
+import { EngineSettings, LogBox, folded, inTheForm, refusal, setting } from "./request_log.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const CERTAINTY = { likely: "likely", "meets with 90 %": "with 90 %", not: "no" };
 const HEAD = ["Hardware", "GPUs", "TP", "Setting", "Verdict", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
@@ -30,15 +31,16 @@ class PlanTab {
     this.drafts = select([["", "none"], ["yes", "allowed"]], "");
     this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
+    this.replicas = el("input", { type: "number", min: "1", max: "256", step: "1", placeholder: "1" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
     this.out = el("div", { "aria-live": "polite" });
     this.node = el("div", {},
       el("h2", { text: "Which GPUs, how many, which settings" }),
-      el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings. It reports the cheapest plans, their results under more traffic, and whether adapting the settings pays. All results are simulated." }),
+      el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what to rent." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
-          el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts),
+          el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts), field("Replicas, at least", this.replicas),
             ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without a price are left out. If empty, plans are ordered by number of GPUs."), field("Currency", this.currency)),
           this.cards),
         this.out));
@@ -63,7 +65,7 @@ class PlanTab {
     const known = new Set(Object.values(this.catalogue).map(({ card }) => card));
     const pairs = parts.map((part) => {
       const [card, price] = part.split("=").map((text) => text.trim());
-      if (!known.has(card) || !(Number(price) > 0)) {
+      if (!known.has(card) || !(Number(price) > 0 && Number(price) <= 1e6)) {
         const what = known.has(card) ? "is not a card and its price" : "names no card of the list";
         throw { message: `Price per GPU hour: "${part}" ${what}`, next: `write cards and prices such as ${this.prices.placeholder}; cards are ${[...known].join(", ")}` };
       }
@@ -83,7 +85,8 @@ class PlanTab {
     const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
     if (!hardware.length) throw { message: "No card is chosen", next: "choose at least one" };
     return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
-      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? true : undefined };
+      model: this.model.value, precisions: this.precision.value ? this.precision.value.split(",") : undefined, drafts: this.drafts.value ? true : undefined,
+      replicas_min: this.replicas.value === "" ? undefined : Number(this.replicas.value) };
   }
 
   async run() {
@@ -99,29 +102,55 @@ class PlanTab {
   }
 
   report(report) {
-    const priced = Boolean(report.currency);
+    const priced = Boolean(report.currency), [first] = report.plans;
+    const said = verdict(report, priced), cost = priced ? `${report.currency} per hour` : "GPU hours per 1M tokens";
+    const short = (plan) => [rent(plan), settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), priced ? plan.cost_per_hour.toFixed(2) : compact(plan.gpu_hours_per_million_tokens)];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
-    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, setting(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
+    const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, settingOf(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
-    const first = report.plans[0];
-    const verdict = first ? `${priced ? "Cheapest" : "Fewest GPUs"}: ${first.n_gpus} × ${first.hardware}, ${setting(first)}.` : "No fleet in the search meets the objectives.";
-    const nodes = [el("p", { class: "verdict", text: verdict })];
-    if (first) nodes.push(table(priced ? "Cheapest plans" : "Fewest GPUs of each hardware", head, report.plans.map(row)));
-    nodes.push(picture(report, priced), table("Cost against requests in time", head, report.front.map(row)));
-    if (report.adaptive.length) nodes.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
-      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.verdict, percent(plan.share_in_time, 2)])));
-    if (report.autoscaling.length) nodes.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
-      report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
-    nodes.push(el("ul", {}, ...report.notes.map((text) => el("li", { text }))));
+    const plans = first ? report.plans : nearest(report);
+    const nodes = [el("h2", { class: "verdict", text: said })];
+    for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
+    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Setting", "Meets", "In time", cost], plans.map(short)),
+      el("p", { class: "note", text: `Simulated.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; with 90 %: nine tenths of them." : ""}` }));
     if (first) nodes.push(settings(report));
+    nodes.push(folded(`All ${report.tried.length} fleets tried: cost against requests in time`, picture(report, priced), table("Fleets that no other one beats in both", head, report.front.map(row))),
+      folded("All figures of these fleets", table("Figures", head, plans.map(row))));
+    const other = [];
+    if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
+      report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.verdict, percent(plan.share_in_time, 2)])));
+    if (report.autoscaling.length) other.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
+      report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
+    if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
+    nodes.push(folded(`Notes: more traffic, errors, limits (${report.notes.length})`, el("ul", {}, ...report.notes.map((text) => el("li", { text: inTheForm(text) })))));
     this.tell(...nodes);
-    announce(verdict);
+    this.out.scrollIntoView({ block: "nearest" });
+    announce(said);
   }
 }
 
-function setting({ policy, action, precision }) {
-  if (!action) return policy;
-  return `${precision}, batch ${action.batch_size}, KV ${action.kv_budget}${action.spec_length ? `, ${action.spec_length} drafts` : ""}${action.prefill_disagg ? ", separate prefill" : ""}`;
+const settingOf = ({ policy, action, precision }) => (action ? setting(action, precision) : policy);
+
+/** GPUs to rent, such as `4 × h100_sxm (2 replicas of 2)`. */
+function rent({ n_gpus: gpus, n_replicas: replicas, card }) {
+  const each = gpus / replicas;
+  return `${gpus} × ${card}${each > 1 ? ` (${replicas} ${replicas > 1 ? "replicas" : "replica"} of ${each})` : ""}`;
+}
+
+/** The largest fleet of each card where none meets the objectives, that with the most requests in time first. */
+const nearest = ({ unmet }) => [...unmet].sort((a, b) => b.share_in_time - a.share_in_time || b.margin - a.margin);
+
+/** The plan in one sentence: what to rent, its setting, its cost, and how certainly it meets the objectives. */
+function verdict(report, priced) {
+  const asked = report.objectives.map((text) => text.replace(/^(\w+)_(\w+)=(.*)$/, (_, quantity, statistic, ms) => `${quantity.toUpperCase()} ${statistic} ≤ ${ms} ms`)).join(" and ");
+  const [plan] = report.plans;
+  if (!plan) {
+    const [best] = nearest(report);
+    return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
+  }
+  const million = "per million output tokens";
+  const cost = priced ? `${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} ${million}` : `${compact(plan.gpu_hours_per_million_tokens)} GPU hours ${million}`;
+  return `Rent ${rent(plan)}, set to ${settingOf(plan)}, at ${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
 /** All fleets tried, cost against the share of requests in time, with the front as a line; without prices each hardware has its own. */
@@ -147,13 +176,13 @@ function picture(report, priced) {
   svg.append(shape("path", { d: steps, class: "front" }));
   for (const plan of report.tried) {
     const dot = shape("circle", { cx: x(plan), cy: y(plan.share_in_time), r: 3.5, class: plan.meets ? "met" : "missed" });
-    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${setting(plan)}: ${percent(plan.share_in_time, 2)}`));
+    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${percent(plan.share_in_time, 2)}`));
     svg.append(dot);
   }
   return svg;
 }
 
 function settings(report) {
-  return new EngineSettings({ title: "Settings for the first plan", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
+  return new EngineSettings({ title: "Engine settings of the first choice, to copy or download", label: "Engine settings of the plan", engineLabel: "For the engine", downloadLabel: "Download the settings",
     textOf: (engine) => report.export[engine], report: { text: "Download the plan", name: "plan.json", data: report } }).node;
 }

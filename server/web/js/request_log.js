@@ -40,13 +40,27 @@ export class LogBox extends DropBox {
   }
 }
 
+const IN_THE_FORM = [
+  ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Without --drafts they are left out", "With none they are left out"],
+  ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
+];
+
+/** A text of the server with the labels of the form in place of fields and options. */
+export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => told.replaceAll(name, label), text);
+
 /** An alert with an error of a form, or of the API in the form's words. */
 export function refusal({ message, code = "", next }) {
-  const words = message.replaceAll("n_gpus", "GPUs").replaceAll("prefill_disagg", "separate prefill");
-  return problem({ message: words, next: code.startsWith("invalid_") ? "change it in the form" : next });
+  return problem({ message: inTheForm(message).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") ? "change it in the form" : next });
 }
 
-/** A section with settings for an engine to copy or download. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
+/** A part of a result that is folded up. */
+export const folded = (title, ...nodes) => el("details", { class: "fold" }, el("summary", { text: title }), ...nodes);
+
+/** A setting in words. */
+export const setting = ({ batch_size: batch, kv_budget: kv, spec_length: drafts, prefill_disagg: apart }, precision) =>
+  `${precision}, batch ${batch}, KV ${kv}${drafts ? `, ${drafts} drafts` : ""}${apart ? ", separate prefill" : ""}`;
+
+/** Settings for an engine to copy or download, to be folded up. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
 export class EngineSettings {
   constructor({ title, label, engineLabel, downloadLabel, textOf, choices = [], report: { text, name, data } }) {
     this.textOf = textOf;
@@ -54,7 +68,7 @@ export class EngineSettings {
     this.engine = select(ENGINES, "vllm", () => this.show());
     const copyButton = el("button", { type: "button", text: "Copy" });
     copyButton.addEventListener("click", () => copy(this.code.textContent, copyButton));
-    this.node = el("section", {}, el("h2", { text: title }),
+    this.node = folded(title,
       el("div", { class: "controls" }, ...choices, field(engineLabel, this.engine), copyButton,
         el("button", { type: "button", text: downloadLabel, on: { click: () => download(`${this.engine.value}.yaml`, this.code.textContent, "text/yaml") } }),
         el("button", { type: "button", text, on: { click: () => download(name, JSON.stringify(data)) } })),

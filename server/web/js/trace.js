@@ -6,7 +6,7 @@ import { announce, el, field, fill, select, table, wrongNumber } from "./dom.js"
 import { compact, percent } from "./format.js";
 import { KnobFields } from "./knobs.js";
 import { player } from "./players.js";
-import { EngineSettings, LogBox, refusal } from "./request_log.js";
+import { EngineSettings, LogBox, folded, inTheForm, refusal, setting } from "./request_log.js";
 import { Strip } from "./strip.js";
 
 const BASELINES = {
@@ -114,22 +114,25 @@ class Trace {
 
   report(report, tiers) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
-    const best = players.find(({ key }) => key === report.best);
-    const verdict = report.undecided ?? `Recommended: ${best.label}, with ${percent(best.outcome.slo_miss_share, 1)} of requests beyond the objective. A policy is recommended only if it serves more requests in time than both constants by more than chance explains.`;
-    const { log } = report;
-    const number = (value) => compact(value);
-    const rows = players.map(({ label, colour, outcome: o }) => [el("span", { class: `chip ink-${colour}`, text: label }), percent(o.slo_miss_share, 1), o.n_gpus,
-      o.gpu_s_per_1k_tokens.toFixed(2), o.goodput_rps.toFixed(2), number(o.ttft_p50_ms), number(o.ttft_p99_ms), o.tpot_mean_ms.toFixed(1), o.restarts]);
+    const said = report.undecided ?? verdict(report, players, tiers), { log } = report;
+    const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
+    const late = `Later than ${compact(report.slo_ms)} ms`;
     this.tell();
-    this.out.append(
-      el("h2", { text: verdict }),
-      el("p", { text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy, objective ${compact(report.slo_ms)} ms to the first token.` }),
-      table("Results of each policy", ["Policy", "Beyond objective", "GPUs", "GPU s /1k tokens", "Goodput /s", "TTFT p50 ms", "TTFT p99 ms", "TPOT ms", "Restarts"], rows),
-      el("p", { class: "note", text: "Your configuration and the best constant of a sweep are the baselines; all have the same GPUs. All numbers are simulated; the Fidelity tab shows the errors of the simulation." }),
-      ...report.notes.map((text) => el("p", { text })),
-      this.drawing(report, players, tiers), this.settings(report, players));
+    this.out.append(...[
+      el("h2", { class: "verdict", text: said }),
+      report.refused ? el("p", { class: "bad", text: `${report.refused}.` }) : "",
+      table("Results of each policy, all on the same GPUs", ["Policy", late, "TTFT p99 ms", "GPU s /1k tokens"],
+        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), compact(o.ttft_p99_ms), o.gpu_s_per_1k_tokens.toFixed(2)])),
+      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy. Simulated: the Fidelity tab shows the errors.` }),
+      this.settings(report, players),
+      folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
+      folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "TPOT ms", "Restarts"],
+        players.map(({ outcome: o, ...each }) => [chip(each), o.n_gpus, o.goodput_rps.toFixed(2), compact(o.ttft_p50_ms), o.tpot_mean_ms.toFixed(1), o.restarts])),
+      ...report.notes.map((text) => el("p", { text: inTheForm(text) }))),
+    ].filter(Boolean));
     for (const draw of this.later) draw();
-    announce(verdict);
+    this.out.scrollIntoView({ block: "nearest" });
+    announce(said);
   }
 
   drawing(report, players, tiers) {
@@ -159,8 +162,19 @@ class Trace {
 
   settings(report, players) {
     const choice = select(players.map(({ key, label }) => [key, label]), report.best, () => shown.show());
-    const shown = new EngineSettings({ title: "Engine settings to try", label: "Engine settings", engineLabel: "Engine", downloadLabel: "Download", choices: [field("Policy", choice)],
+    const shown = new EngineSettings({ title: "Engine settings to try, to copy or download", label: "Engine settings", engineLabel: "Engine", downloadLabel: "Download", choices: [field("Policy", choice)],
       textOf: (engine) => report.export[choice.value][engine], report: { text: "Download the report", name: "shadow.json", data: report } });
     return shown.node;
   }
+}
+
+/** The recommendation in one sentence: the setting, its cost, and how many requests are late beside the baselines. */
+function verdict({ best, n_gpus: gpus, hardware, slo_ms: slo }, players, tiers) {
+  const one = players.find(({ key }) => key === best), [fixed, constant] = players;
+  const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
+  const what = action ? setting(action, tiers[action.quant_tier]) : "";
+  const found = `on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
+  if (one === fixed) return `Keep your configuration (${what}) ${found}, and nothing else here is better by more than chance explains.`;
+  const others = [...(one === constant ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${label.replace("Your", "your").replace("Best", "the best")}`);
+  return `${one === constant ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
 }
