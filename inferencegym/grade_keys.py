@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ObjectiveMs = Annotated[float, Field(ge=1, le=1e6)]
+MemoryGb = Annotated[float, Field(ge=1, le=1000)]
+MemorySlopeGb = Annotated[float, Field(ge=0.01, le=1000)]
 
 
 def sum_to_one(shares: list[float]) -> list[float]:
@@ -45,8 +47,23 @@ class LatencyMemory(GradeKeys):
 
     kind: Literal["latency_memory"]
     ttft_target_ms: ObjectiveMs
-    memory_limit_gb: Annotated[float, Field(ge=1, le=1000)]
-    memory_slope_gb: Annotated[float, Field(ge=0.01, le=1000)]
+    memory_limit_gb: MemoryGb
+    memory_slope_gb: MemorySlopeGb
+
+
+class ObjectivesMemory(GradeKeys):
+    """Grade: weighted objectives met, and memory against a limit."""
+
+    kind: Literal["objectives_memory"]
+    weights: Annotated[
+        list[Share],
+        Field(min_length=2, max_length=2),
+        AfterValidator(sum_to_one),
+        Allowed("an array of 2 shares that sum to 1"),
+    ]
+    missed_limit_rps: Annotated[float, Field(ge=0.01, le=1e4)]
+    memory_limit_gb: MemoryGb
+    memory_slope_gb: MemorySlopeGb
 
 
 class FourTerm(GradeKeys):
@@ -83,4 +100,4 @@ class Autoscaling(GradeKeys):
             raise FieldError("grade.least_replicas", self.least_replicas, "less than max_replicas")
 
 
-Grade = Annotated[Throughput | LatencyMemory | FourTerm | Autoscaling, Field(discriminator="kind")]
+Grade = Annotated[Throughput | LatencyMemory | ObjectivesMemory | FourTerm | Autoscaling, Field(discriminator="kind")]

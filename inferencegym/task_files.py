@@ -247,6 +247,7 @@ class TaskEntry(Message):
     trace: str | None = None
     trace_speed: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
     recorded: bool = False
+    hidden: bool = False
     calibration: CalibrationEntry | None = None
 
     @model_validator(mode="before")

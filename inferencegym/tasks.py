@@ -241,6 +241,8 @@ class TaskSpec:
     log: RequestLog | None = field(default=None, repr=False)
     """Requests in memory that replace drawn ones, played once from their first second: a user's own log."""
     recorded: bool = field(default=False)
+    hidden: bool = False
+    """Whether task lists leave it out by default, like the tasks of recorded traffic."""
     calibration: Calibration | None = None
     """Constants in the task's own entry; those in ``calibration_file`` take precedence."""
     calibration_file: str = str(CALIBRATION_FILE)
@@ -264,9 +266,9 @@ class TaskSpec:
     def listed(self) -> bool:
         """Whether task lists include the task by default.
 
-        True for tasks with drawn traffic, the default table and a fixed number of replicas.
+        True for tasks with drawn traffic, the default table and a fixed number of replicas that are not ``hidden``.
         """
-        return not self.recorded and self.hardware is None and self.fleet.max_replicas is None
+        return not self.hidden and not self.recorded and self.hardware is None and self.fleet.max_replicas is None
 
     def config(self, overrides: Mapping[str, Any] | ConfigOverrides | None = None) -> EpisodeConfig:
         """The episode configuration with ``overrides`` applied; a value of None leaves the setting alone.
@@ -472,6 +474,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         trace=_trace(entry.trace, base),
         trace_speed=entry.trace_speed,
         recorded=entry.recorded,
+        hidden=entry.hidden,
         calibration=None if entry.calibration is None else Calibration(**entry.calibration.model_dump()),
     )
 

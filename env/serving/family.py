@@ -46,7 +46,7 @@ NAME: Final = "serving"
 _NOT_PLAYED: Final = frozenset(
     {
         *("name", "gym_id", "difficulty", "description", "expected_baseline", "recorded", "calibration"),
-        *("calibration_file", "adaptive_gap", "log"),
+        *("calibration_file", "hidden", "adaptive_gap", "log"),
     }
 )
 """Keys of a task that do not change its episodes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from grader.episode import Episode, Scored
+from grader.episode import Episode, FloatArray, Scored
 from grader.rule import GradeRule, StepShares, step_shares, unit
 from inferencegym.errors import MalformedLogError
 from inferencegym.grade_keys import LatencyMemory
@@ -19,13 +19,17 @@ def score(task: TaskSpec, _: Calibration, episode: Episode) -> Scored:
     Memory is 1 while the peak stays under the limit and falls linearly to 0 over ``memory_slope_gb`` beyond it.
     """
     target_ms = float(task.grade["ttft_target_ms"])
-    limit_gb = float(task.grade["memory_limit_gb"])
-    slope_gb = float(task.grade["memory_slope_gb"])
+    ttft = unit(1.0 - episode.ttft_p50_ms.mean(axis=-1) / target_ms)
+    memory = memory_part(task, episode)
+    return 0.5 * ttft + 0.5 * memory, {"ttft": ttft, "memory": memory}
+
+
+def memory_part(task: TaskSpec, episode: Episode) -> FloatArray:
+    """1 while the peak stays under ``memory_limit_gb``, 0 from ``memory_slope_gb`` beyond it on, (...,)."""
     if np.isnan(episode.gpu_memory_gb).any():
         raise MalformedLogError(f"task {task.task_id!r} grades gpu_memory_gb, which is missing in the log")
-    ttft = unit(1.0 - episode.ttft_p50_ms.mean(axis=-1) / target_ms)
-    memory = unit(1.0 - (episode.gpu_memory_gb.max(axis=-1) - limit_gb) / slope_gb)
-    return 0.5 * ttft + 0.5 * memory, {"ttft": ttft, "memory": memory}
+    beyond_gb = episode.gpu_memory_gb.max(axis=-1) - float(task.grade["memory_limit_gb"])
+    return unit(1.0 - beyond_gb / float(task.grade["memory_slope_gb"]))
 
 
 def shares(task: TaskSpec, _: Calibration, n_steps: int) -> StepShares:
@@ -50,11 +54,15 @@ def report(
 
 def words(task: TaskSpec, _: Calibration | None) -> str:
     """The formula with the task's target and limit."""
-    limit_gb, slope_gb = task.grade["memory_limit_gb"], task.grade["memory_slope_gb"]
     return (
-        f"0.5 * (1 - mean of ttft_p50_ms / {task.grade['ttft_target_ms']:g}) + 0.5 * memory, where memory is 1 up to a "
-        f"peak of gpu_memory_gb of {limit_gb:g} and 0 from {limit_gb + slope_gb:g} on"
+        f"0.5 * (1 - mean of ttft_p50_ms / {task.grade['ttft_target_ms']:g}) + 0.5 * memory, where {memory_words(task)}"
     )
+
+
+def memory_words(task: TaskSpec) -> str:
+    """What memory scores, with the task's limit."""
+    limit_gb, slope_gb = task.grade["memory_limit_gb"], task.grade["memory_slope_gb"]
+    return f"memory is 1 up to a peak of gpu_memory_gb of {limit_gb:g} and 0 from {limit_gb + slope_gb:g} on"
 
 
 RULE = GradeRule(LatencyMemory, score, shares, report, words)

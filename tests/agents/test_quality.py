@@ -64,7 +64,7 @@ def test_a_constant_that_serves_few_and_beats_the_defaults_is_named() -> None:
 @pytest.mark.parametrize(
     "task_id",
     [
-        pytest.param(task_id, marks=() if task_id in (1, 3) else pytest.mark.slow)
+        pytest.param(task_id, marks=() if task_id in (1, 3, "sharegpt-served") else pytest.mark.slow)
         for task_id in GRADES_THAT_COUNT_SERVICE
     ],
 )

@@ -26,7 +26,7 @@ from inferencegym.tasks import CALIBRATION_FILE, HARDWARE_CALIBRATION_FILE, get_
 from simulator.hardware.tables import load_tables
 
 TaskId = int | str
-TASK_IDS = [task.task_id for task in list_tasks()]
+TASK_IDS = [*(task.task_id for task in list_tasks()), "sharegpt-served"]
 HARDWARE_IDS = [task.task_id for task in list_tasks(include_recorded=True) if task.hardware is not None]
 """The tasks on other cards."""
 HEADROOM: list[tuple[TaskId, float]] = [(2, 0.015), (3, 0.05), ("h100-chat-8b", 0.008), ("b200-gpt-oss-120b", 0.001)]
@@ -65,7 +65,7 @@ def test_no_agent_is_much_faster_than_the_calibrated_optimum(task_id: TaskId) ->
 
 
 @pytest.mark.parametrize("task_id", TASK_IDS)
-def test_the_naive_agent_scores_in_its_range_on_held_out_seeds(task_id: int) -> None:
+def test_the_naive_agent_scores_in_its_range_on_held_out_seeds(task_id: TaskId) -> None:
     low, high = get_task(task_id).expected_baseline or (0.0, 1.0)
     assert low <= held_out("naive", task_id).scores.mean() <= high
 

@@ -96,6 +96,12 @@ def test_five_keys_are_all_that_a_task_must_have(tmp_path: Path) -> None:
     assert (task.fleet.n_replicas, task.burst, task.gym_id) == (1, None, "Mine")
 
 
+def test_a_hidden_task_is_listed_only_with_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TASKS_ENV, str(write(tmp_path, {"mine": entry(hidden=True), "other": entry(gym_id="Other")})))
+    assert {"mine", "other"} & {task.task_id for task in list_tasks()} == {"other"}
+    assert {"mine", "other"} <= {task.task_id for task in list_tasks(include_recorded=True)}
+
+
 @pytest.mark.parametrize(("gap", "static"), [(None, None), (-0.001, True), (0.0199, True), (0.02, False)])
 def test_a_task_is_static_if_adapting_gains_less_than_two_hundredths(
     tmp_path: Path, gap: float | None, static: bool | None

@@ -37,7 +37,7 @@ def step(batch: int = 32, kv: float = 1.0, **metrics: float) -> dict[str, Any]:
     return {"action": {"batch_size": batch, "kv_budget": kv}, "metrics": {**base, **metrics}}
 
 
-def score(task_id: int, log: list[dict[str, Any]]) -> dict[str, Any]:
+def score(task_id: int | str, log: list[dict[str, Any]]) -> dict[str, Any]:
     return GraderModule().score(task_id, log, BY_HAND)
 
 
@@ -60,6 +60,19 @@ def test_latency_and_memory_count_half_each() -> None:
 def test_memory_below_the_limit_is_full_marks_and_the_peak_decides() -> None:
     assert score(2, [step(gpu_memory_gb=35.9)])["breakdown"]["memory"] == 1.0
     assert score(2, [step(gpu_memory_gb=20.0), step(gpu_memory_gb=46.0)])["breakdown"]["memory"] == 0.0
+
+
+def test_missed_requests_and_memory_are_weighted_as_stated() -> None:
+    # 10 of 25 requests/s missed -> 0.6; peak 38 GB is 2 of 10 GB beyond 36 -> 0.8
+    grade = score("sharegpt-served", [step(slo_violations=5, gpu_memory_gb=38.0), step(slo_violations=15)])
+    assert grade["breakdown"] == {"slo": pytest.approx(0.6), "memory": pytest.approx(0.8)}
+    assert grade["score"] == pytest.approx(0.7 * 0.6 + 0.3 * 0.8)
+
+
+def test_a_small_pool_that_misses_every_request_scores_nothing_for_its_memory() -> None:
+    grade = score("sharegpt-served", [step(slo_violations=500, gpu_memory_gb=20.0)])
+    assert grade["breakdown"] == {"slo": -1.0, "memory": 1.0}
+    assert grade["score"] == 0.0
 
 
 def test_the_four_terms_are_weighted_as_stated() -> None:
@@ -179,7 +192,7 @@ def test_any_log_scores_between_zero_and_one_and_always_the_same(task_id: int, r
     ]
     grade = GraderModule().score(task_id, log)
     assert 0.0 <= grade["score"] <= 1.0
-    least = -1.0 if get_task(task_id).grade["kind"] == "autoscaling" else 0.0
+    least = -1.0 if get_task(task_id).grade["kind"] in ("autoscaling", "objectives_memory") else 0.0
     assert all(least <= v <= 1.0 for v in grade["breakdown"].values())
     assert isinstance(grade["feedback"], str)
     assert GraderModule().score(task_id, log) == grade
