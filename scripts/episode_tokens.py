@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -85,11 +85,21 @@ def main() -> None:
     url = parser.parse_args().url
     print("| interface | turns | briefing | once | prompts |\n|---|---|---|---|---|")
     for name, (history, play) in INTERFACES.items():
-        tokens = [len(text) // CHARACTERS for text in play(url)]
         # The last text, that the episode is over, gets no answer.
-        turns = range(1, len(tokens))
-        prompts = sum(tokens[0] + sum(tokens[max(1, turn - history) : turn]) for turn in turns)
-        print(f"| {name} | {len(turns)} | {tokens[0]:,} | {sum(tokens):,} | {prompts:,} |")
+        *texts, last = play(url)
+        once = sum(map(tokens, (*texts, last)))
+        print(f"| {name} | {len(texts)} | {tokens(texts[0]):,} | {once:,} | {prompt_tokens(texts, history):,} |")
+
+
+def tokens(text: str) -> int:
+    """Estimate for a text."""
+    return len(text) // CHARACTERS
+
+
+def prompt_tokens(texts: Sequence[str], history: int) -> int:
+    """Tokens of all prompts, if each of the texts is answered and the first and the latest ones are sent every time."""
+    briefing, *seen = map(tokens, texts)
+    return sum(briefing + sum(seen[max(0, turn - history) : turn]) for turn in range(len(texts)))
 
 
 if __name__ == "__main__":

@@ -363,6 +363,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "live-drafts": written("live_drafts"),
     "live-real-text": written("live_real_text"),
     "grpo": written("grpo"),
+    "integrations": written("integrations"),
     "results": written("tasks"),
     "learning": written("learning"),
     "transfer": written("transfer"),

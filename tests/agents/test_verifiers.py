@@ -11,17 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.learning.integration_plays import scripted_model
 from inferencegym import __version__
 from inferencegym.client.http import InferenceGymHTTP
 from inferencegym.models import NAIVE_ACTION
@@ -94,35 +91,10 @@ def test_the_environments_own_wheel_has_the_module_that_verifiers_looks_for(tmp_
 # ---------------------------------------------------------------- verifiers itself
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """A model behind OpenAI's streaming interface that sets the knobs in its first answer."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        turns = sum(message["role"] == "assistant" for message in body["messages"])
-        deltas: list[dict[str, Any]] = [
-            {"delta": {"role": "assistant", "content": "{}" if turns else json.dumps(KNOBS)}, "finish_reason": None},
-            {"delta": {}, "finish_reason": "stop"},
-        ]
-        chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
-        events = [json.dumps({**chunk, "choices": [{"index": 0, **delta}]}) for delta in deltas]
-        answer = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def scripted_model() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as model:
-        threading.Thread(target=model.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{model.server_address[1]}/v1"
-        model.shutdown()
+def scripted(request: dict[str, Any]) -> dict[str, Any]:
+    """A reply that sets the knobs in the first turn."""
+    played = any(message["role"] == "assistant" for message in request["messages"])
+    return {"content": "{}" if played else json.dumps(KNOBS)}
 
 
 @pytest.mark.engine
@@ -140,7 +112,7 @@ def test_verifiers_own_command_plays_every_row(server: RunningServer, tmp_path: 
     }
     arguments = [word for name, values in settings.items() for word in (name, *values)]
     command = Path(sys.executable).with_name("vf-eval")
-    with scripted_model() as url:
+    with scripted_model(scripted) as (url, _):
         subprocess.run(
             [command, "inferencegym-fleet", *arguments, "--client.base-url", url, "--no-push", "--no-rich"],
             check=True,
