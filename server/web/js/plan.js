@@ -103,15 +103,15 @@ class PlanTab {
 
   report(report) {
     const priced = Boolean(report.currency), [first] = report.plans;
-    const said = verdict(report, priced), cost = priced ? `${report.currency} per hour` : "GPU hours per 1M tokens";
-    const short = (plan) => [rent(plan), settingOf(plan), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), priced ? plan.cost_per_hour.toFixed(2) : compact(plan.gpu_hours_per_million_tokens)];
+    const said = verdict(report, priced), cost = priced ? `${report.currency} per hour` : "GPU h per 1M tokens";
+    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), priced ? plan.cost_per_hour.toFixed(2) : compact(plan.gpu_hours_per_million_tokens)];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
     const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, settingOf(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? report.plans : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said })];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
-    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Setting", "Meets", "In time", cost], plans.map(short)),
+    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", cost], plans.map(short)),
       el("p", { class: "note", text: `Simulated.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; with 90 %: nine tenths of them." : ""}` }));
     if (first) nodes.push(settings(report));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against requests in time`, picture(report, priced), table("Fleets that no other one beats in both", head, report.front.map(row))),
