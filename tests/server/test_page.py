@@ -857,6 +857,23 @@ def test_a_table_says_that_it_scrolls_where_it_does(visit: Visit) -> None:
             expect(hint).to_be_visible(visible=is_wide)
 
 
+def test_what_each_slider_does_is_read_on_a_phone_without_a_pointer(visit: Visit) -> None:
+    page = visit(viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True).open("race?task=3&seed=1")
+    hints = page.locator("#panel-race .knob small")
+    shown = hints.locator("visible=true")
+    expect(shown).to_have_count(5)
+    for hint in shown.all():
+        assert hint.evaluate("node => node.scrollWidth <= node.clientWidth")
+        slider = page.locator(f"#panel-race [aria-describedby={hint.get_attribute('id')}]")
+        assert hint.bounding_box()["y"] > slider.bounding_box()["y"]  # type: ignore[index]
+    assert page.evaluate(OVERLAPS) == []
+    # While the race is on, charts and sliders share the screen.
+    page.get_by_role("button", name="Start the race").tap()
+    expect(shown).to_have_count(0)
+    page = visit(viewport={"width": 360, "height": 740}, is_mobile=True).open("rollouts")
+    expect(page.locator("#panel-rollouts .knob small")).to_be_visible()
+
+
 def test_a_race_on_a_phone_keeps_pause_and_sliders_in_reach(visit: Visit) -> None:
     page = visit(viewport=PHONE, is_mobile=True, has_touch=True).open("race?task=3&seed=1")
     page.get_by_role("button", name="Start the race").tap()
