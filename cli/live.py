@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", required=True, metavar="URL", help="address of the engine's OpenAI API")
-    parser.add_argument("--backend", choices=("vllm", "sglang"), default="vllm", help="type of the engine")
+    parser.add_argument("--backend", default="vllm", help="type of the engine: vllm, sglang or that of a plugin")
     parser.add_argument("--control-file", type=Path, help="vLLM: file that its scheduler class follows (docs/live.md)")
     parser.add_argument("--agent", default="heuristic", help="policy: heuristic, ppo:FILE, constant:{...}, ...")
     parser.add_argument("--task", default="3", help="task that gives the policy its objectives, classes and knobs")

@@ -1,4 +1,4 @@
-"""Plugins: tasks, agents and families of other installed packages, found by their entry points.
+"""Plugins: tasks, agents, families and engines of other installed packages, found by their entry points.
 
 A package names what it adds in its ``pyproject.toml``; nothing is imported before it is needed::
 
@@ -10,6 +10,8 @@ A package names what it adds in its ``pyproject.toml``; nothing is imported befo
     thermostat = "my_package.thermostat:FAMILY"
     [project.entry-points."inferencegym.players"]   # the agents.families.Players of the family of this name
     thermostat = "my_package.thermostat:PLAYERS"
+    [project.entry-points."inferencegym.engines"]   # a live.engines.engine.Engine, made of a live.driver.EngineApi
+    triton = "my_package.engines:Triton"
 """
 
 from __future__ import annotations

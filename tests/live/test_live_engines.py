@@ -8,11 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inferencegym import plugins
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError, RemoteError
 from live.driver import EngineApi
 from live.engines.choose import engine_at
@@ -22,6 +24,7 @@ from live.engines.sglang import SglangEngine
 from live.engines.vllm import VllmEngine
 from tests.damaged_control_files import NAMES, damage, remove
 from tests.live_stand_ins import VLLM_SERIES, StandIn, scheduler_module
+from tests.servers import ROOT
 
 
 @pytest.fixture
@@ -332,6 +335,23 @@ def test_sglang_switches_between_prefill_and_decode(sglang: StandIn) -> None:
     assert sglang.posted == [("/pd_role_switch", {"new_role": "decode"})]
     with pytest.raises(InvalidConfigError, match="one of prefill, decode"):
         engine.switch_role("both")
+
+
+def test_an_engine_of_a_plugin_is_chosen_by_its_name(
+    sglang: StandIn, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "plugin")
+    half = EntryPoint("half", "night_shift.engines:HalfEngine", "inferencegym.engines")
+    broken = EntryPoint("broken", "night_shift.engines:Nothing", "inferencegym.engines")
+    monkeypatch.setattr(plugins, "_installed", lambda: [plugins.Plugin(half), plugins.Plugin(broken)])
+    engine = engine_at("half", sglang.url, None)
+    assert (engine.name, engine.limits()) == ("half", {"batch_size": (1.0, 24.0)})
+    with pytest.raises(InvalidConfigError, match="one of vllm, sglang, broken, half"):
+        engine_at("quarter", sglang.url, None)
+    with pytest.raises(InvalidConfigError, match=r"the entry point 'broken' .* cannot be loaded"):
+        engine_at("broken", sglang.url, None)
+    with pytest.raises(InvalidConfigError, match="the engine half is set over HTTP and follows no control file"):
+        engine_at("half", sglang.url, control)
 
 
 def test_sglang_follows_no_control_file(sglang: StandIn, control: Path) -> None:
