@@ -44,7 +44,7 @@ def model_solver(base_url: str, message: Message, seconds_per_answer: int = SECO
     The model is briefed, then sees the fleet every ``seconds_per_answer`` seconds, in messages that ``message`` makes
     of a text. An answer that is no valid action is put to it with the error, and the fleet runs on with the knobs it
     has, as fleets do. At the end ``state.metadata`` holds ``score`` and ``breakdown``, ``invalid_answers`` and the
-    ``session_id``, for a scorer: Inspect's log keeps the sample's metadata as they were.
+    ``session_id``.
     """
 
     async def solve(state: SampleState, generate: Generate) -> SampleState:

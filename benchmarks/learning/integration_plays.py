@@ -172,7 +172,7 @@ def by_verifiers(url: str) -> Played:
 
 
 def by_inspect(url: str) -> Played:
-    """Inspect, with its own scripted model."""
+    """Inspect, with its own scripted model, whose tokens it counts with a tokenizer that it downloads from OpenAI."""
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
     from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
