@@ -707,6 +707,42 @@ def test_agent_sessions_fall_off_the_cliff_when_the_cap_is_raised(visit: Visit, 
     assert objections(page) == []
 
 
+def test_a_friend_plays_agent_sessions_against_the_run_of_a_link(visit: Visit, server: RunningServer) -> None:
+    def play(page: Page, cap: str) -> float:
+        panel = page.locator("#panel-rollouts")
+        start = panel.get_by_role("button", name="Start", exact=True)
+        expect(start).to_be_enabled(timeout=PATIENCE_MS)
+        page.get_by_label("Sessions in flight, at most").fill(cap)
+        start.click()
+        verdict = panel.locator(".result h2")
+        expect(verdict).to_be_visible(timeout=PATIENCE_MS)
+        return float(re.search(r"with ([\d.]+), after \d+ seconds\.$", verdict.inner_text())[1])  # type: ignore[index]
+
+    fit = server.post("/rollouts/play", {"task_id": "rollout-batch", "seed": 42, "agent": "fit"})["score"]
+    first = visit().open("rollouts?task=rollout-batch&seed=42")
+    expect(first.locator("#panel-rollouts .goal")).to_contain_text(f"Beat {fit:.3f}, the score of Fit")
+    score = play(first, "20")
+    expect(first.locator("#panel-rollouts .result h2")).to_contain_text(f"Not yet: Fit has {fit:.3f}")
+    expect(first.get_by_role("button", name=f"Challenge a friend: beat my {score:.3f}")).to_be_visible()
+    link = first.url
+    assert f"?beat={score:.3f}#rollouts" in link
+    second = visit(viewport=PHONE).page
+    second.goto(link)
+    expect(second.locator("#panel-rollouts .goal")).to_contain_text(
+        f"Beat {score:.3f}, a shared run", timeout=PATIENCE_MS
+    )
+    assert play(second, "12") > score
+    expect(second.locator("#panel-rollouts .result h2")).to_contain_text(f"You beat the shared run ({score:.3f})")
+    row = second.locator("#panel-rollouts .scores tbody tr", has_text="Shared run")
+    expect(row.locator("td.strong")).to_contain_text(f"{score:.3f}")
+    assert objections(second) == []
+
+
+def test_a_link_that_holds_no_sessions_says_so(visit: Visit) -> None:
+    page = visit().open("rollouts?task=rollout-batch&seed=42&you=nonsense")
+    expect(page.get_by_role("alert")).to_contain_text("does not contain a valid run", timeout=PATIENCE_MS)
+
+
 def test_letting_everything_in_crashes_the_server(visit: Visit) -> None:
     page = visit().open("traffic")
     button = page.get_by_role("button", name="1 Admit all")

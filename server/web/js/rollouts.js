@@ -3,12 +3,14 @@
 import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, el, field, fill, problem, select } from "./dom.js";
-import { compact, percent } from "./format.js";
+import { announce, copy, el, field, fill, problem, select } from "./dom.js";
+import { compact, percent, score as shownScore } from "./format.js";
 import { player } from "./players.js";
 import { scoreBoard } from "./score.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
+const SHARED = { key: "shared", label: "Shared run", called: "the shared run", colour: "ink", width: 2 };
+const TARGET = "fit"; // whom to beat
 const DRAWN = { fit: { colour: "heuristic" }, no_cap: { colour: "naive", dash: [1, 3] } };
 const ORACLE = "oracle_constant"; // plays each episode many times, and a visitor would wait for it
 const TICK_S = 10, PAUSE_MS = 60; // between two drawings
@@ -45,6 +47,21 @@ function curves(columns, least) {
   return drawn;
 }
 
+/** Caps, one for each second, as a short text: their number, then `second.cap` of each change. */
+export const packCaps = (caps) => [caps.length, ...caps.flatMap((cap, i) => (cap === caps[i - 1] ? [] : [`${i}.${cap}`]))].join("_");
+
+/** Caps of a text of `packCaps`; null if the text is malformed. */
+export function unpackCaps(text) {
+  if (!/^\d{1,4}_0\.\d{1,4}(_\d{1,4}\.\d{1,4})*$/.test(text)) return null;
+  const [count, ...changes] = text.split("_"), at = new Map(changes.map((change) => change.split(".").map(Number)));
+  const caps = [];
+  for (let second = 0; second < Number(count); second++) caps.push(at.get(second) ?? caps.at(-1));
+  return caps;
+}
+
+/** A run of which nothing is played yet, from the answer of POST /reset. */
+const newRun = (begun) => ({ session: begun.session_id, columns: Object.fromEntries(Object.keys(begun.observation).map((name) => [name, []])), caps: [], score: undefined });
+
 class Rollouts {
   constructor(tasks) {
     this.tasks = tasks;
@@ -52,7 +69,8 @@ class Rollouts {
     this.taskSelect = select(tasks.map(({ task_id, name, difficulty }) => [task_id, `${name} (${difficulty})`]), tasks[0].task_id, () => this.choose());
     this.seedInput = el("input", { type: "number", min: "0", step: "1", value: "42", on: { change: () => this.choose() } });
     this.play = el("button", { type: "button", class: "main", text: "Start", on: { click: () => (this.playing ? this.pause() : this.run()) } });
-    this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose() } });
+    this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose(this.shared) } });
+    this.goal = el("h2", { class: "goal", text: "How many agent sessions should one engine run at a time?" });
     this.slider = el("input", { type: "range", id: "max-sessions", min: "1", max: "96", step: "1", value: String(FIRST_CAP), "aria-describedby": "max-sessions-hint", on: { input: () => this.putCap() } });
     this.output = el("output", { for: "max-sessions" });
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
@@ -60,7 +78,7 @@ class Rollouts {
     this.out = el("section", { class: "result", "aria-label": "Result" });
     [this.board, this.legend] = [el("div", { class: "charts wide" }), el("div", { class: "legend" })];
     this.node = el("div", {},
-      el("h2", { text: "How many agent sessions should one engine run at a time?" }),
+      this.goal,
       el("div", { class: "race" },
         el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), this.play, this.again),
         el("aside", { class: "side" }, this.story,
@@ -76,11 +94,14 @@ class Rollouts {
   }
 
   async show(params) {
-    const task = params.get("task"), seed = params.get("seed");
-    if (this.task && (!task || task === this.task.task_id) && (!seed || seed === this.seedInput.value)) return;
+    const task = params.get("task"), seed = params.get("seed"), you = params.get("you");
+    if (this.task && !you && (!task || task === this.task.task_id) && (!seed || seed === this.seedInput.value)) return;
     if (this.tasks.some(({ task_id }) => task_id === task)) this.taskSelect.value = task;
     if (/^\d{1,15}$/.test(seed ?? "")) this.seedInput.value = seed;
-    this.choose(); // not awaited: the tab is there at once, and its policies take some seconds to play
+    this.claimed = /^[01]\.\d{1,3}$/.test(params.get("beat") ?? "") ? params.get("beat") : undefined;
+    const shared = you === null ? null : unpackCaps(you);
+    const chosen = this.choose(shared); // not awaited: the tab is there at once, and its policies take some seconds to play
+    if (you !== null && !shared) chosen.then(() => fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "press Start to play these sessions yourself" })));
   }
 
   putCap() {
@@ -89,12 +110,13 @@ class Rollouts {
     this.slider.setAttribute("aria-valuetext", `${this.cap} ${this.cap === 1 ? "session" : "sessions"}`);
   }
 
-  /** Start an episode, and play its policies. */
-  async choose() {
+  /** Start an episode, and play its policies; `shared` are the caps of a link, which play beside the visitor's. */
+  async choose(shared = null) {
     const generation = ++this.generation;
+    this.shared = shared;
     this.task = this.tasks.find(({ task_id }) => task_id === this.taskSelect.value);
     const { task_id, description, sessions } = this.task, seed = this.seedInput.valueAsNumber;
-    address.write("rollouts", { task: task_id, seed: this.seedInput.value });
+    if (!shared) address.write("rollouts", { task: task_id, seed: this.seedInput.value });
     this.pause("Start");
     this.play.disabled = true;
     this.story.textContent = description;
@@ -103,14 +125,18 @@ class Rollouts {
     for (const part of [this.out, this.trouble, this.scores]) fill(part);
     announce("The policies play this seed.");
     try {
-      const [begun, { policies }] = await Promise.all([post("reset", { task_id, seed }, "rollouts"), get(`policies?task_id=${task_id}`, "rollouts")]);
+      const reset = () => post("reset", { task_id, seed }, "rollouts");
+      const [begun, other, { policies }] = await Promise.all([reset(), shared ? reset() : null, get(`policies?task_id=${task_id}`, "rollouts")]);
       const shown = policies.filter(({ name }) => name !== ORACLE);
       const episodes = await Promise.all(shown.map(({ name }) => post("play", { task_id, seed, agent: name }, "rollouts")));
       if (generation !== this.generation) return;
-      this.session = begun.session_id;
-      this.mine = Object.fromEntries(Object.keys(begun.observation).map((name) => [name, []]));
+      this.mine = newRun(begun);
+      this.ghost = other && { ...newRun(other), ...SHARED };
       this.least = Math.min(...episodes.map(({ metrics }) => sum(metrics.computed_tokens) / sum(metrics.generated_tokens)));
       this.rivals = shown.map((policy, i) => ({ ...player(policy), ...DRAWN[policy.name], score: episodes[i].score, columns: episodes[i].metrics }));
+      this.target = this.ghost ?? this.rivals.find(({ key }) => key === TARGET);
+      const beaten = this.ghost ? this.claimed ?? "it" : shownScore(this.target.score);
+      fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", a shared run on these sessions" : `, the score of ${this.target.label} on these sessions`);
       this.buildBoard();
       this.rank();
       this.play.disabled = false;
@@ -120,7 +146,7 @@ class Rollouts {
   }
 
   buildBoard() {
-    const lines = this.rivals.filter(({ key }) => key in DRAWN), series = [YOU, ...lines], sync = "rollouts";
+    const lines = this.rivals.filter(({ key }) => key in DRAWN), series = [YOU, ...(this.ghost ? [SHARED] : []), ...lines], sync = "rollouts";
     this.lines = lines.map(({ key, columns }) => [key, curves(columns, this.least)]);
     for (const chart of Object.values(this.charts ?? {})) chart.destroy();
     this.charts = {
@@ -135,16 +161,16 @@ class Rollouts {
   }
 
   draw() {
-    const drawn = [["you", curves(this.mine, this.least)], ...this.lines];
+    const drawn = [["you", curves(this.mine.columns, this.least)], ...(this.ghost ? [["shared", curves(this.ghost.columns, this.least)]] : []), ...this.lines];
     const x = Array.from({ length: Math.max(...drawn.map(([, { hit }]) => hit.length)) }, (_, i) => TICK_S * (i + 1));
     for (const [name, chart] of Object.entries(this.charts)) {
       chart.set(x, Object.fromEntries(drawn.map(([key, columns]) => [key, x.map((_, i) => columns[name][i] ?? null)])), [0, x.at(-1)]);
     }
-    const now = (name) => this.mine[name].at(-1) ?? 0, second = this.mine.time_s.length;
-    const hit = hitRate(this.mine, Math.max(0, second - WINDOW_S), second);
+    const mine = this.mine.columns, now = (name) => mine[name].at(-1) ?? 0, second = mine.time_s.length;
+    const hit = hitRate(mine, Math.max(0, second - WINDOW_S), second);
     fill(this.readings, ...[
       ["Second", String(second)], ["Hit rate", hit === null ? "–" : percent(hit), hit !== null && hit < 0.5],
-      ["For nothing", compact(wasted(this.mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
+      ["For nothing", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
       ["In flight", String(now("sessions_in_flight") + now("interactive_in_flight"))],
       ["Share of pool", percent(now("context_share")), now("context_share") > 1],
     ].map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
@@ -171,12 +197,12 @@ class Rollouts {
     this.running = true;
     try {
       while (this.playing) {
-        const { generation, session, mine } = this;
-        const { observation, done, info } = await post("step", { session_id: session, step: mine.time_s.length + 1, action: { max_sessions: this.cap } }, "rollouts");
+        const { generation, mine, ghost, shared } = this;
+        await this.second(mine, this.cap);
+        if (ghost && ghost.score === undefined) await this.second(ghost, shared[ghost.caps.length] ?? shared.at(-1));
         if (generation !== this.generation) continue;
-        for (const [name, value] of Object.entries(observation)) mine[name].push(value);
-        if (done) this.finish(info);
-        if (mine.time_s.length % TICK_S && this.playing) continue;
+        if (mine.score !== undefined) await this.finish();
+        if (mine.caps.length % TICK_S && this.playing) continue;
         this.draw();
         await sleep(PAUSE_MS);
       }
@@ -188,11 +214,31 @@ class Rollouts {
     }
   }
 
-  finish({ score }) {
+  /** Play the next second of a run; its score comes with the last one. Repeating a step is safe, since it carries its number. */
+  async second(run, cap) {
+    const { observation, done, info } = await post("step", { session_id: run.session, step: run.caps.length + 1, action: { max_sessions: cap } }, "rollouts");
+    run.caps.push(cap);
+    for (const [name, value] of Object.entries(observation)) run.columns[name].push(value);
+    if (done) run.score = info.score;
+  }
+
+  async finish() {
+    const { generation, mine, ghost, shared, target, task } = this;
+    while (ghost && ghost.score === undefined) {
+      await this.second(ghost, shared[ghost.caps.length] ?? shared.at(-1));
+      if (generation !== this.generation) return;
+    }
     this.pause("Over");
     this.play.disabled = true;
-    this.rank({ ...YOU, score, columns: this.mine });
-    fill(this.out, el("h2", { text: `Over after ${this.mine.time_s.length} seconds. Your score: ${score.toFixed(3)}` }));
+    const score = shownScore(mine.score), other = shownScore(target.score);
+    const params = { task: task.task_id, seed: this.seedInput.value, beat: score, you: packCaps(mine.caps) };
+    address.write("rollouts", params);
+    this.rank({ ...YOU, ...mine }, ...(ghost ? [ghost] : []));
+    const called = target.called ?? target.label;
+    const verdict = score === other ? `You are level with ${called}, with ${score}` : mine.score > target.score ? `You beat ${called} (${other}) with ${score}` : `Not yet: ${called} has ${other}, you finish with ${score}`;
+    const share = el("button", { type: "button", class: "main", text: `Challenge a friend: beat my ${score}` });
+    share.addEventListener("click", () => copy(new URL(address.link("rollouts", params), location.href).href, share));
+    fill(this.out, el("h2", { text: `${verdict}, after ${mine.caps.length} seconds.` }), el("div", { class: "buttons" }, share));
     announce(this.out.textContent);
   }
 }
