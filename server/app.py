@@ -117,7 +117,7 @@ async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIte
         try:
             yield
         finally:
-            await context.grading.close()
+            await context.sessions.elsewhere.close()
             lines.flush()
 
 

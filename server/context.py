@@ -10,7 +10,7 @@ from starlette.types import Scope
 from env.families import SERVING
 from env.family import Family
 from server.net.cpu import CpuBudget
-from server.net.jobs import Grading, Jobs
+from server.net.jobs import Jobs
 from server.net.limits import Callers, Limits
 from server.net.metrics import Metrics
 from server.sessions.manager import SessionManager
@@ -30,7 +30,6 @@ class Context:
     started: float
     """Of :func:`time.monotonic`."""
     jobs: Jobs = field(default_factory=Jobs)
-    grading: Grading = field(default_factory=Grading)
 
     @property
     def mounts(self) -> list[Mount]:

@@ -417,7 +417,9 @@ class Connection:
             # OpenEnv has metadata in the observation, for typed clients, and beside it, for its generic one.
             metadata = {"metadata": outcome(info)} if result.done else {}
             more = {"info": info} if self._with_info else {}
-            answer = {**answer, **metadata, "observation": {**asdict(result.observation), **metadata, **more}}
+            observation = result.observation
+            fields = observation if isinstance(observation, dict) else asdict(observation)
+            answer = {**answer, **metadata, "observation": {**fields, **metadata, **more}}
         return _encode("observation", answer)
 
 

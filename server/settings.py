@@ -219,8 +219,8 @@ class Settings(BaseSettings):
         30,
         ge=0,
         le=100_000,
-        description="Processor time of long work (grading logs above 32 KiB, playing episodes of more than 300 seconds "
-        "again, /reset/batch) per client and process (0 = no limit).",
+        description="Processor time of long work (grading logs above 32 KiB, playing long episodes again, "
+        "/reset/batch) per client and process (0 = no limit).",
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."

@@ -183,7 +183,9 @@ class EpisodeRoutes(Routes):
 
     async def _grade_elsewhere(self, body: bytes) -> bytes | None:
         """Answer to a body that is too long to be read here; None for others."""
-        return await self._context.grading.run(self._family.name, body) if len(body) > SMALL_LOG_BYTES else None
+        if len(body) <= SMALL_LOG_BYTES:
+            return None
+        return await self._context.sessions.elsewhere.run("grade", self._family.name, body)
 
     async def _grade_session(self, request: Request, session_id: str, wanted: GradeRequest) -> Grade:
         live = await self._live(request, session_id)

@@ -1,8 +1,8 @@
-"""Grading of episode logs, and the process that a server starts for long ones.
+"""Grading of episode logs, and the process that a server starts for long logs and long replays.
 
-``python -m server.api.grading PARENT`` answers one request after another. A request is a line with the family's name
-and the number of bytes of the body of POST /grader, and then this body. An answer is a line with 0, the processor time
-taken (s) and a number of bytes, and then the JSON answer; or the same with 1 and the parts of an error.
+``python -m server.api.grading PARENT`` answers one request after another. A request is a line with one of
+:data:`ANSWERS`, the family's name and a number of bytes, and then its body. An answer is a line with 0, the processor
+time taken (s) and a number of bytes, and then the JSON answer; or the same with 1 and the parts of an error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import gc
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from env.families import FAMILIES
-from env.family import Family, Grade
+from env.family import EpisodeRecord, Family, Grade
 from grader.verify import verify_log
 from inferencegym.errors import InferenceGymError
 from ops.worker import confine, error_parts
@@ -40,13 +41,28 @@ def grade_log(family: Family, wanted: GradeRequest) -> Grade:
     return {**family.grade(task_id, replayed.episode_log), "verified": True, "own_config": own_config}
 
 
-def respond(family: Family, body: bytes) -> tuple[int, bytes]:
-    """Grade the log of a request's body: returns 0 and the JSON answer, or 1 and the parts of an error as JSON."""
+def grade_body(family: Family, body: bytes) -> bytes:
+    """Grade of a body of POST /grader that holds a log."""
+    wanted = read_request(grade_request(family), parse_object(body))
+    if wanted.episode_log is None:
+        raise InvalidRequestError("body", f"{len(body):,} bytes", f"at most {SMALL_LOG_BYTES:,} without a log")
+    return GradeAnswer(**grade_log(family, wanted)).model_dump_json(exclude_unset=True).encode()
+
+
+def last_step(family: Family, body: bytes) -> bytes:
+    """What an episode's last step gave. The body has its session's id and its record's start and actions, in lines."""
+    session_id, start, *actions = body.split(b"\n")
+    env = family.replay(EpisodeRecord.from_start(start, actions), session_id.decode())
+    return to_json([env.observation(), env.last_reward, env.done, env.info()])
+
+
+ANSWERS: Final[Mapping[str, Callable[[Family, bytes], bytes]]] = {"grade": grade_body, "last_step": last_step}
+
+
+def respond(what: str, family: Family, body: bytes) -> tuple[int, bytes]:
+    """Returns 0 and the JSON answer, or 1 and the parts of an error as JSON."""
     try:
-        wanted = read_request(grade_request(family), parse_object(body))
-        if wanted.episode_log is None:
-            raise InvalidRequestError("body", f"{len(body):,} bytes", f"at most {SMALL_LOG_BYTES:,} without a log")
-        return 0, GradeAnswer(**grade_log(family, wanted)).model_dump_json(exclude_unset=True).encode()
+        return 0, ANSWERS[what](family, body)
     except (InferenceGymError, MemoryError) as error:
         return 1, to_json(error_parts(error))
 
@@ -56,12 +72,12 @@ def main() -> None:
     confine(int(sys.argv[1]))
     gc.freeze()
     while line := sys.stdin.buffer.readline():
-        name, size = line.split()
+        what, name, size = line.decode().split()
         body = sys.stdin.buffer.read(int(size))
         # Ends the process; the server starts another one.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         began = time.process_time()
-        status, answer = respond(FAMILIES[name.decode()], body)
+        status, answer = respond(what, FAMILIES[name], body)
         cpu_s = time.process_time() - began
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(b"%d %f %d\n%b" % (status, cpu_s, len(answer), answer))

@@ -31,7 +31,8 @@ FIRST_GUESS_S: Final = 10.0
 _PACKAGE: Final = __name__.removesuffix("server.net.jobs")
 MODULE: Final = _PACKAGE + "ops.jobs"
 """Module with the jobs; the server's process imports neither it nor its imports."""
-GRADING: Final = _PACKAGE + "server.api.grading"
+ELSEWHERE: Final = _PACKAGE + "server.api.grading"
+"""Module of :class:`Elsewhere`."""
 T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
 
@@ -108,30 +109,31 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class Grading:
-    """The process that grades long logs, one at a time. It starts with the first log."""
+class Elsewhere:
+    """The process that grades long logs and plays episodes again, one at a time. It starts with the first of them."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def run(self, family: str, body: bytes) -> bytes:
-        """The JSON answer to a body of POST /grader that holds a log; its client pays for the processor time.
+    async def run(self, what: str, family: str, body: bytes) -> bytes:
+        """The JSON answer to one of the requests of server/api/grading.py; its client pays for the processor time.
 
         Raises :class:`JobRefusedError`, :class:`JobLostError`, and RateLimitedError if the client's time is used up.
         """
         # A client is charged for one piece of work at a time, so clients take turns.
         async with charged() as work, self._turn:
-            status, work.cpu_s, answer = await self._graded(b"%b %d\n" % (family.encode(), len(body)), body)
+            status, work.cpu_s, answer = await self.answer(f"{what} {family} {len(body)}\n".encode(), body)
         if status == 0:
             return answer
         raise JobRefusedError(json.loads(answer))
 
-    async def _graded(self, head: bytes, body: bytes) -> tuple[int, float, bytes]:
+    async def answer(self, head: bytes, body: bytes) -> tuple[int, float, bytes]:
+        """What the process answers: a status, its processor time (s) and JSON. Raises :class:`JobLostError`."""
         process, self._process = self._process, None
         try:
             if process is None or process.returncode is not None:
-                process = await _start(GRADING, str(os.getpid()), stderr=None)
+                process = await _start(ELSEWHERE, str(os.getpid()), stderr=None)
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.writelines((head, body))
@@ -141,7 +143,7 @@ class Grading:
             # Kept only now: one that was interrupted would answer an earlier request.
             self._process, process = process, None
         except (ValueError, OSError, asyncio.IncompleteReadError) as error:
-            raise JobLostError("grading the log took too much time or memory, or failed") from error
+            raise JobLostError("the work took too much time or memory, or failed") from error
         finally:
             if process is not None:
                 await _end(process)

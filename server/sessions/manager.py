@@ -40,6 +40,7 @@ from inferencegym.errors import (
 from inferencegym.tasks import TaskId
 from server.net.cpu import on_thread
 from server.net.errors import InvalidRequestError
+from server.net.jobs import Elsewhere, JobRefusedError
 from server.sessions.quota import UnfinishedQuota
 from server.sessions.session import Session, new_session_id
 from server.sessions.store import SessionStore, StoredEpisode
@@ -73,9 +74,13 @@ class StepResult:
     reward: float
     done: bool
     env: EpisodeEnv = field(compare=False, repr=False)
+    known_info: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """The info of a step that another process has played again."""
 
     def info(self) -> dict[str, Any]:
         """Details of the step; must be read before the environment takes its next step."""
+        if self.known_info is not None:
+            return self.known_info
         if len(self.env.actions) != self.number:
             raise RuntimeError(f"the info of step {self.number} is gone: {len(self.env.actions)} steps were played")
         return self.env.info()
@@ -166,6 +171,7 @@ class SessionManager:
         self.store = store
         self.families = families
         self.counters = Counters()
+        self.elsewhere = Elsewhere()
         self._live: OrderedDict[str, LiveSession] = OrderedDict()
         self._steps_held = 0
         self._max_live = settings.live_sessions
@@ -413,9 +419,19 @@ class SessionManager:
         if number == taken and live.last is not None:
             return live.last
         earlier = replace(live.record, actions=live.actions[:number])
-        last = last_result(await self._replay(live.family, earlier, live.session_id))
-        assert last is not None
-        return last
+        if _is_short(live.family, earlier, number):
+            last = last_result(await self._replay(live.family, earlier, live.session_id))
+            assert last is not None
+            return last
+        self.counters.replays += 1
+        self.counters.replayed_steps += number
+        body = b"\n".join([live.session_id.encode(), earlier.start_json(), *earlier.actions])
+        try:
+            answer = await self.elsewhere.run("last_step", live.family.name, body)
+        except JobRefusedError as error:
+            raise StoreError(f"step {number} cannot be played again: {error}") from error
+        observation, reward, done, info = orjson.loads(answer)
+        return StepResult(number, observation, reward, done, live.env, info)
 
     def _touch_is_due(self, live: LiveSession) -> bool:
         return live.done or time.monotonic() - live.touched >= self._touch_every_s
@@ -517,11 +533,11 @@ class SessionManager:
 
         Raises StoreError for an action that cannot be read: the caller's own action is not at fault.
         """
-        seconds = n_actions * family.hold(record.task_id, record.config)
         try:
-            if seconds <= SHORT_S and not _starts_long(record.config):
+            if _is_short(family, record, n_actions):
                 return play()
-            return await (on_thread(play) if seconds > LONG_S else asyncio.to_thread(play))
+            is_long = n_actions * family.hold(record.task_id, record.config) > LONG_S
+            return await (on_thread(play) if is_long else asyncio.to_thread(play))
         except (InvalidActionError, DataFormatError) as error:
             raise StoreError(f"the session store holds a step that cannot be read: {error}") from error
 
@@ -593,6 +609,12 @@ def must_be(known: str, family: str, session_id: str) -> None:
     """Raise UnknownSessionError unless a session's family is this one: each environment knows its own sessions only."""
     if known != family:
         raise UnknownSessionError(f"session {session_id!r} is one of the {known} environment, not of the {family} one")
+
+
+def _is_short(family: Family, record: EpisodeRecord, n_actions: int) -> bool:
+    """Whether so many actions of an episode may be played again on the event loop."""
+    seconds = n_actions * family.hold(record.task_id, record.config)
+    return seconds <= SHORT_S and not _starts_long(record.config)
 
 
 def _starts_long(config: Mapping[str, Any] | None) -> bool:

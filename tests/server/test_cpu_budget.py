@@ -23,6 +23,7 @@ from ops.worker import error_parts
 from server.api.grading import grade_log, respond
 from server.app import create_app
 from server.net.cpu import CpuBudget
+from server.net.jobs import Elsewhere
 from server.net.json_io import SMALL_LOG_BYTES
 from server.net.limits import Callers
 from server.schemas import GradeAnswer, grade_request, read_request
@@ -44,6 +45,13 @@ class Clock:
         self.cpu_s = 0.0
         monkeypatch.setattr("server.net.limits.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr("server.net.cpu.time.thread_time", self.thread_time)
+        answer = Elsewhere.answer
+
+        async def in_work_s(elsewhere: Elsewhere, *request: bytes) -> tuple[int, float, bytes]:
+            status, _, text = await answer(elsewhere, *request)
+            return status, WORK_S, text
+
+        monkeypatch.setattr(Elsewhere, "answer", in_work_s)
 
     def thread_time(self) -> float:
         self.cpu_s += WORK_S
@@ -83,23 +91,26 @@ def test_a_client_that_has_used_up_its_time_waits_until_it_has_some_again(
     assert reset().status_code == 200
 
 
+@pytest.mark.parametrize("prefix", ["", "/rollouts"])
 def test_old_steps_are_refused_to_a_client_without_time_and_new_steps_are_not(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     Clock(monkeypatch)
-    session = client.post("/reset", json=LONG, headers=sent_by("192.0.2.1")).json()["session_id"]
+    session = client.post(f"{prefix}/reset", json={"seed": 3}).json()["session_id"]
+    action = {"max_sessions": 8} if prefix else {"batch_size": 64}
 
     def step(number: int, address: str = "192.0.2.1") -> Any:
-        return client.post("/step", json={"session_id": session, "step": number}, headers=sent_by(address))
+        body = {"session_id": session, "step": number, "action": action}
+        return client.post(f"{prefix}/step", json=body, headers=sent_by(address))
 
-    answers = [step(number).json() for number in range(1, 312)]
-    assert [step(301).json() for _ in range(4)] == [answers[300]] * 4
-    assert step(302).status_code == 429
-    assert step(300).json() == answers[299], "a short replay is not charged"
-    assert step(311).json() == answers[310], "nor is the last step"
-    assert step(312).status_code == 200
-    assert step(302, "192.0.2.2").json() == answers[301], "another client"
-    assert step(302).status_code == 429
+    answers = [step(number).json() for number in range(1, 61)]
+    assert [step(51).json() for _ in range(4)] == [answers[50]] * 4
+    assert step(52).status_code == 429
+    assert step(50).json() == answers[49], "a short replay is not charged"
+    assert step(60).json() == answers[59], "nor is the last step"
+    assert step(61).status_code == 200
+    assert step(52, "192.0.2.2").json() == answers[51], "another client"
+    assert step(52).status_code == 429
 
 
 def test_a_websocket_pays_with_the_time_of_its_client(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +121,13 @@ def test_a_websocket_pays_with_the_time_of_its_client(client: TestClient, monkey
             socket.send_json({"type": kind, "data": data})
             return dict(socket.receive_json())
 
-        ask("reset", LONG)
-        for _ in range(310):
-            last = ask("step", {})
+        ask("reset", {**LONG, "info": True})
+        answers = [ask("step", {}) for _ in range(60)]
         for _ in range(4):
-            assert ask("step", {"metadata": {"step": 301}})["type"] == "observation"
-        refused = ask("step", {"metadata": {"step": 301}})
+            assert ask("step", {"metadata": {"step": 51}}) == answers[50]
+        refused = ask("step", {"metadata": {"step": 51}})
         assert "rate_limited" in refused["data"]["message"]
-        assert ask("step", {"metadata": {"step": 310}}) == last
+        assert ask("step", {"metadata": {"step": 60}}) == answers[59]
 
 
 def test_work_of_one_client_takes_turns_and_that_of_two_does_not() -> None:
@@ -202,7 +212,7 @@ def test_a_long_log_is_graded_in_another_process_with_the_same_answer(
 
 
 def test_a_long_body_without_a_log_is_refused() -> None:
-    status, answer = respond(FAMILIES["serving"], b'{"session_id": "x"' + b" " * SMALL_LOG_BYTES + b"}")
+    status, answer = respond("grade", FAMILIES["serving"], b'{"session_id": "x"' + b" " * SMALL_LOG_BYTES + b"}")
     assert (status, json.loads(answer)["code"]) == (1, "invalid_request")
 
 

@@ -876,6 +876,24 @@ def test_the_task_api_lists_what_the_manifest_declares(server: RunningServer) ->
     assert len(server.post("/traffic/traffic_controller/tasks", {"split": "train"})["tasks"]) == 3
 
 
+@pytest.mark.parametrize("prefix", ["", "/traffic", "/rollouts"])
+def test_every_environment_plays_an_episode_to_its_end_with_info(server: RunningServer, prefix: str) -> None:
+    action = {"": {"batch_size": 64}, "/traffic": {"action": "throttle_40"}, "/rollouts": {"max_sessions": 8}}[prefix]
+    length = {} if prefix == "/traffic" else {"config": {"episode_length": 20}}
+
+    async def conversation(ask: Ask, _: ClientConnection) -> None:
+        last = await ask(reset(seed=1, info=True, **length))
+        while not last["data"]["done"]:
+            last = await ask({"type": "step", "data": action})
+            assert last["type"] == "observation", last
+        data = last["data"]
+        assert data["observation"]["metadata"] == data["metadata"]
+        assert data["observation"]["info"]
+        assert 0.0 <= data["metadata"]["score"] <= 1.0
+
+    talk(server, conversation, f"{prefix}/ws")
+
+
 def test_metadata_and_mcp_answer_for_both_environments(server: RunningServer) -> None:
     for prefix, title in (("", "InferenceGym"), ("/traffic", "Traffic controller")):
         told = EnvironmentMetadata.model_validate(server.get(f"{prefix}/metadata"))
