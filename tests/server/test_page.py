@@ -206,6 +206,11 @@ def test_the_first_screen_names_the_score_to_beat_and_starts_with_knobs_that_ser
     for part in (".goal", ".versus", ".score-chart canvas", "#knob-batch_size"):
         expect(page.locator(part)).to_be_in_viewport()
     expect(page.get_by_role("button", name="Start the race")).to_be_in_viewport()
+    policies = [each["name"] for each in server.get("/policies", task_id=3)["policies"]]
+    best = max(_rounded(server, name, 3, seed) for name in policies)
+    expect(page.locator(".duel .note").first).to_have_text(
+        re.compile(rf"^Scores go from 0 to 1\. The best policy here, [\w ]+, has {best:.3f}\.$"), timeout=PATIENCE_MS
+    )
     page = visit().open("race?task=3&seed=5")
     page.get_by_label("Speed").select_option("25")
     page.get_by_role("button", name="Start the race").click()

@@ -60,7 +60,7 @@ class Race {
     this.node = el("div", { class: "race" },
       this.duel,
       el("aside", { class: "side" }, this.knobs.node, this.readings),
-      el("div", { class: "stage" }, this.result, this.controls, this.story, this.formula, this.legend, this.who, this.leftOut, this.board,
+      el("div", { class: "stage" }, this.result, this.controls, this.story, el("details", {}, el("summary", { text: "How the score is computed" }), this.formula), this.legend, this.who, this.leftOut, this.board,
         el("h2", { text: "Decisions" }),
         this.lanes, this.strips));
     addEventListener("pagehide", () => this.keep());
@@ -163,6 +163,7 @@ class Race {
       this.target = shared ? ghost : { ...goal, episode };
       this.knobs.set(Object.fromEntries(Object.entries(begun.action).map(([name, column]) => [name, column[0]])));
       this.startsAs = begin.key === "vllm_defaults" ? "Your sliders start at vLLM's defaults." : `Your sliders start where ${begin.called} starts.`;
+      this.scale = "Scores go from 0 to 1.";
       this.showTarget();
       // The race can start; the other players follow.
       this.loaded = Promise.all(everyone.map(play));
@@ -174,6 +175,8 @@ class Race {
       const scores = ({ episode: { score } }) => score >= 0.0005;
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
+      const best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
+      this.scale += ` The best policy here, ${best.called}, has ${shownScore(best.episode.score)}.`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.buildBoard();
@@ -297,7 +300,7 @@ class Race {
       this.rows[i].bar.value = value ?? 0;
     });
     const parts = this.mine.parts?.[until - 1];
-    this.parts.textContent = parts ? Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}`).join(" · ") : "";
+    this.parts.textContent = parts ? Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
