@@ -1,8 +1,9 @@
-"""Tables and reports as commands print and write them."""
+"""Tables, reports and progress as commands print and write them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from ops.report import Report, plain
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from agents.search.solver import Progress
 
 TABLE_SUFFIXES = (".csv", ".parquet", ".json")
 
@@ -33,6 +36,23 @@ def write_table(frame: pd.DataFrame, path: Path) -> Path:
         else:
             frame.to_json(temporary, orient="records", indent=1)
     return path
+
+
+@contextmanager
+def progress_line(what: str) -> Iterator[Progress]:
+    """A line on stderr, if it is a terminal, with the current task in words and the share of all work that is done."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        line = bar.add_task(what, total=1.0)
+
+        def report(what: str, share: float | None) -> None:
+            bar.update(line, completed=share, description=what)
+
+        yield report
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -120,10 +120,8 @@ def print_log(path: Path, imported: Imported) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import the log, calibrate the task and write both."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from agents.search.solver import QUICK, Budget
+    from cli.figures import progress_line
     from inferencegym.files import make_folder
     from ops.capacity import log_summary
     from ops.trace_task import check_id, write_trace_task
@@ -134,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print_log(args.file, imported)
     budget = {"quick": QUICK, "full": Budget(), "no": None}[args.calibrate]
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        line = bar.add_task("calibrating", total=1.0)
+    with progress_line("calibrating") as progress:
         written = write_trace_task(
             imported,
             args.id,
@@ -145,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             origin=args.file.name,
             budget=budget,
             force=args.force,
-            progress=lambda what, share: bar.update(line, completed=share, description=what),
+            progress=progress,
         )
     if args.json:
         summary = {**imported.describe(), **log_summary(imported.log)}

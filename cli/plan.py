@@ -86,10 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the cheapest plans."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from cli.figures import check_table, print_report, write_table
+    from cli.figures import check_table, print_report, progress_line, write_table
     from inferencegym.errors import InvalidConfigError, short_repr
     from inferencegym.files import require_matplotlib, require_writable
     from ops.export import engine_files
@@ -123,9 +120,7 @@ def run(args: argparse.Namespace) -> int:
     imported = read_log(args.trace, args)
     if not args.json:
         print_log(args.trace, imported)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        line = bar.add_task("searching", total=1.0)
+    with progress_line("searching") as progress:
         report = make_plan(
             imported.log,
             objectives,
@@ -135,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             precisions=names(args.quant),
             drafts=args.drafts,
             replicas_min=args.replicas_min,
-            progress=lambda what, share: bar.update(line, completed=share, description=what),
+            progress=progress,
         )
     first = report.plans[0] if report.plans else None
     if args.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -151,6 +152,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
     """A function that serves the load at a rate (None: the rate of the options or the log)."""
+    from cli.figures import progress_line
     from inferencegym.models import ServeAction
     from simulator.whatif import serve_requests, steady_requests
 
@@ -184,7 +186,17 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
         )
 
     def serve(qps: float | None) -> Served:
-        return serve_requests(action, requests_at(qps), tables, n_replicas=args.gpus, closed_clients=args.closed)
+        requests = requests_at(qps)
+        what = "simulating" if qps is None else f"simulating {qps:.3g} requests/s"
+        with progress_line(what) as progress:
+            return serve_requests(
+                action,
+                requests,
+                tables,
+                n_replicas=args.gpus,
+                closed_clients=args.closed,
+                progress=partial(progress, what),
+            )
 
     return serve
 

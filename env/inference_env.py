@@ -21,7 +21,7 @@ from inferencegym.seeds import check_seed
 from inferencegym.spaces.actions import checked_row
 from inferencegym.spaces.observations import to_observation
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskId, TaskSpec, get_task, task_of, with_settings
-from simulator.coverage import fleet_support
+from simulator.coverage import LEVELS, fleet_support
 from simulator.hardware.tables import FloatArray, ServingTables, tables_of
 from simulator.trace_sim import TraceSimulator
 
@@ -227,7 +227,7 @@ class InferenceEnv:
             raise NotResetError("no info before the first step: call step() first")
         info = log.info()
         if isinstance(batch.fleet, FluidFleet):
-            info["support"] = fleet_support(batch.fleet)
+            info["support"] = LEVELS[fleet_support(batch.fleet)]
         if log.seconds >= self.config.episode_length:
             info |= outcome(self.grade())
         return info

@@ -19,7 +19,6 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from agents.policies.constant import ConstantAgent
 from agents.protocol import FloatArray
 from agents.registry import make_agent
 from inferencegym.errors import InvalidConfigError
@@ -479,10 +478,8 @@ class _Card:
         assert self.best is not None
         action = _action_of(self.best)
         task = on_replicas(self._played, self.best.n_replicas)
-        constant = play_policy("constant", ConstantAgent(action), task, self._tables, NEUTRAL)
-        return autoscaled(
-            task, self._tables, action, constant, lambda outcome: self._plan(outcome.policy, outcome, None).meets
-        )
+        outcome = play_constant(action, task, self._tables)
+        return autoscaled(task, self._tables, action, outcome, lambda o: self._plan(o.policy, o, None).meets)
 
     def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
         n_replicas = units // 2 if action.prefill_disagg else units

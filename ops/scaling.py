@@ -17,11 +17,11 @@ import numpy as np
 
 from agents.policies.autoscalers import Autoscaler, HpaAgent, PlannerAgent, PlannerParams, ReplicaPlan
 from agents.policies.capacity import Plan, Setting
-from agents.protocol import FloatArray
 from inferencegym.models import ServeAction
 from inferencegym.tasks import TaskSpec
-from ops.capacity import NEUTRAL, PolicyOutcome, Run, play_policy
+from ops.capacity import NEUTRAL, PolicyOutcome, play_policy
 from simulator.hardware.tables import ServingTables
+from simulator.workload import load_source
 
 TARGETS: Final = (1.0, 0.8, 0.6)
 """Target loads of a replica, as shares of each replica's load in the busiest minute of the log."""
@@ -70,20 +70,20 @@ def autoscaled(
     task: TaskSpec,
     tables: ServingTables,
     action: ServeAction,
-    constant: Run,
+    constant: PolicyOutcome,
     meets: Callable[[PolicyOutcome], bool] | None = None,
 ) -> list[Autoscaled]:
     """Play autoscalers on a task made from a log; its replicas are the maximum.
 
-    ``constant`` is the run of ``action`` with all replicas on the same task. ``meets`` judges outcomes (default: at
+    ``constant`` is the outcome of ``action`` with all replicas on the same task. ``meets`` judges outcomes (default: at
     most the share :data:`MAY_MISS` of the requests is late in addition). With a single replica there is nothing to
     scale, and the list is empty.
     """
-    most, before = task.fleet.n_replicas, constant.outcome
+    most, before = task.fleet.n_replicas, constant
     if most == 1:
         return []
     scaling = replace(task, fleet=replace(task.fleet, max_replicas=most))
-    replica = _replica(task, tables, action, constant.arrivals)
+    replica = _replica(task, tables, action)
     found = []
     for name, target in product(("hpa", "planner"), TARGETS):
         agent: Autoscaler = (
@@ -113,9 +113,10 @@ def autoscaled(
     return found
 
 
-def _replica(task: TaskSpec, tables: ServingTables, action: ServeAction, arrivals: FloatArray) -> ReplicaPlan:
+def _replica(task: TaskSpec, tables: ServingTables, action: ServeAction) -> ReplicaPlan:
     """A replica with the setting, whose capacity is its load (requests/s) in the busiest minute of the log."""
     setting = Setting(action.quant_tier.value, action.spec_length, action.prefill_disagg)
+    arrivals = load_source(task, tables).draw([0], task.episode_length).arrivals[0].sum(axis=1)
     window_s = min(PEAK_S, len(arrivals))
     peak_rps = float(np.convolve(arrivals, np.ones(window_s), "valid").max()) / window_s
     plan = Plan(setting, action.kv_budget, action.batch_size, peak_rps)

@@ -203,7 +203,7 @@ class Field:
 
     def autoscaled(self, constant: Run, action: ServeAction) -> list[Autoscaled]:
         """Play a constant setting under autoscalers."""
-        return autoscaled(self._task(action), self._tables, action, constant)
+        return autoscaled(self._task(action), self._tables, action, constant.outcome)
 
     def _task(self, action: ServeAction) -> TaskSpec:
         task = self._apart if action.prefill_disagg else self._together

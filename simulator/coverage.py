@@ -62,11 +62,10 @@ def level_name(tables: ServingTables, tier: int, spec_index: int, requests: floa
     return LEVELS[support_map(tables).level(tier, spec_index, requests, context_tokens)]
 
 
-def fleet_support(fleet: ServingFleet, row: int = 0) -> str:
-    """Support of the operator times that the last step of one row used: a name of ``LEVELS``."""
+def fleet_support(fleet: ServingFleet, row: int = 0) -> int:
+    """Support of the operator times that the last step of one row used: an index into ``LEVELS``."""
     state = fleet.state.rows
-    return level_name(
-        fleet.params.tables,
+    return support_map(fleet.params.tables).level(
         fleet.tier.item(row),
         fleet.spec_index.item(row),
         state["resident"].item(row),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError, short_repr
 from inferencegym.models import ACTION_FIELDS, ServeAction
@@ -19,14 +20,23 @@ from simulator.kernel.serving import EngineParams, ServingFleet, ServingParams
 from simulator.load.recorded import RecordedLoad
 from simulator.load.requests import MAX_REQUESTS, RequestLog
 
+Progress = Callable[[float], None]
+"""Callback for the share of a load that has arrived."""
+
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
 MAX_CV: Final = 100
 STEP_S: Final = 0.25
 """Step of a what-if (s), finer than the environment's: short loads are mostly their first and last seconds."""
+_SHARES: Final = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _WAIT_POINTS: Final = 15
 _TOLERANCE: Final = 1e-6
 """Tolerance in requests: far above the rounding errors of sums, far below one request."""
+_ADMISSIONS_AT_ONCE: Final = 4_000
+"""Recorded admissions whose TTFT values are in memory at a time: 285 values of each."""
+_STEPS_BETWEEN_REPORTS: Final = 1_000
+_BIN_SHIFT: Final = 42
+"""Bits that values of one bin do not share: a bin is 0.1 % wide."""
 # Quantiles between which the log-normal part of a TTFT is one value; they are denser towards the tail, for p99.
 _SPREAD_EDGES: Final = np.concatenate([np.linspace(0.0, 0.9, 13), [0.95, 0.975, 0.985, 0.99, 0.995, 0.998, 1.0]])
 
@@ -127,6 +137,7 @@ def serve_requests(
     queue_limit: float = 1e12,
     base_accept_rate: float = 0.65,
     step_s: float = STEP_S,
+    progress: Progress | None = None,
 ) -> Served:
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
 
@@ -152,7 +163,7 @@ def serve_requests(
         engine=_per_step(EngineParams(), step_s),
     )
     # From here on ``class_index`` counts only the classes that occur, as the fleet does.
-    return _serve(params, action, source, replace(requests, class_index=source.class_index))
+    return _serve(params, action, source, replace(requests, class_index=source.class_index), progress)
 
 
 def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
@@ -160,50 +171,58 @@ def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
     return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
-def _serve(params: ServingParams, action: ServeAction, source: RecordedLoad, requests: RequestLog) -> Served:
+def _serve(
+    params: ServingParams,
+    action: ServeAction,
+    source: RecordedLoad,
+    requests: RequestLog,
+    progress: Progress | None,
+) -> Served:
     last = int(requests.arrival_s[-1] / params.step_s) + 1
     n_steps = last + int(300 / params.step_s)
     while True:
         fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
         fleet.set_load([0], source.draw([0], n_steps))
         KnobKernel([True] * len(ACTION_FIELDS), fleet).write(to_row(action)[None], 0, 1)
-        trace = _run(fleet, last)
+        trace = _run(fleet, last, progress)
         if trace is not None or n_steps >= MAX_STEPS:
             break
         n_steps = min(MAX_STEPS, 4 * n_steps)
     if trace is None:
-        raise InvalidConfigError(
-            f"the load is not served within {MAX_STEPS} steps: give it more GPUs or fewer requests"
-        )
+        raise InvalidConfigError(f"the load is not served within {n_steps} steps: give it more GPUs or fewer requests")
     metrics, levels = trace
     return Served(fleet, metrics, levels, requests)
 
 
-def _run(fleet: ServingFleet, last_arrival_step: int) -> tuple[FloatArray, list[str]] | None:
+def _run(
+    fleet: ServingFleet, last_arrival_step: int, progress: Progress | None
+) -> tuple[FloatArray, NDArray[np.int8]] | None:
     """Step until everything is served: metrics (T, M) and the support of every step; None if the steps run out."""
-    kept, levels = [], []
-    state = fleet.state.rows
+    kept, levels = np.empty((fleet.n_steps, len(fleet.metrics))), np.empty(fleet.n_steps, dtype=np.int8)
+    state, metrics = fleet.state.rows, fleet.metrics[:, 0]
     for t in range(fleet.n_steps):
         fleet.step()
-        kept.append(fleet.metrics[:, 0].copy())
-        levels.append(fleet_support(fleet))
-        left = float(state["queue"].sum() + state["in_flight"].sum())
-        if t + 1 >= last_arrival_step and left < 0.5:
-            return np.array(kept), levels
+        kept[t] = metrics
+        levels[t] = fleet_support(fleet)
+        if progress is not None and t % _STEPS_BETWEEN_REPORTS == 0:
+            progress(min(1.0, t / last_arrival_step))
+        if t + 1 >= last_arrival_step and float(state["queue"].sum() + state["in_flight"].sum()) < 0.5:
+            return kept[: t + 1], levels[: t + 1]
     return None
 
 
 class Served:
     """A load that has been served: distributions over requests and metrics of every step."""
 
-    def __init__(self, fleet: ServingFleet, metrics: FloatArray, levels: list[str], requests: RequestLog) -> None:
+    def __init__(
+        self, fleet: ServingFleet, metrics: FloatArray, levels: NDArray[np.int8], requests: RequestLog
+    ) -> None:
         self._fleet, self._levels, self._requests = fleet, levels, requests
         self.metric: Mapping[str, FloatArray] = {name: metrics[:, i] for i, name in enumerate(fleet.metric)}
         record = fleet.record[0, : int(fleet.state.rows["n_recorded"][0])]
         if fleet.params.closed_clients:
             record = self._since_sent(record)
         self.record = record
-        self.ttft_ms, self.ttft_weight = ttft_samples(record)
         self.finish_s, self.tpot_ms = self._completions()
 
     def report(self) -> WhatIf:
@@ -211,13 +230,15 @@ class Served:
         metric, requests, fleet = self.metric, self._requests, self._fleet
         rejected = float(metric["rejected"].sum())
         served = 1.0 - rejected / len(requests.arrival_s)
+        ttft = ttft_statistics(self.record)
         makespan = self.makespan_s()
         cards = fleet.params.tables.cards_per_replica * fleet.params.n_replicas
         return WhatIf(
             n_requests=len(requests.arrival_s),
             completed=float(metric["completed"].sum()),
             rejected=rejected,
-            **self._latencies(),
+            **{f"ttft_{name}_ms": value for name, value in ttft.items()},
+            **self._tpot(),
             output_tokens_per_s=float(requests.output_tokens.sum()) * served / makespan,
             makespan_s=makespan,
             peak_kv_occupancy=float(metric["kv_occupancy"].max()),
@@ -226,17 +247,14 @@ class Served:
             oom=bool(metric["oom"].max() > 0),
             gpu_seconds=makespan * cards * (2.0 if fleet.disagg[0] else 1.0),
             support=self.support(),
-            classes=self.classes(),
+            classes=self.classes(ttft),
         )
 
-    def _latencies(self) -> dict[str, float]:
-        """Statistics of TTFT over requests and of TPOT over requests of two or more tokens (NaN without any)."""
-        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+    def _tpot(self) -> dict[str, float]:
+        """Statistics of TPOT (ms) over requests of two or more tokens (NaN without any)."""
         known = self.tpot_ms[np.isfinite(self.tpot_ms)]
         known = known if len(known) else np.array([np.nan])
-        found = {f"ttft_{n}_ms": weighted_quantile(self.ttft_ms, self.ttft_weight, q) for n, q in shares.items()}
-        found |= {f"tpot_{n}_ms": float(np.quantile(known, q)) for n, q in shares.items()}
-        found["ttft_mean_ms"] = float((self.ttft_ms * self.ttft_weight).sum() / self.ttft_weight.sum())
+        found = {f"tpot_{name}_ms": float(np.quantile(known, q)) for name, q in _SHARES.items()}
         return {**found, "tpot_mean_ms": float(known.mean())}
 
     def per_request(self) -> dict[str, Any]:
@@ -289,20 +307,20 @@ class Served:
     def support(self) -> dict[str, float]:
         """Share of the steps with running requests at each support level."""
         busy = self.metric["running_requests"] > 1e-6
-        levels = np.array(self._levels)[busy] if busy.any() else np.array(self._levels)
-        return {name: float((levels == name).mean()) for name in LEVELS}
+        levels = self._levels[busy] if busy.any() else self._levels
+        return {name: float((levels == level).mean()) for level, name in enumerate(LEVELS)}
 
-    def classes(self) -> dict[str, dict[str, float]]:
-        """TTFT and requests served, by class."""
+    def classes(self, ttft: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """TTFT and requests served, by class; ``ttft`` are the statistics of all of them."""
         found = {}
         for c, name in enumerate(self._fleet.params.stats.names):
             mine = self.record[self.record[:, 0] == c]
             if len(mine):
-                ttft, weight = ttft_samples(mine)
+                of_class = ttft if len(mine) == len(self.record) else ttft_statistics(mine)
                 found[name] = {
                     "served": float(mine[:, 1].sum()),
-                    "ttft_p50_ms": weighted_quantile(ttft, weight, 0.5),
-                    "ttft_p99_ms": weighted_quantile(ttft, weight, 0.99),
+                    "ttft_p50_ms": of_class["p50"],
+                    "ttft_p99_ms": of_class["p99"],
                 }
         return found
 
@@ -390,3 +408,46 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, q: float) -> floa
     order = np.argsort(values)
     total = np.cumsum(weights[order])
     return float(values[order][min(int(np.searchsorted(total, q * total[-1])), len(values) - 1)])
+
+
+def ttft_statistics(record: FloatArray) -> dict[str, float]:
+    """Quantiles and mean (ms) of the TTFT of recorded admissions."""
+    parts = np.split(record, range(_ADMISSIONS_AT_ONCE, len(record), _ADMISSIONS_AT_ONCE))
+    if len(parts) == 1:
+        values, weights = ttft_samples(record)
+        quantiles = [weighted_quantile(values, weights, q) for q in _SHARES.values()]
+        mean = float((values * weights).sum() / weights.sum())
+    else:
+        quantiles, mean = _quantiles_of_parts(parts, list(_SHARES.values()))
+    return {**dict(zip(_SHARES, quantiles, strict=True)), "mean": mean}
+
+
+def _quantiles_of_parts(parts: Sequence[FloatArray], shares: Sequence[float]) -> tuple[list[float], float]:
+    """:func:`weighted_quantile` of the TTFT of all parts, which are too large to sort together, and the mean."""
+    counted, total_ms = np.zeros(1 << 63 - _BIN_SHIFT), 0.0
+    for part in parts:
+        values, weights = ttft_samples(part)
+        counts = np.bincount(_bins(values), weights)
+        counted[: len(counts)] += counts
+        total_ms += float(values @ weights)
+    below = np.concatenate([[0.0], np.cumsum(counted)])
+    bins = np.searchsorted(below[1:], np.asarray(shares) * below[-1])
+    # A second pass sorts only the values of the bins that hold a quantile.
+    kept: list[list[FloatArray]] = [[] for _ in shares]
+    for part in parts:
+        values, weights = ttft_samples(part)
+        of = _bins(values)
+        for inside, chosen in zip(kept, bins, strict=True):
+            here = of == chosen
+            inside.append(np.stack((values[here], weights[here])))
+    found = []
+    for inside, chosen, q in zip(kept, bins, shares, strict=True):
+        values, weights = np.concatenate(inside, axis=1)
+        found.append(weighted_quantile(values, weights, (q * below[-1] - below[chosen]) / weights.sum()))
+    return found, total_ms / float(below[-1])
+
+
+def _bins(values: FloatArray) -> NDArray[np.int64]:
+    """Bins of equal relative width: the bits of floats of one sign are ordered as the floats are."""
+    bins: NDArray[np.int64] = values.view(np.int64) >> _BIN_SHIFT
+    return bins

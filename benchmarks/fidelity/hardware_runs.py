@@ -243,8 +243,7 @@ def _burst_figures(row: dict[str, str], system: System, step_s: float, outputs: 
 
 
 def _ttft(runs: Sequence[Served], prefix: str, percentiles: Sequence[int]) -> dict[str, float]:
-    ttft = np.concatenate([run.ttft_ms for run in runs])
-    weight = np.concatenate([run.ttft_weight for run in runs])
+    ttft, weight = ttft_samples(np.concatenate([run.record for run in runs]))
     return {f"{prefix}p{q}": weighted_quantile(ttft, weight, q / 100) for q in percentiles}
 
 

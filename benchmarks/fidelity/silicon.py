@@ -33,7 +33,7 @@ from simulator.hardware.sources import engine_of, source_of
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
 from simulator.offline.table import build_table
-from simulator.whatif import serve_requests, weighted_quantile
+from simulator.whatif import serve_requests, ttft_statistics
 
 MODELS: Final = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
@@ -208,7 +208,7 @@ def _served(
     log = RequestLog(np.zeros(n), np.full(n, prompt_tokens), np.full(n, output_tokens), np.zeros(n, dtype=np.int64))
     action = ServeAction(KV_BUDGET, 0, max(clients, 1), False, QuantTier(tier))
     served = serve_requests(action, log, _tables(table, kv_cache_dtype), closed_clients=clients)
-    return weighted_quantile(served.ttft_ms, served.ttft_weight, 0.5), float(np.nanmedian(served.tpot_ms))
+    return ttft_statistics(served.record)["p50"], float(np.nanmedian(served.tpot_ms))
 
 
 def referenced(loops: Iterable[ClosedLoop]) -> Iterator[tuple[ClosedLoop, float]]:

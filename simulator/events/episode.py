@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypedDict
 import numpy as np
 
 from simulator.events.fleet import BLOCK_TOKENS, Fleet, RollingRestart
-from simulator.events.requests import IntArray, Outcome, Requests
+from simulator.events.requests import FloatArray, IntArray, Outcome, Requests
 from simulator.events.simulation import Simulation
 from simulator.hardware import measured
 from simulator.hardware.profiles import profiles
@@ -84,6 +84,7 @@ class ReferenceEpisode:
         speculation = profiles()["speculation"]
         self._acceptance = measured.spec_acceptance(speculation["dataset"], speculation["method"])
         self._simulation: Simulation | None = None
+        self._configured: tuple[Knobs, bool] | None = None
         self._second = 0
         self._first_open = 0
         self._start_to_first_ms: deque[float] = deque(maxlen=RECENT_STARTS)
@@ -176,6 +177,13 @@ class ReferenceEpisode:
         return float(len(ready)), float(len(there) - len(ready)), current / len(ready) if ready else 1.0
 
     def _configure(self, knobs: Knobs, oom: bool) -> Simulation:
+        if self._simulation is None or self._configured != (knobs, oom):
+            self._simulation = self._reconfigured(knobs, oom)
+            self._configured = knobs, oom
+        self._simulation.state.prefix_hit = self._prefix_hit(self._simulation)
+        return self._simulation
+
+    def _reconfigured(self, knobs: Knobs, oom: bool) -> Simulation:
         tables, one_block = self._params.tables, self._rules.get("block_tokens", BLOCK_TOKENS)
         pools = {
             tier: max(one_block, tables.kv_pool_tokens(i, knobs.kv_budget, knobs.spec_length > 0))
@@ -211,7 +219,6 @@ class ReferenceEpisode:
             self._simulation = Simulation(fleet, requests, self._seed)
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)
-        self._simulation.state.prefix_hit = self._prefix_hit(self._simulation)
         return self._simulation
 
     def _prefix_hit(self, simulation: Simulation) -> float:
@@ -245,10 +252,11 @@ class ReferenceEpisode:
         overdue = int((age_ms > self._slo_ms[waiting]).sum())
         missed = int((ttft_ms > self._slo_ms[answered]).sum()) + overdue
         if len(answered):
-            p50, p99 = np.quantile(ttft_ms, (0.5, 0.99))
+            ttft_ms.sort()
+            p50, p99 = quantile(ttft_ms, 0.5), quantile(ttft_ms, 0.99)
         else:
-            p50 = p99 = age_ms.max(initial=0.0) + self._first_token_ms() + offset_ms
-        return _Judged(float(p50), float(p99), missed, len(answered) + overdue, len(waiting))
+            p50 = p99 = float(age_ms.max(initial=0.0)) + self._first_token_ms() + offset_ms
+        return _Judged(p50, p99, missed, len(answered) + overdue, len(waiting))
 
     def _first_token_ms(self) -> float:
         """Median time from start to first token of the latest requests; until there are any, that of a mean prompt."""
@@ -262,6 +270,15 @@ class ReferenceEpisode:
         if any(replica.load() for replica in simulation.replicas):
             return CONVENTIONS.max_tpot_steps * 1e3
         return simulation.fleet.model.step_ms(1, float(self._params.stats.prompt_mean[0]), (), 0, 0)
+
+
+def quantile(ascending: FloatArray, q: float) -> float:
+    """``np.quantile`` of sorted values, bit for bit, in a fraction of its time on a second's few requests."""
+    position = q * (len(ascending) - 1)
+    i = int(position)
+    share = position - i
+    low, high = float(ascending[i]), float(ascending[min(i + 1, len(ascending) - 1)])
+    return low + (high - low) * share if share < 0.5 else high - (high - low) * (1.0 - share)
 
 
 class _Judged(NamedTuple):

@@ -274,8 +274,9 @@ class ServingState:
     def start(self, rows: Iterable[int], params: ServingParams) -> None:
         """Empty these fleets: nothing queued, nothing running, time 0."""
         index = np.fromiter(rows, dtype=np.int64)
-        for array in self.rows.values():
-            array[index] = 0
+        for name, array in self.rows.items():
+            if name != "record":  # its entries from n_recorded on are never read
+                array[index] = 0
         self.rows["rollout_share"][index] = 1.0
         self.rows["replicas_ready"][index] = params.n_replicas
         self.rows["rate_ema"][index] = params.nominal_rate_rps

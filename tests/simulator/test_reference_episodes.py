@@ -19,6 +19,7 @@ from inferencegym.models import PRIORITY_CLASSES, ServeAction
 from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.observations import OBSERVATION_HIGH, OBSERVATION_LOW
 from inferencegym.tasks import AcceptanceStage, TaskSpec, get_task, list_tasks
+from simulator.events.episode import quantile
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Requests
 from simulator.events.simulation import Simulation, serve
@@ -290,3 +291,10 @@ def test_the_reference_names_the_metrics_that_it_gives_and_no_others_are_logged(
     fleet = batch.fleet
     assert isinstance(fleet, ReferenceFleet)
     assert set(fleet.serve(range(1))[0]) == set(fleet.given) == set(batch.metric)
+
+
+def test_a_quantile_of_a_second_is_numpys_to_the_last_bit() -> None:
+    rng = np.random.default_rng(1)
+    for n in range(1, 200):
+        values = np.sort(rng.lognormal(4.0, 1.0, n))
+        assert [quantile(values, q) for q in (0.5, 0.99)] == np.quantile(values, (0.5, 0.99)).tolist()

@@ -13,7 +13,14 @@ from inferencegym.models import QuantTier, ServeAction
 from simulator.hardware.tables import load_tables
 from simulator.load.recorded import RecordedLoad
 from simulator.load.requests import MAX_REQUESTS, RequestLog
-from simulator.whatif import WhatIf, serve_requests, steady_requests, weighted_quantile
+from simulator.whatif import (
+    WhatIf,
+    serve_requests,
+    steady_requests,
+    ttft_samples,
+    ttft_statistics,
+    weighted_quantile,
+)
 
 ACTION = ServeAction(1.0, 0, 8, False, QuantTier.FP16)
 
@@ -127,3 +134,21 @@ def test_a_weighted_quantile_by_hand() -> None:
     # In order: 1 (weight 1), 2 (weight 2), 3 (weight 1), so half of the weight is reached within 2.
     values, weights = np.array([3.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0])
     assert [weighted_quantile(values, weights, q) for q in (0.0, 0.2, 0.5, 0.74, 0.76, 1.0)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_statistics_of_a_long_record_are_those_of_all_its_values_sorted_at_once() -> None:
+    rng = np.random.default_rng(0)
+    wait_ms = rng.normal(0.0, 200.0, (10_000, 2))  # more admissions than are taken at once
+    after = rng.uniform((1.0, 0.0, 0.0), (30.0, 80.0, 0.8), (10_000, 3))
+    record = np.column_stack([np.zeros(10_000), rng.uniform(0.1, 3.0, 10_000), np.sort(wait_ms), after])
+    values, weights = ttft_samples(record)
+    found = ttft_statistics(record)
+    for name, q in {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}.items():
+        assert found[name] == weighted_quantile(values, weights, q)
+    assert found["mean"] == pytest.approx(float(np.average(values, weights=weights)))
+
+
+def test_progress_is_the_share_of_the_load_that_has_arrived() -> None:
+    told: list[float] = []
+    serve_requests(ACTION, load(1_000), load_tables(), progress=told.append)
+    assert told == pytest.approx([0.0, 0.25, 0.5, 0.75], abs=0.001)
