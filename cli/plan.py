@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='your prices: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: none, plans count GPUs)',
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan with figures and engine settings")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against the share of requests in time")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw cost against latency")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all fleets tried (.csv, .parquet, .json)")
     parser.add_argument(
         "--export", choices=("vllm", "sglang", "helm"), help="print the first plan's settings for this engine"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from ops.objectives import parse_objective
     from ops.plan import MAX_GPUS, make_plan, registered_tables, tables_of_files
     from ops.prices import load_prices
-    from ops.report import front_figure, plan_report, write_page, write_picture
+    from ops.report import plan_figure, plan_report, write_page, write_picture
 
     if args.sessions:
         return _plan_sessions(args)
@@ -138,11 +138,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_report(plan_report(report))
     if args.html:
-        figures = {"Cost against the share of requests in time: all fleets tried, and the front.": front_figure(report)}
+        caption = (
+            "All fleets tried, each with its number of GPUs: cost against the latencies that the objectives (dashed) "
+            "bound, times the median error of measured runs; the lines reach to the 90th percentile. Filled: meets all."
+        )
+        figures = {caption: plan_figure(report)}
         files = {} if first is None else engine_files(first, tables[first.hardware], report)
         write_page(args.html, f"Plan for {args.trace.name}", report.log, plan_report(report), figures, files)
     if args.png:
-        write_picture(args.png, front_figure(report))
+        write_picture(args.png, plan_figure(report))
     if args.out:
         write_table(_frame(report), args.out)
     if args.export and first is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
+from ops.objectives import parse_objective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -282,26 +283,33 @@ def growth_lines(report: PlanReport) -> list[str]:
     return lines
 
 
-def front_figure(report: PlanReport) -> Figure:
-    """Cost against the share of requests in time: all fleets tried, and the front."""
-    figure, (axes,) = _axes(1, (7, 4.5))
-    priced = bool(report.currency)
+def plan_figure(report: PlanReport) -> Figure:
+    """Cost against every latency that an objective bounds: all fleets tried, marked with their GPUs.
 
-    def cost(plan: Plan) -> float:
-        return float(plan.n_gpus) if plan.cost_per_hour is None else plan.cost_per_hour
-
+    A point is the latency times the median error of measured runs, the line above it reaches to the 90th percentile.
+    """
+    objectives = [parse_objective(text) for text in report.objectives]
+    unit = report.currency or "GPU hours"
+    figure, panels = _axes(len(objectives), (7, 1 + 3.2 * len(objectives)), f"{unit} per million output tokens")
     hardware = list(dict.fromkeys(plan.hardware for plan in report.tried))
-    for i, name in enumerate(hardware):
-        mine = [plan for plan in report.tried if plan.hardware == name]
-        colour = COLOURS[(i + 1) % len(COLOURS)]
-        axes.scatter([cost(p) for p in mine], [p.share_in_time for p in mine], s=14, color=colour, label=name)
-    for name in [""] if priced else hardware:  # without prices, each hardware has its own front
-        front = [plan for plan in report.front if name in ("", plan.hardware)]
-        steps = [cost(p) for p in front], [p.share_in_time for p in front]
-        axes.step(*steps, where="post", color=_INK, linewidth=0.9)
-    axes.axhline(report.share_met, color=COLOURS[0], linewidth=0.8, linestyle="--")
-    axes.set(xlabel=f"{report.currency} per hour" if priced else "GPUs", ylabel="share of requests in time")
-    axes.legend(frameon=False)
+    for axes, objective in zip(panels, objectives, strict=True):
+        for plan in report.tried:
+            error, latency_ms = plan.errors[objective.quantity], plan.figures[objective.figure]
+            if plan.tokens_per_s <= 0.0 or latency_ms <= 0.0:  # nothing was answered
+                continue
+            cost = plan.cost_per_million_tokens if report.currency else plan.gpu_hours_per_million_tokens
+            colour = COLOURS[(hardware.index(plan.hardware) + 1) % len(COLOURS)]
+            axes.plot((cost, cost), (latency_ms * error.p50, latency_ms * error.p90), color=colour, linewidth=0.9)
+            fill = colour if plan.meets else "none"
+            axes.scatter(cost, latency_ms * error.p50, s=22, facecolor=fill, edgecolor=colour, label=plan.hardware)
+            at = {"xytext": (4, -8), "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(str(plan.n_gpus), (cost, latency_ms * error.p50), **at)
+        axes.axhline(objective.limit_ms, color=_INK, linewidth=0.8, linestyle="--")
+        axes.set(xscale="log", yscale="log", ylabel=f"{objective.quantity.upper()} {objective.statistic}, ms")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: plain(value))
+            axis.set_minor_formatter(lambda value, _: plain(value) if f"{value:.0e}"[0] in "25" else "")
+    _legend(figure, panels[0])
     return figure
 
 
@@ -462,7 +470,8 @@ def _axes(n_panels: int, size: tuple[float, float], below: str = "") -> tuple[Fi
 
 def _legend(figure: Figure, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", frameon=False, ncols=min(4, len(labels)))
+    once = dict(zip(labels, handles, strict=True))
+    figure.legend(once.values(), once, loc="outside upper left", frameon=False, ncols=min(4, len(once)))
 
 
 def _short(name: str) -> str:

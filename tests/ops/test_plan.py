@@ -21,7 +21,7 @@ from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
 from ops.plan import MAX_GPUS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
 from ops.prices import Prices
-from ops.report import notes, plan_report
+from ops.report import notes, plan_figure, plan_report
 from ops.shadow import shadow
 from server.api.web import PAGE_DIR
 from simulator.hardware.catalogue import models, table_path, tables_named
@@ -105,6 +105,23 @@ def test_nothing_tried_beats_a_point_of_the_front(report: PlanReport) -> None:
     shares = [point.share_in_time for point in report.front]
     assert shares == sorted(shares)
     assert pareto([]) == []
+
+
+def test_the_chart_shows_every_fleet_beside_the_objectives_with_axes_that_name_their_units(report: PlanReport) -> None:
+    panels = plan_figure(report).axes
+    assert [panel.get_ylabel() for panel in panels] == ["TTFT p99, ms", "TPOT p50, ms"]
+    assert panels[-1].get_xlabel() == f"{report.currency} per million output tokens"
+    bounded = (("ttft", "ttft_p99_ms", 500), ("tpot", "tpot_p50_ms", 50))
+    for panel, (quantity, figure, limit_ms) in zip(panels, bounded, strict=True):
+        points = [tuple(dots.get_offsets()[0]) for dots in panel.collections]
+        assert points == [
+            pytest.approx((plan.cost_per_million_tokens, plan.figures[figure] * plan.errors[quantity].p50))
+            for plan in report.tried
+        ]
+        assert [text.get_text() for text in panel.texts] == [str(plan.n_gpus) for plan in report.tried]
+        assert panel.lines[-1].get_ydata() == [limit_ms, limit_ms]
+        filled = [len(dots.get_facecolor()) > 0 for dots in panel.collections]
+        assert filled == [plan.meets for plan in report.tried]
 
 
 def test_more_traffic_needs_more_gpus(report: PlanReport) -> None:
