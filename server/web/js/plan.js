@@ -114,7 +114,9 @@ class PlanTab {
     nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", cost], plans.map(short)),
       el("p", { class: "note", text: `Simulated.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; with 90 %: nine tenths of them." : ""}` }));
     if (first) nodes.push(settings(report));
-    nodes.push(folded(`All ${report.tried.length} fleets tried: cost against requests in time`, picture(report, priced), table("Fleets that no other one beats in both", head, report.front.map(row))),
+    nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
+      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90th percentile. Green fleets meet all objectives." }),
+      ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
       folded("All figures of these fleets", table("Figures", head, plans.map(row))));
     const other = [];
     if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
@@ -153,33 +155,43 @@ function verdict(report, priced) {
   return `Rent ${rent(plan)}, set to ${settingOf(plan)}, at ${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
-/** All fleets tried, cost against the share of requests in time, with the front as a line; without prices each hardware has its own. */
-function picture(report, priced) {
-  const [width, height, left, bottom] = [560, 240, 48, 34];
-  const cost = (plan) => (priced ? plan.cost_per_hour : plan.n_gpus);
-  const most = Math.max(...report.tried.map(cost), 1);
-  const x = (plan) => left + ((width - left - 12) * cost(plan)) / most;
-  const y = (share) => height - bottom - (height - bottom - 12) * share;
+/** Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines reach to the 90th percentile. */
+function picture(report, priced, objective) {
+  const [, quantity, statistic, limit] = objective.match(/^(\w+)_(\w+)=(.*)$/);
+  const [width, height, left, bottom] = [560, 240, 56, 40];
+  const cost = (plan) => (priced ? plan.cost_per_million_tokens : plan.gpu_hours_per_million_tokens);
+  const latency = (plan, error) => plan.figures[`${quantity}_${statistic}_ms`] * plan.errors[quantity][error];
+  const tried = report.tried.filter((plan) => plan.tokens_per_s > 0 && latency(plan, "p50") > 0);
+  const x = scale(tried.map(cost), left, width - 40), y = scale([Number(limit), ...tried.flatMap((plan) => [latency(plan, "p50"), latency(plan, "p90")])], height - bottom, 12);
   const shape = (tag, attributes, text) => {
     const node = document.createElementNS(SVG, tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
     if (text) node.textContent = text;
     return node;
   };
-  const unit = priced ? `${report.currency} per hour` : "GPUs";
-  const label = `Share of requests in time against ${unit}, for ${report.tried.length} fleets`;
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "pareto" });
-  for (const share of [0, 0.5, 1]) svg.append(shape("text", { x: 4, y: y(share) + 4 }, percent(share)), shape("path", { d: `M${left} ${y(share)}H${width - 12}`, class: "rule" }));
-  svg.append(shape("text", { x: left, y: height - 8 }, "0"), shape("text", { x: width - 12, y: height - 8, "text-anchor": "end" }, `${compact(most)} ${unit}`));
-  const begins = (plan, before) => !before || (!priced && before.hardware !== plan.hardware);
-  const steps = report.front.map((plan, i) => (begins(plan, report.front[i - 1]) ? `M${x(plan)} ${y(plan.share_in_time)}` : `H${x(plan)}V${y(plan.share_in_time)}`)).join("");
-  svg.append(shape("path", { d: steps, class: "front" }));
-  for (const plan of report.tried) {
-    const dot = shape("circle", { cx: x(plan), cy: y(plan.share_in_time), r: 3.5, class: plan.meets ? "met" : "missed" });
-    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${percent(plan.share_in_time, 2)}`));
-    svg.append(dot);
+  const across = `${priced ? report.currency : "GPU hours"} per million output tokens`, up = `${quantity.toUpperCase()} ${statistic}, ms`;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${up}, against ${across}, of ${tried.length} fleets; the objective is ${limit} ms`, class: "pareto" });
+  for (const mark of y.marks) svg.append(shape("text", { x: left - 6, y: y.at(mark) + 4, "text-anchor": "end" }, compact(mark)), shape("path", { d: `M${left} ${y.at(mark)}H${width - 12}`, class: "rule" }));
+  for (const mark of x.marks) svg.append(shape("text", { x: x.at(mark), y: height - bottom + 15, "text-anchor": "middle" }, compact(mark)));
+  svg.append(shape("text", { x: 4, y: 12 }, up), shape("text", { x: width - 12, y: height - 6, "text-anchor": "end" }, across));
+  svg.append(shape("path", { d: `M${left} ${y.at(limit)}H${width - 12}`, class: "limit" }), shape("text", { x: width - 12, y: y.at(limit) - 4, "text-anchor": "end" }, `objective ${limit} ms`));
+  for (const plan of tried) {
+    const [cx, cy] = [x.at(cost(plan)), y.at(latency(plan, "p50"))];
+    const dot = shape("circle", { cx, cy, r: 3.5, class: plan.meets ? "met" : "missed" });
+    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${up}: ${compact(latency(plan, "p50"))} to ${compact(latency(plan, "p90"))}; ${percent(plan.share_in_time, 2)} in time`));
+    svg.append(shape("path", { d: `M${cx} ${cy}V${y.at(latency(plan, "p90"))}`, class: "error" }), dot, shape("text", { x: cx + 5, y: cy + 11 }, String(plan.n_gpus)));
   }
   return svg;
+}
+
+/** A logarithmic scale from values to places between two ends, with its marks at 1, 2 and 5, or at powers of ten if those are too many. */
+function scale(values, from, to) {
+  const [low, high] = [Math.min(...values) / 1.15, Math.max(...values) * 1.15];
+  const at = (value) => from + ((to - from) * Math.log(value / low)) / Math.log(high / low);
+  const round = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power < high; power += 1) round.push(...[1, 2, 5].map((times) => times * 10 ** power));
+  const inside = round.filter((mark) => mark >= low && mark <= high);
+  return { at, marks: inside.length > 8 ? inside.filter((mark) => Number.isInteger(Math.log10(mark))) : inside };
 }
 
 function settings(report) {
