@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -942,3 +943,14 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
         nobody.reset(seed=1)
     assert "http://127.0.0.1:9 did not answer" in str(unanswered.value)
     nobody.close()
+
+
+def test_a_first_version_is_made_of_its_spec_without_a_warning_that_it_is_out_of_date() -> None:
+    name = "InferenceGym/StaticUniform-v1"
+    told = []
+    for made_of in (name, gymnasium.spec(name)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gymnasium.make(made_of).close()
+        told.append(any("is out of date" in str(each.message) for each in caught))
+    assert told == [True, False]
