@@ -3,12 +3,12 @@
     python -m benchmarks.learning.curves             everything
     python -m benchmarks.learning.curves --ship      and copy the chosen policies to agents/data/policies
     python -m benchmarks.learning.curves --add       only runs that the stored results lack
-    python -m benchmarks.learning.curves --task autoscale-mix --steps 2400000 --plan-seeds 0 --warm-seeds 0
+    python -m benchmarks.learning.curves --task autoscale-mix --steps 2400000 --plan-seeds 0 --warm-seeds 0 --add
 
 Every run is scored on the held-out seeds as it trains, but these choose nothing: validation seeds choose the policy
 that a run keeps, and the run to ship. Runs are trained in parallel, one per core. Results go to
-``benchmarks/results/learning.json`` and ``.md``, curves to ``benchmarks/figures/learning.png``, each run's own files
-below ``--out``.
+``benchmarks/results/learning.json`` and ``.md``, curves to ``benchmarks/figures/learning.png`` after every run, and
+each run's own files below ``--out``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,26 @@ def one_run(job: Job) -> dict[str, Any]:
         "curve": [(each.step, each.held_out) for each in trained.scores],
         "policy": str(job.out / "policy.npz"),
     }
+
+
+def chosen_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run from scratch that the validation seeds chose."""
+    return max((run for run in runs if run["kind"] == SCRATCH), key=lambda run: float(run["validation_score"]))
+
+
+def entry(task: TaskSpec, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stored results of a task: its runs, and the table of those from scratch."""
+    scratch = [run for run in runs if run["kind"] == SCRATCH]
+    settings = asdict(settings_for(task, from_scratch=True))
+    return {"settings": settings, "runs": runs, "table": table(task, scratch, chosen_of(runs))}
+
+
+def store(results: dict[str, Any], directory: Path) -> None:
+    """Write results, tables and figure."""
+    told = {"cpu_count": os.cpu_count(), "tasks": results}
+    (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
+    (directory / "results" / "learning.md").write_text(report(results))
+    curves(results, directory / "figures" / "learning.png")
 
 
 def table(task: TaskSpec, runs: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +217,7 @@ def report(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="PPO on every task and seed, scored on held-out traffic.")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning", help="files of the runs")
+    parser.add_argument("--out", type=Path, default=Path("build", "learning"), help="files of the runs")
     parser.add_argument(
         "--task",
         action="append",
@@ -235,28 +255,18 @@ def main() -> None:
         }
     missing = [job for job in jobs if job.key not in done]
     with ProcessPoolExecutor(CORES) as pool:
-        done |= zip((job.key for job in missing), pool.map(one_run, missing), strict=True)
-    results: dict[str, Any] = {}
-    for task_id in task_ids:
-        task = get_task(task_id)
-        runs = [run for (of, _, _), run in sorted(done.items()) if of == task_id]
-        scratch = [run for run in runs if run["kind"] == SCRATCH]
-        chosen = max(scratch, key=lambda run: float(run["validation_score"]))
-        settings = asdict(settings_for(task, from_scratch=True))
-        results[task_id] = {"settings": settings, "runs": runs, "table": table(task, scratch, chosen)}
-        if args.ship:
-            shutil.copy(chosen["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
-    if args.task:
-        results = dict(sorted({**stored, **results}.items()))
-    told: dict[str, Any] = {
-        "cpu_count": os.cpu_count(),
-        "tasks": results,
-    }
-    text = report(results)
-    (directory / "results" / "learning.json").write_text(json.dumps(told, indent=1) + "\n")
-    (directory / "results" / "learning.md").write_text(text)
-    curves(results, directory / "figures" / "learning.png")
-    print(text)
+        for job, run in zip(missing, pool.map(one_run, missing), strict=True):
+            done[job.key] = run
+            print(f"task {job.task_id}, {job.kind}, training seed {job.seed}: {run['score']['mean']:.3f}", flush=True)
+            runs = [each for (of, _, _), each in sorted(done.items()) if of == job.task_id]
+            # A table needs a run from scratch; what is stored after each run is not lost if a later one is stopped.
+            if any(each["kind"] == SCRATCH for each in runs):
+                stored = dict(sorted({**stored, job.task_id: entry(get_task(job.task_id), runs)}.items()))
+                store(stored, directory)
+    if args.ship:
+        for task_id in task_ids:
+            shutil.copy(chosen_of(stored[task_id]["runs"])["policy"], POLICY_DIR / f"ppo_task{task_id}.npz")
+    print(report(stored))
 
 
 if __name__ == "__main__":
