@@ -366,6 +366,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "integrations": written("integrations"),
     "results": written("tasks"),
     "learning": written("learning"),
+    "plain-ppo": written("plain_ppo"),
     "transfer": written("transfer"),
     "autoscalers": written("autoscalers"),
     "ceilings": written("ceilings"),

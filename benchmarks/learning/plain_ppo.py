@@ -3,11 +3,11 @@
     python -m benchmarks.learning.plain_ppo                        task 3, a training seed, a million decisions
     python -m benchmarks.learning.plain_ppo --task 2 --seeds 5     those of five training seeds that are not stored
 
-Trains ``PPO("MlpPolicy", envs)`` in one thread on four environments, as the examples of Stable-Baselines3 do, which
-are rows of one native batch. Each run is scored on the held-out seeds (the policy's most likely actions) forty times
-as it trains, which chooses nothing: its score is that of the last policy. Results so far go to
-``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A run that is stored with as many decisions is not trained
-again.
+Trains ``PPO("MlpPolicy", env)`` in one thread, on one environment or ``--envs`` (rows of a native batch, which steps
+faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many decisions. Each run is
+scored on the held-out seeds (the policy's most likely actions) forty times as it trains, which chooses nothing: its
+score is that of the last policy. Results so far go to ``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A
+run that is stored with as many decisions is not trained again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ from inferencegym.tasks import get_task
 from inferencegym.vector_env import registered_id
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "plain_ppo.json"
-N_ENVS: Final = 4
 N_SCORES: Final = 40
 RIVALS: Final = ("heuristic", "best_static", "best_adaptive")
 
@@ -78,6 +78,7 @@ class Scores(BaseCallback):
         print(f"{self._env_id}: {scores.mean():.3f} after {self.num_timesteps:,} decisions", flush=True)
         self._keep(
             {
+                "n_envs": self.model.n_envs,
                 "seed": self.model.seed,
                 "steps": self.num_timesteps,
                 "wall_s": time.perf_counter() - self._started,
@@ -88,36 +89,32 @@ class Scores(BaseCallback):
         )
 
 
-def train(task_id: str, seed: int, steps: int, keep: Callable[[dict[str, Any]], None]) -> None:
+def train(task_id: str, n_envs: int, seed: int, steps: int, keep: Callable[[dict[str, Any]], None]) -> None:
     """Train once; ``keep`` gets the run so far, with its scores, :data:`N_SCORES` times and at the end."""
     env_id = registered_id(get_task(task_id).gym_id, version=2)
-    envs: Any = gymnasium.make_vec(env_id, num_envs=N_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs: Any = gymnasium.make_vec(env_id, num_envs=n_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     model = PPO("MlpPolicy", SB3VecEnv(envs), seed=seed, device="cpu")
     model.learn(steps, callback=Scores(env_id, steps // N_SCORES, keep))
 
 
 @cache
-def rivals(task_id: str) -> list[dict[str, Any]]:
+def rivals(task_id: str) -> dict[str, list[float]]:
     """Scores of :data:`RIVALS` on the held-out seeds."""
-    agents: list[dict[str, Any]] = compare(get_task(task_id), list(RIVALS), HELD_OUT_SEEDS)["agents"]
-    return agents
+    return {e["agent"]: e["scores"] for e in compare(get_task(task_id), list(RIVALS), HELD_OUT_SEEDS)["agents"]}
 
 
-def summary(task_id: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of a task, with paired differences of their mean from other agents on the same held-out seeds."""
-    mean_of_runs = np.array([run["scores"] for run in runs]).mean(axis=0)
-    return {
-        "runs": sorted(runs, key=lambda run: int(run["seed"])),
-        "rivals": {entry["agent"]: entry["score"] for entry in rivals(task_id)},
-        "over": {e["agent"]: paired(mean_of_runs, np.array(e["scores"])).to_dict() for e in rivals(task_id)},
-    }
-
-
-def store(task_id: str, others: list[dict[str, Any]], run: dict[str, Any]) -> None:
-    """Write results and tables with a run of a task beside its ``others``."""
-    results = dict(sorted({**stored(), task_id: summary(task_id, [*others, run])}.items()))
+def store(task_id: str, run: dict[str, Any]) -> None:
+    """Write results and tables with a run of a task, which replaces the stored one of its training seed."""
+    results = stored()
+    runs = [*(each for each in results.get(task_id, {"runs": []})["runs"] if key(each) != key(run)), run]
+    results = dict(sorted({**results, task_id: {"rivals": rivals(task_id), "runs": sorted(runs, key=key)}}.items()))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     RESULTS.with_suffix(".md").write_text(report(results), encoding="utf-8")
+
+
+def key(run: dict[str, Any]) -> tuple[int, int]:
+    """Number of environments and training seed, which identify a run of a task."""
+    return run["n_envs"], run["seed"]
 
 
 def stored() -> dict[str, Any]:
@@ -132,27 +129,29 @@ def report(results: dict[str, Any]) -> str:
         "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95 % intervals. Differences are",
         "those of the mean of the runs, paired by held-out seed.",
         "",
-        "| task | runs | mean | lowest to highest run | over " + " | over ".join(RIVALS) + " |",
-        "|" + "---|" * (4 + len(RIVALS)),
+        "| task | environments | runs | mean | lowest to highest run | over " + " | over ".join(RIVALS) + " |",
+        "|" + "---|" * (5 + len(RIVALS)),
     ]
     for task_id, result in results.items():
-        means = [run["score"]["mean"] for run in result["runs"]]
-        cells = [spread(result["over"][rival], "+") for rival in RIVALS]
-        lines.append(
-            f"| {task_id} | {len(means)} | {np.mean(means):.3f} | {min(means):.3f} to {max(means):.3f} "
-            f"| {' | '.join(cells)} |"
-        )
+        for n_envs, group in groupby(result["runs"], key=lambda run: int(run["n_envs"])):
+            scores = np.array([run["scores"] for run in group])  # (training seeds, held-out seeds)
+            means, mean_of_runs = scores.mean(axis=1), scores.mean(axis=0)
+            over = [paired(mean_of_runs, np.array(result["rivals"][name])).to_dict() for name in RIVALS]
+            lines.append(
+                f"| {task_id} | {n_envs} | {len(means)} | {means.mean():.3f} | {means.min():.3f} to {means.max():.3f} "
+                f"| {' | '.join(spread(each, '+') for each in over)} |"
+            )
     lines += [
         "",
-        "| task | training seed | decisions | score | 95 % interval | highest score before | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| task | environments | training seed | decisions | score | 95 % interval | highest on the way | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for task_id, result in results.items():
         for run in result["runs"]:
             score = run["score"]
             at, highest = max(run["curve"], key=lambda point: float(point[1]))
             lines.append(
-                f"| {task_id} | {run['seed']} | {run['steps']:,} | {score['mean']:.3f} "
+                f"| {task_id} | {run['n_envs']} | {run['seed']} | {run['steps']:,} | {score['mean']:.3f} "
                 f"| [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}] | {highest:.3f} after {at:,} "
                 f"| {run['wall_s']:.0f} |"
             )
@@ -163,6 +162,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--task", action="append", help="task id, repeatable (default: 3)")
+    parser.add_argument("--envs", type=int, default=1, help="environments of a run (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="training seeds per task, from 0 (default 1)")
     parser.add_argument("--steps", type=int, default=1_000_000, help="decisions of a run (default 1000000)")
     args = parser.parse_args()
@@ -170,10 +170,10 @@ def main() -> None:
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.
     torch.distributions.Distribution.set_default_validate_args(False)
     for task_id in args.task or ["3"]:
+        done = {key(run): run["steps"] for run in stored().get(task_id, {"runs": []})["runs"]}
         for seed in range(args.seeds):
-            runs = stored().get(task_id, {"runs": []})["runs"]
-            if not any(run["seed"] == seed and run["steps"] >= args.steps for run in runs):
-                train(task_id, seed, args.steps, partial(store, task_id, [run for run in runs if run["seed"] != seed]))
+            if done.get((args.envs, seed), 0) < args.steps:
+                train(task_id, args.envs, seed, args.steps, partial(store, task_id))
     print(report(stored()))
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +45,7 @@ from agents.ppo_demo import (
 )
 from agents.ppo_demo import main as demonstration
 from agents.seeds import HELD_OUT_SEEDS, VALIDATION_SEEDS
-from benchmarks.learning.curves import report
+from benchmarks.learning import curves, plain_ppo
 from cli.main import main
 from env.batch import ServingBatch
 from env.gym import InferenceGymEnv
@@ -74,10 +77,64 @@ def vector(task_id: int = 1, n: int = 4, length: int | None = None, action: str 
     )
 
 
-def test_the_published_table_of_training_runs_is_what_the_runs_say() -> None:
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    tasks = json.loads((results / "learning.json").read_text(encoding="utf-8"))["tasks"]
-    assert report(tasks) == (results / "learning.md").read_text(encoding="utf-8")
+RESULTS = curves.ROOT / "benchmarks" / "results"
+
+
+def test_the_published_tables_of_training_runs_are_what_the_runs_say() -> None:
+    tasks = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    assert curves.report(tasks) == (RESULTS / "learning.md").read_text(encoding="utf-8")
+    assert plain_ppo.report(plain_ppo.stored()) == (RESULTS / "plain_ppo.md").read_text(encoding="utf-8")
+
+
+def test_a_training_report_that_stops_keeps_the_stored_runs_and_those_it_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results")
+    (tmp_path / "benchmarks" / "figures").mkdir()
+    before = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    like = before["1"]["runs"][0]
+
+    def one_run(job: curves.Job) -> dict[str, Any]:
+        if job.seed == 6:
+            raise InvalidConfigError("stopped")
+        return {**like, "seed": job.seed}
+
+    monkeypatch.setattr(curves, "ROOT", tmp_path)
+    monkeypatch.setattr(curves, "one_run", one_run)
+    monkeypatch.setattr(curves, "ProcessPoolExecutor", ThreadPoolExecutor)  # a process would have to import one_run
+    options = "--add --task 1 --seeds 7 --plan-seeds 0 --warm-seeds 0 --long-task none"
+    monkeypatch.setattr(sys, "argv", ["curves", *options.split()])
+    with pytest.raises(InvalidConfigError, match="stopped"):
+        curves.main()
+    after = json.loads((tmp_path / "benchmarks" / "results" / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    scratch = [run for run in after["1"]["runs"] if run["kind"] == curves.SCRATCH]
+    assert scratch == [*before["1"]["runs"][:5], {**like, "seed": 5}]
+    assert {task: after[task] for task in after if task != "1"} == {
+        task: before[task] for task in before if task != "1"
+    }
+
+
+def test_ppo_without_tuning_keeps_the_run_so_far_and_does_not_repeat_a_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_ppo, "RESULTS", tmp_path / "plain_ppo.json")
+    monkeypatch.setattr(plain_ppo, "N_SCORES", 2)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # restored after the test
+    monkeypatch.setattr(sys, "argv", ["plain_ppo", "--task", "1", "--steps", "2000"])
+    so_far: list[int] = []
+
+    def store(task_id: str, run: dict[str, Any]) -> None:
+        kept(task_id, run)
+        so_far.append(plain_ppo.stored()["1"]["runs"][0]["steps"])
+
+    kept = plain_ppo.store
+    monkeypatch.setattr(plain_ppo, "store", store)
+    plain_ppo.main()
+    plain_ppo.main()  # nothing is left to do
+    assert so_far == [1000, 2000, 2048]
+    [run] = plain_ppo.stored()["1"]["runs"]
+    assert [step for step, _ in run["curve"]] == so_far
+    assert run["curve"][-1][1] == pytest.approx(np.mean(run["scores"]))
 
 
 def test_the_adapter_tells_the_grade_of_every_ended_episode() -> None:
