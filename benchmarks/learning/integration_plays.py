@@ -172,10 +172,10 @@ def by_verifiers(url: str) -> Played:
 
 
 def by_inspect(url: str) -> Played:
-    """Inspect, with its own scripted model, whose tokens it counts with a tokenizer that it downloads from OpenAI."""
+    """Inspect's eval, with a scripted endpoint: Inspect's own mock model downloads a tokenizer."""
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
-    from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
+    from inspect_ai.model import ChatMessageUser, get_model
     from inspect_ai.scorer import Score, mean, scorer
     from inspect_ai.solver import solver
 
@@ -191,12 +191,12 @@ def by_inspect(url: str) -> Played:
         module = room("agents.integrations.inspect_ai")
         return module.model_solver(url, lambda text: ChatMessageUser(content=text), HOLD_S)
 
-    model = get_model("mockllm/model", custom_outputs=[ModelOutput.from_content("mockllm/model", ANSWER)] * TURNS)
     sample = Sample(input="Run the fleet.", metadata={"task_id": TASK_ID, "seed": SEED})
     task = Task(dataset=[sample], solver=fleet(), scorer=paid())
-    (log,) = eval(task, model=model, display="none", log_dir="inspect")
-    texts = [message.text for message in log.samples[0].messages if message.role == "user"]
-    return log.samples[0].scores["paid"].value, texts[1:]
+    with scripted_model(lambda _: {"content": ANSWER}) as (model_url, asked):
+        model = get_model("openai-api/scripted/model", base_url=model_url, api_key="none")
+        (log,) = eval(task, model=model, display="none", log_dir="inspect")
+    return log.samples[0].scores["paid"].value, [body["messages"][-1]["content"] for body in asked]
 
 
 def by_skyrl(url: str) -> Played:

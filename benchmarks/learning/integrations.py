@@ -61,7 +61,7 @@ INTEGRATIONS: Final = {
     "OpenEnv's harness": Integration(by_harness, ["{wheel}[openenv]"], "openenv"),
     "TRL, GRPOTrainer": Integration(by_trl, ["{torch}", "{wheel}[trl]"], "trl"),
     "verifiers, vf-eval": Integration(by_verifiers, ["{wheel}[verifiers]", str(FOLDER / "verifiers")], "verifiers"),
-    "Inspect, eval": Integration(by_inspect, ["{wheel}", "inspect-ai"], "inspect-ai"),
+    "Inspect, eval": Integration(by_inspect, ["{wheel}", "inspect-ai", "openai"], "inspect-ai"),
     "SkyRL, skyrl_gym.make": Integration(by_skyrl, ["{wheel}[skyrl]"], "skyrl-gym"),
     "NeMo Gym, its server class": Integration(
         by_nemo_gym, ["-r", str(FOLDER / "nemo_gym" / "requirements.txt")], "nemo-gym", "3.12", clone=True
