@@ -138,7 +138,7 @@ def explain(
         found = missing
     if not path and not at:
         return refusal(whole, found, allowed_object(model))
-    return refusal(_path(at, path), found, _allowed(model, path))
+    return refusal(_path(at, path), found, _allowed(model, loc))
 
 
 _UNKNOWN: Final = ("extra_forbidden", "invalid_key")
@@ -217,7 +217,7 @@ def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tupl
     """Split pydantic's ``loc``: position of each part that leads to a value, with its field.
 
     The field is None for indices of arrays and keys of dictionaries. Names of union branches, which pydantic adds to
-    ``loc``, are skipped.
+    ``loc``, are skipped; the fields after one are those of its branch.
     """
     models, found = [model], list[tuple[int, FieldInfo | None]]()
     for at, part in enumerate(loc):
@@ -231,6 +231,8 @@ def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tupl
                 found.append((at, field))
                 models = _inner_models(field.annotation)
                 break
+        else:
+            models = [one for one in models if part in _tags(one)] or models
     return found
 
 
@@ -254,16 +256,17 @@ def _tags(model: type[BaseModel]) -> set[int | str]:
 
 
 @lru_cache(maxsize=1024)
-def _allowed(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    """Words for what the value at ``path`` must be."""
-    fields = [(at, field) for at, field in _fields_along(model, path) if field is not None]
+def _allowed(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """Words for what the value at pydantic's ``loc`` must be."""
+    along = _fields_along(model, loc)
+    fields = [(at, field) for at, (_, field) in enumerate(along) if field is not None]
     if not fields:
         return allowed_object(model)
     last, field = fields[-1]
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     if field.discriminator is not None:
         annotation = Annotated[annotation, Field(discriminator=field.discriminator)]
-    for _ in path[last + 1 :]:
+    for _ in along[last + 1 :]:
         annotation = _entries(annotation)
     note = _note(annotation)
     if note is not None:

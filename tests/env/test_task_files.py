@@ -304,6 +304,7 @@ def test_every_default_of_a_task_is_the_documented_one(tmp_path: Path) -> None:
         ({"grade": {"kind": "throughput", "weights": [1]}}, "unknown field grade.weights: the fields are kind"),
         ({"grade": {"kind": "latency_memory"}}, "grade.ttft_target_ms is missing: it must be "),
         (four_term(0.4, 0.3, 0.3), "grade.weights=[0.4, 0.3, 0.3] is not allowed: it must be an array of 4"),
+        ({"grade": {"kind": "objectives_memory"}}, "grade.weights is missing: it must be an array of 2 shares"),
         (four_term(0.4, 0.3, 0.2, 0.2), "grade.weights=[0.4, 0.3, 0.2, 0.2] is not allowed: it must be an array of 4"),
         (four_term(0.4, 0.3, 0.2, "0.1"), "grade.weights[3]='0.1' is not allowed: it must be a number from 0 to 1"),
         # Scaling

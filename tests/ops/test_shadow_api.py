@@ -100,7 +100,7 @@ def test_a_task_that_there_is_not_is_answered_with_those_that_there_are(
     answer = server.client.post("/shadow", json={"log": FEW, "task_id": "azure-cnv", **policies})
     detail = answer.json()["detail"]
     assert (answer.status_code, detail["code"]) == (422, "unknown_task")
-    for named in ("task_id='azure-cnv'", "1, 2, 3, 'azure-conv'"):
+    for named in ("task_id='azure-cnv'", "1, 2, 3, 'sharegpt-served'"):
         assert named in detail["message"]
 
 
