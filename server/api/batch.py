@@ -5,7 +5,7 @@ Their sessions are those of :mod:`server.sessions.batch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Final
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from inferencegym.batch_format import (
     ANSWER,
@@ -272,7 +273,7 @@ class BatchRoutes(Routes):
         def answer() -> Response:
             played = session.play(steps)
             if binary:
-                return Response(encode_answer(played, flags_of(steps)), media_type=MEDIA_TYPE)
+                return ArraysReply(encode_answer(played, flags_of(steps)))
             return _json_answer(played)
 
         answered: Response = await self._sessions.run(session, session.seconds(steps.n_steps), answer)
@@ -281,6 +282,22 @@ class BatchRoutes(Routes):
     async def close(self, body: BatchCloseRequest) -> BatchCloseAnswer:
         self._sessions.close(body.session_id)
         return BatchCloseAnswer(closed=True)
+
+
+class ArraysReply(Response):
+    """Answer in the binary format, whose parts are sent as they are."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 Find = Callable[[str], BatchSession]
