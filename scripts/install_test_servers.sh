@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the programs that tests start for real: a Redis server (sessions shared by several machines), nginx (the proxy
-# before them) and Chromium (the web page). Does nothing where they are there. On Debian and Ubuntu they are installed
-# with apt, as root or with a sudo that asks for no password; elsewhere it names what is missing, and the tests that need
+# before them), Chromium (the web page) and systemd-analyze (the unit in docs/deploy.md). Does nothing where they are
+# there. On Debian and Ubuntu they are installed with apt, as root or with a sudo that asks for no password; elsewhere it names what is missing, and the tests that need
 # it are skipped. With --check it installs nothing and only names what is missing; with TESTS_REFUSE_SKIPS=1 (CI) what
 # stays missing is an error.
 set -euo pipefail
@@ -11,6 +11,7 @@ missing() {
     command -v redis-server >/dev/null || packages+=(redis-server)
     [ -x /usr/sbin/nginx ] || command -v nginx >/dev/null || packages+=(nginx)
     command -v chromium >/dev/null || packages+=(chromium fonts-dejavu-core)
+    command -v systemd-analyze >/dev/null || packages+=(systemd)
 }
 
 missing
