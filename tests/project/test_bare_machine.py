@@ -51,7 +51,7 @@ class Machine:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
 
-PROGRAMS = ("redis-server", "chromium")
+PROGRAMS = ("redis-server", "chromium", "systemd-analyze")
 
 
 @pytest.fixture
