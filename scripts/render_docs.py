@@ -91,11 +91,6 @@ def adaptive_gap(gain: float, static: bool) -> str:
     return f"{gain:.4f}" + " (static)" * static
 
 
-def with_interval(score: dict[str, float]) -> str:
-    """A mean score and its interval in tables."""
-    return f"{score['mean']:.3f} [{score['ci95_low']:.3f}, {score['ci95_high']:.3f}]"
-
-
 def quality() -> str:
     """What each task rewards: a row per report."""
     lines = [
@@ -298,7 +293,7 @@ SCORE_ROWS = {
 
 def scores() -> str:
     """Mean held-out score of every agent on every task with its interval, and its score in the reference."""
-    from benchmarks.policies.tasks import timetables
+    from benchmarks.policies.tasks import cell, timetables
     from inferencegym.tasks import get_task
 
     measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
@@ -317,11 +312,11 @@ def scores() -> str:
             continue
         cells = []
         for task, scored in zip(measured, by_task, strict=True):
-            cells.append(with_interval(scored[name]))
+            cells.append(cell(scored[name]))
             cells.append(f"{played[str(task['task'])]['agents'][name]['reference']['score']:.3f}")
         lines.append(f"| {title} | {' | '.join(cells)} |")
     blind = timetables()
-    cells = [f"{with_interval(blind[str(task['task'])])} |" for task in measured]
+    cells = [f"{cell(blind[str(task['task'])])} |" for task in measured]
     lines.append(f"| best timetable (by the clock, observes nothing) | {' | '.join(cells)} |")
     return "\n".join(lines)
 

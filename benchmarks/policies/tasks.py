@@ -122,8 +122,9 @@ def scores_table(result: dict[str, Any]) -> str:
             entry = next((e for e in t["agents"] if e["agent"] == name), None)
             cells.append("" if entry is None else cell(entry["score"]))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    blind = [cell(timetables()[str(t["task"])]) for t in result["tasks"]]
-    lines.append("| best timetable (by the clock) | " + " | ".join(blind) + " |")
+    blind = timetables()
+    cells = [cell(blind[str(t["task"])]) for t in result["tasks"]]
+    lines.append("| best timetable (by the clock) | " + " | ".join(cells) + " |")
     expected = [t["expected_naive"] for t in result["tasks"]]
     lines.append("| naive is meant to lie in | " + " | ".join(f"{e[0]:.2f} to {e[1]:.2f}" for e in expected) + " |")
     return "\n".join(lines)
@@ -192,6 +193,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(x: dict[str, float]) -> str:
+    """A mean and its 95 % interval in tables."""
     return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
 
 
