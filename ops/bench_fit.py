@@ -307,6 +307,10 @@ class _Predictor:
             sequence_overhead_ms=round(float(x[1]), 5),
             gemm_scale=round(math.exp(float(x[2])), 4),
             ttft_offset_ms=round(float(x[4]), 3),
+            # The fluid model has no server, so its waits are part of the fitted offset.
+            async_scheduling=False,
+            request_ms=0.0,
+            token_ms=0.0,
         )
 
     def source(self, x: FloatArray) -> Source:

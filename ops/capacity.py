@@ -7,13 +7,14 @@ request by request; the fluid model only screens settings. docs/fidelity.md stat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.policies.capacity import CapacityPlanner, Setting
 from agents.protocol import Agent, FloatArray, knobs_of
@@ -22,20 +23,23 @@ from env.dynamics import DynamicsFactory
 from env.reference import ReferenceFleet
 from grader.kinds.autoscaling import gpu_cost
 from inferencegym.errors import DataFormatError
-from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, SPEC_LENGTHS, QuantTier, ServeAction
+from inferencegym.models import ACTION_FIELDS, PRIORITY_CLASSES, QUANTILES, SPEC_LENGTHS, QuantTier, Router, ServeAction
 from inferencegym.spaces.actions import action_size, to_row
 from inferencegym.task_registry import MAX_EPISODE_LENGTH
 from inferencegym.tasks import Calibration, Fleet, LengthDist, RequestClass, RewardWeights, TaskSpec
-from ops.objectives import QUANTILES
+from ops.objectives import STATISTICS, WINDOW_S
 from simulator.coverage import LEVELS, level_name
-from simulator.events.requests import Outcome
+from simulator.events.requests import IntArray
+from simulator.events.simulation import GAP_MS
 from simulator.hardware import catalogue
 from simulator.hardware.catalogue import table_name
+from simulator.hardware.kernel_times import ATTENTION_BATCHES, KernelModel
 from simulator.hardware.profiles import fleet_changes
+from simulator.hardware.sources import operators_of
 from simulator.hardware.tables import ServingTables, tables_of
 from simulator.load.prefix import reuse_curve
 from simulator.load.requests import RequestLog
-from simulator.whatif import weighted_quantile
+from simulator.whatif import request_statistics, weighted_quantile
 from simulator.workload import load_source
 
 HEADROOM: Final = 1.2
@@ -229,7 +233,8 @@ class PolicyOutcome:
     per second of the log. ``n_gpus`` is the largest number of GPUs in use, with all cards of each replica,
     ``n_replicas`` the size of the fleet, ``gpu_seconds`` the GPU time used. ``requests_per_replica`` is how many
     requests a replica decodes at a time, averaged over its decoding requests, so that bursts count by their requests.
-    ``figures`` has all statistics that objectives bound (``ops.objectives``), ``action`` the setting of a constant.
+    ``figures`` has all statistics that objectives bound (``ops.objectives``), ``windows`` these and ``share_in_time``
+    of the requests that arrive in each five minutes, ``action`` the setting of a constant.
     ``timeline`` holds signals and knobs at ``t_s``, thinned to a few hundred points; ``support`` is the share of
     seconds at each level of support by measurements.
     """
@@ -257,6 +262,7 @@ class PolicyOutcome:
     slo_miss_by_class: dict[str, float]
     support: dict[str, float]
     figures: dict[str, float]
+    windows: list[dict[str, float]] = field(repr=False)
     timeline: dict[str, list[float]] = field(repr=False)
     action: dict[str, Any] | None = None
 
@@ -281,17 +287,43 @@ def noise(missed: float, other: float, requests: int) -> float:
     return NOISE_DEVIATIONS * math.sqrt((missed * (1.0 - missed) + other * (1.0 - other)) / requests)
 
 
-def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, calibration: Calibration) -> Run:
+def most_running(tables: ServingTables) -> int:
+    """Largest batch bound that the reference plays: that of the operator times, or of the knob if these list none."""
+    listed = isinstance(operators_of(tables)[0], KernelModel)
+    return ATTENTION_BATCHES[-1] if listed else int(ACTION_FIELDS["batch_size"].high)
+
+
+def _batch(
+    task: TaskSpec,
+    tables: ServingTables,
+    calibration: Calibration,
+    router: Router,
+    prefill_replicas: int | None = None,
+) -> ServingBatch:
+    """One episode in the reference, whose batch bound may exceed that of the fluid model."""
+    batch = ServingBatch(task, 1, None, tables, calibration, dynamics=_reference(tables, router, prefill_replicas))
+    batch.knobs.high[list(ACTION_FIELDS).index("batch_size")] = most_running(tables)
+    batch.reset([0])
+    return batch
+
+
+def play_policy(
+    name: str,
+    agent: Agent,
+    task: TaskSpec,
+    tables: ServingTables,
+    calibration: Calibration,
+    router: Router = "shared",
+) -> Run:
     """Play one policy on the whole log, request by request, in the discrete-event reference."""
     n_steps = task.episode_length
-    batch = ServingBatch(task, 1, None, tables, calibration, dynamics=_reference(tables))
-    batch.reset([0])
+    batch = _batch(task, tables, calibration, router)
     agent.reset(1)
     fleet = batch.fleet
     assert isinstance(fleet, ReferenceFleet)
     metrics = {m: np.zeros(n_steps) for m in batch.metric}
     actions = np.full((n_steps, action_size(task.fleet)), float(task.fleet.n_replicas))
-    decoding = np.zeros((n_steps, 2))
+    decoding, gaps = np.zeros((n_steps, 2)), _no_gaps(n_steps)
     asked_apart = False
     for t in range(n_steps):
         wanted = knobs_of(agent, batch.full_observation())
@@ -302,43 +334,65 @@ def play_policy(name: str, agent: Agent, task: TaskSpec, tables: ServingTables, 
         batch.step(applied)
         for m, column in metrics.items():
             column[t] = batch.metric[m][0]
-        decoding[t] = fleet.episode(0).decoding()
+        decoding[t], gaps[t // WINDOW_S] = fleet.episode(0).decoding(), fleet.episode(0).gaps()
     arrivals = fleet.arrivals[0].sum(axis=1)
     gpus = gpu_cost(metrics["tokens_per_sec"], metrics["cost_per_1k"]) / calibration.price
-    outcome = _outcome(name, task, fleet, metrics, actions, gpus, decoding, _timeline(metrics, actions))
+    outcome = _outcome(name, task, fleet, metrics, actions, gpus, decoding, gaps, _timeline(metrics, actions))
     best_tps = float(metrics["tokens_per_sec"].max())
     return Run(outcome, arrivals, best_tps, float(metrics["cost_per_1k"].sum()), asked_apart)
 
 
-def play_constant(action: ServeAction, task: TaskSpec, tables: ServingTables) -> PolicyOutcome:
-    """Outcome of a constant setting as :func:`play_policy` has it, but without a timeline, in a tenth of the time."""
+def play_constant(
+    action: ServeAction,
+    task: TaskSpec,
+    tables: ServingTables,
+    router: Router = "shared",
+    prefill_replicas: int | None = None,
+) -> PolicyOutcome:
+    """Outcome of a constant setting as :func:`play_policy` has it, but without a timeline, in a tenth of the time.
+
+    Where prefill is apart, all replicas share ``prefill_replicas``; without it, each has one.
+    """
     n_steps = task.episode_length
-    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=_reference(tables))
-    batch.reset([0])
+    batch = _batch(task, tables, NEUTRAL, router, prefill_replicas)
     actions = batch.snap(to_row(action)[None])
     batch.write_knobs(actions)
     fleet = batch.fleet
     assert isinstance(fleet, ReferenceFleet)
-    decoding = np.zeros((n_steps, 2))
-    for t in range(n_steps):
-        used_gb = fleet.pass_second(0)
-        decoding[t] = fleet.episode(0).decoding()
+    episode, knobs, used_gb = fleet.episode(0), fleet.knobs(0), fleet.used_gb(0)
     limit_gb = fleet.params.constants["memory_limit_gb"]
+    decoding, gaps = np.zeros((n_steps, 2)), _no_gaps(n_steps)
+    for t in range(n_steps):
+        episode.pass_second(knobs, used_gb > limit_gb)
+        decoding[t], gaps[t // WINDOW_S] = episode.decoding(), episode.gaps()
     metrics = {m: np.zeros(n_steps) for m in batch.metric}
-    for m, total in fleet.episode(0).totals().items():
+    for m, total in episode.totals().items():
         metrics[m][-1] = total
     metrics["oom"][:], metrics["gpu_memory_gb"][:] = used_gb > limit_gb, min(used_gb, limit_gb)
-    each = tables.cards_per_replica * (2 if fleet.disagg[0] else 1)
-    gpus = np.full(n_steps, float(task.fleet.n_replicas * each))
-    return _outcome("constant", task, fleet, metrics, np.repeat(actions, n_steps, axis=0), gpus, decoding, {})
+    n_replicas = task.fleet.n_replicas
+    apart = (prefill_replicas or n_replicas) if fleet.disagg[0] else 0
+    gpus = np.full(n_steps, float(tables.cards_per_replica * (n_replicas + apart)))
+    return _outcome("constant", task, fleet, metrics, np.repeat(actions, n_steps, axis=0), gpus, decoding, gaps, {})
 
 
-def _reference(tables: ServingTables) -> DynamicsFactory:
-    """The discrete-event reference for engines of these tables."""
-    return partial(ReferenceFleet, context_tokens=catalogue.context_tokens(str(tables.meta["model"])))
+def _no_gaps(n_steps: int) -> IntArray:
+    """Gaps between outputs, counted by length until the end of each window, (windows, lengths)."""
+    return np.zeros((math.ceil(n_steps / WINDOW_S), len(GAP_MS)), dtype=np.int64)
 
 
-def _levels(tables: ServingTables, actions: FloatArray, decoding: FloatArray) -> dict[str, float]:
+def _reference(tables: ServingTables, router: Router, prefill_replicas: int | None) -> DynamicsFactory:
+    """The discrete-event reference for engines of these tables behind their API servers."""
+    context_tokens = catalogue.context_tokens(str(tables.meta["model"]))
+    return partial(
+        ReferenceFleet,
+        context_tokens=context_tokens,
+        router=router,
+        prefill_replicas=prefill_replicas,
+        server=True,
+    )
+
+
+def levels_of(tables: ServingTables, actions: FloatArray, decoding: FloatArray) -> dict[str, float]:
     """Share of seconds at each level of support, by the operator times at their ends."""
     found = dict.fromkeys(LEVELS, 0)
     for action, (requests, context_tokens) in zip(actions, decoding.tolist(), strict=True):
@@ -355,24 +409,25 @@ def _outcome(
     actions: FloatArray,
     gpus: FloatArray,
     decoding: FloatArray,
+    gaps: IntArray,
     timeline: dict[str, list[float]],
 ) -> PolicyOutcome:
     """Statistics of an episode.
 
     ``gpus`` (T,) is the number of GPUs in use in each second; ``decoding`` (T, 2) has the decoding requests of a busy
-    replica at its end, and their context.
+    replica at its end, and their context; ``gaps`` has those between outputs until the end of each window.
     """
     stats, episode = fleet.params.stats, fleet.episode(0)
     requests, class_index = episode.outcome(), episode.class_index
-    figures = _figures(requests)
+    values = {"ttft": requests.ttft_ms(), "tpot": requests.tpot_ms(), "e2e": requests.e2e_ms()}
+    figures = _figures(values, gaps[-1])
     n_requests = len(class_index)
     # A request that was never answered has no TTFT and is not in time.
-    in_time = requests.ttft_ms() <= stats.slo_ms[class_index]
+    in_time = values["ttft"] <= stats.slo_ms[class_index]
     tokens = float(metrics["tokens_per_sec"].sum())
     gpu_seconds = float(gpus.sum())
     span_s = max(1.0, float(len(metrics["admitted"]) - DRAIN_S))
     restarts = np.any(np.diff(actions[:, 3:5], axis=0) != 0, axis=1)
-    levels = _levels(fleet.params.tables, actions, decoding)
     completed, rejected = (float(metrics[m].sum()) for m in ("completed", "rejected"))
     return PolicyOutcome(
         policy=name,
@@ -397,18 +452,47 @@ def _outcome(
         peak_memory_gb=float(metrics["gpu_memory_gb"].max()),
         slo_miss_by_class={c: 1.0 - float(in_time[class_index == i].mean()) for i, c in enumerate(stats.names)},
         figures=figures,
-        support=levels,
+        windows=_windows(requests.arrival_s, values, np.diff(gaps, axis=0, prepend=0), in_time),
+        support=levels_of(fleet.params.tables, actions, decoding),
         timeline=timeline,
     )
 
 
-def _figures(requests: Outcome) -> dict[str, float]:
-    """Statistics over requests: of TTFT over those answered, of TPOT over those that ended; 0 without any."""
+def _figures(values: Mapping[str, FloatArray], gaps: IntArray) -> dict[str, float]:
+    """Statistics over requests: of TTFT over those answered, of the others over those that ended; 0 without any.
+
+    ``gaps`` (lengths,) counts gaps between outputs of all requests.
+    """
     found: dict[str, float] = {}
-    for quantity, values in (("ttft", requests.ttft_ms()), ("tpot", requests.tpot_ms())):
-        known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
-        found |= {f"{quantity}_{name}_ms": float(np.quantile(known, q)) for name, q in QUANTILES.items()}
-        found[f"{quantity}_mean_ms"] = float(known.mean())
+    for quantity, of_requests in values.items():
+        found |= request_statistics(quantity, of_requests, without=0.0)
+    return {**found, **gap_statistics(gaps, without=0.0)}
+
+
+def gap_statistics(gaps: IntArray, without: float = math.nan) -> dict[str, float]:
+    """Quantiles and mean of the inter-token latency (ms). ``gaps`` counts gaps by length; no gaps give ``without``."""
+    counted = np.cumsum(gaps)
+    if not counted[-1]:
+        return dict.fromkeys((f"itl_{name}_ms" for name in STATISTICS), without)
+    found = {
+        f"itl_{name}_ms": float(GAP_MS[np.searchsorted(counted, q * counted[-1])]) for name, q in QUANTILES.items()
+    }
+    return {**found, "itl_mean_ms": float(gaps @ GAP_MS) / int(counted[-1])}
+
+
+def _windows(
+    arrival_s: FloatArray, values: Mapping[str, FloatArray], gaps: IntArray, in_time: NDArray[np.bool_]
+) -> list[dict[str, float]]:
+    """Figures of the requests that arrive in each window of :data:`WINDOW_S`; windows without requests are left out.
+
+    ``gaps`` (windows, lengths) are those between outputs in the window, whichever requests they belong to.
+    """
+    window = arrival_s // WINDOW_S
+    found = []
+    for each in np.unique(window):
+        inside = window == each
+        figures = _figures({quantity: of_requests[inside] for quantity, of_requests in values.items()}, gaps[int(each)])
+        found.append({**figures, "share_in_time": float(in_time[inside].mean())})
     return found
 
 

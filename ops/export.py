@@ -34,9 +34,9 @@ import numpy as np
 
 from agents.protocol import FloatArray
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import SPEC_LENGTHS, ServeAction
+from inferencegym.models import SPEC_LENGTHS
 from ops.capacity import PolicyOutcome
-from ops.plan import Plan, PlanReport
+from ops.plan import Plan, PlanReport, action_of
 from ops.shadow import ShadowReport
 from simulator.hardware.engine_times import TIER
 from simulator.hardware.sources import reported_gb
@@ -78,8 +78,8 @@ Drafts = list[tuple[int, int, int, str]]
 class EngineSettings:
     """Settings of each replica, independent of the engine; ``comments`` are lines for the reader of the file.
 
-    ``memory_share`` is the share of the card's reported memory that the replica takes, ``static_share`` that of weights
-    and KV pool only.
+    ``prefill_replicas`` prefill for the others (0: replicas prefill themselves). ``memory_share`` is the share of the
+    card's reported memory that the replica takes, ``static_share`` that of weights and KV pool only.
     """
 
     comments: tuple[str, ...]
@@ -88,10 +88,11 @@ class EngineSettings:
     static_share: float
     tier: str
     drafts: Drafts
-    prefill_apart: bool
+    prefill_replicas: int
     max_batched_tokens: int
     tensor_parallel: int = 1
     n_replicas: int = 1
+    kv_cache_fp8: bool = False
 
     @property
     def draft_tokens(self) -> int:
@@ -122,7 +123,7 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
         drafts=draft_schedule(line["spec_length"], per_replica, tables, tier, mean_prompt, most)
         if outcome.action is None
         else constant_drafts(int(outcome.action["spec_length"]), most),
-        prefill_apart=bool(_most_used(line["prefill_disagg"])),
+        prefill_replicas=outcome.n_replicas if _most_used(line["prefill_disagg"]) else 0,
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         tensor_parallel=tables.cards_per_replica,
         n_replicas=outcome.n_replicas,
@@ -131,8 +132,7 @@ def settings_of(report: ShadowReport, tables: ServingTables, policy: str | None 
 
 def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[str, str]:
     """Configuration files with the plan's settings, by engine."""
-    assert plan.action is not None
-    action = ServeAction.from_dict(plan.action)
+    action = action_of(plan)
     card_gb, tier = reported_gb(tables.meta), action.quant_tier.value
     static_gb = plan.memory_gb - float(tables.meta["memory_gb"]["activations_gb"])
     settings = EngineSettings(
@@ -144,10 +144,11 @@ def engine_files(plan: Plan, tables: ServingTables, report: PlanReport) -> dict[
         static_share=min(MOST_MEMORY, static_gb / card_gb),
         tier=tables.tiers[tier],
         drafts=constant_drafts(action.spec_length, action.batch_size),
-        prefill_apart=action.prefill_disagg,
+        prefill_replicas=plan.prefill_replicas,
         max_batched_tokens=int(tables.meta["max_batched_tokens"]),
         tensor_parallel=plan.tensor_parallel,
         n_replicas=plan.n_replicas,
+        kv_cache_fp8=plan.kv_cache_fp8,
     )
     return {name: write(settings) for name, write in EXPORTS.items()}
 
@@ -234,6 +235,8 @@ def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> li
     if settings.tensor_parallel > 1:
         options.append(Option("tensor-parallel-size", settings.tensor_parallel))
     options += _precision(settings, "vllm")
+    if settings.kv_cache_fp8:
+        options.append(Option("kv-cache-dtype", "fp8"))
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high} by the {source}" for low, high, _, source in settings.drafts)
         config = {
@@ -243,9 +246,9 @@ def vllm_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> li
             "num_speculative_tokens_per_batch_size": [[low, high, k] for low, high, k, _ in settings.drafts],
         }
         options.append(Option("speculative-config", json.dumps(config), f"Draft tokens by running requests: {told}."))
-    if settings.prefill_apart:
+    if settings.prefill_replicas:
         config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        why = "Prefill on instances of its own: one more per replica, behind a router that sends prompts there first."
+        why = f"Prefill on {settings.prefill_replicas} more instances, behind a router that sends prompts there first."
         options.append(Option("kv-transfer-config", json.dumps(config), why))
     return options
 
@@ -260,6 +263,8 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
     if settings.tensor_parallel > 1:
         options.append(Option("tp-size", settings.tensor_parallel))
     options += _precision(settings, "sglang")
+    if settings.kv_cache_fp8:
+        options.append(Option("kv-cache-dtype", "fp8_e4m3"))
     if settings.draft_tokens:
         told = ", ".join(f"{low}-{high}: {k}" for low, high, k, _ in settings.drafts)
         why = f"Draft tokens by running requests would be {told}; SGLang drafts one number at every load."
@@ -272,8 +277,10 @@ def sglang_options(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> 
             Option("speculative-eagle-topk", 1),
             Option("speculative-num-draft-tokens", settings.draft_tokens + 1),
         ]
-    if settings.prefill_apart:
-        why = "This is the decoding instance; its twin of the same settings has disaggregation-mode: prefill."
+    if settings.prefill_replicas:
+        why = (
+            f"A decoding instance; {settings.prefill_replicas} of the same settings have disaggregation-mode: prefill."
+        )
         options.append(Option("disaggregation-mode", "decode", why))
     return options
 
@@ -303,7 +310,7 @@ def helm_values(settings: EngineSettings, draft_model: str = DRAFT_MODEL) -> str
         "Set modelURL, and CPU and memory of a pod, which are not planned.",
         *(option.why for option in rest if option.why),
     ]
-    if settings.prefill_apart:
+    if settings.prefill_replicas:
         comments.append(
             "Prefill on GPUs of its own is set up with the chart's router and cache; it is not written here."
         )

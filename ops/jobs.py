@@ -1,9 +1,8 @@
 """Offline work that a server runs in a separate process: read a request log, plan and compare on it.
 
-``python -m ops.jobs NAME PARENT`` reads a request as JSON from standard input and writes gzipped JSON to standard
-output: the answer (exit status 0), or the error's parts (exit status 2). A log never takes time or memory of the
-process that answers steps, and modules imported for it (pandas) are gone when the job ends. The job limits its own
-memory and time, and ends with the process PARENT that started it.
+``python -m ops.jobs PARENT`` answers requests with gzipped JSON (:func:`ops.worker.serve`); a server starts it for each
+job. A log never takes time or memory of the process that answers steps, and modules imported for it (pandas) are gone
+when the job ends. The job limits its own memory and time, and ends with the process PARENT that started it.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import re
 import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
-from inferencegym.errors import InferenceGymError, short_text
-from inferencegym.models import NAIVE_ACTION, ServeAction
+from inferencegym.errors import InferenceGymError
 from inferencegym.tasks import get_task
 from ops.export import EXPORTS, engine_files, settings_of
+from ops.log.names import file_name
 from ops.log.reader import Imported, import_log
 from ops.objectives import parse_objective
 from ops.plan import make_plan, registered_tables
@@ -30,13 +27,12 @@ from ops.prices import read_prices
 from ops.report import growth_lines, notes, refused_lines
 from ops.scaling import WITHIN_MISSES, scaling_note
 from ops.shadow import shadow
-from ops.worker import confine, error_parts
+from ops.worker import confine, request_parts, serve
 from simulator.hardware.tables import tables_of
 
 Request = Mapping[str, Any]
 LIMIT_S: Final = 300
 """Wall time and processor time of a job (s); a plan over many cards takes a minute on two cores."""
-_OPTION: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
 
 def shadow_job(request: Request) -> dict[str, Any]:
@@ -44,11 +40,10 @@ def shadow_job(request: Request) -> dict[str, Any]:
     imported = log_of(request)
     task = None if request.get("task_id") is None else get_task(request["task_id"])
     tables = tables_of(request.get("hardware") or (None if task is None else task.hardware))
-    fixed = request.get("fixed")
     report = shadow(
         imported.log,
         request["policies"],
-        fixed=NAIVE_ACTION if fixed is None else ServeAction.from_dict(fixed),
+        fixed=request.get("fixed"),
         n_gpus=request.get("gpus"),
         slo_ms=request.get("slo_ms"),
         task=task,
@@ -76,9 +71,12 @@ def plan_job(request: Request) -> dict[str, Any]:
         tables,
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
         share_met=request.get("share_met"),
+        windows_met=request.get("windows_met"),
         precisions=request.get("precisions"),
         drafts=request.get("drafts", False),
+        kv_cache_fp8=request.get("kv_cache_dtype") == "fp8",
         replicas_min=request.get("replicas_min", 1),
+        router=request.get("router", "shared"),
     )
     first = report.plans[0] if report.plans else None
     return {
@@ -96,7 +94,7 @@ def log_of(request: Request) -> Imported:
     """The request log whose text is ``log``."""
     end_s = request.get("to_s")
     return import_log(
-        short_text(Path(request.get("name") or "log.csv").name),
+        file_name(request.get("name")),
         columns=request.get("columns"),
         start_s=request.get("from_s") or 0.0,
         end_s=math.inf if end_s is None else end_s,
@@ -109,15 +107,11 @@ def log_of(request: Request) -> Imported:
 
 
 def respond(name: str, request: Request) -> tuple[int, dict[str, Any]]:
-    """Do a job: returns 0 and its answer, or 2 and the parts of an error, worded for the sender of the request.
-
-    Error messages name fields of the request instead of command options.
-    """
+    """Do a job: returns 0 and its answer, or 2 and the parts of an error, worded for the sender of the request."""
     try:
         return 0, JOBS[name](request)
     except (InferenceGymError, MemoryError) as error:
-        parts = error_parts(error)
-        return 2, {**parts, "message": _OPTION.sub(lambda found: found[1].replace("-", "_"), parts["message"])}
+        return 2, request_parts(error)
 
 
 def limit_time() -> None:
@@ -126,14 +120,18 @@ def limit_time() -> None:
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
 
 
-def main() -> int:
-    """Read a request, do the job, write the answer."""
-    confine(int(sys.argv[2]))
+def main() -> None:
+    """Do jobs from standard input until it ends."""
+    confine(int(sys.argv[1]))
     limit_time()
-    status, answer = respond(sys.argv[1], json.load(sys.stdin))
-    sys.stdout.buffer.write(gzip.compress(json.dumps(answer, allow_nan=False).encode(), 5, mtime=0))
-    return status
+
+    def answered(name: str, body: bytes) -> tuple[int, bytes]:
+        status, answer = respond(name, json.loads(body))
+        text = json.dumps(answer, allow_nan=False).encode()
+        return status, text if status else gzip.compress(text, 5, mtime=0)
+
+    serve(answered)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,19 +8,28 @@ from dataclasses import dataclass
 from typing import Final
 
 from inferencegym.errors import InvalidConfigError, short_repr
+from inferencegym.models import QUANTILES
 
-QUANTITIES: Final = {"ttft": "time to first token", "tpot": "time per output token"}
-QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+QUANTITIES: Final = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency, from one output of a request to its next",
+    "e2e": "end-to-end latency, from arrival to the last token",
+}
+MEASURED: Final = ("ttft", "tpot")
+"""Quantities with errors against hardware of their own (:mod:`ops.margins`)."""
 STATISTICS: Final = (*QUANTILES, "mean")
 FIGURES: Final = tuple(f"{quantity}_{statistic}_ms" for quantity in QUANTITIES for statistic in STATISTICS)
 """Names of the figures that objectives bound."""
+WINDOW_S: Final = 300
+"""Length (s) of the windows in which objectives may be judged one by one."""
 MAX_LIMIT_MS: Final = 3_600_000.0
-_FORM: Final = re.compile(r"\s*([a-z]+)_([a-z0-9]+)(?:_ms)?\s*=\s*([0-9.eE+-]+)\s*")
+_FORM: Final = re.compile(r"\s*([a-z0-9]+)_([a-z0-9]+)(?:_ms)?\s*=\s*([0-9.eE+-]+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """An upper bound (ms) of a statistic of TTFT or TPOT."""
+    """An upper bound (ms) of a statistic of one of the :data:`QUANTITIES`."""
 
     quantity: str
     statistic: str
@@ -41,7 +50,7 @@ class Objective:
 
 
 def parse_objective(text: str) -> Objective:
-    """Objective from text such as ``ttft_p99=500`` (ms). Raises :class:`InvalidConfigError`."""
+    """Objective from text such as ``ttft_p99=500`` (ms). Raises InvalidConfigError."""
     found = _FORM.fullmatch(text)
     try:
         if found is None or found[1] not in QUANTITIES or found[2] not in STATISTICS:
@@ -58,6 +67,12 @@ def parse_objective(text: str) -> Objective:
     return Objective(found[1], found[2], limit)
 
 
-def margin(objectives: Sequence[Objective], figures: Mapping[str, float]) -> float:
-    """Smallest distance of a figure from its limit, as a share of the limit: negative if an objective is missed."""
-    return min((1.0 - figures[o.figure] / o.limit_ms for o in objectives), default=1.0)
+def margin(
+    objectives: Sequence[Objective], figures: Mapping[str, float], factors: Mapping[str, float] | None = None
+) -> float:
+    """Smallest distance of a figure from its limit, as a share of the limit: negative if an objective is missed.
+
+    ``factors`` multiply the figures, by quantity.
+    """
+    times = factors or {}
+    return min((1.0 - figures[o.figure] * times.get(o.quantity, 1.0) / o.limit_ms for o in objectives), default=1.0)

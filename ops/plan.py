@@ -10,10 +10,12 @@ many GPUs more traffic needs.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,9 +24,10 @@ import numpy as np
 from agents.protocol import FloatArray
 from agents.registry import make_agent
 from inferencegym.errors import InvalidConfigError
-from inferencegym.models import ServeAction
+from inferencegym.models import QuantTier, Router, ServeAction
 from inferencegym.tasks import TaskSpec
 from ops.capacity import (
+    GRID,
     MAX_SPAN_S,
     NEUTRAL,
     PolicyOutcome,
@@ -33,6 +36,7 @@ from ops.capacity import (
     log_summary,
     log_task,
     longest_request,
+    most_running,
     noise,
     on_replicas,
     play_constant,
@@ -41,13 +45,15 @@ from ops.capacity import (
     screen,
 )
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
-from ops.objectives import QUANTITIES, Objective, margin
+from ops.objectives import MEASURED, Objective, margin
+from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
 from simulator.hardware.catalogue import table_path, tables_named, usual_name
 from simulator.hardware.sources import reported_gb
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.load.requests import RequestLog
+from simulator.workload import load_source
 
 SEARCH_S: Final = 900.0
 SEARCH_REQUESTS: Final = 20_000
@@ -56,6 +62,8 @@ PLAYED_REQUESTS: Final = 200_000
 """Most requests of a log that a plan is played on; of a longer log, its busiest part."""
 FINALISTS: Final = 3
 """Number of settings of each precision that the reference may play, with different drafts or prefill placement."""
+MOST_UNEVEN: Final = 16
+"""Most replicas, those for prefill included, of which another number may prefill than decode."""
 MAX_GPUS: Final = 256
 ADAPTIVE: Final = ("heuristic", "hill_climb")
 """Policies that need only the observation; they are compared with the plan's constant setting."""
@@ -91,21 +99,25 @@ class Plan:
     ``margin`` is the smallest distance of a figure from its limit, as a share of the limit, with the figure multiplied
     by the median of measured / simulated latency (``errors`` by quantity, in the ``band`` of load of this plan).
     ``meets`` says whether margin, share of requests in time and number of replicas are sufficient and the fleet never
-    ran out of memory.
+    ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
+    ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
     ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if the 90th percentile of the errors is within the limits
     too; otherwise ``"not"``. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware``
-    is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and as many again if
-    prefill runs on separate ones. ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the
-    whole log, during which the GPUs are held. Costs are None without prices.
+    is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and so has each of
+    ``prefill_replicas``, which only prefill (0: replicas prefill themselves). ``tokens_per_s`` and
+    ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during which the GPUs are held. Costs are
+    None without prices.
     """
 
     hardware: str
     card: str
     n_gpus: int
     n_replicas: int
+    prefill_replicas: int
     tensor_parallel: int
     policy: str
     precision: str
+    kv_cache_fp8: bool
     action: dict[str, Any] | None
     meets: bool
     verdict: str
@@ -113,6 +125,7 @@ class Plan:
     band: str
     errors: dict[str, Ratio]
     share_in_time: float
+    windows_met: float | None
     figures: dict[str, float]
     tokens_per_s: float
     gpu_hours_per_million_tokens: float
@@ -120,6 +133,11 @@ class Plan:
     cost_per_million_tokens: float | None
     support: dict[str, float]
     memory_gb: float
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether another number of replicas prefill than decode."""
+        return self.prefill_replicas not in (0, self.n_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +150,16 @@ class PlanReport:
     share ``adapting_gain`` more of the requests in time than the best constant there, of which chance may explain
     ``adapting_noise``. ``autoscaling`` is the first plan
     under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
-    reason; ``unmet`` the largest fleet of each hardware on which nothing met the objectives; ``warnings`` the
-    catalogue's warnings about the tables of plans; ``refused`` how many requests are too long to be served, by table.
+    reason; ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they must
+    hold over the whole log; ``unmet`` the largest fleet of each hardware on which nothing met the objectives;
+    ``warnings`` the catalogue's warnings about the tables of plans; ``refused`` how many requests are too long to be
+    served, by table.
     """
 
     log: dict[str, Any]
     objectives: list[str]
     share_met: float
+    windows_met: float | None
     plans: list[Plan]
     front: list[Plan]
     growth: list[dict[str, Any]]
@@ -152,6 +173,7 @@ class PlanReport:
     played_s: float
     searched_s: float
     wall_s: float
+    router: str
     model: str
     left_out: dict[str, str]
     unmet: list[Plan]
@@ -171,24 +193,32 @@ def make_plan(
     *,
     prices: Prices | None = None,
     share_met: float | None = None,
+    windows_met: float | None = None,
     precisions: Sequence[str] | None = None,
     drafts: bool = False,
+    kv_cache_fp8: bool = False,
     replicas_min: int = 1,
+    router: Router = "shared",
     policies: Sequence[str] = ADAPTIVE,
     progress: Progress = silent,
 ) -> PlanReport:
     """Search fleets of all these tables, which must be of one model.
 
     ``share_met`` is the share of requests whose first token must come within the objective (default: that of the
-    strictest percentile), ``precisions`` names the precisions that may be used (default: all of a table), ``drafts``
-    says whether settings may draft tokens, which needs a draft model. Plans have at least ``replicas_min`` replicas.
-    Tables with none of the precisions and cards without a price are left out. Raises :class:`InvalidConfigError` if no
-    objective is given or no table is left.
+    strictest percentile), ``windows_met`` the share of five-minute windows that must meet the objectives, each judged
+    like a log (default: the log is judged as a whole), ``precisions`` names the precisions that may be used (default:
+    all of a table), ``drafts`` says whether settings may draft tokens, which needs a draft model, and
+    ``kv_cache_fp8`` that the KV cache is in FP8. Plans have at least ``replicas_min`` replicas, of which ``router``
+    chooses one for each request. Tables with none of the precisions and cards without a price are left out. Raises
+    :class:`InvalidConfigError` if no objective is given or no table is left.
     """
     started = time.perf_counter()
     if not objectives:
         raise InvalidConfigError("give at least one objective, as in ttft_p99=500", "objective")
+    check_router(router, log)
     tables, left_out = _usable(tables, prices, precisions)
+    if kv_cache_fp8:
+        tables = {name: table.with_fp8_kv() for name, table in tables.items()}
     first_token = [o for o in objectives if o.quantity == "ttft"]
     strictest = max(first_token, key=lambda o: o.share, default=None)
     required = max(share_met or 0.0, strictest.share if strictest else 0.0)
@@ -208,10 +238,12 @@ def make_plan(
             tokens_per_s,
             objectives,
             required,
+            windows_met,
             prices,
             precisions,
             drafts,
             replicas_min,
+            router,
         )
         progress(f"searching {name}", at / (len(tables) + 1))
         card.search(partial(_within, progress, f"searching {name}", at, len(tables) + 1))
@@ -233,6 +265,7 @@ def make_plan(
         log=log_summary(log),
         objectives=[str(o) for o in objectives],
         share_met=required,
+        windows_met=windows_met,
         plans=[card.best for card in found if card.best is not None],
         front=pareto(tried),
         growth=growth,
@@ -246,6 +279,7 @@ def make_plan(
         played_s=float(played.arrival_s[-1]),
         searched_s=float(searched.arrival_s[-1]),
         wall_s=time.perf_counter() - started,
+        router=router,
         model=usual_name(str(next(iter(tables.values())).meta["model"])),
         left_out=left_out,
         unmet=[card.largest for card in searches if card.best is None],
@@ -329,14 +363,18 @@ class _Card:
         tokens_per_s: float,
         objectives: Sequence[Objective],
         required: float,
+        windows_met: float | None,
         prices: Prices | None,
         precisions: Sequence[str] | None,
         drafts: bool,
         replicas_min: int,
+        router: Router,
     ) -> None:
         self.name, self._tables, self._searched, self._played = name, tables, searched, played
         self._objectives, self._required, self._drafts = objectives, required, drafts
+        self._windows_met = windows_met
         self._request_tokens, self._tokens_per_s, self._replicas_min = request_tokens, tokens_per_s, replicas_min
+        self._router: Router = router
         self._card = str(tables.meta["hardware"])
         self._gpu_hour = None if prices is None else prices.gpu_hour(self._card)
         self._cards_each = tables.cards_per_replica
@@ -385,8 +423,10 @@ class _Card:
     def _whole(self, units: int) -> Plan:
         """The best setting of the busiest part, played on all of the log."""
         if units not in self._on_all:
-            action = _action_of(self._best(units))
-            self._on_all[units] = self._plan("constant", self._play(self._played, units, action), action)
+            best = self._best(units)
+            action = action_of(best)
+            outcome = self._play(self._played, units, action, best.prefill_replicas)
+            self._on_all[units] = self._plan("constant", outcome, action)
         return self._on_all[units]
 
     @property
@@ -418,8 +458,9 @@ class _Card:
         """
         if units not in self._known:
             played = self._known[units] = []
-            for action in self._finalists(units):
-                played.append(self._plan("constant", self._play(self._searched, units, action), action))
+            finalists = self._finalists(units)
+            for action, prefill in chain(((each, 0) for each in finalists), self._uneven(finalists, units)):
+                played.append(self._plan("constant", self._play(self._searched, units, action, prefill), action))
                 if played[-1].meets:
                     break
         return max(self._known[units], key=_merit)
@@ -433,24 +474,52 @@ class _Card:
             task = on_replicas(self._searched, units // 2 if apart else units)
             screened = screen(task, self._tables, settings)
             slow = np.zeros(len(settings))
+            error = ratio("tpot", self._card, "knee").p50
             for o in self._objectives:
-                if o.quantity == "tpot":
-                    error = ratio("tpot", self._card, "knee").p50
+                if o.quantity in ("tpot", "itl"):
                     slow = np.maximum(slow, screened.tpot(o.statistic) * error / o.limit_ms)
+                elif o.quantity == "e2e":
+                    # Most of it is decoding; the first token has its own share of requests in time.
+                    slow = np.maximum(slow, screened.tpot("mean") * error * self._tokens_at(o) / o.limit_ms)
             over = np.maximum(0.0, slow - 1.0)
             missed = np.maximum(screened.missed, [self._too_long(setting) for setting in settings])
             rows = zip(over.tolist(), missed.tolist(), slow.tolist(), settings, strict=True)
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
-        in_order = [s for *_, s in sorted(ranked, key=lambda r: r[:3])]
-        found = []
+        ranked.sort(key=lambda r: r[:3])
+        found, most = [], most_running(self._tables)
         for tier in self._tiers:
             # Batch bounds that are never reached and pools that are never full make no difference.
             distinct: dict[tuple[int, bool], ServeAction] = {}
-            for setting in in_order:
-                if setting.quant_tier.value == tier:
-                    distinct.setdefault((setting.spec_length, setting.prefill_disagg), setting)
+            of_tier = [(excess, setting) for excess, *_, setting in ranked if setting.quant_tier.value == tier]
+            for _, setting in of_tier:
+                distinct.setdefault((setting.spec_length, setting.prefill_disagg), setting)
             found += list(distinct.values())[:FINALISTS]
+            # The grid ends where the fluid model's tables end; the reference may play batches that still fit the pool.
+            (excess, best), last = of_tier[0], GRID["batch_size"][-1]
+            fit = min(most, self._pool_tokens(best) / self._request_tokens.mean())
+            if fit > last and (excess > 0.0 or best.batch_size == last):
+                found.append(replace(best, batch_size=most))
         return found
+
+    def _uneven(self, finalists: Sequence[ServeAction], units: int) -> Iterator[tuple[ServeAction, int]]:
+        """The best setting of each precision with as many prefill replicas as the prompts keep busy, and one more."""
+        if units > MOST_UNEVEN:
+            return
+        source = load_source(self._searched, self._tables)
+        stats = source.stats
+        for tier in self._tiers:
+            work_s = float(stats.shares @ stats.work_mean_ms[:, tier]) / float(stats.shares.sum()) / 1e3
+            busy = math.ceil(source.nominal_rate_rps * work_s)
+            action = next(each for each in finalists if each.quant_tier.value == tier)
+            for prefill in (busy, busy + 1):
+                if 0 < prefill < units and 2 * prefill != units:
+                    yield replace(action, prefill_disagg=True), prefill
+
+    def _tokens_at(self, objective: Objective) -> float:
+        """The objective's statistic of the output tokens of a request."""
+        assert self._searched.log is not None
+        outputs = self._searched.log.output_tokens
+        return float(np.quantile(outputs, objective.share) if objective.share else outputs.mean())
 
     def _pool_tokens(self, action: ServeAction) -> int:
         """Tokens that the KV pool of a replica holds."""
@@ -470,31 +539,40 @@ class _Card:
     @property
     def refused(self) -> str:
         """How many requests the shown setting refuses because of their length."""
-        pool_tokens = self._pool_tokens(_action_of(self.best or self.largest))
+        pool_tokens = self._pool_tokens(action_of(self.best or self.largest))
         return refused(self._request_tokens, self._tables, pool_tokens)
 
     def autoscaled(self) -> list[Autoscaled]:
         """The best plan under autoscalers, with its replicas as the maximum."""
         assert self.best is not None
-        action = _action_of(self.best)
+        if self.best.is_uneven:
+            return []
+        action = action_of(self.best)
         task = on_replicas(self._played, self.best.n_replicas)
-        outcome = play_constant(action, task, self._tables)
-        return autoscaled(task, self._tables, action, outcome, lambda o: self._plan(o.policy, o, None).meets)
+        outcome = play_constant(action, task, self._tables, self._router)
+        return autoscaled(
+            *(task, self._tables, action, outcome),
+            meets=lambda o: self._plan(o.policy, o, None).meets,
+            router=self._router,
+        )
 
-    def _play(self, task: TaskSpec, units: int, action: ServeAction) -> PolicyOutcome:
-        n_replicas = units // 2 if action.prefill_disagg else units
-        task = on_replicas(task, n_replicas)
-        return play_constant(action, task, self._tables)
+    def _play(self, task: TaskSpec, units: int, action: ServeAction, prefill: int = 0) -> PolicyOutcome:
+        """Play a setting on the GPUs of ``units`` replicas, of which ``prefill`` only prefill (0: half, if apart)."""
+        if action.prefill_disagg and not prefill:
+            prefill = units // 2
+        task = on_replicas(task, units - prefill)
+        shared = None if prefill in (0, units - prefill) else prefill
+        return play_constant(action, task, self._tables, self._router, shared)
 
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
         in_time = 1.0 - outcome.slo_miss_share
         band = band_of(outcome.requests_per_replica)
-        errors = {quantity: ratio(quantity, self._card, band) for quantity in QUANTITIES}
-        figures = outcome.figures.items()
-        left = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p50 for n, value in figures})
-        at_90 = margin(self._objectives, {n: value * errors[n.partition("_")[0]].p90 for n, value in figures})
-        meets = left >= 0.0 and in_time >= self._required and outcome.oom_seconds == 0
-        meets &= outcome.n_replicas >= self._replicas_min
+        quantities = dict.fromkeys([*MEASURED, *(o.quantity for o in self._objectives)])
+        errors = {quantity: ratio(quantity, self._card, band) for quantity in quantities}
+        left, holding = self._judged(outcome, {quantity: error.p50 for quantity, error in errors.items()})
+        _, at_90 = self._judged(outcome, {quantity: error.p90 for quantity, error in errors.items()})
+        least = 1.0 if self._windows_met is None else self._windows_met
+        meets = holding >= least and outcome.oom_seconds == 0 and outcome.n_replicas >= self._replicas_min
         n_gpus = outcome.n_gpus
         offered = outcome.completed + outcome.rejected + outcome.unserved
         tokens_per_s = self._tokens_per_s * outcome.completed / offered
@@ -505,16 +583,19 @@ class _Card:
             card=self._card,
             n_gpus=n_gpus,
             n_replicas=outcome.n_replicas,
+            prefill_replicas=n_gpus // self._cards_each - outcome.n_replicas if action and action.prefill_disagg else 0,
             tensor_parallel=self._cards_each,
             policy=policy,
             precision="" if action is None else self._tables.tiers[action.quant_tier.value],
+            kv_cache_fp8=self._tables.kv_cache_fp8,
             action=None if action is None else action.to_dict(),
             meets=meets,
-            verdict=NOT if not meets else WITH_90 if at_90 >= 0.0 else LIKELY,
+            verdict=NOT if not meets else WITH_90 if at_90 >= least else LIKELY,
             margin=left,
             band=band,
             errors=errors,
             share_in_time=in_time,
+            windows_met=None if self._windows_met is None else holding,
             figures=outcome.figures,
             tokens_per_s=tokens_per_s,
             gpu_hours_per_million_tokens=gpu_hours,
@@ -523,6 +604,18 @@ class _Card:
             support=outcome.support,
             memory_gb=outcome.peak_memory_gb,
         )
+
+    def _judged(self, outcome: PolicyOutcome, factors: Mapping[str, float]) -> tuple[float, float]:
+        """Margin and share of the windows that hold, with figures times ``factors``; the whole log is one window."""
+        windows = [{**outcome.figures, "share_in_time": 1.0 - outcome.slo_miss_share}]
+        windows = windows if self._windows_met is None else outcome.windows
+        margins = [margin(self._objectives, window, factors) for window in windows]
+        held = [
+            left >= 0.0 and window["share_in_time"] >= self._required
+            for left, window in zip(margins, windows, strict=True)
+        ]
+        kept = math.ceil((self._windows_met or 1.0) * len(windows) - 1e-9)
+        return sorted(margins, reverse=True)[kept - 1], sum(held) / len(windows)
 
     def adaptive(self, policies: Sequence[str]) -> tuple[list[Plan], int, float, float]:
         """Policies with prefill on the replicas, on the best plan's GPUs and on fewer.
@@ -542,7 +635,7 @@ class _Card:
         for name in policies:
             for n in range(units, 0, -1):
                 task = replace(on_replicas(self._played, n), active_actions=knobs)
-                outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL).outcome
+                outcome = play_policy(name, make_agent(name, task), task, self._tables, NEUTRAL, self._router).outcome
                 found.append(self._plan(name, outcome, None))
                 if not found[-1].meets:
                     break
@@ -558,19 +651,26 @@ class _Card:
     def under(self, factor: float, log: RequestLog) -> dict[str, Any]:
         """The best plan under ``factor`` times the traffic: its figures, and how many GPUs its settings then need."""
         assert self.best is not None
-        action = _action_of(self.best)
+        action = action_of(self.best)
         units = self.best.n_gpus // self._cards_each
-        step = 2 if action.prefill_disagg else 1
+        uneven, apart = self.best.is_uneven, self.best.prefill_replicas
+        step = 2 if action.prefill_disagg and not uneven else 1
         task = log_task(log, self._tables, self._searched.slo_target_ms)
         played: dict[int, Plan] = {}
 
         def at(n: int) -> Plan:
             if n not in played:
-                played[n] = self._plan("constant", self._play(task, n, action), action)
+                # The same share of prefill replicas.
+                prefill = min(n - 1, max(1, round(n * apart / units))) if uneven else 0
+                played[n] = self._plan("constant", self._play(task, n, action, prefill), action)
             return played[n]
 
         now = at(units)
-        least = _smallest(lambda n: at(n * step).meets, max(1, round(units * factor / step)), MAX_GPUS // step)
+        least = _smallest(
+            lambda n: (n > 1 or not uneven) and at(n * step).meets,
+            max(1, round(units * factor / step)),
+            MAX_GPUS // step,
+        )
         return {
             "traffic": factor,
             "n_gpus": self.best.n_gpus,
@@ -585,9 +685,10 @@ def _merit(plan: Plan) -> tuple[bool, float, float]:
     return plan.meets, plan.share_in_time, plan.margin
 
 
-def _action_of(plan: Plan) -> ServeAction:
+def action_of(plan: Plan) -> ServeAction:
+    """The plan's setting; its batch bound may exceed the knob's."""
     assert plan.action is not None
-    return ServeAction.from_dict(plan.action)
+    return ServeAction(**{**plan.action, "quant_tier": QuantTier(plan.action["quant_tier"])})
 
 
 def _smallest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
-from ops.objectives import parse_objective
+from ops.capacity import GRID
+from ops.objectives import WINDOW_S, parse_objective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,6 +133,8 @@ def plan_report(report: PlanReport) -> Report:
         "the first plan's replicas, set by an autoscaler": _scaling_rows(report.autoscaling),
     }
     asked = f"{', '.join(report.objectives)}; {report.share_met:.1%} of the first tokens in time"
+    if report.windows_met is not None:
+        asked += f"; in {report.windows_met:.0%} of the windows of {WINDOW_S // 60} minutes"
     lines = [
         *growth_lines(report),
         *notes(report),
@@ -153,13 +156,15 @@ def _plan_cells(plan: Plan, currency: str) -> dict[str, object]:
         "GPUs": plan.n_gpus,
         "TP": plan.tensor_parallel,
         "replicas": plan.n_replicas,
-        "setting": plan.policy if plan.action is None else _setting_text(plan.action, plan.precision),
+        "setting": plan.policy if plan.action is None else _setting_text(plan, plan.action),
         "verdict": plan.verdict,
         "in time": f"{plan.share_in_time:.2%}",
+        **({} if plan.windows_met is None else {"windows": f"{plan.windows_met:.0%}"}),
         "TTFT p50": figures["ttft_p50_ms"],
         "TTFT p99": figures["ttft_p99_ms"],
         "TPOT p50": figures["tpot_p50_ms"],
         "TPOT p99 ms": figures["tpot_p99_ms"],
+        **{f"{q.upper()} p99 ms": figures[f"{q}_p99_ms"] for q in ("itl", "e2e") if q in plan.errors},
         "margin": _margin(plan),
         "GPU-h/Mtok": plan.gpu_hours_per_million_tokens,
         **(costs if currency else {}),
@@ -175,11 +180,12 @@ def _margin(plan: Plan) -> str:
     return f"{plan.margin:.0%}" if plan.margin >= -1.0 else "< -100%"
 
 
-def _setting_text(action: Mapping[str, Any], precision: str) -> str:
+def _setting_text(plan: Plan, action: Mapping[str, Any]) -> str:
     """A constant setting in a few words."""
     drafts = f", {action['spec_length']} drafts" if action["spec_length"] else ""
-    apart = ", prefill apart" if action["prefill_disagg"] else ""
-    return f"{precision}, batch {action['batch_size']}, KV {action['kv_budget']:g}{drafts}{apart}"
+    apart = f", {plan.prefill_replicas} prefill : {plan.n_replicas} decode" if plan.prefill_replicas else ""
+    cache = "FP8 KV" if plan.kv_cache_fp8 else "KV"
+    return f"{plan.precision}, batch {action['batch_size']}, {cache} {action['kv_budget']:g}{drafts}{apart}"
 
 
 def refused_lines(report: PlanReport) -> list[str]:
@@ -206,10 +212,22 @@ def notes(report: PlanReport) -> list[str]:
             f"A single replica ({', '.join(single)}) serves nothing while it fails or restarts: plan with two "
             "(--replicas-min 2)."
         )
+    if report.router != "shared":
+        found.append(f"Each replica has a queue of its own; requests are routed {report.router}.")
+    elif any(plan.n_replicas > 1 for plan in report.plans):
+        found.append(
+            "The replicas share one queue, which bursts leave sooner than queues behind a router: --router round-robin "
+            "or least-loaded plays yours."
+        )
     if report.plans and any(plan.action and plan.action["spec_length"] for plan in report.plans):
         found.append(
             "Settings with drafts need a draft model (an EAGLE head) made for yours; how many drafts it accepts was "
             "measured with Llama-3.1-8B. Without --drafts they are left out."
+        )
+    if any(plan.action and plan.action["batch_size"] > GRID["batch_size"][-1] for plan in report.plans):
+        found.append(
+            f"Batch bounds above {GRID['batch_size'][-1]:g} lie beyond the lookup tables: they are played with the "
+            "listed operator times, and seconds with so many requests count as extrapolated."
         )
     found += [
         f"No setting on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "
@@ -235,7 +253,9 @@ def notes(report: PlanReport) -> list[str]:
         )
     elif report.plans:
         found.append(_adapting(report))
-    if report.plans:
+    if report.plans and report.plans[0].is_uneven:
+        found.append("Autoscaling is not played where other numbers of replicas prefill and decode.")
+    elif report.plans:
         found.append(scaling.scaling_note(report.autoscaling, report.played_s, "within the objectives"))
     else:
         found.append("No fleet that was tried meets the objectives: relax them, or allow more precisions and cards.")

@@ -17,7 +17,7 @@ import numpy as np
 
 from agents.policies.autoscalers import Autoscaler, HpaAgent, PlannerAgent, PlannerParams, ReplicaPlan
 from agents.policies.capacity import Plan, Setting
-from inferencegym.models import ServeAction
+from inferencegym.models import Router, ServeAction
 from inferencegym.tasks import TaskSpec
 from ops.capacity import NEUTRAL, PolicyOutcome, play_policy
 from simulator.hardware.tables import ServingTables
@@ -72,6 +72,7 @@ def autoscaled(
     action: ServeAction,
     constant: PolicyOutcome,
     meets: Callable[[PolicyOutcome], bool] | None = None,
+    router: Router = "shared",
 ) -> list[Autoscaled]:
     """Play autoscalers on a task made from a log; its replicas are the maximum.
 
@@ -91,7 +92,7 @@ def autoscaled(
             if name == "hpa"
             else PlannerAgent(scaling, [PLANNER.model_copy(update={"target": target})], replica=replica)
         )
-        outcome = play_policy(name, agent, scaling, tables, NEUTRAL).outcome
+        outcome = play_policy(name, agent, scaling, tables, NEUTRAL, router).outcome
         late_more = outcome.slo_miss_share - before.slo_miss_share
         found.append(
             Autoscaled(

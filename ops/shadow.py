@@ -8,15 +8,16 @@ prefill on separate GPUs, half as many replicas with twice the GPUs each; the be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from agents.policies.constant import ConstantAgent
+from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import Agent
 from agents.registry import make_agent
 from inferencegym.errors import refusal
-from inferencegym.models import NAIVE_ACTION, ServeAction
+from inferencegym.models import ServeAction
 from inferencegym.tasks import Calibration, TaskSpec
 from ops.capacity import (
     NEUTRAL,
@@ -127,7 +128,7 @@ def shadow(
     log: RequestLog,
     agents: Sequence[str | Agent],
     *,
-    fixed: ServeAction = NAIVE_ACTION,
+    fixed: ServeAction | Mapping[str, Any] | None = None,
     n_gpus: int | None = None,
     slo_ms: float | None = None,
     task: TaskSpec | None = None,
@@ -138,13 +139,16 @@ def shadow(
 
     ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` gives fleet, objectives and
     stored policies of a task made from similar traffic; without it the fleet is sized to the log unless ``n_gpus`` is
-    given, and the objective is 500 ms for all classes. Raises :class:`DataFormatError` if the log lasts longer than an
+    given, and the objective is 500 ms for all classes. ``fixed`` is the user's own setting, as an action or as some of
+    its knobs; knobs left out are vLLM's defaults. Raises :class:`DataFormatError` if the log lasts longer than an
     episode may, and any error of making an agent.
     """
-    fixed.validate()
     if slo_ms is not None and not 1 <= slo_ms <= MAX_SLO_MS:
         raise refusal("slo_ms", slo_ms, f"from 1 to {MAX_SLO_MS:,.0f}")
     tables = tables or tables_of(None if task is None else task.hardware)
+    if not isinstance(fixed, ServeAction):
+        fixed = ServeAction.from_dict({**vllm_defaults(tables).to_dict(), **(fixed or {})})
+    fixed.validate()
     tables.refuse_tier(fixed.quant_tier.value)
     as_task = log_task(log, tables, slo_ms, task)
     if n_gpus is None:

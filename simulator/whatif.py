@@ -1,8 +1,9 @@
-"""What-if questions: any load under a fixed action, with the environment's dynamics, request by request."""
+"""Any load under a fixed action in the fluid model, with statistics over requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.models import ACTION_FIELDS, ServeAction
+from inferencegym.models import ACTION_FIELDS, QUANTILES, ServeAction
 from inferencegym.seeds import MAX_SEED
 from inferencegym.spaces.actions import to_row
 from inferencegym.spaces.knobs import KnobKernel
@@ -20,21 +21,16 @@ from simulator.kernel.serving import EngineParams, ServingFleet, ServingParams
 from simulator.load.recorded import RecordedLoad
 from simulator.load.requests import MAX_REQUESTS, RequestLog
 
-Progress = Callable[[float], None]
-"""Callback for the share of a load that has arrived."""
-
 MAX_STEPS: Final = 200_000
 MAX_MEAN_TOKENS: Final = 10_000_000
 MAX_CV: Final = 100
 STEP_S: Final = 0.25
 """Step of a what-if (s), finer than the environment's: short loads are mostly their first and last seconds."""
-_SHARES: Final = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _WAIT_POINTS: Final = 15
 _TOLERANCE: Final = 1e-6
 """Tolerance in requests: far above the rounding errors of sums, far below one request."""
 _ADMISSIONS_AT_ONCE: Final = 4_000
 """Recorded admissions whose TTFT values are in memory at a time: 285 values of each."""
-_STEPS_BETWEEN_REPORTS: Final = 1_000
 _BIN_SHIFT: Final = 42
 """Bits that values of one bin do not share: a bin is 0.1 % wide."""
 # Quantiles between which the log-normal part of a TTFT is one value; they are denser towards the tail, for p99.
@@ -137,7 +133,6 @@ def serve_requests(
     queue_limit: float = 1e12,
     base_accept_rate: float = 0.65,
     step_s: float = STEP_S,
-    progress: Progress | None = None,
 ) -> Served:
     """Serve every request under one fixed action; the result's ``report()`` has the per-request latencies.
 
@@ -149,21 +144,30 @@ def serve_requests(
     if closed_clients:
         requests = replace(requests, arrival_s=np.zeros_like(requests.arrival_s))
     source = RecordedLoad(requests, tables, once=True, step_s=step_s)
-    params = ServingParams(
-        tables=tables,
-        stats=source.stats,
-        nominal_rate_rps=source.nominal_rate_rps,
-        n_replicas=n_replicas,
+    params = replace(
+        unchanging_fleet(source, tables, n_replicas),
         queue_limit=queue_limit,
         base_accept_rate=base_accept_rate,
-        restart_s=0.0,
-        load_gb_per_s=1.0,
         step_s=step_s,
         closed_clients=closed_clients,
         engine=_per_step(EngineParams(), step_s),
     )
     # From here on ``class_index`` counts only the classes that occur, as the fleet does.
-    return _serve(params, action, source, replace(requests, class_index=source.class_index), progress)
+    return _serve(params, action, source, replace(requests, class_index=source.class_index))
+
+
+def unchanging_fleet(source: RecordedLoad, tables: ServingTables, n_replicas: int) -> ServingParams:
+    """A fleet that never restarts, with an unlimited queue."""
+    return ServingParams(
+        tables=tables,
+        stats=source.stats,
+        nominal_rate_rps=source.nominal_rate_rps,
+        n_replicas=n_replicas,
+        queue_limit=1e12,
+        base_accept_rate=0.65,
+        restart_s=0.0,
+        load_gb_per_s=1.0,
+    )
 
 
 def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
@@ -171,20 +175,14 @@ def _per_step(engine: EngineParams, step_s: float) -> EngineParams:
     return replace(engine, load_weight=1.0 - (1.0 - engine.load_weight) ** step_s)
 
 
-def _serve(
-    params: ServingParams,
-    action: ServeAction,
-    source: RecordedLoad,
-    requests: RequestLog,
-    progress: Progress | None,
-) -> Served:
+def _serve(params: ServingParams, action: ServeAction, source: RecordedLoad, requests: RequestLog) -> Served:
     last = int(requests.arrival_s[-1] / params.step_s) + 1
     n_steps = last + int(300 / params.step_s)
     while True:
         fleet = ServingFleet(params, 1, n_steps, record=4 * n_steps + len(requests.arrival_s))
         fleet.set_load([0], source.draw([0], n_steps))
         KnobKernel([True] * len(ACTION_FIELDS), fleet).write(to_row(action)[None], 0, 1)
-        trace = _run(fleet, last, progress)
+        trace = _run(fleet, last)
         if trace is not None or n_steps >= MAX_STEPS:
             break
         n_steps = min(MAX_STEPS, 4 * n_steps)
@@ -194,9 +192,7 @@ def _serve(
     return Served(fleet, metrics, levels, requests)
 
 
-def _run(
-    fleet: ServingFleet, last_arrival_step: int, progress: Progress | None
-) -> tuple[FloatArray, NDArray[np.int8]] | None:
+def _run(fleet: ServingFleet, last_arrival_step: int) -> tuple[FloatArray, NDArray[np.int8]] | None:
     """Step until everything is served: metrics (T, M) and the support of every step; None if the steps run out."""
     kept, levels = np.empty((fleet.n_steps, len(fleet.metrics))), np.empty(fleet.n_steps, dtype=np.int8)
     state, metrics = fleet.state.rows, fleet.metrics[:, 0]
@@ -204,8 +200,6 @@ def _run(
         fleet.step()
         kept[t] = metrics
         levels[t] = fleet_support(fleet)
-        if progress is not None and t % _STEPS_BETWEEN_REPORTS == 0:
-            progress(min(1.0, t / last_arrival_step))
         if t + 1 >= last_arrival_step and float(state["queue"].sum() + state["in_flight"].sum()) < 0.5:
             return kept[: t + 1], levels[: t + 1]
     return None
@@ -238,7 +232,7 @@ class Served:
             completed=float(metric["completed"].sum()),
             rejected=rejected,
             **{f"ttft_{name}_ms": value for name, value in ttft.items()},
-            **self._tpot(),
+            **request_statistics("tpot", self.tpot_ms),
             output_tokens_per_s=float(requests.output_tokens.sum()) * served / makespan,
             makespan_s=makespan,
             peak_kv_occupancy=float(metric["kv_occupancy"].max()),
@@ -249,46 +243,6 @@ class Served:
             support=self.support(),
             classes=self.classes(ttft),
         )
-
-    def _tpot(self) -> dict[str, float]:
-        """Statistics of TPOT (ms) over requests of two or more tokens (NaN without any)."""
-        known = self.tpot_ms[np.isfinite(self.tpot_ms)]
-        known = known if len(known) else np.array([np.nan])
-        found = {f"tpot_{name}_ms": float(np.quantile(known, q)) for name, q in _SHARES.items()}
-        return {**found, "tpot_mean_ms": float(known.mean())}
-
-    def per_request(self) -> dict[str, Any]:
-        """Columns (N,) with the requests of an open load in order of arrival; NaN for requests never served.
-
-        ``ttft_ms`` is a request's own wait plus the median time to first token after admission at that time;
-        ``latency_s`` ends with its last token.
-        """
-        requests, ttft_ms = self._requests, self._first_tokens_ms()
-        decode_s = np.where(requests.output_tokens > 1.0, self.tpot_ms, 0.0) * (requests.output_tokens - 1.0) / 1000.0
-        return {
-            "arrival_s": requests.arrival_s,
-            "prompt_tokens": requests.prompt_tokens,
-            "output_tokens": requests.output_tokens,
-            "class": np.array(self._fleet.params.stats.names)[requests.class_index],
-            "ttft_ms": ttft_ms,
-            "tpot_ms": self.tpot_ms,
-            "latency_s": ttft_ms / 1000.0 + decode_s,
-        }
-
-    def _first_tokens_ms(self) -> FloatArray:
-        """Time to first token of each request (N,). A class is admitted in order of arrival, and so is its record."""
-        class_index = self._requests.class_index
-        found = np.full(len(class_index), np.nan)
-        for c in np.unique(class_index):
-            mine, record = np.flatnonzero(class_index == c), self.record[self.record[:, 0] == c]
-            admitted = np.concatenate([[0.0], np.cumsum(record[:, 1])])
-            rank = np.arange(len(mine)) + 0.5
-            rank = rank[rank < admitted[-1]]
-            piece = np.searchsorted(admitted, rank, side="right") - 1
-            part = (rank - admitted[piece]) / record[piece, 1]
-            wait_ms = np.maximum(0.0, record[piece, 2] + part * (record[piece, 3] - record[piece, 2]))
-            found[mine[: len(rank)]] = wait_ms + record[piece, 4] + record[piece, 5]
-        return found
 
     def makespan_s(self) -> float:
         """Seconds from the start until the last request is served.
@@ -382,6 +336,15 @@ class Served:
         return finish, tpot
 
 
+def request_statistics(quantity: str, values: FloatArray, without: float = math.nan) -> dict[str, float]:
+    """Quantiles and mean (ms) over the requests that have a value; ``without`` if none has."""
+    known = values[np.isfinite(values)]
+    known = known if len(known) else np.array([without])
+    quantiles = np.quantile(known, list(QUANTILES.values())).tolist()
+    found = {f"{quantity}_{name}_ms": value for name, value in zip(QUANTILES, quantiles, strict=True)}
+    return {**found, f"{quantity}_mean_ms": float(known.mean())}
+
+
 def _at(x: FloatArray, progress: FloatArray, clock: FloatArray) -> FloatArray:
     """Time at which the fleet reaches a progress; after the run, at the pace of its last step."""
     pace = (clock[-1] - clock[-2]) / max(float(progress[-1] - progress[-2]), 1e-12)
@@ -415,11 +378,11 @@ def ttft_statistics(record: FloatArray) -> dict[str, float]:
     parts = np.split(record, range(_ADMISSIONS_AT_ONCE, len(record), _ADMISSIONS_AT_ONCE))
     if len(parts) == 1:
         values, weights = ttft_samples(record)
-        quantiles = [weighted_quantile(values, weights, q) for q in _SHARES.values()]
+        quantiles = [weighted_quantile(values, weights, q) for q in QUANTILES.values()]
         mean = float((values * weights).sum() / weights.sum())
     else:
-        quantiles, mean = _quantiles_of_parts(parts, list(_SHARES.values()))
-    return {**dict(zip(_SHARES, quantiles, strict=True)), "mean": mean}
+        quantiles, mean = _quantiles_of_parts(parts, list(QUANTILES.values()))
+    return {**dict(zip(QUANTILES, quantiles, strict=True)), "mean": mean}
 
 
 def _quantiles_of_parts(parts: Sequence[FloatArray], shares: Sequence[float]) -> tuple[list[float], float]:

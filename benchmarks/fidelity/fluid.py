@@ -6,7 +6,7 @@
 Three comparisons: the operator model with measured static batches, the serving dynamics with the discrete-event
 reference on the same requests, and the serving dynamics with served loads on a real A100-80GB. Errors are relative,
 (simulated - reference) / reference: the median and the 90th percentile of their absolute values, and their mean (bias).
-The dynamics are compared in the environment's steps of one second and in the finer ones of ``inferencegym simulate``.
+The dynamics are compared in the environment's steps of one second and in the finer ones of ``simulator.whatif``.
 It takes about a minute. The figures need matplotlib (extra ``report``).
 """
 
@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ CLAIMS = (
 HELD_OUT = "0.20.1 BF16, held out"
 ALL_LOADS = "all loads"
 ENVIRONMENT = "Environment (1 s steps)"
-STEPS = {ENVIRONMENT: 1.0, f"Command simulate ({STEP_S:g} s steps)": STEP_S}
+STEPS = {ENVIRONMENT: 1.0, f"Fluid model ({STEP_S:g} s steps)": STEP_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,9 @@ def markdown(result: dict[str, Any]) -> str:
         "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
         "points.",
     ]
+    layers: dict[str, list[str]] = {}
     for name, layer in result["dynamics"].items():
-        parts += [
+        layers[name] = [
             f"**{name}: against a real A100-80GB** (AccelMark: vLLM 0.20.1 and 0.7.3, Llama-3-8B, ShareGPT prompts)",
             _grid(layer["hardware"]),
             _verdict(layer["hardware"], HELD_OUT, TARGETS["hardware"]),
@@ -207,12 +209,15 @@ def markdown(result: dict[str, Any]) -> str:
             _verdict(layer["reference"], ALL_LOADS, TARGETS["reference"]),
         ]
     parts += [
+        *layers.pop(ENVIRONMENT),
         "**The discrete-event reference against that hardware** (rows that its profiles were fitted to included)",
         _grid(result["reference_itself"]),
         "**Operator model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
         _operators(result["operators"]),
         "**Errors that other simulators publish** (medians, on their hardware and loads; not measured here)",
-        _beside_others(result["dynamics"]),
+        _other_simulators(result["dynamics"]),
+        "<!-- details -->",
+        *chain.from_iterable(layers.values()),
         "**Coverage of the table's cells**",
         _table(
             ("precision", *LEVELS),
@@ -226,7 +231,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _beside_others(layers: dict[str, Any]) -> str:
+def _other_simulators(layers: dict[str, Any]) -> str:
     rows: list[Sequence[str]] = []
     for name, layer in layers.items():
         median = {e["quantity"]: _percent(e["median"]) for e in layer["hardware"] if e["group"] == HELD_OUT}

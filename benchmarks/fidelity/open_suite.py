@@ -1,11 +1,13 @@
-"""Served loads that others published, played in the discrete-event reference: errors by split, card, model and regime.
+"""Served loads on real engines, played in the discrete-event reference: errors by split, card, model and regime.
 
     python -m benchmarks.fidelity.open_suite           writes results/open_fidelity.json and .md
     python -m benchmarks.fidelity.open_suite --json    prints the JSON and writes nothing
+    python -m benchmarks.fidelity.open_suite --server  fits the times of the API server to :data:`SERVER_LOADS`
 
 ``data/README.md`` has sources and licences. Runs are split by card and model (:data:`SPLITS`): the errors of the *fit*
 runs go into the verdicts of plans (``benchmarks.fidelity.hardware --margins``), the others test these verdicts. Every
-run is played with the engine profile of the shipped tables, as a plan plays it. Needs the extra ``hardware``.
+run is played with the engine profile of the shipped tables, as a plan plays it, but for asynchronous scheduling where
+its vLLM is older than that default. Needs the extra ``hardware``.
 """
 
 from __future__ import annotations
@@ -40,14 +42,18 @@ SPLITS: Final = {
     ("h100_sxm", "gpt-oss-20b"): "validation",
     ("h100_sxm", "qwen3-32b"): "held out",
     ("a100_sxm", "qwen3-32b"): "held out",
+    ("h200_sxm", "llama-3.1-8b"): "held out",
 }
+SERVER_LOADS: Final = ("64 clients, short", "128 clients, short")
+"""Loads of our H200 to which ``request_ms`` and ``token_ms`` were fitted: those that keep its API server busiest."""
+SERVER_SPLIT: Final = "server fit"
 REFUSED: Final = "refused"
 """Band of a run whose requests are longer than the simulated KV pool: it has no simulated figures."""
 QUANTITIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "tokens/s")
-BUDGETS: Final = {"a100_sxm": (256, 2048), "h100_sxm": (1024, 8192)}
-"""vLLM's defaults by card: sequences, and tokens of an iteration (``EngineArgs`` treats the A100 as a small card)."""
-REPORTED_GB: Final = 85.1
-"""Memory that the driver reports for either card (79.25 GiB), of which vLLM takes its share."""
+BUDGETS: Final = {"a100_sxm": (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
+"""Sequences, and tokens of an iteration: vLLM's defaults on A100 and H100, and what the H200 was started with."""
+REPORTED_GB: Final = {"a100_sxm": 85.1, "h100_sxm": 85.1, "h200_sxm": 150.8}
+"""Memory that the driver reports, of which vLLM takes its share."""
 LENGTH_SPREAD: Final = 0.2
 """Half width of the lengths of a closed loop whose source states only their mean."""
 
@@ -67,7 +73,7 @@ class Run:
     @property
     def split(self) -> str:
         """What the run is used for."""
-        return SPLITS[self.card, self.model]
+        return SERVER_SPLIT if self.load in SERVER_LOADS else SPLITS[self.card, self.model]
 
     def errors(self) -> dict[str, float]:
         """Relative errors, positive where the simulation is larger."""
@@ -75,9 +81,10 @@ class Run:
 
 
 def runs() -> Iterator[Run]:
-    """All runs of both sources."""
+    """All runs of all sources."""
     yield from _llm_d()
     yield from _gpustack()
+    yield from _own()
 
 
 def _llm_d() -> Iterator[Run]:
@@ -88,16 +95,8 @@ def _llm_d() -> Iterator[Run]:
         fleet = _fleet(card, model, "BF16", tp, 0.95, int(replicas))
         outputs = rows["output_tokens"].to_numpy()
         outcome = serve(fleet, Requests(rows["arrival_s"].to_numpy(), rows["prompt_tokens"].to_numpy(), outputs))
-        ttft, tpot = rows["ttft_ms"].to_numpy(), rows["tpot_ms"].to_numpy()
-        finish_s = rows["arrival_s"] + (ttft + tpot * (outputs - 1)) / 1e3
-        measured = {
-            "TTFT p50": float(np.median(ttft)),
-            "TTFT p99": float(np.quantile(ttft, 0.99)),
-            "TPOT p50": float(np.median(tpot)),
-            "tokens/s": float(outputs.sum() / finish_s.max()),
-        }
         name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
-        yield _run("llm-d-benchmark", card, model, name, int(replicas), measured, outcome)
+        yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), outcome)
 
 
 def _gpustack() -> Iterator[Run]:
@@ -127,6 +126,35 @@ def _gpustack() -> Iterator[Run]:
         yield _run("GPUStack", row["card"], row["model"], load, 1, measured, outcome)
 
 
+def _own(**changes: float) -> Iterator[Run]:
+    """Closed loops and open loads of Llama-3.1-8B's shape on one H200, request by request; changes of the profile."""
+    card, model = "h200_sxm", "llama-3.1-8b"
+    fleet = _fleet(card, model, "BF16", 1, 0.92, 1, async_scheduling=True, **changes)
+    frame = pd.read_csv(DATA / "vllm_h200_llama_8b.csv")
+    if changes:
+        frame = frame[frame["load"].isin(SERVER_LOADS)]
+    for load, rows in frame.groupby("load", sort=False):
+        prompts, outputs = rows["prompt_tokens"].to_numpy(), rows["output_tokens"].to_numpy()
+        clients = rows["clients"].iloc[0]
+        if np.isnan(clients):
+            outcome = serve(fleet, Requests(rows["arrival_s"].to_numpy(), prompts, outputs))
+        else:
+            outcome = serve_closed(fleet, prompts, outputs, int(clients))
+        yield _run("InferenceGym", card, model, str(load), 1, _measured(rows), outcome)
+
+
+def _measured(rows: pd.DataFrame) -> dict[str, float]:
+    """Figures of a run that was recorded request by request."""
+    outputs, ttft, tpot = (rows[name].to_numpy() for name in ("output_tokens", "ttft_ms", "tpot_ms"))
+    finish_s = rows["arrival_s"] + (ttft + tpot * (outputs - 1)) / 1e3
+    return {
+        "TTFT p50": float(np.median(ttft)),
+        "TTFT p99": float(np.quantile(ttft, 0.99)),
+        "TPOT p50": float(np.median(tpot)),
+        "tokens/s": float(outputs.sum() / finish_s.max()),
+    }
+
+
 def _run(
     source: str, card: str, model: str, load: str, replicas: int, measured: dict[str, float], outcome: Outcome
 ) -> Run:
@@ -151,14 +179,40 @@ def _at_once(outcome: Outcome) -> float:
 
 
 @cache
-def _fleet(card: str, model: str, tier: str, tp: int, memory_share: float, replicas: int) -> Fleet:
+def _source(card: str, model: str, tier: str, tp: int) -> AiconfiguratorSource:
+    return AiconfiguratorSource(Deployment(card, model, "vllm", tp, (tier,)))
+
+
+@cache
+def _fleet(
+    card: str,
+    model: str,
+    tier: str,
+    tp: int,
+    memory_share: float,
+    replicas: int,
+    async_scheduling: bool = False,
+    **changes: float,
+) -> Fleet:
     """vLLM's defaults on this card, with a KV pool in this share of its memory."""
-    source = AiconfiguratorSource(Deployment(card, model, "vllm", tp, (tier,)))
+    source = _source(card, model, tier, tp)
     slots, tokens = BUDGETS[card]
-    pool_gb = kv_pool_gb(source.memory_gb, memory_share * REPORTED_GB, source.weights_gb[tier], 1.0, drafts=False)
-    profile = replace(engine("vllm_v1_8k"), max_batched_tokens=tokens)
-    return Fleet(
-        source.operators(tier, profile), slots, int(pool_gb * 1e9 / source.kv_bytes_per_token), replicas=replicas
+    pool_gb = kv_pool_gb(source.memory_gb, memory_share * REPORTED_GB[card], source.weights_gb[tier], 1.0, drafts=False)
+    profile = replace(engine("vllm_v1_8k"), max_batched_tokens=tokens, async_scheduling=async_scheduling, **changes)
+    pool_tokens = int(pool_gb * 1e9 / source.kv_bytes_per_token)
+    return Fleet(source.operators(tier, profile), slots, pool_tokens, replicas=replicas, server=True)
+
+
+def fit_server() -> tuple[float, float]:
+    """Times (ms) of the API server per request and per output that fit the logarithms of :data:`SERVER_LOADS` best."""
+    grid = [(request / 10, token / 100) for request in range(10, 31) for token in range(11)]
+    return min(grid, key=lambda times: _server_misfit(*times))
+
+
+def _server_misfit(request_ms: float, token_ms: float) -> float:
+    """Sum of the squared logarithms of simulated / measured over all quantities of these loads."""
+    return sum(
+        np.log1p(error) ** 2 for r in _own(request_ms=request_ms, token_ms=token_ms) for error in r.errors().values()
     )
 
 
@@ -177,7 +231,7 @@ def summary(played: Sequence[Run]) -> dict[str, Any]:
         errors = {name: _errors(np.array([r.errors()[name] for r in mine])) for name in QUANTITIES}
         groups.append({"split": split, "card": card, "model": model, "band": band, "runs": len(mine), **errors})
     shares = {}
-    for split in dict.fromkeys(SPLITS.values()):
+    for split in (*dict.fromkeys(SPLITS.values()), SERVER_SPLIT):
         hits = [hit for r in played if r.split == split and r.band != REFUSED for hit in covered(r).values()]
         shares[split] = {"covered": sum(hits), "figures": len(hits)}
     each = [
@@ -214,6 +268,8 @@ def markdown(found: dict[str, Any]) -> str:
             "",
             f"Latencies within the simulated one times the 90th percentile that plans allow for: {shares}.",
             "",
+            "<!-- details -->",
+            "",
             "Every run, measured / simulated (ms, tokens/s):",
             "",
             *each,
@@ -229,7 +285,11 @@ def _text(value: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the reference on published runs, by split and regime.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
+    parser.add_argument("--server", action="store_true", help="fit the API server's times, write nothing")
     options = parser.parse_args(arguments)
+    if options.server:
+        print("request_ms={:.1f}, token_ms={:.2f}".format(*fit_server()))
+        return
     found = summary(list(runs()))
     if options.json:
         print(json.dumps(found, indent=1))

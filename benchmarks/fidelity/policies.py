@@ -286,7 +286,7 @@ def play(
 def side_by_side(
     task: TaskSpec, label: str, make: Callable[[], Agent], n_policies: int, seeds: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Mean grade of each of several policies in the fluid model and in the reference."""
+    """Mean score of each of several policies in the fluid model and in the reference."""
     found = {}
     for column in ("fluid", "reference"):
         scores = play(task, label, column, make(), seeds, n_policies * len(seeds)).scores()
@@ -295,7 +295,7 @@ def side_by_side(
 
 
 def told(results: EpisodeResults) -> dict[str, Any]:
-    """Mean grade, and means of its parts."""
+    """Mean score, and means of its parts."""
     parts = {name: round(float(part.mean()), 4) for name, part in results.breakdown().items()}
     return {"score": round(float(results.scores().mean()), 4), "parts": parts}
 
@@ -316,18 +316,23 @@ def ranking(found: Mapping[str, Sequence[float]], seeds: Sequence[int]) -> dict[
 def markdown(tasks: Mapping[str, Any]) -> str:
     """The tables of the document."""
     lines = ["<!-- written by benchmarks/fidelity/policies.py; do not edit -->"]
+    details = ["", "<!-- details -->"]
     for task_id, result in tasks.items():
         rows = result["agents"]
         columns = list(next(iter(rows.values())))
-        lines += ["", f"**Task {task_id}**: mean grade over {len(result['seeds'])} held-out seeds.", ""]
-        lines += _table(
+        grades = ["", f"**Task {task_id}**: mean score over {len(result['seeds'])} held-out seeds.", ""]
+        grades += _table(
             ["agent", *(HEADS[column] for column in columns)],
             [[name, *(f"{row[column]['score']:.3f}" for column in columns)] for name, row in rows.items()],
         )
+        if any(kind in result for kind in KINDS):
+            lines += grades
+        else:
+            details += grades
         if task_id in COMPONENT_TASKS:
             parts = list(next(iter(rows.values()))["fluid"]["parts"])
-            lines += ["", f"Components on task {task_id}, fluid model / reference:", ""]
-            lines += _table(
+            details += ["", f"Components on task {task_id}, fluid model / reference:", ""]
+            details += _table(
                 ["agent", *(part.replace("_", " ") for part in parts)],
                 [
                     [name, *(f"{row['fluid']['parts'][p]:.2f} / {row['reference']['parts'][p]:.2f}" for p in parts)]
@@ -350,10 +355,10 @@ def markdown(tasks: Mapping[str, Any]) -> str:
         if kind in result
     ]
     if ranked:
-        heads = ["task", "policies", "seeds", "grades in the fluid model", "Spearman", "mean gap", "largest gap"]
-        lines += ["", "Ranking; a gap is the grade in the fluid model less that in the reference:", ""]
+        heads = ["task", "policies", "seeds", "scores in the fluid model", "Spearman", "mean gap", "largest gap"]
+        lines += ["", "Ranking; a gap is the score in the fluid model less that in the reference:", ""]
         lines += _table(heads, ranked)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + details) + "\n"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -361,7 +366,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw(tasks: Mapping[str, Any], path: Path) -> None:
-    """Grades in the reference over grades in the fluid model, a panel for each set of policies."""
+    """Scores in the reference over scores in the fluid model, a panel for each set of policies."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -381,8 +386,8 @@ def draw(tasks: Mapping[str, Any], path: Path) -> None:
     for axes, title in zip(panels, ("agents and canaries", *(titles[kind] for kind in kinds)), strict=True):
         low, high = axes.get_xlim()
         axes.plot((low, high), (low, high), color="black", linewidth=0.8)
-        axes.set(title=title, xlabel="grade in the fluid model")
-    panels[0].set_ylabel("grade in the reference")
+        axes.set(title=title, xlabel="score in the fluid model")
+    panels[0].set_ylabel("score in the reference")
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=100)
 

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from ops.log.columns import UNITS, parse_columns
 from ops.log.formats import format_of
+from ops.log.names import UNITS, parse_columns
 from ops.log.source import MAX_TOKENS, Source, Value
 from simulator.hardware.tables import FloatArray
 from simulator.load.requests import RequestLog

@@ -1,59 +1,24 @@
-"""Columns of a request log: which column holds which quantity, and its cells as numbers, with pandas.
+"""Cells of a request log's columns as numbers, with pandas.
 
-A log's columns are found by their usual names (:data:`USUAL_NAMES`) or named by the user (:func:`parse_columns`). Times
-are ISO 8601, seconds, or an epoch time in s, ms, us or ns, told apart by magnitude. Any other cell is refused with its
-line and column.
+Times are ISO 8601, seconds, or an epoch time in s, ms, us or ns, told apart by magnitude. Any other cell is refused
+with its line and column.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from inferencegym.errors import InvalidConfigError, short_text
+from inferencegym.errors import short_text
 from inferencegym.models import PRIORITY_CLASSES
+from ops.log.names import UNITS, plain
 from ops.log.source import MAX_NUMBER, MAX_TOKENS, Source, Value
 from simulator.hardware.tables import FloatArray
-
-QUANTITIES: Final = ("arrival", "prompt", "output", "class", "priority", "reused", "status", "blocks", "id", "model")
-"""What a column may hold: a time, token counts, a priority class, a priority that need not be a class, how the request
-ended, block ids, the request's id, the model."""
-REQUIRED: Final = ("arrival", "prompt", "output")
-UNITS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""Units of a time, per second."""
-
-USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "arrival": (
-        *("arrival_s", "arrival_time", "arrived_at", "arrival", "request_start_time", "request_start_ns"),
-        *("start_time", "started_at", "start", "request_time", "request_timestamp", "timestamp_s", "timestamp_ms"),
-        *("timestamp_us", "timestamp_ns", "timestamp", "time", "ts", "datetime", "date", "created_at", "created", "t"),
-    ),
-    "prompt": (
-        *("prompt_tokens", "input_tokens", "context_tokens", "request_tokens", "num_prompt_tokens", "tokens_prompt"),
-        *("num_input_tokens", "num_prefill_tokens", "prompt_token_count", "input_token_count", "tokens_in"),
-        *("prompt_length", "prompt_len", "input_length", "input_len", "isl", "n_prompt_tokens", "prompt", "input"),
-    ),
-    "output": (
-        *("completion_tokens", "output_tokens", "generated_tokens", "response_tokens", "num_output_tokens"),
-        *("num_generated_tokens", "num_completion_tokens", "num_decode_tokens", "tokens_completion", "tokens_out"),
-        *("completion_token_count", "output_token_count", "candidates_token_count", "output_length", "output_len"),
-        *("generation_tokens", "completion_length", "osl", "n_generated_tokens", "output", "completion"),
-    ),
-    "class": ("class", "class_index"),
-    "priority": ("priority",),
-    "reused": ("reused_tokens", "reusable_prefix_tokens"),
-    "status": ("status_code", "http_status", "response_status", "status", "success", "error_code", "error"),
-    "blocks": ("hash_ids",),
-    "id": ("request_id", "req_id", "id"),
-    "model": ("model", "model_name"),
-}
-"""Usual names of each quantity, the most reliable first; case, spaces and punctuation do not count."""
 
 FAILURES: Final = frozenset({"failure", "failed", "fail", "error", "errored", "timeout", "cancelled", "canceled"})
 _NOTHING: Final = frozenset({"", "0", "none", "null", "nan", "false", "{}", "[]"})
@@ -62,101 +27,6 @@ _WEB_SERVER_TIME: Final = "%d/%b/%Y:%H:%M:%S %z"
 _UNIT_SUFFIX: Final = re.compile(r"(?:_|\()(s|sec|seconds|ms|us|ns)\)?$")
 _EPOCHS: Final = ((1e8, "s"), (1e11, "ms"), (1e14, "us"), (1e17, "ns"))
 """Smallest number that is taken for a time since 1970 in each unit (that of 1973); smaller numbers are seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Column name of each quantity in a file, and the unit of its times (None: told by their magnitude)."""
-
-    names: Mapping[str, str]
-    unit: str | None = None
-
-    def present(self, there: Sequence[str]) -> Columns:
-        """Columns that are present; of names separated by ``|``, the first that is present."""
-        found = {q: next((name for name in names.split("|") if name in there), "") for q, names in self.names.items()}
-        return Columns({quantity: name for quantity, name in found.items() if name}, self.unit)
-
-    def describe(self, clock: Clock) -> dict[str, str]:
-        """Names of the columns, and how times were read."""
-        named = {quantity: short_text(name) for quantity, name in self.names.items()}
-        return {q: f"{n} ({clock.form})" if q == "arrival" else n for q, n in named.items()}
-
-
-def parse_columns(text: str) -> Columns:
-    """Columns in the user's words: ``arrival=ts:ms,prompt=in_tok,output=out_tok``, with a time's unit after a colon."""
-    names: dict[str, str] = {}
-    unit = None
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        quantity, equals, name = (piece.strip() for piece in part.partition("="))
-        if not equals or not name or quantity not in QUANTITIES:
-            raise InvalidConfigError(
-                f"columns: {short_text(part)!r} is not allowed: it must be QUANTITY=COLUMN, where QUANTITY is one of "
-                f"{', '.join(QUANTITIES)}, as in arrival=timestamp,prompt=prompt_tokens,output=completion_tokens",
-                "columns",
-            )
-        column, colon, end = name.rpartition(":")
-        if quantity == "arrival" and colon and end in UNITS:
-            name, unit = column, end
-        names[quantity] = name
-    return Columns(names, unit)
-
-
-def parse_filter(text: str) -> tuple[str, frozenset[str]]:
-    """Column and allowed values of ``COLUMN=VALUE`` or ``COLUMN=VALUE,VALUE``."""
-    column, equals, value = (part.strip() for part in text.partition("="))
-    if not column or not equals:
-        raise InvalidConfigError(
-            f"filter: {short_text(text)!r} is not allowed: it must be COLUMN=VALUE, as in model=llama", "filter"
-        )
-    # A value may itself contain a comma.
-    return column, frozenset({value, *(part.strip() for part in value.split(","))})
-
-
-def find_columns(source: Source, available: Iterable[str], given: Columns | None = None) -> Columns:
-    """Column of each quantity: as given, else by its usual names. Raises :class:`DataFormatError` if one is missing.
-
-    ``available`` are the columns of a table, or the paths (``usage.prompt_tokens``) of the fields of JSON records.
-    """
-    there = list(dict.fromkeys(available))
-    names = dict(given.names) if given is not None else {}
-    asked = {"filter": source.only[0]} if source.only is not None else {}
-    for quantity, name in {**names, **asked}.items():
-        if name not in there:
-            raise source.wrong(f"no column {name!r} for {quantity}; there are {_listed(there)}", name)
-    for quantity in QUANTITIES:
-        if quantity not in names and (found := _usual(quantity, there)) is not None:
-            names[quantity] = found
-    missing = [q for q in REQUIRED if q not in names]
-    if missing:
-        raise source.wrong(
-            f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name them with "
-            "--columns arrival=COLUMN,prompt=COLUMN,output=COLUMN"
-        )
-    return Columns(names, given.unit if given is not None else None)
-
-
-def plain(name: str) -> str:
-    """A name without case, spaces and punctuation."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _usual(quantity: str, there: list[str]) -> str | None:
-    """The column with the most reliable usual name; of several, the least nested one."""
-    usual = {plain(name): rank for rank, name in enumerate(USUAL_NAMES[quantity])}
-    found = []
-    for place, name in enumerate(there):
-        # Compare the whole path, then its last part: fields may lie inside nested objects.
-        whole, last = plain(name), plain(name.rpartition(".")[2])
-        if (rank := usual.get(whole, usual.get(last))) is not None:
-            found.append((name.count("."), rank, place, name))
-    if quantity in ("status", "id", "model", "priority"):  # nested fields of these names describe something else
-        found = [f for f in found if f[0] == 0]
-    # Rank comes first: `usage.prompt_tokens` is more reliable than a top-level `prompt`, which may be text.
-    return min(found, key=lambda f: (f[1], f[0], f[2]))[3] if found else None
-
-
-def _listed(names: list[str]) -> str:
-    return short_text(", ".join(names), 300) if names else "none"
 
 
 class Clock:

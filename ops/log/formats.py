@@ -1,7 +1,7 @@
 """Formats of request logs that are known by name: how each is recognised, and what its fields mean.
 
 To add a format, add a row to :data:`FORMATS` and, if its document is not a list of records, a function that makes one
-of it. Any other table is read by the usual names of its columns (:mod:`ops.log.columns`), or by names that the user
+of it. Any other table is read by the usual names of its columns (:mod:`ops.log.names`), or by names that the user
 gives.
 """
 
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 class Format:
     """A format of request logs.
 
-    ``columns`` is written like the option ``--columns`` (:func:`ops.log.columns.parse_columns`), with dots in JSON
+    ``columns`` is written like the option ``--columns`` (:func:`ops.log.names.parse_columns`), with dots in JSON
     paths and ``|`` between alternative names, of which the first that is present counts. A table has the format if it
     has these columns. A JSON document has it if it has one of the fields ``told_by``; then ``records`` lists its
     requests. A record without the field ``needs``, or without output tokens if ``needs_output``, is a failed request.

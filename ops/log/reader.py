@@ -7,11 +7,10 @@ and field; nothing is guessed.
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,24 +19,20 @@ from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, short_text
-from ops.log.columns import (
-    CLASSES,
-    REQUIRED,
-    Clock,
+from ops.log.columns import CLASSES, Clock, classes, classes_or_nan, failed, numbers_or_nan, tokens
+from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
+from ops.log.names import (
     Columns,
-    classes,
-    classes_or_nan,
-    failed,
+    check_names,
+    csv_header,
     find_columns,
-    numbers_or_nan,
     parse_columns,
     parse_filter,
-    plain,
-    tokens,
+    table_format,
 )
-from ops.log.formats import FORMATS, NAMES, TABLE, Format, format_of
 from ops.log.source import Source, Value
 from simulator.hardware.tables import FloatArray
 from simulator.load.prefix import BLOCK_TOKENS, PrefixReuse
@@ -46,13 +41,12 @@ from simulator.load.requests import MAX_REQUESTS, RequestLog
 
 MAX_SPAN_S: Final = 366 * 86_400
 """Longest log (s). Every second is kept, with or without requests, so a longer log would be mostly silence."""
+LONG_PREFIX: Final = 0.3
+"""Share of a prompt from which its repeated prefix decides where it is served, as in SGLang's router; shorter ones are
+system prompts, which every replica holds."""
 COARSE_TICK_S: Final = 0.5
 """Arrivals recorded in steps at least this long are spread within their step."""
 ROWS_AT_ONCE: Final = 50_000
-MAX_COLUMNS: Final = 10_000
-"""Most columns of a table, or fields of a JSON record, those of nested objects included."""
-MAX_NAME_CHARS: Final = 1_000
-"""Longest name of a column, or path of a field (characters)."""
 MAX_SKIP_BAD: Final = 10_000
 """Most rows that cannot be read and may be left out: with more, the format is the wrong one."""
 TELLING_GAP_S: Final = {True: 2.0, False: 60.0}
@@ -108,7 +102,7 @@ def import_log(
 ) -> Imported:
     """Read a request log, sorted by arrival, starting at 0.
 
-    ``columns`` names columns of a table (:func:`ops.log.columns.parse_columns`); others are found by their usual names.
+    ``columns`` names columns of a table (:func:`ops.log.names.parse_columns`); others are found by their usual names.
     ``limit`` keeps the first rows of the file, ``start_s`` and ``end_s`` a window after the first arrival; ``run``
     chooses one benchmark of a report that holds several, and ``only`` selects requests by a column (``model=llama``,
     ``model=llama,qwen``). Requests of several models are refused unless ``only`` chooses some of them. ``skip_bad`` is
@@ -144,7 +138,9 @@ def import_log(
             f"{path}: lasts {log.arrival_s[-1]:g} s; a log may last {MAX_SPAN_S:,} s: if its times are not in "
             "seconds, name their unit (--columns arrival=COLUMN:ms), else choose a part of it (--from-s, --to-s)"
         )
-    return Imported(log, table.format.name, table.columns.describe(table.clock), source.skipped, tick_s, source.notes)
+    return Imported(
+        log, table.format.name, table.columns.describe(table.clock.form), source.skipped, tick_s, source.notes
+    )
 
 
 # ---------------------------------------------------------------- files: frames of raw cells
@@ -178,32 +174,14 @@ def _open_log(source: Source, format: str, given: Columns | None) -> _Table:
     return _json(source, first, format, given) if first[0] in "{[" else _csv(source, format, given)
 
 
-def _format_of(source: Source, format: str, there: list[str], given: Columns | None) -> tuple[Format, Columns]:
-    """Format and columns of a table: a known format if its columns are present, else columns by their usual names."""
-    for known in FORMATS:
-        columns = parse_columns(known.columns).present(there)
-        told = given is None and not known.told_by and set(REQUIRED) <= set(columns.names)
-        if known.name == format or (format == "auto" and told):
-            return known, find_columns(source, there, given or columns)
-    if format not in ("auto", TABLE.name):
-        raise source.wrong(f"is a table, which {format} is not; leave --format out")
-    return TABLE, find_columns(source, there, given)
-
-
 def _wanted(source: Source, columns: Columns) -> list[str]:
     """Names of the columns to read."""
     return list(dict.fromkeys([*columns.names.values(), *([] if source.only is None else [source.only[0]])]))
 
 
 def _csv(source: Source, format: str, given: Columns | None) -> _Table:
-    before, header = next((source.line - 1, line) for line in source.lines() if line.strip())
-    separator = max(",;\t|", key=header.count)
-    # Count the columns first: pandas takes a minute for a hundred thousand of them.
-    for names in csv.reader(source.lines(), delimiter=separator, skipinitialspace=True):
-        _check_names(source, names)
-        if any(names):
-            break
-    source.line = 0
+    # Counts the columns first: pandas takes a minute for a hundred thousand of them.
+    before, separator, _ = csv_header(source)
     options: dict[str, Any] = {
         "sep": separator,
         "skiprows": before,
@@ -216,9 +194,7 @@ def _csv(source: Source, format: str, given: Columns | None) -> _Table:
     }
     with source.open() as text:
         there = [str(c).strip() for c in pd.read_csv(text, nrows=0, **options).columns]
-    if set(there) & {"Metric", "Benchmark", "Run Info"} and not {plain(c) for c in there} & {"timestamp"}:
-        raise source.wrong("holds summaries, not requests; give the tool's per-request file")
-    found, columns = _format_of(source, format, there, given)
+    found, columns = table_format(source, format, there, given)
     wanted = _wanted(source, columns)
 
     def frames() -> Iterator[pd.DataFrame]:
@@ -308,11 +284,11 @@ def _records(
     there: dict[str, None] = {}
     for number, record in islice(records(), _RECORDS_SEEN):
         there.update(dict.fromkeys(_flat(source, _object(source, number, record))))
-        _check_names(source, there)
+        check_names(source, there)
     source.line = 0
     if not there:
         raise source.wrong("holds no requests")
-    found, columns = _format_of(source, format, list(there), given)
+    found, columns = table_format(source, format, list(there), given)
     wanted = _wanted(source, columns)
 
     def frames() -> Iterator[pd.DataFrame]:
@@ -344,21 +320,13 @@ def _flat(source: Source, record: Mapping[str, Any], before: str = "", depth: in
     """Fields of a record by path, nested objects included; a name may itself contain dots."""
     found: dict[str, Any] = {}
     # Check before names are joined to paths: each path repeats all names that lead to it.
-    _check_names(source, record, before)
+    check_names(source, record, before)
     for key, value in record.items():
         found[before + key] = value
         if isinstance(value, dict) and depth:
             found.update(_flat(source, value, f"{before}{key}.", depth - 1))
-    _check_names(source, found)
+    check_names(source, found)
     return found
-
-
-def _check_names(source: Source, names: Collection[str], before: str = "") -> None:
-    """Refuse too many columns or fields, and names that are too long."""
-    if len(names) > MAX_COLUMNS:
-        raise source.wrong(f"has more than {MAX_COLUMNS:,} columns or fields: this is not a request log")
-    if names and len(before) + max(map(len, names)) > MAX_NAME_CHARS:
-        raise source.wrong(f"has a column or field whose name is longer than {MAX_NAME_CHARS:,} characters")
 
 
 # ---------------------------------------------------------------- from frames to a log
@@ -510,6 +478,7 @@ def _numbers_of(source: Source, table: _Table, raw: pd.DataFrame) -> pd.DataFram
             "class": _classes_of(source, names, raw),
             "reused": np.minimum(reused, prompt),
             "id": _hashes(raw[names["id"]]) if "id" in names else 0,
+            "session": _hashes(raw[names["session"]]) if "session" in names else 0,
         },
         index=raw.index,
     )
@@ -558,12 +527,14 @@ def _ordered(rows: pd.DataFrame, blocks: list[tuple[Any, ...]], block_tokens: in
     tick_s = coarse_tick_s(arrival)
     if tick_s > 0.0:
         arrival = spread_ticks(arrival, tick_s)
+    sessions = rows["session"].to_numpy()
     log = RequestLog(
         arrival_s=arrival,
         prompt_tokens=rows["prompt"].to_numpy(),
         output_tokens=rows["output"].to_numpy(),
         class_index=rows["class"].to_numpy().astype(np.int64),
         reused_tokens=rows["reused"].to_numpy(),
+        follows=_earlier_turns(sessions) if sessions.any() else np.zeros(0, dtype=np.int64),
     )
     if blocks:
         log = with_blocks(log, [blocks[i] for i in order], block_tokens)
@@ -571,11 +542,25 @@ def _ordered(rows: pd.DataFrame, blocks: list[tuple[Any, ...]], block_tokens: in
 
 
 def with_blocks(log: RequestLog, blocks: list[tuple[Any, ...]], block_tokens: int = BLOCK_TOKENS) -> RequestLog:
-    """The log with its repeated prefixes, from the block ids of each prompt in order of arrival."""
+    """The log with its repeated prefixes, from the block ids of each prompt in order of arrival.
+
+    A request follows an earlier one if they share at least :data:`LONG_PREFIX` of its prompt.
+    """
     reuse = PrefixReuse(block_tokens)
     lengths = zip(blocks, log.prompt_tokens.astype(int).tolist(), log.output_tokens.astype(int).tolist(), strict=True)
     reused = np.array([reuse.add(ids, prompt, output) for ids, prompt, output in lengths], dtype=np.float64)
-    return replace(log, reused_tokens=reused, reuse_hit=reuse.hit_curve())
+    follows = np.where(reused >= LONG_PREFIX * log.prompt_tokens, reuse.matched, -1)
+    return replace(log, reused_tokens=reused, reuse_hit=reuse.hit_curve(), follows=follows)
+
+
+def _earlier_turns(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index of the previous request of the same session, (N,); -1 for the first."""
+    last: dict[int, int] = {}
+    found = np.full(len(sessions), -1)
+    for i, session in enumerate(sessions.tolist()):
+        found[i] = last.get(session, -1)
+        last[session] = i
+    return found
 
 
 def coarse_tick_s(arrival_s: FloatArray) -> float:

@@ -34,11 +34,39 @@ def prefill_blocks(s: Run, r: int) -> int:
     return held
 
 
+def first_of(s: Run, i: int) -> int:
+    """First prefill GPU of a replica, or first replica of a prefill GPU: its own, unless all share them."""
+    return 0 if s.prefill_replicas > 0 else i
+
+
+def end_of_prefillers(s: Run, r: int) -> int:
+    """Index after the last prefill GPU of a replica."""
+    return s.prefill_replicas if s.prefill_replicas > 0 else r + 1
+
+
+def end_of_fed(s: Run, p: int) -> int:
+    """Index after the last replica of a prefill GPU."""
+    return s.n_replicas if s.prefill_replicas > 0 else p + 1
+
+
+def has_idle_prefiller(s: Run, r: int) -> bool:
+    """Whether a prefill GPU of a replica runs no iteration."""
+    n = 0
+    for p in range(first_of(s, r), end_of_prefillers(s, r)):
+        n += s.prefill_idle[p]
+    return n > 0
+
+
 def decode_blocks(s: Run, r: int, growth: int) -> int:
     """Blocks that the decoding sequences need if each grows by ``growth`` tokens."""
     held = 0
+    more = growth + s.block_tokens - 1
+    if s.block_shift >= 0:  # a division takes most of the time of a fleet whose pools are full
+        for i in range(s.n[r]):
+            held += (s.seq_tokens[r, i] + more) >> s.block_shift
+        return held
     for i in range(s.n[r]):
-        held += (s.seq_tokens[r, i] + growth + s.block_tokens - 1) // s.block_tokens
+        held += (s.seq_tokens[r, i] + more) // s.block_tokens
     return held
 
 

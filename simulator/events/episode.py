@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypedDict
 
 import numpy as np
 
+from inferencegym.models import Router
 from simulator.events.fleet import BLOCK_TOKENS, Fleet, RollingRestart
 from simulator.events.requests import FloatArray, IntArray, Outcome, Requests
 from simulator.events.simulation import Simulation
@@ -60,8 +61,11 @@ class Second(TypedDict):
 class ReferenceEpisode:
     """One episode, second by second: :meth:`play_second` takes the knobs and returns the second's metrics.
 
+    ``class_index`` (N,) is the class of each request.
+
     Without ``by_class`` requests are served first come first served, as in engines without priorities. Requests of more
-    than ``context_tokens`` are refused, as those are that no KV pool holds.
+    than ``context_tokens`` are refused, as those are that no KV pool holds. With ``clients`` the requests form a closed
+    loop.
     """
 
     def __init__(
@@ -72,11 +76,19 @@ class ReferenceEpisode:
         rolling_restart: RollingRestart = "recompute",
         by_class: bool = True,
         context_tokens: int | None = None,
+        router: Router = "shared",
+        prefill_replicas: int | None = None,
+        server: bool = False,
+        clients: int | None = None,
     ) -> None:
+        self._server, self._clients = server, clients
+        self._prefill_replicas = prefill_replicas
+        self._router: Router = router
         self._params = params
         self._context_tokens = context_tokens
         self._by_class = by_class
-        self._requests = requests
+        self._arrival_s, self.class_index = requests.arrival_s, requests.class_index
+        self._requests: EpisodeRequests | None = requests
         self._seed = seed
         self._rolling_restart: RollingRestart = rolling_restart
         self._slo_ms = params.stats.slo_ms[requests.class_index]
@@ -118,7 +130,7 @@ class ReferenceEpisode:
             "slo_violations": missed,
             "violation_share": share,
             "queue_requests": float(judged.waiting),
-            "running_requests": 0.5 * (before.running + sum(r.in_flight() for r in simulation.replicas)),
+            "running_requests": 0.5 * (before.running + simulation.running()),
             "kv_occupancy": simulation.kv_occupancy(),
             "admitted": float(done.started),
             "completed": float(done.finished),
@@ -132,11 +144,6 @@ class ReferenceEpisode:
     def _advance(self, simulation: Simulation) -> None:
         self._second += 1
         simulation.run_until(1e3 * self._second)
-
-    @property
-    def class_index(self) -> IntArray:
-        """Class of each request, (N,)."""
-        return self._requests.class_index
 
     def totals(self) -> dict[str, int]:
         """Sums since the start of the metrics that count requests or tokens."""
@@ -155,17 +162,25 @@ class ReferenceEpisode:
         assert self._simulation is not None
         return self._simulation.outcome()
 
+    def gaps(self) -> IntArray:
+        """Number of gaps between outputs of a request so far, by length (:data:`GAP_MS`)."""
+        assert self._simulation is not None
+        counts: IntArray = self._simulation.arrays["gaps"]
+        return counts
+
     def decoding(self) -> tuple[float, float]:
         """Decoding requests of a replica and their context (tokens), means over the replicas that have any."""
         assert self._simulation is not None
-        n = self._simulation.arrays["n"]
-        requests, tokens = int(n.sum()), int(self._simulation.arrays["token_sum"].sum())
-        return requests / max(1, int(np.count_nonzero(n))), tokens / max(1, requests)
+        found: tuple[float, float] = self._simulation.loop.decoding()
+        return found
 
     def tiers(self) -> set[int]:
         """Precisions that replicas currently run."""
-        running = () if self._simulation is None else self._simulation.replicas
-        return {self._models.index(replica.model) for replica in running if not replica.gone}
+        if self._simulation is None:
+            return set()
+        arrays, n = self._simulation.arrays, len(self._simulation.replicas)
+        loaded = set(arrays["model"][:n][arrays["gone"][:n] == 0].tolist())
+        return {self._models.index(self._simulation.models[i]) for i in loaded}
 
     def replicas(self) -> tuple[float, float, float]:
         """Replicas in service, removed replicas that still serve, and the share of the former that needs no restart."""
@@ -207,16 +222,22 @@ class ReferenceEpisode:
             start_ms=1e3 * float(constants["start_s"][knobs.quant_tier]),
             slowdown=CONVENTIONS.oom_slowdown if oom else 1.0,
             rolling_restart=self._rolling_restart,
+            router=self._router,
+            prefill_replicas=self._prefill_replicas,
+            server=self._server,
             **self._rules,
         )
         if self._simulation is None:
-            each = self._requests
+            assert self._requests is not None
+            each, self._requests = self._requests, None  # the simulation has its own copy
             priority = each.class_index if self._by_class else None
             acceptance = self._params.acceptance_of(each.arrival_s, each.class_index)
             requests = Requests(
-                each.arrival_s, each.prompt_tokens, each.output_tokens, priority, each.reused_tokens, acceptance
+                *(each.arrival_s, each.prompt_tokens, each.output_tokens, priority),
+                *(each.reused_tokens, acceptance, each.follows),
             )
-            self._simulation = Simulation(fleet, requests, self._seed)
+            self._simulation = Simulation(fleet, requests, self._seed, self._clients)
+            self._simulation.share_times()
             fleet = replace(fleet, replicas=knobs.replicas)
         self._simulation.reconfigure(fleet, pools)
         return self._simulation
@@ -238,14 +259,14 @@ class ReferenceEpisode:
         """TTFT in the second that ends now, and requests beyond their objective."""
         now = simulation.state.now_ms
         # Only requests that have arrived and had no answer before: a long log has many others.
-        lo, hi = self._first_open, int(np.searchsorted(self._requests.arrival_s, self._second))
+        lo, hi = self._first_open, int(np.searchsorted(self._arrival_s, self._second))
         first, refused = simulation.first_ms[lo:hi], simulation.arrays["rejected"][lo:hi] > 0
         answered = lo + np.flatnonzero((first >= start_ms) & (first < now))
         waiting = lo + np.flatnonzero(np.isnan(simulation.start_ms[lo:hi]) & ~refused)
         still_open = np.flatnonzero(~(first < now) & ~refused)
         self._first_open = lo + int(still_open[0]) if len(still_open) else hi
         first = simulation.first_ms
-        offset_ms = self._params.constants["ttft_offset_ms"]
+        offset_ms = simulation.state.client_ms
         ttft_ms = first[answered] - simulation.arrival_ms[answered] + offset_ms + simulation.output_delay_ms[answered]
         self._start_to_first_ms.extend((first[answered] - simulation.start_ms[answered]).tolist())
         age_ms = now - simulation.arrival_ms[waiting]

@@ -18,6 +18,7 @@ LOADED = 6
 SESSION_ARRIVAL = 7
 TOOL_END = 8
 TURN_REFUSED = 9
+READ = 10
 KIND_BITS = 48
 """Low bits of an event's order, which hold its sequence number; the kind is above them."""
 
@@ -29,11 +30,20 @@ def schedule(s: Run, delay_ms: float, kind: int, request: int, r: int) -> None:
 
 def push(s: Run, at_ms: float, kind: int, request: int, r: int) -> None:
     """Schedule an event at ``at_ms``."""
+    insert(s, at_ms, (kind << KIND_BITS) + s.sequence, request, r)
+    s.sequence += 1
+
+
+def push_arrival(s: Run, request: int) -> None:
+    """Schedule the arrival of a submitted request when it is due; simultaneous ones come in the order of requests."""
+    insert(s, s.due_ms[request], request, request, 0)
+
+
+def insert(s: Run, at_ms: float, order: int, request: int, r: int) -> None:
+    """Put an event into the heap."""
     if s.n_events == s.event_ms.shape[0]:
         with cython.gil:
             s.owner.add_events()
-    order = (kind << KIND_BITS) + s.sequence
-    s.sequence += 1
     i = s.n_events
     s.n_events += 1
     while i > 0:

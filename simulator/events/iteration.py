@@ -5,34 +5,46 @@ from __future__ import annotations
 from inferencegym import plain_cython as cython
 
 if not cython.compiled:  # compiled, these names are declared in loop.pxd
+    from math import log
+
     from simulator.events.blocks import (
+        end_of_fed,
+        end_of_prefillers,
+        first_of,
         fits,
         full_blocks,
+        has_idle_prefiller,
         in_flight,
         is_over_full,
         load_of,
         note_peak,
         prompt_blocks,
     )
-    from simulator.events.dispatch import dispatch, precedes, send_next
+    from simulator.events.dispatch import dispatch, precedes, send_next, send_outputs, unsent_ms
     from simulator.events.heap import HANDED_OVER, ITERATION_END, PREFILL_END, WAKE, schedule
     from simulator.events.lines import (
         ASSIGNED,
+        LINES_OF_REPLICA,
         PREEMPTED,
         PREFILLING,
         TRANSIT,
         append,
         insert_before_class,
+        is_behind,
         line_of,
         remove,
     )
     from simulator.events.records import Run
     from simulator.events.rollout import leave, roll_out
+    from simulator.events.routing import repeated_tokens
     from simulator.events.sessions import end_turn, free_context, reuse_context, take_free_blocks
     from simulator.events.times import iteration_ms
 
 RANDOM_A = 2147483563
 RANDOM_B = 2147483399
+LEAST_GAP_MS = 0.01
+GAPS_PER_E = 100
+"""Gaps between outputs are counted in this many bins for each factor of e, from the least one on."""
 
 
 def begin_iteration(s: Run, r: int) -> None:
@@ -66,7 +78,7 @@ def send_first_tokens(s: Run, r: int) -> None:
     """Send the first tokens of the last iteration, with their delay into this one."""
     request = s.unsent_first[r]
     while request >= 0:
-        s.output_delay_ms[request] = s.output_delay[s.model[r]] * s.iteration_ms[r]
+        s.output_delay_ms[request] = s.output_delay[s.model[r]] * s.iteration_ms[r] + unsent_ms(s)
         request = s.unsent_after[request]
     s.unsent_first[r] = -1
 
@@ -74,21 +86,22 @@ def send_first_tokens(s: Run, r: int) -> None:
 def end_iteration(s: Run, r: int) -> None:
     """Write the tokens of an iteration and begin the next."""
     if s.decoding[r]:
+        count_gaps(s, r)
+        send_outputs(s, s.n[r])
         advance(s, r)
+        s.n_decoded[r] = s.n[r]
     note_peak(s, r)
     if not s.disaggregated[r]:
         complete(s, r)
     dispatch(s)
-    if s.disaggregated[r] and s.prefill_idle[r]:
-        begin_prefill(s, r)  # slots or cache may have become free
+    begin_idle_prefills(s, r)  # slots or cache may have become free
     begin_iteration(s, r)
 
 
 def wake(s: Run, r: int) -> None:
     """Begin an iteration of a replica that runs none."""
     dispatch(s)  # a one-token answer frees a slot without an iteration
-    if s.disaggregated[r] and s.prefill_idle[r]:
-        begin_prefill(s, r)
+    begin_idle_prefills(s, r)
     if s.idle[r]:
         begin_iteration(s, r)
 
@@ -131,6 +144,9 @@ def preempt(s: Run, r: int) -> int:
     if i < 0:
         return -1
     victim = s.seq_request[r, i]
+    if i < s.n_decoded[r]:
+        s.output_ms[victim] = s.decoded_ms[r]
+        s.n_decoded[r] -= 1
     s.length[victim] = s.seq_tokens[r, i]
     s.seq_goal[r, i] = 0
     drop_finished(s, r, False)
@@ -167,23 +183,33 @@ def take_chunks(s: Run, r: int, starting: bool) -> None:
     budget = max(most - decode_rows, most // 4)
     n = 0
     total = 0
-    request = s.line_first[line_of(s, r, PREFILLING)]
-    while request >= 0 and budget > 0:
-        tokens = min(budget, s.need[request] - s.done[request])
-        s.chunk_request[r, n] = request
-        s.chunk_tokens[r, n] = tokens
-        n += 1
-        total += tokens
-        budget -= tokens
-        request = s.after[request]
-    while budget > 0 and starting:
+    for fed in range(first_of(s, r), end_of_fed(s, r)):
+        request = s.line_first[line_of(s, fed, PREFILLING)]
+        while request >= 0 and budget > 0:
+            if s.prefiller[request] == r:
+                tokens = min(budget, s.need[request] - s.done[request])
+                s.chunk_request[r, n] = request
+                s.chunk_tokens[r, n] = tokens
+                n += 1
+                total += tokens
+                budget -= tokens
+            request = s.after[request]
+    # Scheduled when the last iteration began, one that would otherwise be empty excepted: who came since then waits.
+    is_ahead = s.async_scheduling > 0 and (n > 0 or (s.n[r] > 0 and not s.disaggregated[r]))
+    latest_ms = s.begun_ms[r] if is_ahead else s.now_ms
+    s.begun_ms[r] = s.now_ms
+    # A prefill GPU of many replicas may find more short prompts than the slots of one, for which there is room.
+    while budget > 0 and starting and n < s.chunk_tokens.shape[1]:
         if s.vllm_refill:
             dispatch(s)
-        line = head_line(s, r)
-        # Whole prompts only: a prompt longer than the budget runs alone.
-        if line < 0 or (not s.chunked and n > 0 and s.length[s.line_first[line]] > budget):
+        line = first_head_line(s, r)
+        if line < 0 or s.queued_ms[s.line_first[line]] > latest_ms:
             break
-        request = start_prefill(s, r, line)
+        # Whole prompts only: a prompt longer than the budget runs alone.
+        if not s.chunked and n > 0 and s.length[s.line_first[line]] > budget:
+            break
+        request = start_prefill(s, (line - s.n_classes) // LINES_OF_REPLICA, line)
+        s.prefiller[request] = r
         tokens = s.need[request] - s.done[request]
         if s.chunked:
             tokens = min(budget, tokens)
@@ -194,6 +220,16 @@ def take_chunks(s: Run, r: int, starting: bool) -> None:
         budget -= tokens
     s.n_chunks[r] = n
     s.chunk_sum[r] = total
+
+
+def first_head_line(s: Run, r: int) -> int:
+    """Line whose first request a replica or prefill GPU should start next; -1 if it may start none."""
+    best = -1
+    for fed in range(first_of(s, r), end_of_fed(s, r)):
+        line = head_line(s, fed)
+        if line >= 0 and (best < 0 or is_behind(s, s.line_first[best], s.line_first[line])):
+            best = line
+    return best
 
 
 def head_line(s: Run, r: int) -> int:
@@ -228,7 +264,7 @@ def start_prefill(s: Run, r: int, line: int) -> int:
     if s.start_ms[request] != s.start_ms[request]:
         s.start_ms[request] = s.now_ms
         s.n_started += 1
-        hit = cython.cast(cython.Py_ssize_t, s.prefix_hit * s.reused[request])
+        hit = cython.cast(cython.Py_ssize_t, s.prefix_hit * repeated_tokens(s, r, request))
         s.done[request] = min(hit, s.need[request] - 1)
     if s.session[request] >= 0:
         s.done[request] = reuse_context(s, request)
@@ -264,6 +300,9 @@ def write_first_token(s: Run, r: int, request: int, tokens: int) -> None:
         s.first_ms[request] = s.now_ms
         s.unsent_after[request] = s.unsent_first[r]
         s.unsent_first[r] = request
+    else:
+        count_gap(s, s.now_ms - s.output_ms[request], 1)
+    s.output_ms[request] = s.now_ms
     if tokens + 1 >= s.goal[request]:
         finish(s, r, request)
     else:
@@ -301,6 +340,20 @@ def advance(s: Run, r: int) -> None:
     s.steps_to_finish[r] -= 1
     if s.steps_to_finish[r] <= 0:
         drop_finished(s, r, True)
+
+
+def count_gaps(s: Run, r: int) -> None:
+    """Count the time since the last output of every decoding sequence; those that decoded last time come first."""
+    count_gap(s, s.now_ms - s.decoded_ms[r], s.n_decoded[r])
+    for i in range(s.n_decoded[r], s.n[r]):
+        count_gap(s, s.now_ms - s.output_ms[s.seq_request[r, i]], 1)
+    s.decoded_ms[r] = s.now_ms
+
+
+def count_gap(s: Run, gap_ms: float, n: int) -> None:
+    """Count ``n`` gaps between outputs of requests."""
+    i = cython.cast(cython.Py_ssize_t, GAPS_PER_E * log(max(gap_ms, LEAST_GAP_MS) / LEAST_GAP_MS))
+    s.gaps[min(i, s.gaps.shape[0] - 1)] += n
 
 
 def accept_drafts(s: Run, r: int) -> None:
@@ -371,19 +424,28 @@ def finish(s: Run, r: int, request: int) -> None:
 # Disaggregated prefill ---------------------------------------------------------------------------------------------
 
 
+def begin_idle_prefills(s: Run, r: int) -> None:
+    """Begin an iteration of each prefill GPU of a replica that runs none."""
+    if s.disaggregated[r]:
+        for p in range(first_of(s, r), end_of_prefillers(s, r)):
+            if s.prefill_idle[p]:
+                begin_prefill(s, p)
+
+
 def begin_prefill(s: Run, r: int) -> None:
-    """Begin the next iteration of a replica's prefill GPU."""
+    """Begin the next iteration of a prefill GPU."""
     take_chunks(s, r, True)
     s.prefill_idle[r] = s.n_chunks[r] == 0
     if s.n_chunks[r] > 0:
         schedule(s, iteration_ms(s, r, 0, 0.0, s.n_chunks[r]), PREFILL_END, 0, r)
 
 
-def end_prefill(s: Run, r: int) -> None:
+def end_prefill(s: Run, p: int) -> None:
     """Send the caches of complete prompts over the link and begin the next iteration."""
-    book_chunks(s, r)
-    for i in range(s.n_chunks[r]):
-        request = s.chunk_request[r, i]
+    book_chunks(s, p)
+    for i in range(s.n_chunks[p]):
+        request = s.chunk_request[p, i]
+        r = s.replica[request]
         if s.done[request] == s.need[request]:
             remove(s, line_of(s, r, PREFILLING), request)
             append(s, line_of(s, r, TRANSIT), request)
@@ -391,9 +453,9 @@ def end_prefill(s: Run, r: int) -> None:
             s.transit_tokens[r] += s.need[request]
             link_ms = s.need[request] * s.kv_bytes_per_token / s.link_bytes_per_ms
             schedule(s, link_ms, HANDED_OVER, request, r)
-    s.n_chunks[r] = 0
+    s.n_chunks[p] = 0
     dispatch(s)
-    begin_prefill(s, r)
+    begin_prefill(s, p)
 
 
 def hand_over(s: Run, r: int, request: int) -> None:
@@ -404,5 +466,5 @@ def hand_over(s: Run, r: int, request: int) -> None:
     s.transit_tokens[r] -= tokens
     write_first_token(s, r, request, tokens)
     note_peak(s, r)
-    if s.idle[r] or s.prefill_idle[r]:
+    if s.idle[r] or has_idle_prefiller(s, r):
         schedule(s, 0.0, WAKE, 0, r)

@@ -10,17 +10,19 @@ from inferencegym import plain_cython as cython
 if not cython.compiled:  # compiled, these names are declared in loop.pxd
     from simulator.events.records import Run
 
-ASSIGNED = 0
+ROUTED = 0
+"""The replica's own queue: requests that a router sent to it and that it has no room for yet."""
+ASSIGNED = 1
 """Requests that will start with the next iteration."""
-PREEMPTED = 1
+PREEMPTED = 2
 """Requests that lost their KV cache and will be recomputed."""
-PREFILLING = 2
+PREFILLING = 3
 """Requests in prefill."""
-TRANSIT = 3
+TRANSIT = 4
 """Requests prefilled on another GPU, with their cache on the link."""
-FLIGHT = 4
+FLIGHT = 5
 """Requests taken off a restarting replica, until they are reassigned."""
-LINES_OF_REPLICA = 5
+LINES_OF_REPLICA = 6
 
 
 def line_of(s: Run, r: int, kind: int) -> int:

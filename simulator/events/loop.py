@@ -5,14 +5,15 @@ from __future__ import annotations
 from inferencegym import plain_cython as cython
 
 if not cython.compiled:  # compiled, these names are declared in loop.pxd
-    from simulator.events.blocks import cached_tokens, decode_blocks, prefill_blocks
-    from simulator.events.dispatch import arrive, dispatch, rouse
+    from simulator.events.blocks import cached_tokens, decode_blocks, in_flight, prefill_blocks
+    from simulator.events.dispatch import arrive, dispatch, end_reading, rouse
     from simulator.events.heap import (
         ARRIVAL,
         HANDED_OVER,
         ITERATION_END,
         KIND_BITS,
         PREFILL_END,
+        READ,
         RESTARTED,
         SESSION_ARRIVAL,
         TOOL_END,
@@ -20,6 +21,7 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
         WAKE,
         drop_first,
         push,
+        push_arrival,
     )
     from simulator.events.iteration import end_iteration, end_prefill, hand_over, wake
     from simulator.events.records import Run
@@ -41,11 +43,14 @@ class Loop:
             for _ in range(replicas):
                 add_replica(self.run)
 
-    def submit(self, first: int, last: int) -> None:
-        """Schedule the arrivals of requests ``first`` (included) to ``last`` (excluded)."""
+    def submit(self, first: int, n: int) -> None:
+        """Schedule the arrivals of ``n`` requests, which ``after`` links in order of time; ``first`` is the first.
+
+        The heap holds one of them at a time, so that it stays small.
+        """
         with cython.nogil:
-            for i in range(first, last):
-                push(self.run, self.run.due_ms[i], ARRIVAL, i, 0)
+            self.run.sequence += n
+            push_arrival(self.run, first)
 
     def advance(self, end_ms: float) -> None:
         """Process the events before ``end_ms``."""
@@ -91,6 +96,25 @@ class Loop:
         """Tokens in the cache of a replica."""
         return cached_tokens(self.run, r)
 
+    def running(self) -> int:
+        """Requests that hold a slot of any replica."""
+        n = 0
+        for r in range(self.run.n_replicas):
+            n += in_flight(self.run, r)
+        return n
+
+    def decoding(self) -> tuple[float, float]:
+        """Decoding requests of a replica and their context (tokens), means over the replicas that have any."""
+        s = self.run
+        n = 0
+        busy = 0
+        tokens = 0
+        for r in range(s.n_replicas):
+            n += s.n[r]
+            busy += s.n[r] > 0
+            tokens += s.token_sum[r]
+        return 1.0 * n / max(1, busy), 1.0 * tokens / max(1, n)
+
     def held_blocks(self, r: int) -> int:
         """Blocks in use on a replica."""
         return decode_blocks(self.run, r, 0) + prefill_blocks(self.run, r)
@@ -105,7 +129,11 @@ def process_next(s: Run) -> None:
     count_gpus(s, s.event_ms[0])
     drop_first(s)
     if kind == ARRIVAL:
+        if s.after[request] >= 0:
+            push_arrival(s, s.after[request])
         arrive(s, request)
+    elif kind == READ:
+        end_reading(s)
     elif starts != s.starts[r]:
         return
     elif kind == ITERATION_END:
@@ -130,12 +158,7 @@ def process_next(s: Run) -> None:
 
 def count_gpus(s: Run, until_ms: float) -> None:
     """Advance the clock and count the GPU time of every replica and prefill GPU that is present."""
-    there = 0
-    prefill_gpus = 0
-    for r in range(s.n_replicas):
-        if not s.gone[r]:
-            there += 1
-            prefill_gpus += s.disaggregated[r]
+    prefill_gpus = s.prefill_replicas if s.prefill_replicas > 0 else s.n_prefill_gpus
     s.prefill_gpu_ms += (until_ms - s.now_ms) * prefill_gpus
-    s.replica_ms += (until_ms - s.now_ms) * there
+    s.replica_ms += (until_ms - s.now_ms) * s.n_there
     s.now_ms = until_ms

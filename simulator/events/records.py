@@ -19,7 +19,8 @@ class Run:
         if missing:
             raise TypeError(f"a run lacks {sorted(missing)}: see simulator/events/arrays.py")
         self.owner = owner
-        for name in set(RUN) - set(values):
-            setattr(self, name, 0)
-        for name, value in values.items():
-            setattr(self, name, value)
+        for name, value in {**values, **dict.fromkeys(set(RUN) - set(values), 0)}.items():
+            try:
+                setattr(self, name, value)
+            except AttributeError as error:
+                raise TypeError(f"the compiled engine does not know {name!r}: run `make build`") from error

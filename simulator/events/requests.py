@@ -18,7 +18,8 @@ class Requests:
     """Requests to serve, all ``(n,)``: arrival (s), prompt and output length (tokens), class (0 is served first).
 
     ``reused_tokens`` are the leading prompt tokens shared with an earlier request. ``acceptance`` is the probability
-    that a draft is accepted if all before it are; without it, the fleet's probabilities apply.
+    that a draft is accepted if all before it are; without it, the fleet's probabilities apply. ``follows`` is the index
+    of the earlier request that a router keeps it with, or -1; without it, no request has one.
     """
 
     arrival_s: FloatArray
@@ -27,6 +28,7 @@ class Requests:
     priority: IntArray | None = None
     reused_tokens: IntArray | None = None
     acceptance: FloatArray | None = None
+    follows: IntArray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -106,6 +108,10 @@ class Outcome:
         """Mean time per output token after the first, ms; NaN for a single token."""
         gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         return (self.finish_s - self.first_token_s) * 1e3 / gaps
+
+    def e2e_ms(self) -> FloatArray:
+        """Time from arrival to the last token as a client sees it, ms; the last token is delayed like the first."""
+        return self.ttft_ms() + (self.finish_s - self.first_token_s) * 1e3
 
     def makespan_s(self) -> float:
         """Time at which the last request finished, s."""

@@ -28,13 +28,22 @@ def add_replica(s: Run) -> int:
     """Add a replica with the fleet's configuration, in service; returns its number."""
     r = s.n_replicas
     s.n_replicas += 1
+    s.n_there += 1
+    s.n_up += 1
     configure(s, r)
     return r
+
+
+def set_down(s: Run, r: int, down: int) -> None:
+    """Take a replica out of service (1) or put it into service (0)."""
+    s.n_up += s.down[r] - down
+    s.down[r] = down
 
 
 def configure(s: Run, r: int) -> None:
     """Give a replica the fleet's configuration."""
     s.model[r] = s.fleet_model
+    s.n_prefill_gpus += s.fleet_disaggregated - s.disaggregated[r]
     s.disaggregated[r] = s.fleet_disaggregated
     s.pool_blocks[r] = s.fleet_pool_blocks
 
@@ -59,7 +68,7 @@ def scale(s: Run, replicas: int) -> None:
             there += 1
     while there < replicas:
         r = add_replica(s)
-        s.down[r] = 1
+        set_down(s, r, 1)
         s.loading_since_ms[r] = s.now_ms
         schedule_join(s, r)
         there += 1
@@ -101,7 +110,9 @@ def remove_replica(s: Run, r: int) -> None:
 def leave(s: Run, r: int) -> None:
     """Take an empty replica out of the fleet."""
     s.gone[r] = 1
-    s.down[r] = 1
+    s.n_there -= 1
+    s.n_prefill_gpus -= s.disaggregated[r]
+    set_down(s, r, 1)
     s.loading_since_ms[r] = -1.0
     s.starts[r] += 1
     clear(s, r)
@@ -119,7 +130,7 @@ def join_if_loaded(s: Run, r: int) -> None:
         return
     s.loading_since_ms[r] = -1.0
     configure(s, r)
-    s.down[r] = 0
+    set_down(s, r, 0)
     dispatch(s)
     rouse(s, r)
 
@@ -154,6 +165,8 @@ def restart(s: Run, r: int) -> None:
     """Stop a replica that has no assigned requests; its requests in flight go to the others."""
     flight = line_of(s, r, FLIGHT)
     for i in range(s.n[r]):
+        if i < s.n_decoded[r]:
+            s.output_ms[s.seq_request[r, i]] = s.decoded_ms[r]
         s.length[s.seq_request[r, i]] = s.seq_tokens[r, i]
         insert_by_arrival(s, flight, s.seq_request[r, i])
     take_off(s, line_of(s, r, TRANSIT), flight)
@@ -162,7 +175,7 @@ def restart(s: Run, r: int) -> None:
     clear(s, r)
     s.starts[r] += 1
     configure(s, r)
-    s.down[r] = 1
+    set_down(s, r, 1)
     if least_loaded_up(s) < 0:
         requeue(s, flight)
     while s.line_count[flight] > 0:
@@ -194,13 +207,14 @@ def least_loaded_up(s: Run) -> int:
 
 def put_back(s: Run, r: int, request: int) -> None:
     """Give a replica a request to recompute that another one had in flight."""
+    s.replica[request] = r
     insert_by_class(s, line_of(s, r, PREEMPTED), request)
     s.reserved_blocks[r] += full_blocks(s, request)
 
 
 def come_up(s: Run, r: int) -> None:
     """Put a restarted replica back into service."""
-    s.down[r] = 0
+    set_down(s, r, 0)
     roll_out(s)
     dispatch(s)
     rouse(s, r)
@@ -209,6 +223,7 @@ def come_up(s: Run, r: int) -> None:
 def clear(s: Run, r: int) -> None:
     """Reset a replica's state as after a start; its lines must be empty."""
     s.n[r] = 0
+    s.n_decoded[r] = 0
     s.token_sum[r] = 0
     s.steps_to_finish[r] = 0
     s.reserved_blocks[r] = 0

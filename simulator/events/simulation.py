@@ -1,6 +1,7 @@
 """Iteration-level discrete-event simulation of continuous batching: the reference for the fluid dynamics.
 
-A fleet of identical replicas serves one queue. Every replica runs iterations of the operator model back to back: it
+A fleet of identical replicas serves one queue, or a router gives each replica a queue of its own
+(:mod:`simulator.events.routing`). Every replica runs iterations of the operator model back to back: it
 decodes its resident sequences and prefills prompts, fused (``chunked``) or in iterations of their own
 (``prefill_first``), as its engine profile says. The KV cache is allocated in blocks; when it runs out, the sequence of
 the lowest class that was admitted last is preempted and later recomputed. Nothing is averaged: every request has its
@@ -13,8 +14,9 @@ in the same order. A replica with preempted requests starts no new request of th
 resumed; a higher class may start. That is vLLM with ``--scheduling-policy priority``. A bounded queue counts every
 request that has not started, and refuses the youngest of the lowest class.
 
-With ``disaggregated`` every replica has a separate prefill GPU, which sends the cache over a link; slots and cache
-blocks of the replica are taken from the start of the prefill. The first token is delivered once the cache has arrived.
+With ``disaggregated`` every replica has a separate prefill GPU, or all of them share ``prefill_replicas``. It sends the
+cache over a link; slots and cache blocks of the replica are taken from the start of the prefill. The first token is
+delivered once the cache has arrived. A shared prefill GPU takes the first prompt of any replica's line.
 
 The configuration may change while requests are served (:meth:`Simulation.reconfigure`). Batch size, KV pool and drafts
 apply from each replica's next iteration on; a pool that shrinks below its contents preempts requests. Precision and
@@ -30,6 +32,7 @@ with an outdated configuration, then the least loaded.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -39,9 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ROUTERS
 from simulator.events.arrays import allocated
 from simulator.events.fleet import Fleet
-from simulator.events.iteration import RANDOM_A, RANDOM_B
+from simulator.events.iteration import GAPS_PER_E, LEAST_GAP_MS, RANDOM_A, RANDOM_B
 from simulator.events.lines import ASSIGNED, LINES_OF_REPLICA, PREEMPTED, PREFILLING, TRANSIT
 from simulator.events.loop import Loop, Run
 from simulator.events.requests import FloatArray, IntArray, Outcome, Requests, Sessions
@@ -50,6 +54,8 @@ from simulator.hardware.operators import Chunk, OperatorModel
 LOOKED_UP_ROWS: Final = 8192
 """Largest number of rows with cached times; beyond it the model computes each time."""
 _CONTEXTS: Final = 32  # contexts up to 2 ** 32 tokens
+GAP_MS: Final = LEAST_GAP_MS * np.exp((np.arange(2048) + 0.5) / GAPS_PER_E)
+"""Gaps between outputs in the middle of each bin that counts them; the bins are 1 % wide."""
 
 
 def serve(fleet: Fleet, requests: Requests, seed: int = 0) -> Outcome:
@@ -200,14 +206,17 @@ class Simulation:
         classes = 1 if requests.priority is None else int(max(requests.priority, default=0)) + 1
         self.models: list[OperatorModel] = []
         self._sizes = {"C": classes, "L": classes, "T": LOOKED_UP_ROWS + 1, "X": _CONTEXTS, "B": 1, "P": 1}
-        self._sizes |= dict.fromkeys("NRSEDMG", 0)
+        self._sizes |= dict.fromkeys("NRSEDMGAUVW", 0) | {"H": len(GAP_MS)}
         self.arrays = allocated(self._sizes)
-        self.state: Any = Run(self, self.arrays)  # its attributes are those of arrays.RUN
+        # Without cycles, the arrays of a run are freed with it and need not wait for the garbage collector.
+        self._weak: Any = weakref.proxy(self)
+        self.state: Any = Run(self._weak, self.arrays)  # its attributes are those of arrays.RUN
         self.replicas: list[Replica] = []
         self.kv_pool_tokens = {fleet.model.tier: fleet.kv_pool_tokens}
         state = self.state
         state.n_classes = classes
         state.chunked = int(fleet.model.profile.scheduler == "chunked")
+        state.router = ROUTERS.index(fleet.router)
         state.reserve = int(fleet.model.profile.reserve_output)
         first, second = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         state.random_a, state.random_b = 1 + int(first) % (RANDOM_A - 1), 1 + int(second) % (RANDOM_B - 1)
@@ -224,7 +233,7 @@ class Simulation:
     def add_sessions(self, sessions: Sessions) -> None:
         """Declare the requests to be turns of these sessions."""
         state, n = self.state, len(sessions)
-        self._resize(G=n, E=max(self._sizes["E"], 4 * n + 64))
+        self._resize(G=n, A=self._sizes["N"], E=max(self._sizes["E"], 4 * n + 64))
         arrays = self.arrays
         arrays["session"][:] = sessions.session()
         arrays["tool_ms"][:] = 1e3 * sessions.tool_s
@@ -264,7 +273,7 @@ class Simulation:
             iterations=self.state.iterations,
             busy_ms=self.state.busy_ms,
             peak_kv_tokens=self.state.peak_tokens,
-            ttft_offset_ms=self.fleet.model.profile.ttft_offset_ms,
+            ttft_offset_ms=self.state.client_ms,
             output_delay_ms=self.output_delay_ms,
         )
 
@@ -280,6 +289,9 @@ class Simulation:
         """
         if (fleet, kv_pool_tokens) == (self.fleet, self.kv_pool_tokens):
             return
+        size = [(each.replicas, each.model, each.disaggregated, each.prefill_replicas) for each in (fleet, self.fleet)]
+        if size[0] != size[1] and (fleet.prefill_replicas or self.fleet.prefill_replicas):
+            raise InvalidConfigError("a fleet whose replicas share prefill GPUs keeps its size and precision")
         self.kv_pool_tokens = dict(kv_pool_tokens)
         self._use(fleet)
         for replica in self.replicas:
@@ -300,9 +312,7 @@ class Simulation:
 
     def running(self) -> int:
         """Number of requests that hold a slot of any replica."""
-        state, arrays = self.state, self.arrays
-        held = arrays["line_count"][state.n_classes :].reshape(-1, LINES_OF_REPLICA)[:, [PREFILLING, TRANSIT]]
-        return int(arrays["n"].sum() + held.sum())
+        return int(self.loop.running())
 
     def first_line(self, replica: int) -> int:
         """Number of the first line of a replica."""
@@ -349,7 +359,7 @@ class Simulation:
 
     def _submit(self, requests: Requests, n_scheduled: int) -> None:
         first, n = self._sizes["N"], self._sizes["N"] + len(requests.arrival_s)
-        self._resize(N=n, E=max(self._sizes["E"], 2 * n + 64), S=self._slots(n))
+        self._resize(N=n, E=max(self._sizes["E"], 64), S=self._slots(n))
         arrays, new = self.arrays, slice(first, n)
         arrays["due_ms"][new] = np.asarray(requests.arrival_s, float) * 1e3
         arrays["prompt"][new] = arrays["length"][new] = requests.prompt_tokens
@@ -358,31 +368,42 @@ class Simulation:
             arrays["priority"][new] = requests.priority
         if requests.reused_tokens is not None:
             arrays["reused"][new] = requests.reused_tokens
+        if requests.follows is not None:
+            arrays["follows"][new] = np.where(requests.follows >= 0, first + requests.follows, -1)
         if requests.acceptance is not None:
             arrays["acceptance"][new] = requests.acceptance
         self.state.next_request, self.state.last_request = first + n_scheduled, n
-        self.loop.submit(first, first + n_scheduled)
+        if n_scheduled:
+            due_order = first + np.argsort(arrays["due_ms"][first : first + n_scheduled], kind="stable")
+            arrays["after"][due_order[:-1]] = due_order[1:]
+            self.loop.submit(int(due_order[0]), n_scheduled)
 
     def _use(self, fleet: Fleet) -> None:
         self.fleet, state = fleet, self.state
         state.fleet_model = self._model(fleet.model)
         replicas = len(self.replicas) + fleet.replicas
         self._resize(
-            R=max(self._sizes["R"], replicas),
+            R=max(self._sizes["R"], replicas, fleet.prefill_replicas or 0),
             L=max(self._sizes["L"], state.n_classes + LINES_OF_REPLICA * replicas),
             S=self._slots(self._sizes["N"]),
             D=max(self._sizes["D"], fleet.draft_tokens),
         )
         state.fleet_disaggregated = int(fleet.disaggregated)
+        state.prefill_replicas = fleet.prefill_replicas or 0
         state.fleet_pool_blocks = fleet.pool_blocks(fleet.kv_pool_tokens)
         state.batch_size, state.draft_tokens = fleet.batch_size, fleet.draft_tokens
         state.block_tokens, state.spare_tokens = fleet.block_tokens, fleet.spare_tokens
+        bits = fleet.block_tokens.bit_length() - 1
+        state.block_shift = bits if fleet.block_tokens == 1 << bits else -1
         state.context_tokens = -1 if fleet.context_tokens is None else fleet.context_tokens
         state.queue_limit = -1 if fleet.queue_limit is None else fleet.queue_limit
         state.vllm_refill, state.drain = int(fleet.vllm_refill), int(fleet.rolling_restart == "drain")
         state.restart_ms, state.load_ms, state.slowdown = fleet.restart_ms, fleet.start_ms, fleet.slowdown
         state.kv_bytes_per_token, state.link_bytes_per_ms = fleet.model.kv_bytes_per_token, fleet.link_gb_s * 1e6
-        state.client_ms = fleet.model.profile.ttft_offset_ms
+        profile = fleet.model.profile
+        state.async_scheduling = int(fleet.server and profile.async_scheduling)
+        state.request_ms, state.token_ms = (profile.request_ms, profile.token_ms) if fleet.server else (0.0, 0.0)
+        state.client_ms = max(0.0, profile.ttft_offset_ms - state.request_ms)
         if fleet.draft_tokens:
             chance = self.arrays["fleet_chance"]
             chance[:, : fleet.draft_tokens] = _conditional(fleet.acceptance[: fleet.draft_tokens])
@@ -402,10 +423,15 @@ class Simulation:
         self.models.append(model)
         terms = model.loop_terms()
         self._resize(M=m + 1, P=max(self._sizes["P"], len(terms.alone_ms)))
+        if terms.listed_ms is not None:
+            self._resize(**dict(zip("UVW", terms.listed_ms.shape, strict=True)))
+            self.arrays["listed_ms"][m] = terms.listed_ms
+            for name, nodes in zip(("listed_tokens", "listed_prefixes", "listed_batches"), terms.listed, strict=True):
+                self.arrays[name][:] = nodes
         for name, value in {
             "draft_layers": model.layers if terms.draft_head else 0,
             "draft_overhead_ms": model.draft_overhead_ms,
-            "prefill_kind": ("asked", "curves", "pairs").index(terms.prefill),
+            "prefill_kind": ("asked", "curves", "pairs", "listed").index(terms.prefill),
             "prefill_scale": terms.scale,
             "prefill_floor_ms": terms.floor_ms,
             "step_overhead_ms": model.profile.step_overhead_ms,
@@ -430,7 +456,7 @@ class Simulation:
         self.arrays = arrays
 
     def _list_replicas(self) -> None:
-        self.replicas += [Replica(self, i) for i in range(len(self.replicas), self.state.n_replicas)]
+        self.replicas += [Replica(self._weak, i) for i in range(len(self.replicas), self.state.n_replicas)]
 
 
 def _conditional(marginal: Sequence[float]) -> FloatArray:

@@ -16,6 +16,7 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
 ASKED = 0
 CURVES = 1
 PAIRS = 2
+LISTED = 3
 
 
 def iteration_ms(s: Run, r: int, n_decode: int, context: float, n_chunks: int) -> float:
@@ -92,6 +93,8 @@ def prefill_attention_ms(s: Run, m: int, r: int, n_chunks: int) -> float:
         return by_curves_ms(s, m, r, n_chunks)
     if s.prefill_kind[m] == PAIRS:
         return by_pairs_ms(s, m, r, n_chunks)
+    if s.prefill_kind[m] == LISTED:
+        return by_list_ms(s, m, r, n_chunks)
     with cython.gil:
         s.asked_ms = s.owner.prefill_attention_ms(m, r, n_chunks)
     return s.asked_ms
@@ -142,3 +145,55 @@ def by_pairs_ms(s: Run, m: int, r: int, n_chunks: int) -> float:
         tokens = s.chunk_tokens[r, i]
         pairs += tokens * (s.done[s.chunk_request[r, i]] + s.shared_tokens + tokens / 2.0)
     return s.prefill_scale[m] * pairs
+
+
+def by_list_ms(s: Run, m: int, r: int, n_chunks: int) -> float:
+    """Sum over the different chunks of an iteration; equal ones share one launch."""
+    time = 0.0
+    for i in range(n_chunks):
+        alike = 0
+        first = True
+        for j in range(n_chunks):
+            if are_alike(s, r, i, j):
+                alike += 1
+                first = first and j >= i
+        if first:
+            prefix = s.done[s.chunk_request[r, i]] + s.shared_tokens
+            time += listed_ms(s, m, s.chunk_tokens[r, i], prefix, alike)
+    return time
+
+
+def are_alike(s: Run, r: int, i: int, j: int) -> bool:
+    """Whether two chunks have as many tokens, after as many others."""
+    same = s.chunk_tokens[r, i] == s.chunk_tokens[r, j]
+    return same and s.done[s.chunk_request[r, i]] == s.done[s.chunk_request[r, j]]
+
+
+def listed_ms(s: Run, m: int, tokens: int, prefix: int, alike: int) -> float:
+    """Attention of equal chunks, as :meth:`~simulator.hardware.kernel_times.ListedKernels.prefill_attention` has it."""
+    i = 1
+    while i < s.listed_tokens.shape[0] - 1 and s.listed_tokens[i] < tokens:
+        i += 1
+    j = 1
+    while j < s.listed_prefixes.shape[0] - 1 and s.listed_prefixes[j] < prefix:
+        j += 1
+    k = 1
+    while k < s.listed_batches.shape[0] - 1 and s.listed_batches[k] < alike:
+        k += 1
+    of_tokens = 1.0 * (tokens - s.listed_tokens[i - 1]) / (s.listed_tokens[i] - s.listed_tokens[i - 1])
+    of_prefix = 1.0 * (prefix - s.listed_prefixes[j - 1]) / (s.listed_prefixes[j] - s.listed_prefixes[j - 1])
+    of_batch = 1.0 * (alike - s.listed_batches[k - 1]) / (s.listed_batches[k] - s.listed_batches[k - 1])
+    low = at_prefix_ms(s, m, i, j, k - 1, of_tokens, of_prefix)
+    return low + of_batch * (at_prefix_ms(s, m, i, j, k, of_tokens, of_prefix) - low)
+
+
+def at_prefix_ms(s: Run, m: int, i: int, j: int, k: int, of_tokens: float, of_prefix: float) -> float:
+    """Interpolate between two prefixes, at node ``k`` of the batches."""
+    low = at_tokens_ms(s, m, i, j - 1, k, of_tokens)
+    return low + of_prefix * (at_tokens_ms(s, m, i, j, k, of_tokens) - low)
+
+
+def at_tokens_ms(s: Run, m: int, i: int, j: int, k: int, of_tokens: float) -> float:
+    """Interpolate between two numbers of tokens, at nodes of the others."""
+    low = s.listed_ms[m, i - 1, j, k]
+    return low + of_tokens * (s.listed_ms[m, i, j, k] - low)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferencegym.errors import InvalidConfigError, short_repr
-from inferencegym.tasks import DATA_DIR, table_index
+from inferencegym.tasks import DATA_DIR, table_entry, table_index
 
 HARDWARE_FILE: Final = DATA_DIR / "hardware.json"
 
@@ -35,13 +35,7 @@ def table_name(sha256: str) -> str | None:
 
 def table_path(name: str) -> Path:
     """File of the table of this name; raises :class:`InvalidConfigError` listing the names."""
-    if name not in table_index():
-        raise InvalidConfigError(
-            f"hardware={short_repr(name)} is not in the catalogue: choose one of {', '.join(table_index())}; others "
-            "are built with `inferencegym build-table`",
-            "hardware",
-        )
-    return DATA_DIR / str(table_index()[name]["file"])
+    return DATA_DIR / str(table_entry(name)["file"])
 
 
 def models() -> tuple[str, ...]:

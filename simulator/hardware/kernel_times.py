@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inferencegym.files import atomic_write
 from inferencegym.tasks import DATA_DIR
 from simulator.hardware.measured import FloatArray
-from simulator.hardware.operators import Chunk, OperatorModel
+from simulator.hardware.operators import Chunk, LoopTerms, OperatorModel
 from simulator.hardware.profiles import EngineProfile
 
 ATTENTION_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
@@ -85,7 +85,17 @@ class KernelModel(OperatorModel):
         alike: dict[Chunk, int] = {}
         for chunk in chunks:
             alike[chunk] = alike.get(chunk, 0) + 1
-        return sum(self._prefill_ms(chunk.tokens, chunk.prefix, n) for chunk, n in alike.items())
+        time = 0.0  # not sum(), which compensates rounding errors from Python 3.12 on
+        for chunk, n in alike.items():
+            time += self._prefill_ms(chunk.tokens, chunk.prefix, n)
+        return time
+
+    def loop_terms(self) -> LoopTerms:
+        """Prefill attention as listed, for a shipped table."""
+        if not isinstance(self._kernels, ListedKernels):
+            return LoopTerms()
+        axes = (CHUNK_TOKENS, CHUNK_PREFIXES, CHUNK_BATCHES)
+        return LoopTerms("listed", listed_ms=self._kernels.prefill_ms, listed=axes)
 
     def head_ms(self, rows: int) -> float:
         """LM head for ``rows`` tokens."""
@@ -137,7 +147,7 @@ class ListedKernels:
         self._linear: dict[int, float] = dict(zip(ROWS, listed["linear"].tolist(), strict=True))
         self._head = listed["head"].tolist()
         self._attention = listed["attention"]
-        self._prefill = listed["prefill"]
+        self.prefill_ms = listed["prefill"]
 
     def linear(self, rows: int) -> float:
         """Everything but attention and LM head for a number of :data:`ROWS`."""
@@ -153,7 +163,7 @@ class ListedKernels:
 
     def prefill_attention(self, tokens: int, prefix: int, batch: int) -> float:
         """Attention of equal chunks; beyond the listed ones it continues the slopes of the last two."""
-        value: FloatArray = self._prefill
+        value = self.prefill_ms
         for nodes, at in ((CHUNK_TOKENS, tokens), (CHUNK_PREFIXES, prefix), (CHUNK_BATCHES, batch)):
             i = min(bisect_left(nodes, at, 1), len(nodes) - 1)
             share = (at - nodes[i - 1]) / (nodes[i] - nodes[i - 1])

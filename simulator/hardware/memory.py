@@ -26,7 +26,8 @@ def kv_pool_gb(
 ) -> float:
     """KV pool, decimal GB: the share ``kv_budget`` of a card's free memory, less a workspace.
 
-    ``memory`` are the parts that an engine allocates beside the weights, ``budget_gb`` what it may use of the card.
+    ``memory`` are the parts that an engine allocates in addition to the weights, ``budget_gb`` what it may use of the
+    card.
     """
     return kv_budget * (budget_gb - _allocated_gb(memory, weights_gb, drafts) - memory["workspace_gb"])
 

@@ -82,15 +82,19 @@ class LoopTerms:
 
     ``prefill`` is the form of prefill attention. ``"asked"``: the model is called. ``"curves"``: ``scale`` times the
     largest of ``floor_ms``, the longest chunk on ``alone_ms``, and the sum of all chunks on ``batched_ms`` (both curves
-    in ms by tokens, quadratic beyond their end). ``"pairs"``: ``scale`` ms per attended pair. With ``draft_head``
+    in ms by tokens, quadratic beyond their end). ``"pairs"``: ``scale`` ms per attended pair.
+    ``"listed"``: ``listed_ms``, by the tokens of a chunk, the tokens before it and the equal chunks at a time, linear
+    between the three axes ``listed``. With ``draft_head``
     drafts come from a layer and a head of the model; otherwise each costs only host time.
     """
 
-    prefill: Literal["asked", "curves", "pairs"] = "asked"
+    prefill: Literal["asked", "curves", "pairs", "listed"] = "asked"
     scale: float = 0.0
     floor_ms: float = 0.0
     alone_ms: Sequence[float] | FloatArray = ()
     batched_ms: Sequence[float] | FloatArray = ()
+    listed_ms: FloatArray | None = None
+    listed: Sequence[Sequence[int]] = ((), (), ())
     draft_head: bool = True
 
 
@@ -192,7 +196,7 @@ class OperatorModel(ABC):
         return extra / crowd
 
     def chunk_budget(self, decode_rows: int) -> int:
-        """Prompt tokens that fit into an iteration beside ``decode_rows`` rows of decoding.
+        """Prompt tokens that fit into an iteration together with ``decode_rows`` rows of decoding.
 
         Never below a quarter of the engine's budget: an engine that decodes more rows than its budget is deployed
         with a larger one, else it would never prefill again.

@@ -42,6 +42,14 @@ class EngineProfile:
     ``prefill_first`` (whole prompts in iterations of their own, before any decode). ``reserve_output`` admits a request
     only when the cache has room for its whole output, so nothing is ever preempted. ``output_delay`` is the part of the
     next iteration that passes before a first token is sent, where outputs are processed while that iteration runs.
+
+    The rest is played by the discrete-event engine for :attr:`simulator.events.fleet.Fleet.server` only. With
+    ``async_scheduling`` an iteration is scheduled when the one before it begins, so a request that arrives meanwhile
+    waits for one iteration more (vLLM's ``EngineCore.step_with_batch_queue``, two batches in its queue). The API server
+    is one process per replica: it spends ``request_ms`` on each request and its first token, part of
+    ``ttft_offset_ms``, and ``token_ms`` on each later output. Requests that it reads at the same time take turns, as in
+    an event loop; outputs come first, and those still unsent are merged with their successors (vLLM's
+    ``RequestOutputCollector``).
     """
 
     name: str
@@ -54,6 +62,9 @@ class EngineProfile:
     reserve_output: bool
     source: str
     output_delay: float = 0.0
+    async_scheduling: bool = False
+    request_ms: float = 0.0
+    token_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from simulator.hardware.engine_times import engine_source
 from simulator.hardware.kernel_times import listed_models
 from simulator.hardware.measured_model import MeasuredSource
 from simulator.hardware.operators import OperatorModel, Source
-from simulator.hardware.profiles import EngineProfile, engine, hardware
+from simulator.hardware.profiles import EngineProfile, engine, hardware, profiles
 from simulator.hardware.tables import ServingTables
 
 
@@ -42,9 +43,14 @@ def fleet_rules_of(tables: ServingTables) -> Mapping[str, Any]:
 
 
 def engine_of(meta: Mapping[str, Any]) -> EngineProfile:
-    """The engine profile that a table with this metadata was built with."""
+    """The engine profile that a table with this metadata was built with.
+
+    Fields that were added since the table was built are those of the shipped profile of that name.
+    """
     stated = meta.get("profile")
-    return engine(str(meta["engine"])) if stated is None else EngineProfile(**stated)
+    if stated is None or stated["name"] in profiles()["engines"]:
+        return replace(engine(str(meta["engine"])), **(stated or {}))
+    return EngineProfile(**stated)
 
 
 def reported_gb(meta: Mapping[str, Any]) -> float:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -154,6 +154,36 @@ class ServingTables:
         """KV block size (tokens) if the table describes a measured engine; None otherwise."""
         engine = self.meta.get("measured_engine")
         return None if engine is None else int(engine["facts"]["block_tokens"])
+
+    @property
+    def kv_cache_fp8(self) -> bool:
+        """Whether the KV cache has 8 bits a value: measured so by the table's source, or by :meth:`with_fp8_kv`."""
+        deployment = self.meta.get("aiconfigurator", {}).get("deployment", {})
+        return "fp8" in (self.meta.get("kv_cache_dtype"), deployment.get("kv_cache_dtype"))
+
+    def with_fp8_kv(self) -> ServingTables:
+        """The same with a KV cache in FP8, which holds twice as many tokens; itself if it has one.
+
+        Operator times stay those of a 16-bit cache, and a warning in the metadata says so. Raises
+        :class:`InvalidConfigError` for a measured engine, whose cache is part of the measurement.
+        """
+        if self.kv_cache_fp8:
+            return self
+        if "measured_engine" in self.meta:
+            raise InvalidConfigError(
+                f"kv_cache_dtype=fp8 is not allowed for {self.meta['hardware']}: its times and pool are those of an "
+                "engine; start that with --kv-cache-dtype fp8 and measure again",
+                "kv_cache_dtype",
+            )
+        warning = "attention was not measured with an FP8 KV cache: it takes as long as with 16 bits"
+        meta = {
+            **self.meta,
+            "kv_bytes_per_token": self.meta["kv_bytes_per_token"] / 2,
+            "kv_cache_dtype": "fp8",
+            "warnings": [*self.meta.get("warnings", ()), warning],
+        }
+        columns = {**self.columns, "kv_capacity_tokens": 2 * self.columns["kv_capacity_tokens"]}
+        return replace(self, columns=columns, meta=meta)
 
     def kv_pool_tokens(self, tier: int, kv_budget: float, drafts: bool) -> int:
         """Tokens that a replica's KV pool holds (:func:`simulator.hardware.memory.kv_pool_gb`)."""
@@ -298,7 +328,8 @@ def _arrange(path: str, digest: str, raw: Mapping[str, FloatArray], meta: Mappin
     for name, (least, most) in _RANGES.items():
         if not ((raw[name] >= least) & (raw[name] <= most)).all():
             raise _not_a_table(path, f"its column {name!r} must hold numbers from {least:g} to {most:g}")
-    axes = {name: np.unique(raw[name]) for name in AXES}
+    # As np.unique does, which imports numpy.ma first.
+    axes = {name: np.array(sorted({*raw[name].tolist()})) for name in AXES}
     if len(axes["prompt_len_bucket"]) != len(meta["prompt_tokens"]):
         raise _not_a_table(path, "its metadata lists prompt lengths that differ from those of its rows")
     if not {int(k) for k in axes["spec_length"]} <= {0, *map(int, meta["spec_tokens_per_step"])}:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -42,7 +42,14 @@ def allocate(table: Mapping[str, ArraySpec], sizes: Mapping[str, int]) -> dict[s
 class MetricSpec(ArraySpec):
     """A metric; ``over_seconds`` says how it is combined over the seconds for which an action is held."""
 
-    over_seconds: Literal["mean", "sum", "max", "last"] = field(kw_only=True)
+    over_seconds: str = field(kw_only=True, default="")
+
+    def __post_init__(self) -> None:
+        if self.over_seconds not in ("mean", "sum", "max", "last"):
+            raise ValueError(
+                f"the metric {self.meaning!r} has over_seconds={self.over_seconds!r}: allowed are 'mean', 'sum', 'max' "
+                "and 'last'"
+            )
 
 
 _INT: Final = np.int64

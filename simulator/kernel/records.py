@@ -40,7 +40,10 @@ class Views:
         if missing:
             raise TypeError(f"{type(self).__name__} lacks {sorted(missing)}: see simulator/kernel/arrays.py")
         for name, value in values.items():
-            setattr(self, name, value)
+            try:
+                setattr(self, name, value)
+            except AttributeError as error:
+                raise TypeError(f"the compiled kernel does not know {name!r}: run `make build`") from error
 
 
 class Params(Views):

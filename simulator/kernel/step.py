@@ -48,7 +48,9 @@ if not cython.compiled:  # compiled, these names are declared in step.pxd
     from simulator.kernel.pace import keep_pace, solve
     from simulator.kernel.prefill import limit_prefill
     from simulator.kernel.queues import leave_queues, measure_heads, receive_arrivals, reject_overflow
-    from simulator.kernel.records import Knobs, Load, Metrics, Params, Scratch, State
+    from simulator.kernel.records import Knobs, Load, Metrics, State
+    from simulator.kernel.records import Params as Params
+    from simulator.kernel.records import Scratch as Scratch
     from simulator.kernel.ttft import measure_ttft
 
 
@@ -57,7 +59,7 @@ class ServingKernel:
 
     Arrays are C-contiguous, float64 or int64 unless :mod:`simulator.kernel.arrays` says otherwise. ``sizes`` are the
     lengths of their axes. Several threads may step rows of one kernel at once, each with its own scratch; ``idle``
-    holds the scratch records that no thread is using.
+    holds the scratch records that no thread is using; kernels with equal ``sizes`` may share it.
     """
 
     params: Params
@@ -68,14 +70,16 @@ class ServingKernel:
     sizes: Any
     idle: list[Scratch]
 
-    def __init__(self, params: Any, load: Any, knobs: Any, state: Any, metrics: Any, sizes: Any) -> None:
-        self.params = Params(params)
+    def __init__(
+        self, params: Params, load: Any, knobs: Any, state: Any, metrics: Any, sizes: Any, idle: list[Scratch]
+    ) -> None:
+        self.params = params
         self.load = Load(load)
         self.knobs = Knobs(knobs)
         self.state = State(state)
         self.metrics = Metrics(metrics)
         self.sizes = sizes
-        self.idle = []
+        self.idle = idle
 
     def step(self, lo: int, hi: int) -> None:
         """Advance rows ``lo`` (included) to ``hi`` (excluded) by one step."""

@@ -60,6 +60,8 @@ class PrefixReuse:
         self._block_tokens = block_tokens
         self._last_use: dict[Hashable, int] = {}
         self._touched = _RunningSums()
+        self.matched: list[int] = []
+        """For each prompt, the latest earlier request with its longest repeated prefix; -1 without one."""
         self._found: FloatArray = np.zeros(len(CAPACITY_TOKENS) + 1)
 
     def add(self, blocks: Sequence[Hashable], prompt_tokens: int, output_tokens: int) -> int:
@@ -68,6 +70,7 @@ class PrefixReuse:
         while repeated < len(blocks) and blocks[repeated] in self._last_use:
             repeated += 1
         tokens = min(repeated * self._block_tokens, prompt_tokens)
+        self.matched.append(self._last_use[blocks[repeated - 1]] if repeated else -1)
         self._note_distances([self._last_use[b] for b in blocks[:repeated]])
         for block in blocks[:repeated]:
             self._touched.add(self._last_use[block], -self._block_tokens)

@@ -2,8 +2,8 @@
 
 A trace file is a small ``.npz`` (numpy only, so that a server can read it) with the arrays ``arrival_s``,
 ``prompt_tokens``, ``output_tokens``, ``class_index`` and ``reused_tokens`` (leading prompt tokens shared with an
-earlier request of the log), ``reuse_hit`` (see :class:`simulator.load.requests.RequestLog`; optional) and a JSON
-description under ``meta``.
+earlier request of the log), ``reuse_hit`` and ``follows`` (see :class:`simulator.load.requests.RequestLog`; optional)
+and a JSON description under ``meta``.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def save_trace(path: str | Path, log: RequestLog, meta: Mapping[str, Any]) -> Pa
             class_index=log.class_index.astype(np.int8),
             reused_tokens=log.reused_tokens.astype(np.int32),
             reuse_hit=log.reuse_hit.astype(np.float64).round(6),
+            follows=log.follows.astype(np.int32),
             meta=np.frombuffer(description, dtype=np.uint8),
         )
     return path
@@ -91,6 +92,7 @@ def load_trace(path: str) -> tuple[RequestLog, dict[str, Any]]:
             class_index=columns["class_index"].astype(np.int64),
             reused_tokens=columns["reused_tokens"].astype(np.float64),
             reuse_hit=columns.get("reuse_hit", np.zeros(0)).astype(np.float64),
+            follows=columns.get("follows", np.zeros(0)).astype(np.int64),
         )
     except _UNREADABLE as error:
         raise DataFormatError(
@@ -186,9 +188,13 @@ class RecordedLoad:
         arrival_s = (np.arange(laps)[:, None] * (span * self._step_s) + log.arrival_s).ravel() - start * self._step_s
         inside = np.flatnonzero((arrival_s >= 0) & (arrival_s < n_steps * self._step_s))
         at = inside % n
-        return EpisodeRequests.sorted_by_arrival(
+        found = EpisodeRequests.sorted_by_arrival(
             arrival_s[inside], log.prompt_tokens[at], log.output_tokens[at], self.class_index[at], log.reused_tokens[at]
         )
+        if not len(log.follows):
+            return found
+        lap_start = inside - at - (inside[0] if len(inside) else 0)
+        return replace(found, follows=np.maximum(-1, np.where(log.follows[at] < 0, -1, lap_start + log.follows[at])))
 
     def _from_the_beginning(self, n_episodes: int, n_steps: int) -> Workload:
         """Workload that plays the log once and then has no more requests; the same in every episode."""

@@ -22,7 +22,8 @@ class RequestLog:
 
     ``reused_tokens`` are the leading prompt tokens shared with an earlier request of the log (0 if unknown).
     ``reuse_hit`` is their hit rate in a cache of each size of ``simulator.load.prefix.CAPACITY_TOKENS``; empty if the
-    log does not show which tokens repeat.
+    log does not show which tokens repeat. ``follows`` is the index of the earlier request that has a long prefix or the
+    session in common, -1 without one; empty if the log has neither blocks nor sessions.
     """
 
     arrival_s: FloatArray
@@ -31,6 +32,7 @@ class RequestLog:
     class_index: NDArray[np.int64]
     reused_tokens: FloatArray = field(default_factory=lambda: np.zeros(0))
     reuse_hit: FloatArray = field(default_factory=lambda: np.zeros(0))
+    follows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
         n = np.size(self.arrival_s)
@@ -50,13 +52,23 @@ class RequestLog:
             raise DataFormatError("reused_tokens must lie between 0 and the prompt's tokens")
         if not ((self.reuse_hit >= 0) & (self.reuse_hit <= 1)).all():
             raise DataFormatError("reuse_hit must hold shares between 0 and 1")
+        if np.size(self.follows) and (
+            self.follows.shape != (n,) or (self.follows < -1).any() or (self.follows >= np.arange(n)).any()
+        ):
+            raise DataFormatError("follows must hold the index of an earlier request or -1 for each request")
         if (np.diff(self.arrival_s) < 0).any():
             raise DataFormatError("arrival_s must not decrease")
 
     def part(self, chosen: NDArray[np.bool_] | slice, start_s: float) -> RequestLog:
         """A selection of the requests, with times counted from ``start_s``."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        return replace(self, **{**columns, "arrival_s": columns["arrival_s"] - start_s})
+        follows = self.follows
+        if len(follows):
+            kept = np.arange(len(follows))[chosen]
+            place = np.full(len(follows) + 1, -1)  # the last place is that of -1
+            place[kept] = np.arange(len(kept))
+            follows = place[follows[chosen]]
+        return replace(self, **{**columns, "arrival_s": columns["arrival_s"] - start_s}, follows=follows)
 
     def faster(self, factor: float) -> RequestLog:
         """The same requests at ``factor`` times the rate."""

@@ -91,7 +91,8 @@ class EpisodeRequests:
     """Individual requests of an episode, arrays (N,): arrival (s, ascending), lengths (tokens), class (0 first served).
 
     ``class_index`` counts only the classes that occur, as the columns of :class:`Workload` do. ``reused_tokens`` are
-    the leading prompt tokens shared with an earlier request.
+    the leading prompt tokens shared with an earlier request; ``follows`` as in
+    :class:`simulator.events.requests.Requests`.
     """
 
     arrival_s: FloatArray
@@ -99,6 +100,7 @@ class EpisodeRequests:
     output_tokens: NDArray[np.int64]
     class_index: NDArray[np.int64]
     reused_tokens: NDArray[np.int64]
+    follows: NDArray[np.int64] | None = None
 
     @classmethod
     def sorted_by_arrival(

@@ -197,7 +197,7 @@ def fit_engine_times(phases: Sequence[TimedRequests], max_batched_tokens: int) -
         raise DataFormatError(
             f"held-out phases are predicted {median:.0%} off at the median, where {MOST_ERROR:.0%} is the "
             "most: the engine's time does not follow from its batch, contexts and prompts. Was something else running "
-            "beside it, did it preempt, draft tokens or reuse prompts, or are there several engines behind the address?"
+            "there, did it preempt, draft tokens or reuse prompts, or are there several engines behind the address?"
         )
     solution = _solve(equations, chosen)
     if solution[0] + solution[5:].sum() <= 0.0:

@@ -172,7 +172,7 @@ def table_row(part: Slice, batch_size: int, kv_budget: float) -> Row:
 
 
 def table_metadata(source: Source, profile: EngineProfile) -> dict[str, Any]:
-    """Metadata of a table: its sources, and constants that its readers need beside the columns."""
+    """Metadata of a table: its sources, and constants that its readers need in addition to the columns."""
     card = source.card
     speculation = profiles()["speculation"]
     tokens = measured.spec_tokens_per_step(speculation["dataset"], speculation["method"])

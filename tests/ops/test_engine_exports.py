@@ -33,7 +33,7 @@ FULL = EngineSettings(
     static_share=0.88,
     tier="INT8",
     drafts=[(1, 4, 4, "policy"), (5, 64, 2, "table"), (65, 200, 0, "policy")],
-    prefill_apart=True,
+    prefill_replicas=1,
     max_batched_tokens=4096,
     tensor_parallel=2,
 )
@@ -54,7 +54,9 @@ QWEN3_32B = {
 AUTO_FIT = -1
 """How vLLM reads ``max-model-len: auto``."""
 TIERS = sorted({tier for entry in table_index().values() for tier in entry["tiers"]})
-CASES = {"full": FULL, "int4": INT4} | {tier: replace(PLAIN, tier=tier) for tier in TIERS}
+CASES = {"full": FULL, "int4": INT4, "fp8 cache": replace(PLAIN, kv_cache_fp8=True)} | {
+    tier: replace(PLAIN, tier=tier) for tier in TIERS
+}
 ALL = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 
 

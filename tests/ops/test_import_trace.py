@@ -6,6 +6,7 @@ import csv
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ops.log.reader import import_log
 from ops.trace_task import write_trace_task
 from simulator.hardware.tables import load_tables
 from simulator.load.prefix import CAPACITY_TOKENS, PUBLISHED_REUSE_HIT, PrefixReuse
-from simulator.load.recorded import load_trace, save_trace
+from simulator.load.recorded import RecordedLoad, load_trace, save_trace
 from simulator.load.requests import RequestLog
 from simulator.whatif import serve_requests
 
@@ -109,6 +110,45 @@ def test_each_format_is_recognised_and_read_exactly(
     np.testing.assert_allclose(imported.log.arrival_s, arrivals, atol=2e-6)
     assert imported.log.prompt_tokens.tolist() == prompts
     assert imported.log.output_tokens.tolist() == outputs
+
+
+def test_a_request_follows_the_last_one_with_most_of_its_prompt_or_its_session(tmp_path: Path) -> None:
+    blocks = tmp_path / "m.jsonl"
+    # The third shares 512 of its 1,600 tokens with both others, the fourth 512 of 2,000, the last 1,024 of 1,100.
+    rows = [(1100, [0, 1, 2]), (1600, [0, 1, 3, 4]), (1600, [0, 5, 6, 7]), (2000, [0, 8, 9, 10]), (1100, [0, 1, 11])]
+    blocks.write_text(
+        "".join(
+            json.dumps({"timestamp": 1000 * i, "input_length": n, "output_length": 5, "hash_ids": ids}) + "\n"
+            for i, (n, ids) in enumerate(rows)
+        )
+    )
+    log = import_log(blocks).log
+    assert log.follows.tolist() == [-1, 0, 1, -1, 1]
+    # A part follows only requests that it still has.
+    assert log.part(slice(1, 5), 1.0).follows.tolist() == [-1, 0, -1, 0]
+    assert log.part(np.array([True, False, True, True, True]), 0.0).follows.tolist() == [-1, -1, -1, -1]
+    sessions = tmp_path / "s.csv"
+    sessions.write_text("time,prompt_tokens,output_tokens,conversation_id\n1,9,5,a\n2,9,5,b\n3,9,5,a\n4,9,5,\n5,9,5,\n")
+    assert import_log(sessions).log.follows.tolist() == [-1, -1, 0, -1, -1]
+    (tmp_path / "c.csv").write_text(PLAIN)
+    assert not len(import_log(tmp_path / "c.csv").log.follows)
+
+
+def test_requests_of_a_repeated_log_follow_others_of_the_same_lap_and_episode() -> None:
+    log = RequestLog(np.arange(6) + 0.5, np.full(6, 9.0), np.full(6, 5.0), np.zeros(6, dtype=np.int64))
+    log = replace(log, follows=np.array([-1, -1, 0, 1, 2, 3]))
+    once = RecordedLoad(log, load_tables(), once=True).requests(0, 20).follows
+    assert once is not None
+    assert once.tolist() == log.follows.tolist()
+    for seed in range(4):
+        found = RecordedLoad(log, load_tables()).requests(seed, 12).follows
+        assert found is not None
+        # Two requests back, but for the first two of the episode and of each lap that begins within it.
+        followed = np.flatnonzero(found >= 0)
+        assert (followed - found[followed] == 2).all()
+        begins = [k for k in range(2, 12) if found[k] < 0]
+        assert set(found[:2]) == {-1}
+        assert len(begins) in (2, 3, 4)
 
 
 def test_failed_requests_are_demand_with_the_median_output_unless_they_are_to_be_left_out(tmp_path: Path) -> None:
@@ -533,3 +573,15 @@ def test_a_window_takes_the_first_requests_up_to_its_limit() -> None:
     cut = reader.cut_log(log, 1.0, 5.0, limit=3)
     assert cut.arrival_s.tolist() == [0.0, 1.0, 2.0]
     assert cut.prompt_tokens.tolist() == [11.0, 12.0, 13.0]
+
+
+def test_a_packed_trace_keeps_which_request_follows_which(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(
+        "time,prompt_tokens,output_tokens,session_id\n" + "".join(f"{i}.5,400,50,{i % 3}\n" for i in range(9))
+    )
+    log = import_log(tmp_path / "log.csv").log
+    packed = import_log(save_trace(tmp_path / "log.npz", log, {})).log
+    assert packed.follows.tolist() == log.follows.tolist() == [-1, -1, -1, 0, 1, 2, 3, 4, 5]
+    for follows in ([0] * 9, [-2] * 9, [-1] * 8):
+        with pytest.raises(DataFormatError, match="index of an earlier request or -1"):
+            replace(log, follows=np.array(follows))

@@ -344,6 +344,48 @@ def test_a_single_replica_is_warned_of_and_two_may_be_asked_for() -> None:
     assert not any("A single replica" in note for note in notes(safe))
 
 
+def test_verdicts_are_those_of_the_router_that_is_named() -> None:
+    tables = registered_tables(["h100"], "llama-3.1-8b")
+    bursts = flood(120, 60, 3)
+    shared, routed = (
+        make_plan(bursts, LENIENT, tables, policies=[], replicas_min=2, router=router)
+        for router in ("shared", "round-robin")
+    )
+    one, other = (next(plan for plan in each.tried if plan.n_replicas == 2).figures for each in (shared, routed))
+    assert one["ttft_p99_ms"] != other["ttft_p99_ms"]
+    assert any("share one queue" in note for note in notes(shared))
+    assert any("routed round-robin" in note for note in notes(routed))
+
+
+def test_other_numbers_of_replicas_may_prefill_than_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    n = 420
+    log = RequestLog(
+        np.cumsum(rng.exponential(1 / 7, n)),
+        rng.integers(3000, 6000, n).astype(float),
+        rng.integers(100, 300, n).astype(float),
+        np.zeros(n, dtype=np.int64),
+    )
+    objectives = [parse_objective("ttft_p90=800"), parse_objective("tpot_p99=12")]
+    tables = registered_tables(["a100-80gb"], "llama-3.1-8b")
+    report = make_plan(log, objectives, tables, precisions=["INT8"], policies=[])
+    (plan,) = report.plans
+    assert (plan.prefill_replicas, plan.n_replicas, plan.n_gpus) == (2, 3, 5)
+    assert plan.action is not None
+    assert plan.action["prefill_disagg"]
+    assert "2 prefill : 3 decode" in str(plan_report(report).tables)
+    assert "Prefill on 2 more instances" in engine_files(plan, tables["a100-80gb"], report)["vllm"]
+    assert report.autoscaling == []
+    assert any("Autoscaling is not played" in note for note in notes(report))
+    # Twice the traffic takes about as many more of both.
+    assert report.growth[1]["gpus_needed"] in range(8, 12)
+    # Even numbers, or prefill on the replicas themselves, take more.
+    monkeypatch.setattr("ops.plan.MOST_UNEVEN", 0)
+    (even,) = make_plan(log, objectives, tables, precisions=["INT8"], policies=[]).plans
+    assert even.n_gpus == 6
+    assert even.prefill_replicas in (0, 3)
+
+
 def test_cards_and_prices_have_their_short_names() -> None:
     assert tables_named(["h100"], "llama-3.1-8b") == tables_named(["h100_sxm"], "llama-3.1-8b")
     assert tables_named(["a100"], "llama-3.1-8b") == ("a100-40gb", "a100-80gb")
@@ -438,10 +480,12 @@ def test_a_measured_engine_is_planned_with_by_its_table_file(
 
 def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
     prices = {"currency": "USD", "per_gpu_hour": dict(PRICES.per_gpu_hour)}
-    body = {"log": EXAMPLE.read_text(), "objectives": ["ttft_p99=500", "tpot_p50=50"], "prices": prices, "to_s": 60}
-    body["hardware"] = A100
+    objectives = [*OBJECTIVES, parse_objective("e2e_p99=60000")]
+    body = {"log": EXAMPLE.read_text(), "objectives": [*map(str, objectives)], "prices": prices, "to_s": 60}
+    body |= {"hardware": A100, "windows_met": 1}
     answer = server.post("/plan", body)
-    report = make_plan(import_log(EXAMPLE, end_s=60).log, OBJECTIVES, registered_tables(A100), prices=PRICES).to_dict()
+    log = import_log(EXAMPLE, end_s=60).log
+    report = make_plan(log, objectives, registered_tables(A100), prices=PRICES, windows_met=1.0).to_dict()
     assert {name: answer[name] for name in ("plans", "front", "tried", "growth", "adaptive")} == {
         name: report[name] for name in ("plans", "front", "tried", "growth", "adaptive")
     }
@@ -455,6 +499,7 @@ def test_a_plan_over_http_is_that_of_the_library(server: RunningServer) -> None:
         ({"objectives": ["fast"]}, "invalid_request", "objectives[0]"),
         ({"hardware": ["h9000"]}, "invalid_request", "hardware[0]"),
         ({"share_met": 2}, "invalid_request", "share_met"),
+        ({"windows_met": 0}, "invalid_request", "windows_met"),
         ({"hardware": ["h100_sxm"]}, "invalid_config", "model"),
         ({"model": "gpt-9"}, "invalid_config", "model"),
         ({"precisions": ["FP3"]}, "invalid_request", "precisions[0]"),

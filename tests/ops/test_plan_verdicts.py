@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +13,21 @@ import pytest
 from agents.policies.constant import ConstantAgent
 from env.batch import ServingBatch
 from env.reference import ReferenceFleet
-from inferencegym.models import QuantTier, ServeAction
+from inferencegym.errors import InvalidConfigError
+from inferencegym.models import QUANTILES, QuantTier, ServeAction
 from inferencegym.spaces.actions import to_row
 from ops import plan as planning
 from ops.capacity import NEUTRAL, log_task, on_replicas, play_constant, play_policy
-from ops.objectives import QUANTILES, Objective, parse_objective
-from ops.plan import Plan, busiest, make_plan, registered_tables
-from ops.report import notes
+from ops.export import engine_files
+from ops.objectives import Objective, parse_objective
+from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
+from ops.report import notes, plan_report
 from simulator.events.requests import Outcome
 from simulator.hardware.catalogue import table_path
+from simulator.hardware.sources import operators_of
 from simulator.hardware.tables import load_tables
 from simulator.load.requests import RequestLog
+from tests.known_engine import table_file
 
 BURSTY = [parse_objective(text) for text in ("ttft_p50=150", "ttft_p99=1500", "tpot_p50=14")]
 
@@ -41,7 +47,7 @@ def served(log: RequestLog, plan: Plan, seed: int) -> Outcome:
     action = ServeAction.from_dict(plan.action)
     tables = load_tables(table_path(plan.hardware))
     task = on_replicas(log_task(log, tables), plan.n_replicas)
-    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=ReferenceFleet)
+    batch = ServingBatch(task, 1, None, tables, NEUTRAL, dynamics=partial(ReferenceFleet, server=True))
     batch.reset([seed])
     for _ in range(task.episode_length):
         batch.step(to_row(action)[None])
@@ -146,3 +152,89 @@ def test_a_constant_played_without_a_timeline_has_the_same_outcome(apart: bool) 
     action = ServeAction(0.9, 2, 64, apart, QuantTier.INT8)
     whole = play_policy("constant", ConstantAgent(action), task, tables, NEUTRAL).outcome
     assert play_constant(action, task, tables) == replace(whole, timeline={})
+
+
+def test_an_end_to_end_objective_is_judged_on_every_request_from_arrival_to_last_token() -> None:
+    log, tables = gamma_log(1.0, 4.0, 300, 300.0), registered_tables(["a100-80gb"])
+    (plan,) = make_plan(log, [parse_objective("e2e_p99=20000")], tables, policies=()).plans
+    outcome = served(log, plan, seed=0)
+    seen_ms = 1e3 * (outcome.finish_s - outcome.arrival_s) + outcome.ttft_offset_ms + outcome.output_delay_ms
+    assert plan.figures["e2e_p99_ms"] == pytest.approx(np.quantile(seen_ms, 0.99))
+    error = plan.errors["e2e"]
+    assert (error.p50, error.p90) == tuple(
+        max(getattr(plan.errors[q], p) for q in ("ttft", "tpot")) for p in ("p50", "p90")
+    )
+    assert plan.margin == pytest.approx(1.0 - plan.figures["e2e_p99_ms"] * error.p50 / 20_000)
+    fastest_ms = float(seen_ms.min())
+    # All tokens after the first one come a gap after another; with one prompt in ten iterations few gaps are long.
+    decoding_ms = 1e3 * (outcome.finish_s - outcome.first_token_s).sum() / (outcome.output_tokens - 1).sum()
+    assert plan.figures["itl_mean_ms"] == pytest.approx(decoding_ms, rel=0.006)
+    assert plan.figures["itl_p50_ms"] < plan.figures["tpot_p50_ms"] < plan.figures["itl_p99_ms"]
+    missed = make_plan(log, [parse_objective(f"e2e_p50={fastest_ms / 2:.0f}")], tables, policies=())
+    assert not missed.plans
+
+
+def test_objectives_by_window_ask_for_a_share_of_the_windows_and_may_include_the_worst() -> None:
+    """Three calm windows of five minutes, then one with ten times the requests."""
+    calm_s, busy_s = np.arange(0.0, 900.0, 1.0), np.arange(900.0, 1_100.0, 0.02)
+    n = len(calm_s) + len(busy_s)
+    log = RequestLog(np.append(calm_s, busy_s), np.full(n, 500.0), np.full(n, 100.0), np.zeros(n, dtype=np.int64))
+    tables, asked = registered_tables(["a100-80gb"]), [parse_objective("ttft_p99=400")]
+    found = {share: make_plan(log, asked, tables, windows_met=share, policies=()) for share in (0.75, 1.0)}
+    most, worst = (found[share].plans[0] for share in (0.75, 1.0))
+    assert (most.windows_met, worst.windows_met) == (0.75, 1.0)
+    assert most.n_gpus < worst.n_gpus
+    (whole,) = make_plan(log, asked, tables, policies=()).plans
+    assert whole.windows_met is None
+    outcome = play_constant(
+        ServeAction.from_dict(most.action or {}),
+        on_replicas(log_task(log, tables["a100-80gb"], 400.0), most.n_replicas),
+        tables["a100-80gb"],
+    )
+    assert len(outcome.windows) == 4
+    limit_ms = 400 / most.errors["ttft"].p50
+    assert [window["ttft_p99_ms"] <= limit_ms for window in outcome.windows] == [True, True, True, False]
+    assert most.margin == pytest.approx(1 - max(w["ttft_p99_ms"] for w in outcome.windows[:3]) / limit_ms)
+    assert "in 75% of the windows of 5 minutes" in plan_report(found[0.75]).lead
+
+
+def test_an_fp8_kv_cache_holds_twice_as_many_tokens_and_the_report_says_what_was_not_measured() -> None:
+    log, objectives = gamma_log(1.0, 12.0, 300, 4_000.0), [parse_objective("ttft_p99=20000")]
+    tables = registered_tables(["l40s-llama-3.1-8b"])
+    table = tables["l40s-llama-3.1-8b"]
+    halved = table.with_fp8_kv()
+    assert halved.kv_pool_tokens(0, 1.0, False) == pytest.approx(2 * table.kv_pool_tokens(0, 1.0, False), abs=1)
+    assert halved.with_fp8_kv() is halved
+    assert operators_of(halved)[0].kv_bytes_per_token == operators_of(table)[0].kv_bytes_per_token / 2
+    found = {fp8: make_plan(log, objectives, tables, kv_cache_fp8=fp8, policies=()) for fp8 in (False, True)}
+    assert "attention was not measured with an FP8 KV cache" in " ".join(notes(found[True]))
+    assert "FP8 KV cache" not in " ".join(notes(found[False]))
+    config = engine_files(found[True].plans[0], halved, found[True])
+    assert "\nkv-cache-dtype: fp8\n" in config["vllm"]
+    assert "\nkv-cache-dtype: fp8_e4m3\n" in config["sglang"]
+    assert "kv-cache-dtype" not in engine_files(found[False].plans[0], table, found[False])["vllm"]
+
+
+def test_the_kv_cache_of_a_measured_engine_stays_what_it_was(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="measure again"):
+        load_tables(table_file(tmp_path / "mine.parquet")).with_fp8_kv()
+
+
+def test_where_512_requests_at_a_time_are_too_few_a_plan_goes_to_1024_and_says_that_it_extrapolates() -> None:
+    rng, n = np.random.default_rng(0), 1_600
+    arrival_s = np.cumsum(rng.exponential(1 / 40, n))
+    outputs = np.rint(rng.lognormal(np.log(300.0), 0.3, n)) + 1
+    log = RequestLog(arrival_s - arrival_s[0], np.full(n, 60.0), outputs, np.zeros(n, dtype=np.int64))
+    tables, objectives = registered_tables(["h200-qwen3-32b"]), [parse_objective("ttft_p99=2000")]
+    found = make_plan(log, objectives, tables, policies=())
+    (plan,) = found.plans
+    assert (plan.n_gpus, action_of(plan).batch_size) == (1, 1_024)
+    assert plan.support["extrapolated"] > 0.1
+    assert "beyond the lookup tables" in " ".join(notes(found))
+    assert "\nmax-num-seqs: 1024\n" in engine_files(plan, tables[plan.hardware], found)["vllm"]
+    task = on_replicas(log_task(log, tables[plan.hardware], 2_000.0), 1)
+    smaller = play_constant(replace(action_of(plan), batch_size=512), task, tables[plan.hardware])
+    assert smaller.figures["ttft_p99_ms"] > 2_000
+    # The times of this table are not listed: the bound of the knob holds.
+    others = make_plan(log, objectives, registered_tables(["a100-80gb"]), policies=())
+    assert max(action_of(each).batch_size for each in others.tried) <= 512

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import yaml
 
+from agents.policies.vllm_defaults import vllm_defaults
 from agents.protocol import FloatArray
 from cli.main import main
 from cli.shadow import agent_names
 from inferencegym.errors import DataFormatError, InvalidActionError, InvalidConfigError
-from inferencegym.models import NAIVE_ACTION, QuantTier, ServeAction
+from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import get_task
 from ops.capacity import DRAIN_S, log_task, noise, on_replicas
 from ops.export import draft_schedule, fastest_draft, settings_of, vllm_config
@@ -28,7 +29,7 @@ from simulator.events.requests import Requests
 from simulator.events.simulation import serve
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.sources import operators_of
-from simulator.hardware.tables import load_tables
+from simulator.hardware.tables import load_tables, tables_of
 from simulator.load.requests import RequestLog
 from simulator.workload import load_source
 
@@ -359,8 +360,10 @@ def test_commas_within_braces_do_not_part_agent_names() -> None:
     assert agent_names('naive, constant:{"a": 1, "b": 2},ppo') == ["naive", 'constant:{"a": 1, "b": 2}', "ppo"]
 
 
-def test_the_default_baseline_has_the_default_knobs() -> None:
-    assert shadow(flood(20), [], n_gpus=1).fixed_action == NAIVE_ACTION.to_dict()
+def test_knobs_that_the_users_setting_leaves_out_are_vllms_defaults() -> None:
+    defaults = vllm_defaults(tables_of(None)).to_dict()
+    assert shadow(flood(20), [], n_gpus=1).fixed_action == defaults
+    assert shadow(flood(20), [], fixed={"batch_size": 64}, n_gpus=1).fixed_action == {**defaults, "batch_size": 64}
 
 
 def test_replicas_of_several_cards_are_counted_by_their_cards() -> None:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencegym.errors import InvalidConfigError
+from inferencegym.models import ROUTERS, Router
 from simulator.events.fleet import Fleet
 from simulator.events.requests import Outcome, Requests
-from simulator.events.simulation import serve, serve_closed
+from simulator.events.simulation import GAP_MS, Simulation, serve, serve_closed
 from simulator.hardware.measured import spec_acceptance
 from simulator.hardware.measured_model import MeasuredModel, operator_model
 from simulator.hardware.operators import Chunk
@@ -26,6 +27,14 @@ CHUNKED = MeasuredModel(
 )
 PREFILL_FIRST = MeasuredModel(hardware("a100-40gb"), "FP16", dataclasses.replace(engine("nofit"), reserve_output=False))
 ROOMY = 160_000
+
+
+def served(**changes: float) -> MeasuredModel:
+    """The chunked engine behind an API server with these changes of its profile."""
+    return MeasuredModel(CHUNKED.card, "FP16", dataclasses.replace(CHUNKED.profile, **changes))
+
+
+SERVED = served(async_scheduling=True, request_ms=2.0, token_ms=0.05)
 
 
 def requests(*each: tuple[float, int, int], priority: list[int] | None = None) -> Requests:
@@ -68,6 +77,52 @@ def test_an_output_delay_is_a_part_of_the_next_iteration() -> None:
     next_ms = PREFILL_FIRST.decode_ms(1, 101)
     assert delayed.ttft_ms()[0] - at_once.ttft_ms()[0] == pytest.approx(0.5 * next_ms)
     assert delayed.finish_s[0] == at_once.finish_s[0]
+
+
+def test_with_asynchronous_scheduling_a_request_waits_for_one_iteration_more() -> None:
+    prefill = CHUNKED.step_ms(0, 0, [Chunk(100)], n_first=1)
+    load = requests((0.0, 100, 20), (prefill / 2e3, 100, 2))  # the second comes while the first is prefilled
+    at_once, later = (
+        serve(Fleet(served(async_scheduling=is_async), 8, ROOMY, server=True), load) for is_async in (False, True)
+    )
+    assert at_once.first_token_s[1] * 1e3 == pytest.approx(prefill + CHUNKED.step_ms(1, 101, [Chunk(100)], n_first=1))
+    assert later.first_token_s[1] * 1e3 == pytest.approx(
+        prefill + CHUNKED.decode_ms(1, 101) + CHUNKED.step_ms(1, 102, [Chunk(100)], n_first=1)
+    )
+    assert later.first_token_s[0] == at_once.first_token_s[0], "an idle engine starts at once"
+
+
+@pytest.mark.parametrize(("replicas", "read_ms"), [(1, 6.0), (2, 3.0), (4, 2.0)])
+def test_requests_that_arrive_together_share_the_processes_that_read_them(replicas: int, read_ms: float) -> None:
+    load = requests((0.0, 100, 1), (0.0, 100, 1), (0.0, 100, 1), (1.0, 100, 1))
+    playing = Simulation(Fleet(served(request_ms=2.0), 8, ROOMY, replicas, server=True), load)
+    playing.run()
+    assert playing.arrays["start_ms"] == pytest.approx([read_ms, read_ms, read_ms, 1002.0])
+
+
+def test_a_request_that_arrives_during_another_slows_its_reading() -> None:
+    # Alone for 1 ms, the first has 1 ms left; sharing until 3 ms it is done; the second then has 1 ms left.
+    playing = Simulation(Fleet(served(request_ms=2.0), 8, ROOMY, server=True), requests((0.0, 100, 1), (0.001, 100, 1)))
+    playing.run()
+    assert playing.arrays["queued_ms"] == pytest.approx([3.0, 4.0])
+
+
+def test_outputs_are_sent_before_a_request_is_read() -> None:
+    end_s = (CHUNKED.step_ms(0, 0, [Chunk(100)], n_first=1) + CHUNKED.decode_ms(1, 101)) / 1e3
+    fleet = Fleet(served(request_ms=2.0, token_ms=1.0), 8, ROOMY, server=True)
+    playing = Simulation(fleet, requests((0.0, 100, 50), (0.002 + end_s, 100, 1)))
+    playing.run()
+    assert playing.arrays["queued_ms"][1] - 1e3 * (0.002 + end_s) == pytest.approx(3.0)
+
+
+def test_the_time_of_a_lone_request_in_the_server_is_part_of_the_offset() -> None:
+    known = served(ttft_offset_ms=9.0, request_ms=2.0)
+    bare, behind = (
+        serve_closed(Fleet(known, 8, ROOMY, server=server), np.full(3, 64), np.full(3, 10), 1)
+        for server in (False, True)
+    )
+    assert behind.ttft_ms() == pytest.approx(bare.ttft_ms())
+    assert behind.makespan_s() == pytest.approx(bare.makespan_s() + 0.002)  # the first request is read as well
 
 
 def test_the_second_request_waits_when_there_is_one_slot() -> None:
@@ -245,6 +300,7 @@ def test_a_slot_freed_by_an_answer_of_one_token_goes_to_the_next_request() -> No
     disaggregated=st.booleans(),
     chunked=st.booleans(),
     queue_limit=st.sampled_from([None, 0, 5]),
+    server=st.booleans(),
 )
 def test_every_request_is_answered_or_refused_whatever_the_configuration(
     seed: int,
@@ -256,13 +312,14 @@ def test_every_request_is_answered_or_refused_whatever_the_configuration(
     disaggregated: bool,
     chunked: bool,
     queue_limit: int | None,
+    server: bool,
 ) -> None:
     rng = np.random.default_rng(seed)
     load = Requests(
         np.sort(rng.uniform(0, 2.0, n)), rng.integers(1, 500, n), rng.integers(1, 200, n), rng.integers(0, 3, n)
     )
     fleet = Fleet(
-        CHUNKED if chunked else PREFILL_FIRST,
+        SERVED if chunked else PREFILL_FIRST,
         batch_size,
         pool,
         replicas,
@@ -270,9 +327,11 @@ def test_every_request_is_answered_or_refused_whatever_the_configuration(
         spec_acceptance()[2],
         disaggregated,
         queue_limit=queue_limit,
+        server=server,
     )
     out = serve(fleet, load, seed)
-    again = serve(fleet, load, seed)
+    playing = Simulation(fleet, load, seed)
+    again = playing.run()
     served = ~out.rejected
     assert np.isfinite(out.finish_s[served]).all()
     assert np.isnan(out.finish_s[out.rejected]).all()
@@ -281,6 +340,20 @@ def test_every_request_is_answered_or_refused_whatever_the_configuration(
     # Disaggregated: a sequence about to be preempted may exceed the pool by what arrives over the link meanwhile.
     assert disaggregated or out.peak_kv_tokens <= pool
     assert np.array_equal(out.finish_s, again.finish_s, equal_nan=True)
+    # Gaps between outputs add up to the time from each request's first token to its last, preemptions included.
+    gaps, decoding_s = playing.arrays["gaps"], (out.finish_s - out.first_token_s)[served]
+    assert gaps @ GAP_MS == pytest.approx(1e3 * decoding_s.sum(), rel=0.006, abs=0.02 * gaps.sum())
+    assert draft or gaps.sum() == (out.output_tokens[served] - 1).sum()
+
+
+def test_a_long_prompt_beside_a_decoding_request_makes_one_long_gap() -> None:
+    playing = Simulation(Fleet(PREFILL_FIRST, 8, ROOMY), requests((0.0, 64, 200), (0.5, 6000, 2)))
+    playing.run()
+    gaps = playing.arrays["gaps"]
+    longest = GAP_MS[np.flatnonzero(gaps)[-1]]
+    prefill_ms = PREFILL_FIRST.step_ms(0, 0, [Chunk(6000)])
+    assert gaps.sum() == 199 + 1
+    assert longest == pytest.approx(prefill_ms + PREFILL_FIRST.decode_ms(2, 3_100), rel=0.02)
 
 
 def test_impossible_configurations_are_refused() -> None:
@@ -302,3 +375,70 @@ def test_impossible_configurations_are_refused() -> None:
         Requests(np.zeros(2), np.ones(2, int), np.ones(1, int))
     with pytest.raises(InvalidConfigError):
         serve_closed(Fleet(CHUNKED, 1, ROOMY), np.ones(1, int), np.ones(1, int), 0)
+
+
+def prompts(n: int, seed: int) -> Requests:
+    """Long prompts and short answers at random times."""
+    rng = np.random.default_rng(seed)
+    return Requests(
+        np.cumsum(rng.exponential(0.1, n)), rng.integers(1, 4000, n), rng.integers(1, 60, n), rng.integers(0, 2, n)
+    )
+
+
+def prefilling(replicas: int, prefill_replicas: int | None, **options: int) -> Fleet:
+    return Fleet(CHUNKED, 8, 30_000, replicas, disaggregated=True, prefill_replicas=prefill_replicas, **options)
+
+
+def test_one_prefill_gpu_that_is_shared_by_one_replica_is_its_own() -> None:
+    for seed in range(3):
+        shared, own = (serve(prefilling(1, x), prompts(60, seed)) for x in (1, None))
+        for field in dataclasses.fields(own):
+            assert np.array_equal(getattr(shared, field.name), getattr(own, field.name), equal_nan=True), field.name
+
+
+def test_two_prefill_gpus_of_one_replica_take_two_prompts_at_once() -> None:
+    load = requests((0.0, 2048, 2), (0.0, 2048, 2))
+    alone = serve(prefilling(1, None), requests((0.0, 2048, 2))).ttft_ms()[0]
+    assert serve(prefilling(1, 2), load).ttft_ms() == pytest.approx([alone, alone])
+    # One prefill GPU computes both prompts one after the other, whatever the number of replicas that decode.
+    for replicas in (1, 2):
+        first, second = serve(prefilling(replicas, 1), load).ttft_ms()
+        assert first == pytest.approx(alone)
+        assert second > 1.8 * alone
+
+
+def test_the_more_prefill_gpus_the_sooner_the_first_token() -> None:
+    load = prompts(200, 1)
+    mean_ms = [float(np.mean(serve(prefilling(2, x), load).ttft_ms())) for x in (1, 2, 3, 4)]
+    assert mean_ms == sorted(mean_ms, reverse=True)
+    # Shared GPUs never leave a prompt waiting while one is idle; a replica's own do.
+    assert mean_ms[1] <= float(np.mean(serve(prefilling(2, None), load).ttft_ms()))
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**20),
+    replicas=st.integers(1, 4),
+    prefill_replicas=st.integers(1, 6),
+    pool_tokens=st.integers(300, 9_000),
+    router=st.sampled_from(ROUTERS[:3]),
+)
+def test_every_request_is_answered_once_whatever_the_numbers_of_prefill_gpus_and_replicas(
+    seed: int, replicas: int, prefill_replicas: int, pool_tokens: int, router: Router
+) -> None:
+    fleet = dataclasses.replace(prefilling(replicas, prefill_replicas), kv_pool_tokens=pool_tokens, router=router)
+    run = Simulation(fleet, prompts(50, seed))
+    out = run.run()
+    assert (np.isfinite(out.finish_s) ^ out.rejected).all()
+    assert run.state.n_finished + run.state.n_rejected == 50
+    assert (run.arrays["line_count"].sum(), run.arrays["transit_blocks"].sum(), run.state.waiting) == (0, 0, 0)
+    hours = run.state.prefill_gpu_ms / run.state.replica_ms
+    assert hours == pytest.approx(prefill_replicas / replicas)
+
+
+def test_a_fleet_with_shared_prefill_gpus_keeps_its_size() -> None:
+    with pytest.raises(InvalidConfigError, match="only with disaggregated"):
+        Fleet(CHUNKED, 8, ROOMY, 2, prefill_replicas=1)
+    run = Simulation(prefilling(2, 3), prompts(10, 0))
+    with pytest.raises(InvalidConfigError, match="keeps its size"):
+        run.reconfigure(prefilling(3, 3), {"FP16": 30_000})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +14,14 @@ import pytest
 
 from simulator.events import loop, simulation
 from simulator.events.fleet import Fleet
-from simulator.events.requests import Outcome, Requests
+from simulator.events.requests import IntArray, Outcome, Requests
 from simulator.events.simulation import SessionRun, Simulation, serve
+from simulator.hardware.catalogue import table_path
 from simulator.hardware.measured import spec_acceptance
 from simulator.hardware.measured_model import MeasuredModel
 from simulator.hardware.operators import Chunk, OperatorModel
+from simulator.hardware.sources import operators_of
+from simulator.hardware.tables import load_tables
 from tests.simulator.test_discrete_event import CHUNKED, ROOMY
 from tests.simulator.test_engine_fit import known
 from tests.simulator.test_sessions import sessions
@@ -41,7 +46,8 @@ class Asked(OperatorModel):
         return CHUNKED.head_ms(rows)
 
 
-MODELS = {"curves": CHUNKED, "pairs": known(), "asked": Asked()}
+SHIPPED = operators_of(load_tables(table_path("h100-llama-3.1-8b")))[0]
+MODELS = {"curves": CHUNKED, "pairs": known(), "listed": SHIPPED, "asked": Asked()}
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
@@ -83,18 +89,21 @@ def test_a_prompt_in_one_piece_beyond_the_rows_that_are_kept_takes_the_models_ti
     assert out.ttft_ms() == pytest.approx([whole.step_ms(0, 0.0, [Chunk(int(each))]) for each in n], rel=1e-9)
 
 
-def play() -> Outcome:
-    """Two replicas, drafts, a pool that preempts, a restart and a replica that is added."""
+def play() -> tuple[Outcome, IntArray]:
+    """The outcome and gaps of two replicas, drafts, a pool that preempts, a restart and a replica that is added."""
     rng = np.random.default_rng(3)
     n = 80
     load = Requests(
         np.sort(rng.uniform(0, 3.0, n)), rng.integers(1, 900, n), rng.integers(1, 200, n), rng.integers(0, 3, n)
     )
-    fleet = Fleet(CHUNKED, 16, 4_000, 2, 2, spec_acceptance()[2], restart_ms=500.0, start_ms=300.0, queue_limit=40)
+    profile = dataclasses.replace(CHUNKED.profile, async_scheduling=True, request_ms=2.0, token_ms=0.05)
+    model = MeasuredModel(CHUNKED.card, "FP16", profile)
+    limits = {"restart_ms": 500.0, "start_ms": 300.0, "queue_limit": 40}
+    fleet = Fleet(model, 16, 4_000, 2, 2, spec_acceptance()[2], **limits, server=True)
     playing = Simulation(fleet, load, 5)
     playing.run_until(1_000.0)
     playing.reconfigure(dataclasses.replace(fleet, disaggregated=True, replicas=3), {"FP16": 4_000})
-    return playing.run()
+    return playing.run(), playing.arrays["gaps"]
 
 
 def play_sessions() -> list[int]:
@@ -115,12 +124,13 @@ def test_compiled_and_interpreted_runs_are_equal(monkeypatch: pytest.MonkeyPatch
     assert spec.loader is not None
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
-    compiled, compiled_sessions = play(), play_sessions()
+    (compiled, gaps), compiled_sessions = play(), play_sessions()
     assert compiled.preemptions.sum() > 0
     assert compiled_sessions[-1] > 0
     monkeypatch.setattr(simulation, "Loop", plain.Loop)
     monkeypatch.setattr(simulation, "Run", plain.Run)
-    interpreted = play()
+    interpreted, plain_gaps = play()
+    assert np.array_equal(gaps, plain_gaps)
     for field in dataclasses.fields(compiled):
         one, other = (getattr(outcome, field.name) for outcome in (compiled, interpreted))
         assert np.array_equal(one, other, equal_nan=True), field.name
@@ -138,3 +148,56 @@ def test_requests_submitted_in_a_run_are_served_as_if_they_had_been_known() -> N
     playing.run_until(1_900.0)
     playing.submit(parts[1])
     assert np.array_equal(playing.run().finish_s, known_before.finish_s)
+
+
+def test_requests_are_served_in_order_of_arrival_in_whichever_order_they_are_given() -> None:
+    rng = np.random.default_rng(4)
+    n = 60
+    arrival_s = np.repeat(np.sort(rng.uniform(0, 3.0, n // 3)), 3)
+    load = Requests(arrival_s, rng.integers(1, 900, n), rng.integers(1, 200, n))
+    order = (3 * rng.permutation(n // 3)[:, None] + np.arange(3)).ravel()  # simultaneous requests keep their order
+    mixed = Requests(load.arrival_s[order], load.prompt_tokens[order], load.output_tokens[order])
+    fleet = Fleet(CHUNKED, 4, 6_000, 2)
+    assert np.any(np.diff(mixed.arrival_s) < 0)
+    assert np.array_equal(serve(fleet, mixed).finish_s, serve(fleet, load).finish_s[order])
+
+
+@pytest.mark.parametrize("block_tokens", [16, 24])
+def test_the_pool_holds_whole_blocks_of_every_sequence(block_tokens: int) -> None:
+    load = Requests(np.zeros(5), np.array([15, 16, 17, 100, 333]), np.full(5, 50))
+    playing = Simulation(Fleet(CHUNKED, 8, ROOMY, block_tokens=block_tokens), load)
+    while playing.replicas[0].n < 5:
+        playing.run_until(playing.state.now_ms + 1.0)
+    tokens = playing.replicas[0].tokens.tolist()
+    assert playing.loop.held_blocks(0) == sum(-(-each // block_tokens) for each in tokens)
+
+
+def test_counts_of_replicas_follow_restarts_additions_and_removals() -> None:
+    rng = np.random.default_rng(9)
+    load = Requests(np.sort(rng.uniform(0, 8.0, 200)), rng.integers(1, 900, 200), rng.integers(1, 200, 200))
+    fleet = Fleet(CHUNKED, 8, 6_000, 3, restart_ms=400.0, start_ms=300.0)
+    playing = Simulation(fleet, load)
+    seen = set()
+    for second, (replicas, apart) in enumerate([(3, False), (5, True), (2, True), (2, False), (4, False), (1, True)]):
+        playing.reconfigure(dataclasses.replace(fleet, replicas=replicas, disaggregated=apart), {"FP16": 6_000})
+        for tenth in range(1, 11):
+            playing.run_until(1_000.0 * second + 100.0 * tenth)
+            there = [each for each in playing.replicas if not each.gone]
+            counts = len([each for each in there if not each.down]), len(there), sum(r.disaggregated for r in there)
+            state = playing.state
+            assert (state.n_up, state.n_there, state.n_prefill_gpus) == counts
+            assert playing.running() == sum(each.in_flight() for each in playing.replicas)
+            seen.add(counts)
+    assert len(seen) > 5
+
+
+def test_a_run_is_freed_without_waiting_for_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        playing = Simulation(Fleet(CHUNKED, 8, ROOMY), Requests(np.zeros(2), np.array([10, 10]), np.array([5, 5])))
+        playing.run()
+        left = weakref.ref(playing)
+        del playing
+        assert left() is None
+    finally:
+        gc.enable()

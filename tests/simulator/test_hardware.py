@@ -247,3 +247,12 @@ def test_what_can_be_built_is_listed_with_its_coverage_or_the_reason(capsys: pyt
     assert 0.2 < one["time_shares"]["BF16 decode"]["measured"] < 0.5
     assert (four["tiers"], four["cards_per_replica"]) == ([], 4)
     assert four["refused"]
+
+
+def test_a_shipped_table_that_is_older_than_a_field_of_its_profile_has_the_shipped_value() -> None:
+    meta = load_tables(table_path("h100-llama-3.1-8b")).meta
+    assert "async_scheduling" not in meta["profile"]
+    assert engine_of(meta).async_scheduling
+    assert engine_of(meta).request_ms == engine("vllm_v1_8k").request_ms > 0.0
+    own = {**meta["profile"], "name": "mine"}
+    assert engine_of({**meta, "engine": "mine", "profile": own}).request_ms == 0.0

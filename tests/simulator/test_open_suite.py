@@ -1,4 +1,4 @@
-"""The open fidelity suite: every published run has a split and is played as it was served."""
+"""The open fidelity suite: every run has a split and is played as it was served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import pytest
 pytest.importorskip("aiconfigurator_core", reason="the extra `hardware` is not installed")
 
 from benchmarks.fidelity import open_suite
-from benchmarks.fidelity.open_suite import DATA, QUANTITIES, REFUSED, SPLITS, Run, covered, markdown, runs, summary
+from benchmarks.fidelity.open_suite import (
+    DATA,
+    QUANTITIES,
+    REFUSED,
+    SERVER_SPLIT,
+    SPLITS,
+    Run,
+    covered,
+    markdown,
+    runs,
+    summary,
+)
 from ops.margins import ratio
 from simulator.events.requests import Outcome
 
@@ -19,11 +30,13 @@ def played() -> list[Run]:
     return list(runs())
 
 
-def test_every_published_run_is_played_and_has_a_split(played: list[Run]) -> None:
-    llm_d, gpustack = pd.read_csv(DATA / "llm_d_llama_70b.csv"), pd.read_csv(DATA / "gpustack.csv")
-    assert len(played) == llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack)
+def test_every_run_is_played_and_has_a_split(played: list[Run]) -> None:
+    files = ("llm_d_llama_70b.csv", "gpustack.csv", "vllm_h200_llama_8b.csv")
+    llm_d, gpustack, own = (pd.read_csv(DATA / name) for name in files)
+    loads = llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack) + own["load"].nunique()
+    assert len(played) == loads
     assert {(run.card, run.model) for run in played} == set(SPLITS)
-    assert {run.split for run in played} == {"fit", "validation", "held out"}
+    assert {run.split for run in played} == {*SPLITS.values(), SERVER_SPLIT}
 
 
 def test_the_written_results_are_those_of_the_runs(played: list[Run]) -> None:

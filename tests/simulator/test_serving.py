@@ -171,7 +171,7 @@ def test_where_nobody_is_admitted_ttft_is_the_wait_of_the_oldest_request(task_id
         for row in range(64):
             batch.advance(row, row + 1)
             # an intermediate value, which no metric shows if no request is admitted
-            first_token_ms[row] = fleet._kernel.idle[0].first_token.p50_ms[0]  # noqa: SLF001
+            first_token_ms[row] = fleet._kernel.idle[-1].first_token.p50_ms[0]  # noqa: SLF001
         before[:, :, t] = fleet.arrivals[:, t]
         waits = before > 1e-6
         for row in np.flatnonzero((batch.metric["admitted"] == 0.0) & waits.any(axis=(1, 2))):

@@ -15,7 +15,11 @@ import itertools
 
 from inferencegym.errors import InvalidActionError, InvalidConfigError, TableError
 from inferencegym.models import MetricsSnapshot, QuantTier, ServeAction, WorkloadState
+from simulator.events import loop
+from simulator.events.arrays import RUN
 from simulator.hardware.tables import load_tables
+from simulator.kernel import step
+from simulator.kernel.arrays import PARAMS, MetricSpec
 from simulator.trace_sim import TraceSimulator
 from simulator.workload import WorkloadGenerator
 
@@ -237,3 +241,16 @@ def test_a_negative_seed_is_refused_with_the_range() -> None:
 
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, "-q", "-p", "no:cacheprovider"]))
+
+
+def test_a_kernel_that_was_not_built_again_says_so() -> None:
+    """Attributes of a compiled class are fixed when it is built, and the table of arrays is read when it is used."""
+    with pytest.raises(TypeError, match="does not know 'busy_slots': run `make build`"):
+        vars(step)["Params"]({"busy_slots": 0, **dict.fromkeys(PARAMS, 0)})
+    with pytest.raises(TypeError, match="does not know 'busy_slots': run `make build`"):
+        vars(loop)["Run"](None, {"busy_slots": 0, **dict.fromkeys(RUN, 0)})
+
+
+def test_a_metric_must_say_how_seconds_add_up() -> None:
+    with pytest.raises(ValueError, match="allowed are 'mean', 'sum', 'max' and 'last'"):
+        MetricSpec("B", "slots", "slots in use")

@@ -146,9 +146,3 @@ def test_statistics_of_a_long_record_are_those_of_all_its_values_sorted_at_once(
     for name, q in {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}.items():
         assert found[name] == weighted_quantile(values, weights, q)
     assert found["mean"] == pytest.approx(float(np.average(values, weights=weights)))
-
-
-def test_progress_is_the_share_of_the_load_that_has_arrived() -> None:
-    told: list[float] = []
-    serve_requests(ACTION, load(1_000), load_tables(), progress=told.append)
-    assert told == pytest.approx([0.0, 0.25, 0.5, 0.75], abs=0.001)
