@@ -5,40 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
+import logging.config
 import os
 import resource
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from env.families import FAMILIES
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.installation import INTERPRETED, interpreted_modules
 from inferencegym.tasks import table_index
 from server.api.openapi import install_openapi
-from server.api.route import Steps, without_pydantic_1
+from server.api.route import Steps
 from server.api.routes import http_routes
-from server.context import Context, prefixes
-from server.middleware import Cors, Guard, RequestLog, cors_options
-from server.net.background import background
+from server.context import Context
+from server.middleware import Cors, Guard, RequestLog, proxies_of
 from server.net.buffers import BoundedBuffers
 from server.net.cpu import CpuBudget
-from server.net.limits import Callers, Limits
+from server.net.jobs import Jobs
+from server.net.limits import Limits
 from server.net.logs import LineLog, logging_config
-from server.net.metrics import Metrics
+from server.net.metrics import Metrics, background
 from server.net.problems import install_problem_handlers
 from server.openenv import openenv_routes
 from server.sessions.manager import SessionManager
+from server.sessions.sqlite import MemoryStore, SqliteStore
 from server.sessions.store import SessionStore
-from server.sessions.stores import make_store
 from server.settings import Settings, load_settings
 from simulator.hardware.tables import tables_of
 
@@ -48,92 +50,108 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""Interval (s) at which computing threads (policies, replays, large bodies) yield the interpreter: a tenth of Python's.
-The event loop, and with it every client's step, waits for this long each time it becomes ready beside them."""
+"""Interval (s) at which computing threads yield the interpreter to the event loop: a tenth of Python's."""
 DESCRIPTION = """Control an LLM serving fleet: POST /reset, POST /step with five knobs each second, POST /grader.
 
 Errors are `{"detail": {"message", "code", "field", "allowed", "next"}}`."""
 
+METRICS_DIR: Final = "INFERENCEGYM_METRICS_DIR"
+"""Variable that tells workers the directory through which they add up their metrics."""
 MAX_WEBSOCKET_BYTES: Final = 65_536
-"""Longest WebSocket message. An action or the arguments of a reset take a hundredth of it; long logs go to POST
-/grader.
-"""
-PING_S: Final = 20.0
-"""Seconds between pings of a WebSocket, which is closed if it does not answer for as long. This ends connections whose
-peer does not read, or has disappeared. OpenEnv's clients do the same.
-"""
+"""Longest WebSocket message; an action or the arguments of a reset take a hundredth of it."""
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
     """Build the whole server; nothing is opened or loaded before its lifespan starts."""
     settings = settings or load_settings()
     sessions = SessionManager(make_store(settings), FAMILIES, settings)
-    metrics = Metrics(sessions, settings.shared_metrics_dir())
-    callers = Callers(settings)
-    limits = Limits(settings, prefixes(FAMILIES), callers)
-    cpu = CpuBudget(settings.cpu_seconds_per_minute, callers)
-    context = Context(settings, sessions, callers, limits, cpu, metrics, time.monotonic())
-    lines = LineLog()
+    jobs = Jobs()
+    metrics = Metrics(sessions, jobs, settings.max_sessions, os.environ.get(METRICS_DIR))
+    limits, cpu = Limits(settings), CpuBudget(settings.cpu_seconds_per_minute)
+    context = Context(settings, sessions, limits, cpu, metrics, time.monotonic(), jobs)
     app = FastAPI(
         title="InferenceGym",
         # Version of the HTTP interface: OpenEnv's validator derives its profile from it.
         version="1.0.0",
         description=DESCRIPTION,
         redirect_slashes=False,
-        # Ours needs no network: server.api.docs_page.
+        # Instead there is server.api.docs_page.
         docs_url=None,
         redoc_url=None,
         # RequestLog counts and logs requests; FastAPI would check at each request whether anything listens.
         telemetry={"tracing": False, "metrics": False, "logs": False},
-        lifespan=partial(_lifespan, context, lines),
+        lifespan=partial(_lifespan, context),
     )
     app.state.context = context
-    with without_pydantic_1():
-        app.router.routes[:0] = http_routes(context)
-        app.router.routes.extend(openenv_routes(context))
+    app.router.lifespan = _briefly(app.router.lifespan)  # type: ignore[assignment]
+    app.router.routes[:0] = http_routes(context)
+    app.router.routes.extend(openenv_routes(context))
     install_problem_handlers(app)
     install_openapi(app)
-    metrics.know(route.path for route in app.routes if hasattr(route, "path"))
+    metrics.paths.update(route.path for route in app.routes if hasattr(route, "path"))
     # Added last, run first.
     app.add_middleware(Steps, routes=app.routes)
-    app.add_middleware(BoundedBuffers, settings=settings, callers=callers)
+    app.add_middleware(BoundedBuffers, settings=settings)
     app.add_middleware(Guard, limits=limits, cpu=cpu)
     if settings.cors != "off":
-        app.add_middleware(Cors, **cors_options(settings))
-    app.add_middleware(RequestLog, settings=settings, log=lines, metrics=metrics)
+        app.add_middleware(Cors, methods=["GET", "POST"] if settings.cors == "all" else ["GET"])
+    app.add_middleware(RequestLog, settings=settings, log=LineLog(), metrics=metrics)
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies_of(settings))
     return app
 
 
+def make_store(settings: Settings) -> SessionStore:
+    """The session store that the settings name; not opened yet."""
+    scheme = settings.store_url.split("://", 1)[0]
+    if scheme in ("redis", "rediss"):
+        # Imported here: only servers that share their sessions through Redis install its client.
+        from server.sessions.redis import RedisStore
+
+        return RedisStore(settings)
+    return MemoryStore(settings) if scheme == "memory" else SqliteStore(settings)
+
+
+def _briefly(lifespan: ASGIApp) -> ASGIApp:
+    """A lifespan that says in one line why a server did not start, where the cause is known and no traceback helps."""
+
+    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        async def brief(message: Message) -> None:
+            cause = sys.exception()
+            if message["type"] == "lifespan.startup.failed" and isinstance(cause, InferenceGymError):
+                message = {**message, "message": f"The server was not started. {cause}"}
+            await send(message)
+
+        await lifespan(scope, receive, brief)
+
+    return told
+
+
 @asynccontextmanager
-async def _lifespan(context: Context, lines: LineLog, _app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(context: Context, _app: FastAPI) -> AsyncIterator[None]:
     if interpreted_modules():
         log.warning(INTERPRETED)
-    await asyncio.to_thread(_load_all_tables)
-    # All imports are done and stay in memory. Freezing them keeps full garbage collections, which delay all clients,
-    # from examining them. Collecting before would find some 300 objects.
-    gc.freeze()
+    tables_of()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    async with _store_open(context.sessions.store), background(context.sessions.maintain()), context.metrics.shared():
-        try:
-            yield
-        finally:
-            await context.sessions.elsewhere.close()
-            lines.flush()
-
-
-def _load_all_tables() -> None:
-    """Read the tables before the first request, so that no reset has to while all clients wait."""
-    for hardware in (None, *table_index()):
-        tables_of(hardware)
-
-
-@asynccontextmanager
-async def _store_open(store: SessionStore) -> AsyncIterator[None]:
-    await store.open()
+    await context.sessions.store.open()
     try:
-        yield
+        async with (
+            background(_load_all_tables()),
+            background(context.sessions.maintain()),
+            background(context.metrics.keep_sharing()),
+        ):
+            yield
     finally:
-        await store.close()
+        await context.sessions.elsewhere.close()
+        await context.sessions.store.close()
+
+
+async def _load_all_tables() -> None:
+    """Read the tables of other hardware, so that no reset has to while all clients wait."""
+    for hardware in table_index():
+        await asyncio.to_thread(tables_of, hardware)
+    # All imports are done and stay in memory: full garbage collections, which delay all clients, skip them.
+    gc.freeze()
 
 
 def __getattr__(name: str) -> Any:
@@ -150,19 +168,16 @@ def main() -> None:
 
     from server.net.http_protocol import BoundedHttp
     from server.net.websocket import BoundedWebSocket
-    from server.net.workers import Workers
+    from server.net.workers import run_workers
 
+    logging.config.dictConfig(logging_config())
     try:
         settings = load_settings()
         served = create_app(settings)
+        sockets = [_listen(settings, port) for port in sorted({settings.port, settings.also_port} - {0})]
     except InvalidConfigError as error:
-        sys.exit(f"The server was not started. {error}")
-    if settings.host in ("0.0.0.0", "::") and not settings.api_key:
-        log.warning(
-            "whoever reaches port %d of this machine can play: INFERENCEGYM_API_KEY asks for a key, and "
-            "INFERENCEGYM_HOST=127.0.0.1 serves this machine alone",
-            settings.port,
-        )
+        log.error("The server was not started. %s", error)
+        sys.exit(1)
     config = uvicorn.Config(
         # Several workers are started by name: each builds its own app from the same environment.
         served if settings.workers == 1 else "server.app:app",
@@ -172,9 +187,7 @@ def main() -> None:
         ws=BoundedWebSocket,
         # Frames are small and local; compressing them costs more than sending them.
         ws_per_message_deflate=False,
-        ws_max_size=min(settings.max_body_bytes, MAX_WEBSOCKET_BYTES),
-        ws_ping_interval=PING_S,
-        ws_ping_timeout=PING_S,
+        ws_max_size=MAX_WEBSOCKET_BYTES,
         access_log=False,
         log_config=logging_config(),
         server_header=False,
@@ -187,28 +200,22 @@ def main() -> None:
         # with the usual 5 s no worker would ever start on a slow or busy machine.
         timeout_worker_healthcheck=60,
     )
+    if settings.host in ("0.0.0.0", "::") and not settings.api_key:
+        log.warning(
+            "whoever reaches port %d of this machine can play: INFERENCEGYM_API_KEY asks for a key, and "
+            "INFERENCEGYM_HOST=127.0.0.1 serves this machine alone",
+            settings.port,
+        )
     _allow_many_connections()
-    sockets = [_listen(settings, port) for port in sorted({settings.port, settings.also_port} - {0})]
     server = uvicorn.Server(config)
     if settings.workers > 1:
-        with _metrics_directory(settings):
-            Workers(config, sockets=sockets).run()
+        with tempfile.TemporaryDirectory(prefix="inferencegym-metrics-") as os.environ[METRICS_DIR]:
+            run_workers(config, sockets)
     else:
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises after it has ended well
             server.run(sockets=sockets)
     if not server.started and settings.workers == 1:
         sys.exit(3)
-
-
-@contextlib.contextmanager
-def _metrics_directory(settings: Settings) -> Iterator[None]:
-    """Make a temporary directory for the workers' metrics, unless the operator has set one."""
-    if settings.metrics_dir is not None:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="inferencegym-metrics-") as directory:
-        os.environ["INFERENCEGYM_METRICS_DIR"] = directory
-        yield
 
 
 def _allow_many_connections() -> None:
@@ -232,9 +239,10 @@ def _listen(settings: Settings, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
-        sys.exit(f"The server was not started. Port {port} of {host} cannot be used: {error.strerror}")
+        raise InvalidConfigError(f"port {port} of {host} cannot be used: {error.strerror}", "port") from error
     listener.listen(2048)
     listener.set_inheritable(True)
+    log.info("listening on %s, port %d", host, port)
     return listener
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.types import Scope
 
@@ -11,7 +10,7 @@ from env.families import SERVING
 from env.family import Family
 from server.net.cpu import CpuBudget
 from server.net.jobs import Jobs
-from server.net.limits import Callers, Limits
+from server.net.limits import Limits, caller_of
 from server.net.metrics import Metrics
 from server.sessions.manager import SessionManager
 from server.settings import Settings
@@ -23,22 +22,26 @@ class Context:
 
     settings: Settings
     sessions: SessionManager
-    callers: Callers
     limits: Limits
     cpu: CpuBudget
     metrics: Metrics
     started: float
     """Of :func:`time.monotonic`."""
-    jobs: Jobs = field(default_factory=Jobs)
+    jobs: Jobs
 
     @property
     def mounts(self) -> list[Mount]:
-        """Mounts of all families; see :func:`mounts`."""
-        return mounts(self.sessions.families, self.settings.env)
+        """Mounts: the family that the settings name at the root, and every family under ``/<name>``.
+
+        Exception: the serving fleet has no second mount when it is at the root.
+        """
+        families, root = self.sessions.families, self.settings.env
+        named = [Mount(family, f"/{name}") for name, family in families.items() if name != root or name != SERVING]
+        return [Mount(families[root], ""), *named]
 
     def caller(self, family: Family, scope: Scope) -> str:
         """Identity of a request's caller within one family, so that a caller has a latest session in each."""
-        return f"{family.name}:{self.callers.caller(scope)}"
+        return f"{family.name}:{caller_of(scope)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +50,3 @@ class Mount:
 
     family: Family
     prefix: str
-
-
-def mounts(families: Mapping[str, Family], root: str) -> list[Mount]:
-    """Mounts: the family named ``root`` at the root, and every family under ``/<name>``.
-
-    Exception: the serving fleet has no second mount when it is at the root.
-    """
-    named = [Mount(family, f"/{name}") for name, family in families.items() if name != root or name != SERVING]
-    return [Mount(families[root], ""), *named]
-
-
-def prefixes(families: Mapping[str, Family]) -> list[str]:
-    """All prefixes that a family may have, whatever the settings."""
-    return ["", *(f"/{name}" for name in families)]

@@ -11,8 +11,9 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -24,15 +25,14 @@ from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
 from server.net.limits import Limits
 from server.net.logs import LineLog, traceback_text
 from server.net.metrics import Metrics
-from server.net.problems import problem_page
+from server.net.problems import problem_reply
 from server.settings import Settings
 
 CLIENT_WENT_AWAY: Final = 499
-"""Status in log and metrics of a request whose client disconnected before the answer; never sent to a client."""
+"""Status in log and metrics of a request whose client disconnected before the answer."""
 LOGGED_ID_CHARS: Final = 8
-"""Anyone who knows a session id can play it, so the log shows only its beginning: enough to follow one session."""
+"""Anyone who knows a session id can play it, so the log shows only its beginning."""
 LOGGED_PATH_CHARS: Final = 200
-"""Longer paths are cut in the log; all paths of the server are shorter."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
@@ -77,7 +77,10 @@ class RequestLog:
         except ClientDisconnect:
             status = CLIENT_WENT_AWAY
         finally:
-            self._answered(scope, request_id, status, time.perf_counter() - started)
+            took_s = time.perf_counter() - started
+            self._metrics.count(scope["path"], status, took_s)
+            if self._mode == "all" or (self._mode == "errors" and status >= 400):
+                self._write(scope, request_id, status, took_s)
 
     def _request_id(self, scope: Scope) -> bytes:
         """The id that the client chose, or a new one."""
@@ -85,12 +88,6 @@ class RequestLog:
             if name == b"x-request-id" and _REQUEST_ID.match(value):
                 return bytes(value)
         return b"%s-%x" % (self._prefix.encode(), next(self._numbers))
-
-    def _answered(self, scope: Scope, request_id: bytes, status: int, took_s: float) -> None:
-        """Count a request and write it to the log."""
-        self._metrics.count(scope["path"], status, took_s)
-        if self._mode == "all" or (self._mode == "errors" and status >= 400):
-            self._write(scope, request_id, status, took_s)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         opened = int(scope["type"] == "websocket")
@@ -137,17 +134,23 @@ class Guard:
         try:
             self._limits.check(scope)
         except InferenceGymError as error:
-            if scope["type"] == "http":
-                await problem_page(error, scope)(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+            await problem_reply(error, scope["path"])(scope, receive, send)
             return
-        PAYER.set((self._cpu, scope))
+        PAYER.set(partial(self._cpu.work_for, scope))
         await self.app(scope, receive, send)
 
 
 class Cors(CORSMiddleware):
-    """Starlette's CORS middleware, skipped for requests without Origin, as programs send them."""
+    """Starlette's CORS middleware, skipped for requests without Origin, as programs send them; without credentials."""
+
+    def __init__(self, app: ASGIApp, methods: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=["*"],
+            allow_methods=methods,
+            allow_headers=["content-type", "authorization", "x-api-key", "x-client-id", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
@@ -156,14 +159,8 @@ class Cors(CORSMiddleware):
             await self.app(scope, receive, send)
 
 
-def cors_options(settings: Settings) -> Mapping[str, Any]:
-    """Arguments of Starlette's CORS middleware: credentials are never allowed."""
-    methods = ["GET", "POST"] if settings.cors == "all" else ["GET"]
-    return {
-        "allow_origins": ["*"],
-        "allow_methods": methods,
-        "allow_headers": ["content-type", "authorization", "x-api-key", "x-client-id", "x-request-id"],
-        "expose_headers": ["x-request-id", "retry-after"],
-        "allow_credentials": False,
-        "max_age": 600,
-    }
+def proxies_of(settings: Settings) -> list[str]:
+    """Trusted proxies, in IPv6 as well: a socket for both kinds of addresses shows IPv4 as ``::ffff:10.1.2.3``."""
+    v4 = [network for network in settings.trusted_proxies if network.version == 4]
+    mapped = [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in v4]
+    return [*map(str, settings.trusted_proxies), *mapped]

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Final, Literal
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,11 +36,12 @@ from inferencegym.messages import Message
 from inferencegym.tasks import TaskId
 from server.api.mcp import PARSE_ERROR, SERVER_ERROR, McpTools, rpc_error
 from server.api.openenv_http import Index, InfoRoutes
-from server.context import Context, Mount
+from server.context import Context
 from server.net.errors import InvalidJsonError, InvalidRequestError
-from server.net.json_io import MAX_VALUES, SMALL, count_values, parse_object, to_json
+from server.net.json_io import SMALL, parse_object, to_json
+from server.net.limits import sender_of
 from server.net.slots import NoSlotError, Slot, Slots
-from server.schemas import Seed, StepNumber, TaskName, read_request
+from server.schemas import EpisodeChoice, Seed, StepNumber, read_request
 from server.sessions.manager import LiveSession, StepResult
 from server.sessions.session import new_session_id
 
@@ -78,72 +79,52 @@ def openenv_routes(context: Context) -> list[BaseRoute]:
 
     They come after all others: ``{env_name}`` of the Task API stands for any first part of a path.
     """
-    return [route for mount in context.mounts for route in _mounted(context, mount)]
-
-
-def _mounted(context: Context, mount: Mount) -> list[BaseRoute]:
-    tools = McpTools(context, mount.family)
-    slots = Slots(context.settings.max_concurrent_envs, context.settings.envs_per_client())
-    play = PlayEndpoint(context, slots, mount.family, tools)
-    sockets = [
-        WebSocketRoute(f"{mount.prefix}/ws", play),
-        WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint(context, slots, tools)),
-    ]
-    return [*sockets, *InfoRoutes(context, mount, tools).routes()]
+    routes: list[BaseRoute] = []
+    for mount in context.mounts:
+        tools = McpTools(context, mount.family)
+        slots = Slots(context.settings.max_concurrent_envs, context.settings.envs_per_client())
+        routes += [
+            WebSocketRoute(f"{mount.prefix}/ws", PlayEndpoint(context, mount.family, slots, tools)),
+            WebSocketRoute(f"{mount.prefix}/mcp", McpEndpoint(context, mount.family, slots, tools)),
+            *InfoRoutes(context, mount, tools).routes(),
+        ]
+    return routes
 
 
 # ---------------------------------------------------------------- frames
 
 
-class ResetFrame(Message):
+class Frame(Message):
+    """Asks for the state of the episode, or ends the connection; the episode stays in its session."""
+
+    type: str
+
+
+class DataFrame(Frame):
+    """Plays one step, with the action and possibly ``metadata`` (:class:`StepMetadata`), or is a JSON-RPC request."""
+
+    data: dict[str, Any]
+
+
+class ResetFrame(Frame):
     """Starts an episode or continues one; ``data`` as :class:`ResetArguments`."""
 
-    type: Literal["reset"]
     data: dict[str, Any] = Field(default_factory=dict)
 
 
-class StepFrame(Message):
-    """Plays one step; ``data`` is the action, and may hold ``metadata`` as :class:`StepMetadata`."""
-
-    type: Literal["step"]
-    data: dict[str, Any]
-
-
-class StateFrame(Message):
-    """Asks for the state of the episode."""
-
-    type: Literal["state"]
-
-
-class CloseFrame(Message):
-    """Ends the connection; the episode stays in its session."""
-
-    type: Literal["close"]
-
-
-class McpFrame(Message):
-    """A JSON-RPC request, as POST /mcp takes it."""
-
-    type: Literal["mcp"]
-    data: dict[str, Any]
-
-
-Frame = ResetFrame | StepFrame | StateFrame | CloseFrame | McpFrame
 FRAMES: Final[Mapping[str, type[Frame]]] = {
-    "step": StepFrame,
+    "step": DataFrame,
     "reset": ResetFrame,
-    "state": StateFrame,
-    "close": CloseFrame,
-    "mcp": McpFrame,
+    "state": Frame,
+    "close": Frame,
+    "mcp": DataFrame,
 }
 
 
-class ResetArguments(Message):
-    """Arguments of a reset; the environment checks ``config``."""
+class ResetArguments(EpisodeChoice):
+    """Arguments of a reset."""
 
-    task_id: TaskName | None = None
     seed: Seed | None = None
-    config: dict[str, Any] | None = None
     episode_id: str | None = None
     split: str | None = None
     index: Index | None = None
@@ -185,19 +166,16 @@ def read_object_frame(message: AsgiMessage) -> dict[str, Any]:
     text = message.get("text")
     if text is None:
         raise InvalidJsonError("the frame must be text, not bytes")
-    sent = text.encode()
-    if len(sent) > MAX_VALUES:
-        count_values(sent).must_not_exceed(SMALL, "frame")
-    return parse_object(sent, "frame")
+    return parse_object(text.encode(), "frame", SMALL)
 
 
-def read_frame(frame: Mapping[str, Any]) -> Frame:
-    """Check a frame. Raises UnknownFrameError or InvalidRequestError."""
+def check_frame(frame: Mapping[str, Any]) -> None:
+    """Raise UnknownFrameError or InvalidRequestError for a frame that is not one of :data:`FRAMES`."""
     kind = frame.get("type")
     model = FRAMES.get(kind) if isinstance(kind, str) else None
     if model is None:
         raise UnknownFrameError("type", kind, "one of " + ", ".join(FRAMES))
-    return read_request(model, frame)
+    read_request(model, frame)
 
 
 # ---------------------------------------------------------------- answers
@@ -208,29 +186,23 @@ def _encode(kind: str, data: Mapping[str, Any]) -> str:
     return to_json({"type": kind, "data": data}).decode()
 
 
-def _error_frame(error: InferenceGymError) -> str:
-    data: dict[str, Any] = {
-        "message": write_error(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE)),
-        "code": _frame_code(error),
-    }
+def _error_frame(said: str, code: str, next_step: str, wire_code: str = "EXECUTION_ERROR", **more: Any) -> str:
+    """An error with this package's ``code`` in its message and OpenEnv's ``wire_code`` beside it."""
+    return _encode("error", {"message": write_error(said, code, next_step), "code": wire_code, **more})
+
+
+def _refused(error: InferenceGymError) -> str:
     field = getattr(error, "field", None)
-    if field is not None:
-        data["errors"] = [{"type": error.code, "loc": str(field).split("."), "msg": str(error)}]
-    return _encode("error", data)
+    at = {} if field is None else {"errors": [{"type": error.code, "loc": str(field).split("."), "msg": str(error)}]}
+    return _error_frame(str(error), error.code, NEXT.get(error.code, _NEXT_OTHERWISE), _wire_code(error), **at)
 
 
-def _frame_code(error: InferenceGymError) -> str:
-    """OpenEnv's code of an error; this package's code is at the end of the message."""
+def _wire_code(error: InferenceGymError) -> str:
     if isinstance(error, InvalidJsonError):
         return "INVALID_JSON"
     if isinstance(error, UnknownFrameError):
         return "UNKNOWN_TYPE"
     return "VALIDATION_ERROR" if isinstance(error, (InvalidActionError, InvalidConfigError)) else "EXECUTION_ERROR"
-
-
-def _internal_error_frame() -> str:
-    said = write_error("the server failed on this frame; the cause is in its log", "internal", NEXT["internal"])
-    return _encode("error", {"message": said, "code": "EXECUTION_ERROR"})
 
 
 # ---------------------------------------------------------------- playing
@@ -243,9 +215,9 @@ class SlottedEndpoint(ABC):
     needed.
     """
 
-    def __init__(self, context: Context, slots: Slots) -> None:
-        self._context = context
-        self._slots = slots
+    def __init__(self, context: Context, family: Family, slots: Slots, tools: McpTools) -> None:
+        self._context, self._family = context, family
+        self._slots, self._tools = slots, tools
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Sending to a client that has disconnected raises OSError.
@@ -253,7 +225,7 @@ class SlottedEndpoint(ABC):
             await receive()
             await send({"type": "websocket.accept"})
             try:
-                slot = self._slots.take(self._context.callers.client(scope))
+                slot = self._slots.take(sender_of(scope))
             except NoSlotError as error:
                 await send({"type": "websocket.send", "text": self._no_slot(error)})
                 await send({"type": "websocket.close", "code": 1000})
@@ -281,15 +253,9 @@ class SlottedEndpoint(ABC):
 class PlayEndpoint(SlottedEndpoint):
     """ASGI application of ``/ws``: any number of episodes per connection, one after the other."""
 
-    def __init__(self, context: Context, slots: Slots, family: Family, tools: McpTools) -> None:
-        super().__init__(context, slots)
-        self._family = family
-        self._tools = tools
-
     def _no_slot(self, error: NoSlotError) -> str:
-        said = write_error(str(error), error.code, error.next_step)
         counts = {"active_sessions": error.taken, "max_sessions": error.most}
-        return _encode("error", {"message": said, "code": "CAPACITY_REACHED", **counts})
+        return _error_frame(str(error), error.code, error.next_step, "CAPACITY_REACHED", **counts)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
         connection = Connection(self._context, self._family, self._tools, scope, slot)
@@ -324,22 +290,23 @@ class Connection:
         """Answer a frame with a frame, which may be an error; None ends the connection."""
         try:
             sent = read_object_frame(message)
-            data = sent.get("data")
+            kind, data = sent.get("type"), sent.get("data")
             # A step that is well formed needs no model, which takes as long as reading it.
-            if sent.get("type") == "step" and isinstance(data, dict) and len(sent) == 2:
+            if kind == "step" and isinstance(data, dict) and len(sent) == 2:
                 return await self._step(data)
-            frame = read_frame(sent)
-            if isinstance(frame, ResetFrame):
-                return await self._reset(frame.data)
-            if isinstance(frame, StateFrame):
+            check_frame(sent)
+            if kind == "reset":
+                return await self._reset(data or {})
+            if kind == "state":
                 return await self._state()
-            return await self._tool(frame.data) if isinstance(frame, McpFrame) else None
+            return await self._tool(data or {}) if kind == "mcp" else None
         except InferenceGymError as error:
-            return _error_frame(error)
+            return _refused(error)
         except Exception:
             # One frame must not end the connection; its client still waits for an answer.
             log.exception("a WebSocket frame could not be answered")
-            return _internal_error_frame()
+            said = "the server failed on this frame; the cause is in its log"
+            return _error_frame(said, "internal", NEXT["internal"])
 
     async def _step(self, data: dict[str, Any]) -> str:
         self._slot.played = time.monotonic()
@@ -350,8 +317,9 @@ class Connection:
         number = None if self._shared is not None else self._taken + 1
         if metadata:
             number = read_request(StepMetadata, metadata, "metadata").step or number
-        session_id = self._session().session_id
-        result = await self._sessions.step(session_id, data, number, reset_id=self._reset_id)
+        if self._live is None:
+            raise NotResetError("this connection has no episode")
+        result = await self._sessions.step(self._live.session_id, data, number, reset_id=self._reset_id)
         self._taken = max(self._taken, result.number)
         return self._stepped(result)
 
@@ -405,11 +373,6 @@ class Connection:
         state = live.env.state()
         return _encode("state", {"episode_id": state.pop("session_id"), **state})
 
-    def _session(self) -> LiveSession:
-        if self._live is None:
-            raise NotResetError("this connection has no episode")
-        return self._live
-
     def _stepped(self, result: StepResult) -> str:
         answer = {"observation": result.observation, "reward": result.reward, "done": result.done}
         if self._with_info or result.done:
@@ -425,10 +388,6 @@ class Connection:
 
 class McpEndpoint(SlottedEndpoint):
     """ASGI application of ``/mcp`` for WebSockets: each message is a request of JSON-RPC, for one episode's session."""
-
-    def __init__(self, context: Context, slots: Slots, tools: McpTools) -> None:
-        super().__init__(context, slots)
-        self._tools = tools
 
     def _no_slot(self, error: NoSlotError) -> str:
         return to_json(rpc_error(SERVER_ERROR, f"{error}; {error.next_step}")).decode()

@@ -1,7 +1,6 @@
 """Requests and answers of the HTTP interface as pydantic models, and their versions for each family.
 
-Bounds of actions, observations and settings come from the family's own models, which the environment reads them with;
-:class:`Documented` shows them in the OpenAPI document.
+Bounds of actions, observations and settings come from the family's own models (:class:`Documented`).
 """
 
 from __future__ import annotations
@@ -48,12 +47,17 @@ SessionId = Annotated[
 _LOG: Final = Allowed(f"an array of at most {MAX_EPISODE_LENGTH} log entries")
 
 
-class ResetRequest(Message):
-    """Body of POST /reset."""
+class EpisodeChoice(Message):
+    """An episode to play; the environment checks ``config``."""
 
     task_id: TaskName | None = None
     seed: Annotated[Seed | None, Field(description="of the episode's traffic")] = DEFAULT_SEED
     config: dict[str, Any] | None = None
+
+
+class ResetRequest(EpisodeChoice):
+    """Body of POST /reset."""
+
     session_id: Annotated[SessionId | None, Field(description="restart this session")] = None
 
 
@@ -80,21 +84,21 @@ def present(schema: Schema) -> Schema:
 
 
 def _session_or_log(schema: Schema, model: Any) -> None:
-    """Schema of a :class:`GradeRequest`: a session, a log, or a log to verify."""
+    """Schema of a :class:`GradeRequest`: a session, a log, a log to verify, or the latest episode."""
     fields = schema["properties"]
     sent = {name: present(fields[name]) for name in ("task_id", "episode_log", "session_id", "seed")}
     absent: Schema = {"type": "null"}
-    session = {**fields, "episode_log": absent}
-    if not model.grades_latest:
-        session["session_id"] = sent["session_id"]
+    session = {**fields, "episode_log": absent, "session_id": sent["session_id"]}
     log = {**fields, "task_id": sent["task_id"], "episode_log": sent["episode_log"], "session_id": absent}
-    unverified = {**log, "verify": {**fields["verify"], "enum": [False]}}
+    no_verify = {"verify": {**fields["verify"], "enum": [False]}}
     verified = {**log, "verify": {"enum": [True]}, "seed": sent["seed"]}
     ways = [
-        closed([] if model.grades_latest else ["session_id"], session),
-        closed(["task_id", "episode_log"], unverified),
+        closed(["session_id"], session),
+        closed(["task_id", "episode_log"], log | no_verify),
         closed(["task_id", "episode_log", "seed", "verify"], verified),
     ]
+    if model.grades_latest:
+        ways.append(closed([], fields | no_verify | {"episode_log": absent, "session_id": absent}))
     schema.clear()
     schema.update(type="object", oneOf=ways)
 
@@ -123,18 +127,15 @@ class GradeRequest(Message):
                 raise FieldError("task_id", MISSING, "the id of the task that the log was played on")
             if self.verify and self.seed is None:
                 raise FieldError("seed", MISSING, "the seed of the episode when verify is true")
-        elif not self.grades_latest:
+        elif self.verify or not self.grades_latest:  # only a log is verified
             raise FieldError("episode_log", MISSING, "an array of log entries, or session_id must be given")
         return self
 
 
-class PlayRequest(Message):
+class PlayRequest(EpisodeChoice):
     """Body of POST /play."""
 
     agent: Annotated[str, Allowed("the name of a policy from GET /policies")]
-    task_id: TaskName | None = None
-    seed: Seed | None = DEFAULT_SEED
-    config: dict[str, Any] | None = None
     log: Annotated[bool, Field(description="add the episode log, as POST /grader takes it")] = False
 
 
@@ -288,13 +289,10 @@ def step_request(family: Family) -> type[StepRequest]:
 @cache
 def grade_request(family: Family) -> type[GradeRequest]:
     """Body of POST /grader."""
-    entries = Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG, Documented(partial(_log_schema, family))]
+    schema: Schema = {"type": "array", "items": dict(family.log_entry_schema), "maxItems": MAX_EPISODE_LENGTH}
+    entries = Annotated[list[Any], Field(max_length=MAX_EPISODE_LENGTH), _LOG, Documented(lambda: schema)]
     base = LatestGradeRequest if family.http.session_is_optional else GradeRequest
     return family_model(family, base, episode_log=(entries | None, None))
-
-
-def _log_schema(family: Family) -> Schema:
-    return {"type": "array", "items": dict(family.log_entry_schema), "maxItems": MAX_EPISODE_LENGTH}
 
 
 def policy_schema(family: Family) -> Schema:

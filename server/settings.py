@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import ipaddress
 import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from env.families import FAMILIES, SERVING
 from inferencegym.errors import DataFormatError, InvalidConfigError
@@ -28,36 +28,43 @@ READ_ELSEWHERE: Final = frozenset(
         *("TABLE", "TASKS", "TRAFFIC_TASKS"),
         *("LLM_URL", "LLM_KEY", "LLM_MODEL"),
         *("URL", "DEMO_REPOSITORY", "DEMO_STEPS", "DEMO_TASK"),
+        "METRICS_DIR",
     )
 )
-"""Variables of this prefix that other packages read: the simulator, the language-model agent, the notebook."""
+"""Variables of this prefix that are no settings: of the simulator, the language-model agent, the notebook, and the
+directory that a server with several workers makes for their metrics.
+"""
+
+OTHER_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "port": ("PORT",),
+    "workers": ("WORKERS", "WEB_CONCURRENCY"),
+    "max_concurrent_envs": ("MAX_CONCURRENT_ENVS",),
+}
+"""Usual variables for a setting, read where its own is not set; the first that is set counts."""
 
 HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
 """Pattern of a host name as in the Host header, without port; a leading ``*.`` allows all names below it."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Durability = Literal["full", "process", "none"]
+Key = Annotated[SecretStr, Field(min_length=8)]
 
 
-class Settings(BaseSettings):
-    """Settings of one server. Build them with :func:`load_settings` to get errors that name the variable."""
+class Settings(BaseModel):
+    """Settings of one server; :func:`load_settings` reads them from the environment."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     env: Annotated[str, Allowed("one of " + ", ".join(FAMILIES))] = Field(
-        SERVING, description="Environment served at the root path; the other one stays under its own prefix."
+        SERVING, description="Environment served at the root path; the other ones stay under their own prefixes."
     )
     host: str = Field("0.0.0.0", description="Address to listen on.")
-    port: int = Field(
-        7860, ge=1, le=65535, description="Port to listen on.", validation_alias=AliasChoices(PREFIX + "PORT", "PORT")
-    )
+    port: int = Field(7860, ge=1, le=65535, description="Port to listen on.")
     also_port: int = Field(0, ge=0, le=65535, description="A second port for the same server (0 = none).")
     workers: int = Field(
         1,
         ge=1,
         le=64,
         description="Server processes; sessions are shared through the store.",
-        validation_alias=AliasChoices(PREFIX + "WORKERS", "WORKERS", "WEB_CONCURRENCY"),
     )
     health_status: Literal["healthy", "ok"] = Field(
         "healthy", description='Word in the "status" of /health, for probes that compare it.'
@@ -68,12 +75,11 @@ class Settings(BaseSettings):
         description="Where episodes are kept: sqlite:///absolute/path.db, redis://host:6379/0, rediss://..., or "
         "memory:// (lost with the process, and for one worker only). Empty: a SQLite file in the data directory.",
     )
-    data_dir: Path | None = Field(
+    data_dir: Annotated[Path | None, Allowed("a directory")] = Field(
         None,
-        description="Directory of the SQLite file. Unset: inferencegym under $XDG_STATE_HOME or ~/.local/state if that "
-        "can be written, else under the temporary directory (the start-up log says which).",
+        description="Directory of the SQLite file. Unset: inferencegym under $XDG_STATE_HOME or ~/.local/state.",
     )
-    durability: Durability = Field(
+    durability: Literal["full", "process", "none"] = Field(
         "process",
         description="What an acknowledged step survives with SQLite. full: power loss (one fsync per step). process: "
         "kill -9 of the server; after a power loss the last moments before it may be missing, the file stays sound. "
@@ -116,7 +122,6 @@ class Settings(BaseSettings):
         ge=1,
         le=10_000,
         description="WebSocket sessions at once, per process and environment.",
-        validation_alias=AliasChoices(PREFIX + "MAX_CONCURRENT_ENVS", "MAX_CONCURRENT_ENVS"),
     )
     concurrent_envs_per_client: int | None = Field(
         None,
@@ -126,19 +131,23 @@ class Settings(BaseSettings):
         "INFERENCEGYM_MAX_CONCURRENT_ENVS.",
     )
 
-    api_key: SecretStr | None = Field(
+    api_key: Annotated[tuple[Key, ...] | None, Allowed("comma-separated keys of 8 characters or more")] = Field(
         None,
-        description="If set, every path but /health requires it: `Authorization: Bearer KEY` or `X-API-Key: KEY`; a "
-        "browser asks for it as the password, with any user name.",
+        min_length=1,
+        description="If set, every path but /health and /metadata requires one of these keys: "
+        "`Authorization: Bearer KEY` or `X-API-Key: KEY`; a browser asks for it as the password, with any user name.",
     )
-    trusted_proxies: Annotated[tuple[Network, ...], NoDecode] = Field(
+    api_key_file: Annotated[Path | None, Allowed("a file of such keys")] = Field(
+        None, description="File with more of these keys, such as a secret that Docker or Kubernetes mounts; read once."
+    )
+    trusted_proxies: Annotated[tuple[Network, ...], Allowed("addresses or networks, or *")] = Field(
         (),
         description="Comma-separated addresses or networks whose X-Forwarded-For is believed; * believes every peer.",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode, Allowed("host names without ports, or *.example.com")] = Field(
+    allowed_hosts: Annotated[tuple[str, ...], Allowed("host names without ports, or *.example.com")] = Field(
         (),
-        description="Comma-separated names that the Host header may have on every path but /health; *.example.com "
-        "stands for all names below example.com. Others are refused with 403. Empty: any name.",
+        description="Comma-separated names that the Host header may have on every path but /health and /metadata; "
+        "*.example.com stands for all names below example.com. Others are refused with 403. Empty: any name.",
     )
     cors: Literal["read", "all", "off"] = Field(
         "read",
@@ -150,16 +159,6 @@ class Settings(BaseSettings):
         description="Sites that may show the web page in a frame (value of the CSP directive frame-ancestors).",
     )
 
-    max_body_bytes: int = Field(1_048_576, ge=1_024, le=1_073_741_824, description="Largest request body, in bytes.")
-    max_log_bytes: int = Field(
-        12_582_912, ge=1_024, le=1_073_741_824, description="Largest request body of /grader, in bytes."
-    )
-    max_trace_bytes: int = Field(
-        4_194_304, ge=1_024, le=1_073_741_824, description="Largest request body of /shadow and /plan, in bytes."
-    )
-    max_batch_bytes: int = Field(
-        16_777_216, ge=1_024, le=1_073_741_824, description="Largest request body of /step/batch, in bytes."
-    )
     max_buffered_bytes: int = Field(
         268_435_456,
         ge=67_108_864,
@@ -197,30 +196,12 @@ class Settings(BaseSettings):
         le=10_000_000,
         description="Resets over HTTP and WebSockets per client and process (0 = no limit).",
     )
-    batch_resets_per_minute: int = Field(
-        600, ge=0, le=10_000_000, description="/reset/batch per client and process (0 = no limit)."
-    )
-    grades_per_minute: int = Field(
-        6_000, ge=0, le=10_000_000, description="/grader per client and process (0 = no limit)."
-    )
-    baselines_per_minute: int = Field(
-        600, ge=0, le=10_000_000, description="/baseline per client and process (0 = no limit)."
-    )
-    plays_per_minute: int = Field(
-        600,
-        ge=0,
-        le=10_000_000,
-        description="/play per client and process (0 = no limit); every 200 steps are one.",
-    )
-    shadows_per_minute: int = Field(
-        30, ge=0, le=10_000_000, description="/shadow, and as many /plan, per client and process (0 = no limit)."
-    )
     cpu_seconds_per_minute: int = Field(
         30,
         ge=0,
         le=100_000,
-        description="Processor time of long work (grading logs above 32 KiB, playing long episodes again, "
-        "/reset/batch) per client and process (0 = no limit).",
+        description="Processor time of long work (/grader, /play, /reset/batch, playing long episodes again) per "
+        "client and process (0 = no limit).",
     )
     max_waiting_steps: int = Field(
         32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."
@@ -229,11 +210,6 @@ class Settings(BaseSettings):
     access_log: Literal["all", "errors", "off"] = Field(
         "all", description="Requests written to standard error, one JSON object a line."
     )
-    metrics_dir: Path | None = Field(
-        None,
-        description="Directory through which several workers add up their metrics. Unset: a temporary one is made when "
-        "there is more than one worker.",
-    )
     shutdown_grace_s: int = Field(
         10, ge=0, le=600, description="Seconds that requests in flight get to finish after SIGTERM."
     )
@@ -241,39 +217,32 @@ class Settings(BaseSettings):
     @field_validator("env")
     @classmethod
     def _known_family(cls, value: str) -> str:
+        # Packages add families after this module is imported.
         if value not in FAMILIES:
             raise ValueError("must be one of " + ", ".join(FAMILIES))
         return value
 
     @field_validator("trusted_proxies", mode="before")
     @classmethod
-    def _split_networks(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if "*" in parts:
-            parts = ["0.0.0.0/0", "::/0"]
-        return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
+    def _parse_networks(cls, value: Any) -> Any:
+        parts = ["0.0.0.0/0", "::/0"] if "*" in value else value
+        return [ipaddress.ip_network(part, strict=False) for part in parts]
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("trusted_proxies", "allowed_hosts", "api_key", mode="before")
     @classmethod
-    def _split_hosts(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        hosts = tuple(part.strip().lower() for part in value.split(",") if part.strip())
+    def _split(cls, value: Any) -> Any:
+        # Defined after the parser of networks: pydantic runs such validators from the last to the first.
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _known_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         for host in hosts:
-            if not HOST.fullmatch(host):
+            if not HOST.fullmatch(host.lower()):
                 raise ValueError(f"{host!r} is not a host name")
-        return hosts
+        return tuple(map(str.lower, hosts))
 
-    @field_validator("api_key")
-    @classmethod
-    def _long_enough(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and len(value.get_secret_value()) < 8:
-            raise ValueError("an API key has at least 8 characters")
-        return value
-
-    @field_validator("data_dir", "metrics_dir", mode="before")
+    @field_validator("data_dir", mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         # A path would make it the current directory.
@@ -289,52 +258,54 @@ class Settings(BaseSettings):
         return value
 
     def sqlite_path(self) -> Path:
-        """File of the SQLite store: from ``store_url``, else in the first data directory that can be written."""
+        """File of the SQLite store: from ``store_url``, else in the data directory, which is made if needed."""
         if self.store_url:
             return Path(self.store_url.removeprefix("sqlite://"))
-        return self._writable_dir() / "sessions.db"
+        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        directory = self.data_dir or state / "inferencegym"
+        with contextlib.suppress(OSError):
+            # For no other user: whoever knows a session's id may play it.
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return make_folder(directory) / "sessions.db"
+        except DataFormatError as error:
+            raise InvalidConfigError(
+                f"{PREFIX}DATA_DIR: {str(directory)!r} is not allowed: it must be a directory that can be written, or "
+                f"made ({error})"
+            ) from error
 
     def envs_per_client(self) -> int:
         """``concurrent_envs_per_client``; three quarters of all, rounded up, where it is not set."""
         return self.concurrent_envs_per_client or math.ceil(0.75 * self.max_concurrent_envs)
 
-    def shared_metrics_dir(self) -> Path | None:
-        """``metrics_dir``, created if missing: workers that cannot write there would each report only their own."""
-        return None if self.metrics_dir is None else _made("metrics_dir", self.metrics_dir)
-
-    def _writable_dir(self) -> Path:
-        if self.data_dir is not None:
-            return _made("data_dir", self.data_dir)
-        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        shared = Path(tempfile.gettempdir())
-        for directory in (Path(state).expanduser() / "inferencegym", shared / f"inferencegym-{os.getuid()}"):
-            try:
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError:
-                continue
-            # A directory of this name in the shared temporary directory may belong to another user: do not use it.
-            if os.access(directory, os.W_OK | os.X_OK) and directory.stat().st_uid == os.getuid():
-                return directory
-        raise InvalidConfigError(
-            f"no directory for the session store can be written: set {PREFIX}DATA_DIR, or {PREFIX}STORE_URL=memory://"
-        )
-
 
 def load_settings(**overrides: Any) -> Settings:
     """Read the environment. Raises :class:`InvalidConfigError` naming the variable, its value and what is allowed."""
     _refuse_unknown(os.environ)
+    given = {
+        name: os.environ[variable]
+        for name in Settings.model_fields
+        for variable in (*reversed(OTHER_VARIABLES.get(name, ())), _variable(name))
+        if variable in os.environ
+    }
+    given |= overrides
+    if file := given.get("api_key_file"):
+        try:
+            given["api_key"] = f"{given.get('api_key', '')},{Path(file).read_text(encoding='utf-8')}"
+        except (OSError, UnicodeDecodeError) as error:
+            variable = _variable("api_key_file")
+            raise InvalidConfigError(f"{variable}: {file!r} cannot be read: {error}", variable) from error
     try:
-        settings = Settings(**overrides)
+        settings = Settings.model_validate(given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        raise InvalidConfigError("; ".join(map(_explain, problems)), _variable(_name(problems[0]))) from error
+        raise InvalidConfigError("; ".join(map(_explain, problems)), _variable(str(problems[0]["loc"][0]))) from error
     if settings.workers > 1 and settings.store_url.startswith("memory:"):
         raise InvalidConfigError(
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "
             f"would know its own sessions only: set {PREFIX}WORKERS=1, or name a SQLite file or a Redis server",
             f"{PREFIX}STORE_URL",
         )
-    _check_room(settings)
     return settings
 
 
@@ -345,25 +316,15 @@ def describe_settings() -> list[dict[str, str]]:
             "variable": _variable(name),
             "allowed": _allowed(field),
             "default": "" if field.default in (None, "", ()) else str(field.default),
-            "description": f"{field.description or ''}{_other_names(field)}",
+            "description": (field.description or "") + _other_names(name),
         }
         for name, field in Settings.model_fields.items()
     ]
 
 
-def _check_room(settings: Settings) -> None:
-    """Raise InvalidConfigError if the buffer limits are smaller than the largest body, or than one client's share."""
-    per_client = settings.max_buffered_bytes_per_client
-    bodies = ("max_body_bytes", "max_log_bytes", "max_trace_bytes", "max_batch_bytes")
-    limits = [(name, "max_buffered_bytes_per_client", per_client) for name in bodies]
-    limits.append(("max_buffered_bytes_per_client", "max_buffered_bytes", settings.max_buffered_bytes))
-    for name, bound, most in limits:
-        value: int = getattr(settings, name)
-        if value > most:
-            raise InvalidConfigError(
-                f"{_variable(name)}: {value} is not allowed: it must be at most {_variable(bound)}, which is {most}",
-                _variable(name),
-            )
+def _other_names(name: str) -> str:
+    others = OTHER_VARIABLES.get(name, ())
+    return f" Also read from {' or '.join(others)}." if others else ""
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
@@ -371,60 +332,27 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            raise InvalidConfigError(f"{variable} is not a setting: allowed are {', '.join(sorted(known))}", variable)
-
-
-def _made(name: str, directory: Path) -> Path:
-    """Make the directory of a setting if needed. Raises InvalidConfigError if it cannot be made or written."""
-    try:
-        return make_folder(directory)
-    except DataFormatError as error:
-        raise InvalidConfigError(
-            f"{_variable(name)}: {str(directory)!r} is not allowed: it must be a directory that can be written, or "
-            f"made; leave it empty for the default ({error})"
-        ) from error
+            near = difflib.get_close_matches(variable, known, n=1)
+            allowed = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(known))}"
+            raise InvalidConfigError(f"{variable} is not a setting: {allowed}", variable)
 
 
 def _variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _other_names(field: FieldInfo) -> str:
-    if not isinstance(field.validation_alias, AliasChoices):
-        return ""
-    return " Also read from " + " or ".join(str(name) for name in field.validation_alias.choices[1:]) + "."
-
-
-def _name(problem: Mapping[str, Any]) -> str:
-    """Name of the setting at fault, however its variable was spelled."""
-    name = _place(problem).removeprefix(PREFIX).lower()
-    return {"web_concurrency": "workers"}.get(name, name)
-
-
-def _place(problem: Mapping[str, Any]) -> str:
-    return str(problem["loc"][0]) if problem["loc"] else "settings"
-
-
 def _explain(problem: Mapping[str, Any]) -> str:
-    place, name = _place(problem), _name(problem)
-    field = Settings.model_fields.get(name)
-    if field is None:
-        return f"{place} is not a setting: allowed are {', '.join(Settings.model_fields)}"
-    shown = "its value" if name == "api_key" else repr(problem.get("input"))
-    return f"{_variable(name)}: {shown} is not allowed: it must be {_allowed(field)} ({problem['msg']})"
+    name = problem["loc"][0]
+    is_key = name == "api_key"
+    shown, why = ("its value", "") if is_key else (repr(problem["input"]), f" ({problem['msg']})")
+    return f"{_variable(name)}: {shown} is not allowed: it must be {_allowed(Settings.model_fields[name])}{why}"
 
 
 def _allowed(field: FieldInfo) -> str:
-    for note in field.metadata:
-        if isinstance(note, Allowed):
-            return str(note)
-    choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
-    if choices:
-        return "one of " + ", ".join(str(choice) for choice in choices)
-    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
-    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
-    if low is not None:
-        kind = "an integer" if field.annotation in (int, int | None) else "a number"
-        return f"{kind} from {low:,} to {high:,}"
-    named: dict[Any, str] = {SecretStr | None: "8 characters or more", Path | None: "a directory", str: "text"}
-    return named.get(field.annotation, "addresses or networks, or *")
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(get_args(field.annotation))
+    notes: dict[type, Any] = {type(note): note for note in field.metadata}
+    if Ge in notes:
+        kind = "a number" if field.annotation is float else "an integer"
+        return f"{kind} from {notes[Ge].ge:,} to {notes[Le].le:,}"
+    return str(notes.get(Allowed, "text"))

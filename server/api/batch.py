@@ -1,13 +1,9 @@
-"""Batch endpoints for remote learners: /reset/batch, /step/batch and /close/batch play many episodes per request.
-
-Their sessions are those of :mod:`server.sessions.batch`.
-"""
+"""Endpoints of batch sessions (:mod:`server.sessions.batch`), which play many episodes per request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -18,10 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inferencegym import batch_format
 from inferencegym.batch_format import (
     ANSWER,
-    HOLD,
-    LAST,
     MEDIA_TYPE,
     BatchPlayed,
     BatchSteps,
@@ -42,6 +37,7 @@ from server.net.cpu import charged
 from server.net.errors import InvalidRequestError, SessionConflictError
 from server.net.json_io import (
     LARGE_JSON_BYTES,
+    MAX_BODY_BYTES,
     MAX_VALUES,
     SESSION_KEY,
     JsonBounds,
@@ -52,9 +48,9 @@ from server.net.json_io import (
     reply,
     to_json,
 )
+from server.net.limits import sender_of
 from server.schemas import (
     DEFAULT_SEED,
-    Documented,
     Schema,
     Seed,
     SessionId,
@@ -65,7 +61,7 @@ from server.schemas import (
     present,
     read_request,
 )
-from server.sessions.batch import ACTIONS, BatchSession, BatchSessions
+from server.sessions.batch import ACTIONS, BatchSessions
 
 MAX_ROWS: Final = 4_096
 """Episodes of one session."""
@@ -81,11 +77,11 @@ BLOCK_NUMBERS: Final = 8_192
 """Numbers that are written as JSON at once, in a fifth of a millisecond."""
 RESET_BOUNDS: Final = JsonBounds(values=MAX_ROWS + MAX_VALUES)
 STEP_BOUNDS: Final = JsonBounds(
-    values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, arrays=MAX_JSON_STEPS * 2 + MAX_VALUES
+    values=MAX_JSON_STEPS * (len(ACTIONS) + 2) + MAX_VALUES, parts=MAX_JSON_STEPS * 2 + MAX_VALUES
 )
 """Bounds of a JSON body: the numbers of an action, its own array and, with one episode, that of the step."""
-MAX_JSON_BODY_BYTES: Final = 2**20
-"""Longest JSON body: 256 bytes for each step, and all digits of its five numbers take half of that."""
+MAX_BATCH_BYTES: Final = 2**24
+"""Longest binary body: 64 bytes for each step, and its six numbers take 48."""
 
 
 class InvalidBatchError(InferenceGymError, ValueError):
@@ -149,23 +145,15 @@ class BatchResetRequest(Message):
         return self.seeds
 
 
-def _actions_schema() -> Schema:
-    knobs = {"type": "array", "items": {"type": "number"}, "minItems": ACTION_SIZE, "maxItems": len(ACTIONS)}
-    rows = {"type": "array", "items": knobs, "minItems": 1, "maxItems": MAX_ROWS}
-    return {"type": "array", "items": rows, "minItems": 1, "description": "[step][episode][knob]"}
+_Knobs = Annotated[list[float], Field(min_length=ACTION_SIZE, max_length=len(ACTIONS), fail_fast=True)]
+_Rows = Annotated[list[_Knobs], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
 
 
 class BatchStepRequest(Message):
     """Body of POST /step/batch as JSON."""
 
     session_id: Annotated[SessionId, Allowed("the session_id that POST /reset/batch returned")]
-    actions: Annotated[
-        # Read as arrays below: a model of every number would take longer than playing them.
-        list[Any],
-        Field(min_length=1),
-        Allowed(f"an array [step][episode][{len(ACTION_FIELDS)} numbers]"),
-        Documented(_actions_schema),
-    ]
+    actions: Annotated[list[_Rows], Field(min_length=1, fail_fast=True, description="[step][episode][knob]")]
     repeat: Annotated[
         Annotated[int, Field(ge=1, le=MAX_STEPS), WHOLE] | None,
         Field(description="hold actions of one step for so many steps"),
@@ -228,7 +216,7 @@ class BatchRoutes(Routes):
         session = None if body.session_id is None else self._sessions.get(body.session_id)
         if session is not None and not session.plays(task, config, len(seeds)):
             raise SessionConflictError("a session is restarted with its own task, config and n")
-        client = self._context.callers.client(request.scope)
+        client = sender_of(request.scope)
         async with charged() as work:
             if session is None:
                 session = await self._sessions.open(client, task, config, len(seeds), work)
@@ -249,25 +237,21 @@ class BatchRoutes(Routes):
         )
 
     async def step(self, request: Request) -> Response:
-        media_type = MEDIA_TYPE.encode()
-        binary = (b"content-type", media_type) in request.scope["headers"]
-        most_bytes, bounds = self._settings.max_batch_bytes, None
-        if not binary:
-            most_bytes, bounds = min(most_bytes, MAX_JSON_BODY_BYTES), STEP_BOUNDS
-        body = await read_body(request, most_bytes, self._settings.body_timeout_s, bounds, also=media_type)
-
-        def find(session_id: str) -> BatchSession:
-            request.scope[SESSION_KEY] = session_id
-            return self._sessions.get(session_id)
-
+        binary = (b"content-type", MEDIA_TYPE.encode()) in request.scope["headers"]
+        most_bytes = MAX_BATCH_BYTES if binary else MAX_BODY_BYTES
+        body = await read_body(request, most_bytes, self._settings.body_timeout_s)
         if binary:
-            session, steps = _binary_steps(body, find)
+            steps = _binary_steps(body)
         elif len(body) > LARGE_JSON_BYTES:
-            session, steps = await on_json_thread(_json_steps, body, find)
+            steps = await on_json_thread(_json_steps, body)
         else:
-            session, steps = _json_steps(body, find)
-
-        n_rows = session.batch.n_rows
+            steps = _json_steps(body)
+        request.scope[SESSION_KEY] = steps.session_id
+        session = self._sessions.get(steps.session_id)
+        n_rows, n_seconds = session.batch.n_rows, session.seconds(steps.n_steps)
+        if not binary:
+            _check_size(steps.n_steps * n_rows, MAX_JSON_STEPS)
+        _check_size(n_seconds, MAX_STEPS)
         reserve_answer(request.scope, _answer_bytes(steps, n_rows, session.width, binary))
 
         def answer() -> Response:
@@ -276,7 +260,7 @@ class BatchRoutes(Routes):
                 return ArraysReply(encode_answer(played, flags_of(steps)))
             return _json_answer(played)
 
-        answered: Response = await self._sessions.run(session, session.seconds(steps.n_steps), answer)
+        answered: Response = await self._sessions.run(session, n_seconds, answer)
         return answered
 
     async def close(self, body: BatchCloseRequest) -> BatchCloseAnswer:
@@ -300,31 +284,27 @@ class ArraysReply(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-Find = Callable[[str], BatchSession]
-
-
-def _binary_steps(body: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
+def _binary_steps(body: bytes) -> BatchSteps:
     try:
         steps = decode_request(body)
     except ValueError as error:
         raise InvalidBatchError(str(error)) from error
     if not 1 <= steps.n_steps <= MAX_STEPS:
         raise InvalidBatchError(f"{steps.n_steps} steps: it must be 1 to {MAX_STEPS:,}")
-    session = find(steps.session_id)
-    _check_size(session.seconds(steps.n_steps), MAX_STEPS)
-    return session, steps
+    return steps
 
 
-def _json_steps(text: bytes, find: Find) -> tuple[BatchSession, BatchSteps]:
-    wanted = read_request(BatchStepRequest, parse_object(text) if text else {})
+def _json_steps(text: bytes) -> BatchSteps:
+    wanted = read_request(BatchStepRequest, parse_object(text, bounds=STEP_BOUNDS) if text else {})
     if (wanted.repeat or 1) > 1 and len(wanted.actions) != 1:
         raise InvalidRequestError("repeat", wanted.repeat, "left out when actions holds more than one step")
-    session = find(wanted.session_id)
-    n_steps, n_rows = max(wanted.repeat or 1, len(wanted.actions)), session.batch.n_rows
-    _check_size(n_steps * n_rows, MAX_JSON_STEPS)
-    _check_size(session.seconds(n_steps), MAX_STEPS)
-    actions = _array(wanted.actions, n_rows)
-    return session, BatchSteps(wanted.session_id, actions, n_steps, wanted.step, wanted.last)
+    try:
+        actions = np.array(wanted.actions, dtype=np.float64)
+    except ValueError as error:
+        allowed = "an action for each episode in every step, all of five numbers or all of six"
+        raise InvalidBatchError(f"actions must hold {allowed}", "actions") from error
+    n_steps = max(wanted.repeat or 1, len(wanted.actions))
+    return BatchSteps(wanted.session_id, actions, n_steps, wanted.step, wanted.last)
 
 
 def _answer_bytes(steps: BatchSteps, n_rows: int, width: int, binary: bool) -> int:
@@ -339,33 +319,6 @@ def _answer_bytes(steps: BatchSteps, n_rows: int, width: int, binary: bool) -> i
 def _check_size(row_steps: int, most: int) -> None:
     if row_steps > most:
         raise InvalidRequestError("actions", f"{row_steps:,} seconds", f"at most {most:,} of all episodes together")
-
-
-def _array(steps: list[Any], n_rows: int) -> NDArray[np.float64]:
-    """``actions`` as an array (K, N, 5 or 6). Raises InvalidBatchError or InvalidRequestError naming the first."""
-    rows = _joined(steps, n_rows, "one action per episode", _place)
-    # Tasks that scale have a sixth number; all rows have as many as the first.
-    names = ACTIONS if isinstance(rows[0], list) and len(rows[0]) == len(ACTIONS) else ACTIONS[:ACTION_SIZE]
-    numbers = _joined(rows, len(names), ", ".join(names), lambda row: _place(*divmod(row, n_rows)))
-    # NumPy would read true, null and many texts as numbers, and makes all texts of an array as long as the longest.
-    if not {*map(type, numbers)} <= {int, float}:
-        at = next(i for i, number in enumerate(numbers) if type(number) not in (int, float))
-        row, knob = divmod(at, len(names))
-        raise InvalidRequestError(f"{_place(*divmod(row, n_rows))}.{ACTIONS[knob]}", numbers[at], "a number")
-    return np.array(numbers, dtype=np.float64).reshape(len(steps), n_rows, len(names))
-
-
-def _joined(arrays: list[Any], size: int, meaning: str, place: Callable[[int], str]) -> list[Any]:
-    """Concatenate the arrays. Raises InvalidBatchError naming the first that is not an array of this size."""
-    if {*map(type, arrays)} != {list} or {*map(len, arrays)} != {size}:
-        at, wrong = next((i, one) for i, one in enumerate(arrays) if type(one) is not list or len(one) != size)
-        found = f"an array of {len(wrong)}" if isinstance(wrong, list) else "no array"
-        raise InvalidBatchError(f"{place(at)} is {found}: it must be an array of {size} ({meaning})", place(at))
-    return [*chain.from_iterable(arrays)]
-
-
-def _place(*at: int) -> str:
-    return "actions" + "".join(f"[{index}]" for index in at)
 
 
 def _json_answer(played: BatchPlayed) -> JsonReply:
@@ -396,23 +349,15 @@ def in_blocks(array: NDArray[Any]) -> bytes:
 
 LAYOUT: Final = f"""N episodes of a session from `/reset/batch` play K steps in one request.
 
-As JSON: `actions[k][n]` are five numbers ({", ".join(ACTION_FIELDS)}; `replicas` as a sixth where
-the task scales); `observations[k][n]` are 14 numbers in the order of
-GET /info (21 where the reset asked for the fleet's), `rewards[k][n]`, `done[k]`. Numbers out of range are clamped and
-snapped to the nearest allowed value; NaN is refused. The same with `Content-Type: {MEDIA_TYPE}`, everything
-little-endian without padding:
-
-request: `IGB1`, uint16 bytes per number (4 or 8), uint16 flags ({HOLD}: one action per episode held for all K steps,
-{LAST}: only the last observations), uint32 K, uint32 N, uint64 number of the first step from 1 (0: the next), 16 bytes
-session id; then actions (K or 1, N, 5).
-
-answer: `IGB1`, uint16 bytes per number, uint16 flags, uint32 K, uint32 N, uint64 first step, uint32 observations per
-episode, uint32 W = 14 or 21, uint32 episodes finished, uint32 steps left; then observations (K or 1, N, W), rewards
-(K, N), and a byte per step, 1 where it ended the episodes.
+As JSON: `actions[k][n]` are five numbers ({", ".join(ACTION_FIELDS)}; `replicas` as a sixth where the task scales);
+`observations[k][n]` are 14 numbers in the order of GET /info (21 where the reset asked for the fleet's),
+`rewards[k][n]`, `done[k]`. Numbers out of range are clamped and snapped to the nearest allowed value; NaN is refused.
 
 A request with the number of its first step may be sent again: the latest one is answered again and played once.
-Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as JSON; body, sessions and their length by
-INFERENCEGYM_MAX_BATCH_BYTES, _BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are JSON."""
+Limits: N {MAX_ROWS:,}; N x K {MAX_STEPS:,} in binary and {MAX_JSON_STEPS:,} as JSON; sessions and their length by
+INFERENCEGYM_BATCH_SESSIONS and _BATCH_ROW_STEPS. Errors are JSON.
+
+The same with `Content-Type: {MEDIA_TYPE}`. {batch_format.__doc__}"""
 
 
 class BatchStepAnswer(Message):

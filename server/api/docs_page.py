@@ -1,7 +1,4 @@
-"""The page ``/docs``: the OpenAPI document as plain HTML, without scripts and external files.
-
-FastAPI's own page loads its viewer from a content delivery network, and is empty without access to it.
-"""
+"""The page ``/docs``: the OpenAPI document as plain HTML. FastAPI's own page is empty without access to a network."""
 
 from __future__ import annotations
 
@@ -34,43 +31,24 @@ def docs_route(settings: Settings) -> Route:
 def docs_page(document: Mapping[str, Any]) -> str:
     """An OpenAPI document as an HTML page; links are relative, so that it works behind a proxy's path."""
     title = escape(f"{document['info']['title']}: HTTP interface")
-    paths = [(path, method, told) for path, item in inlined_paths(document).items() for method, told in item.items()]
-    listed = "".join(f"<li><a href='#{_anchor(p, m)}'>{_name(p, m)}</a> {_summary(told)}</li>" for p, m, told in paths)
+    paths = inlined_paths(document).items()
+    operations = "".join(
+        _operation(f"{kind.upper()} {path}", told) for path, item in paths for kind, told in item.items()
+    )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<link rel='stylesheet' href='web/style.css'></head><body><main><h1>{title}</h1>"
         f"<p>{escape(document['info'].get('description', ''))}</p>"
         "<p>The same for programs: <a href='openapi.json'>openapi.json</a>. "
-        "To play by hand: <a href='web/'>the page</a>."
-        f"</p><ul>{listed}</ul>{''.join(_operation(*one) for one in paths)}</main></body></html>"
+        f"To play by hand: <a href='web/'>the page</a>.</p>{operations}</main></body></html>"
     )
 
 
-def _operation(path: str, method: str, told: Mapping[str, Any]) -> str:
-    parts = [f"<h2 id='{_anchor(path, method)}'>{_name(path, method)}</h2><p>{_summary(told)}</p>"]
-    for parameter in told.get("parameters", ()):
-        parts.append(_details(f"{parameter['in']} parameter {parameter['name']}", parameter))
-    for kind, media in told.get("requestBody", {}).get("content", {}).items():
-        parts.append(_details(f"body, {kind}", media.get("schema", {})))
-    for status, answer in told.get("responses", {}).items():
-        schemas = {kind: media.get("schema", {}) for kind, media in answer.get("content", {}).items()}
-        parts.append(_details(f"{status} {answer.get('description', '')}", schemas))
-    return f"<section>{''.join(parts)}</section>"
-
-
-def _details(heading: str, schema: Any) -> str:
-    text = json.dumps(schema, indent=1, ensure_ascii=False)
-    return f"<details><summary>{escape(heading)}</summary><pre>{escape(text)}</pre></details>"
-
-
-def _summary(told: Mapping[str, Any]) -> str:
-    return escape(told.get("summary", ""))
-
-
-def _name(path: str, method: str) -> str:
-    return f"<code>{method.upper()} {escape(path)}</code>"
-
-
-def _anchor(path: str, method: str) -> str:
-    return escape(f"{method}-{path}", quote=True)
+def _operation(name: str, told: Mapping[str, Any]) -> str:
+    """A fold with what a request takes, and what it is answered with; errors have one form everywhere."""
+    shown = {part: told[part] for part in ("description", "parameters", "requestBody") if part in told}
+    answers = {status: answer for status, answer in told["responses"].items() if status < "4"}
+    text = json.dumps({**shown, "responses": answers}, indent=1, ensure_ascii=False)
+    summary = f"<code>{escape(name)}</code> {escape(told.get('summary', ''))}"
+    return f"<details><summary>{summary}</summary><pre>{escape(text)}</pre></details>"

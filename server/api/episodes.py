@@ -1,8 +1,4 @@
-"""HTTP endpoints of an environment family: /step /reset /state /grader /health /tasks /baseline /info /openenv.yaml.
-
-All families have the same endpoints; if the specification of a family requires other shapes, its record defines them
-(:class:`env.family.HttpShape`).
-"""
+"""HTTP endpoints of an environment family; its record has the shapes that differ (:class:`env.family.HttpShape`)."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from functools import cache, cached_property, partial
 from typing import Annotated, Any, Final
 
 from fastapi import Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from agents.families import players_of
 from env.families import SERVING
@@ -29,10 +25,12 @@ from server.context import Context, Mount
 from server.net.cpu import on_thread
 from server.net.errors import SessionConflictError
 from server.net.json_io import (
+    MAX_BODY_BYTES,
     SESSION_KEY,
     SMALL_LOG_BYTES,
     JsonReply,
-    read_object,
+    parse_body,
+    read_body,
     reply,
     to_json,
 )
@@ -51,18 +49,13 @@ from server.schemas import (
     step_answer,
     step_request,
 )
-from server.sessions.manager import LiveSession, StepResult
+from server.sessions.manager import LiveSession
 
-LARGE_LOG_ENTRIES: Final = 300
-"""Longer logs of sessions are graded on a thread."""
+MAX_LOG_BYTES: Final = 12_582_912
+"""Longest body of /grader: the longest episode's log, with some margin."""
 
 
-class StateQuery(BaseModel):
-    """Query of GET /state."""
-
-    session_id: Annotated[str | SkipJsonSchema[None], Field(description="without it, the caller's latest episode")] = (
-        None
-    )
+LatestByDefault = Annotated[str | SkipJsonSchema[None], Query(description="without it, the caller's latest episode")]
 
 
 class TasksQuery(BaseModel):
@@ -77,6 +70,7 @@ class EpisodeRoutes(Routes):
     def __init__(self, context: Context, mount: Mount) -> None:
         super().__init__(context, mount)
         self._sessions = context.sessions
+        self._cookie = f"inferencegym_{mount.family.name}"
         self._computing_baseline = asyncio.Lock()
         # Read at start, so that an error in a user's task file stops the start and not the first request.
         self._tasks = list(mount.family.tasks())
@@ -89,7 +83,7 @@ class EpisodeRoutes(Routes):
         # Without a body, the caller's latest episode is graded.
         grading = (grade_request(family), None) if family.http.session_is_optional else grade_request(family)
         graded = {"types": {"body": grading}, "statuses": (400, 404, 409, 410), **more}
-        graded |= {"most_bytes": self._settings.max_log_bytes, "bounds": None, "elsewhere": self._grade_elsewhere}
+        graded |= {"most_bytes": MAX_LOG_BYTES, "bounds": None, "elsewhere": self._grade_elsewhere}
         routes = [
             self._step("/step", self.step, "Play one second", statuses=(400, 404, 409, 410), **stepped),
             self._post("/reset", self.reset, "Start an episode", statuses=(400, 404), **started),
@@ -113,21 +107,14 @@ class EpisodeRoutes(Routes):
     # ------------------------------------------------------------ playing
 
     async def step(self, request: Request) -> Response:
-        body = await read_object(request, self._settings.max_body_bytes, self._settings.body_timeout_s)
+        body = await parse_body(await read_body(request, MAX_BODY_BYTES, self._settings.body_timeout_s))
         if self._family.http.session_is_optional and body.get("session_id") is None:
             body["session_id"] = await self._latest_of(request)
         wanted = read_request(StepRequest, body)
         request.scope[SESSION_KEY] = wanted.session_id
         result = await self._sessions.step(wanted.session_id, wanted.action, wanted.step, self._family.name)
-        return reply(self._step_answer(result))
-
-    def _step_answer(self, result: StepResult) -> dict[str, Any]:
-        return {
-            self._family.http.observation_key: result.observation,
-            "reward": result.reward,
-            "done": result.done,
-            "info": result.info(),
-        }
+        observation = {self._family.http.observation_key: result.observation}
+        return reply({**observation, "reward": result.reward, "done": result.done, "info": result.info()})
 
     async def reset(self, request: Request, body: ResetRequest) -> Response:
         live, observation = await self._sessions.reset(
@@ -156,16 +143,13 @@ class EpisodeRoutes(Routes):
         }
         return reply(answer, headers=self._cookie_header(live.session_id))
 
-    async def state(self, request: Request, query: Annotated[StateQuery, Query()]) -> dict[str, Any]:
-        named = query.session_id or None
-        live = await self._live(request, named or await self._latest_of(request))
+    async def state(self, request: Request, session_id: LatestByDefault = None) -> dict[str, Any]:
+        live = await self._live(request, session_id or await self._latest_of(request))
         state = live.env.state()
         if self._family.http.state_has_observation:
             state = {**state, "observation": live.env.observation_dict()}
-        if named is None:
-            # Clients behind one address share "the most recent session". The id is left out, because anyone who knows
-            # it
-            # can play the session.
+        if not session_id:
+            # Clients behind one address share the latest session, and anyone who knows its id can play it.
             del state["session_id"]
         return state
 
@@ -177,9 +161,7 @@ class EpisodeRoutes(Routes):
             session_id = await self._latest_of(request)
         if session_id is not None:
             return GradeAnswer(**await self._grade_session(request, session_id, body))
-        if body.verify:
-            return GradeAnswer(**await on_thread(partial(grade_log, self._family, body)))
-        return GradeAnswer(**grade_log(self._family, body))
+        return GradeAnswer(**await on_thread(partial(grade_log, self._family, body)))
 
     async def _grade_elsewhere(self, body: bytes) -> bytes | None:
         """Answer to a body that is too long to be read here; None for others."""
@@ -189,18 +171,19 @@ class EpisodeRoutes(Routes):
 
     async def _grade_session(self, request: Request, session_id: str, wanted: GradeRequest) -> Grade:
         live = await self._live(request, session_id)
-        played_id, task_id = live.record.task_id, wanted.task_id
-        # The session's own configuration counts; one that is sent along has to be valid all the same.
-        self._family.check_config(played_id, wanted.config)
-        if task_id is not None and str(task_id) != str(played_id):
-            raise SessionConflictError(f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}")
-        own_config = self._family.is_own_config(played_id, live.record.config)
-        # Read before grading: another request may restart the session while this one is graded on a thread.
-        played, done = list(live.env.episode_log), live.env.done
-        # The server recorded the log, so there is nothing to verify.
-        grade = partial(self._family.grade, played_id, played)
-        graded = await on_thread(grade) if len(played) > LARGE_LOG_ENTRIES else grade()
-        return {**graded, "verified": True, "own_config": own_config, "done": done, "steps": len(played)}
+        # Under the lock, because another request could restart the session meanwhile.
+        async with live.lock:
+            played_id, task_id = live.record.task_id, wanted.task_id
+            # The session's own configuration counts; one that is sent along has to be valid all the same.
+            self._family.check_config(played_id, wanted.config)
+            if task_id is not None and str(task_id) != str(played_id):
+                said = f"session {session_id!r} plays task {played_id!r}, not {short_repr(task_id)}"
+                raise SessionConflictError(said)
+            graded = await on_thread(live.env.grade)
+            own_config = self._family.is_own_config(played_id, live.record.config)
+            about = {"done": live.env.done, "steps": live.env.n_entries}
+            # The server recorded the log, so there is nothing to verify.
+            return {**graded, "verified": True, "own_config": own_config, **about}
 
     # ------------------------------------------------------------ information
 
@@ -216,8 +199,7 @@ class EpisodeRoutes(Routes):
             table_sha256=self._sessions.families[SERVING].table_sha256(),
         )
         try:
-            await self._sessions.ping()
-            if damage := await self._sessions.store.damage():
+            if damage := await self._sessions.ping():
                 answer.store_damage = damage
         except StoreError as error:
             response.status_code = 503
@@ -240,7 +222,8 @@ class EpisodeRoutes(Routes):
         return self._info
 
     async def manifest(self) -> Response:
-        return Response(self._manifest, media_type=self._family.http.manifest_type)
+        assert self._family.manifest is not None
+        return FileResponse(self._family.manifest, media_type=self._family.http.manifest_type)
 
     @cached_property
     def _info(self) -> dict[str, Any]:
@@ -254,22 +237,13 @@ class EpisodeRoutes(Routes):
             "log_entry": family.log_entry_schema,
             **family.info(),
             "limits": {
-                "max_body_bytes": self._settings.max_body_bytes,
-                "max_log_bytes": self._settings.max_log_bytes,
+                "max_body_bytes": MAX_BODY_BYTES,
+                "max_log_bytes": MAX_LOG_BYTES,
                 "session_ttl_s": self._settings.session_ttl_s,
             },
         }
 
-    @cached_property
-    def _manifest(self) -> bytes:
-        assert self._family.manifest is not None
-        return self._family.manifest.read_bytes()
-
     # ------------------------------------------------------------ the session of a request
-
-    @property
-    def _cookie(self) -> str:
-        return f"inferencegym_{self._family.name}"
 
     def _cookie_header(self, session_id: str) -> list[tuple[bytes, bytes]]:
         """Set-Cookie header with which browsers and HTTP clients with cookies name their latest episode."""

@@ -1,8 +1,7 @@
 """Grading of episode logs, and the process that a server starts for long logs and long replays.
 
-``python -m server.api.grading PARENT`` answers one request after another. A request is a line with one of
-:data:`ANSWERS`, the family's name and a number of bytes, and then its body. An answer is a line with 0, the processor
-time taken (s) and a number of bytes, and then the JSON answer; or the same with 1 and the parts of an error.
+``python -m server.api.grading PARENT`` answers requests (:func:`ops.worker.serve`), each named by one of
+:data:`ANSWERS` and a family.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -18,7 +16,7 @@ from env.families import FAMILIES
 from env.family import EpisodeRecord, Family, Grade
 from grader.verify import verify_log
 from inferencegym.errors import InferenceGymError
-from ops.worker import confine, error_parts
+from ops.worker import confine, error_parts, serve
 from server.net.errors import InvalidRequestError
 from server.net.json_io import SMALL_LOG_BYTES, parse_object, to_json
 from server.schemas import GradeAnswer, GradeRequest, grade_request, read_request
@@ -71,17 +69,16 @@ def main() -> None:
     """Answer requests from standard input until it ends."""
     confine(int(sys.argv[1]))
     gc.freeze()
-    while line := sys.stdin.buffer.readline():
-        what, name, size = line.decode().split()
-        body = sys.stdin.buffer.read(int(size))
+
+    def in_time(what: str, body: bytes) -> tuple[int, bytes]:
         # Ends the process; the server starts another one.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        began = time.process_time()
-        status, answer = respond(what, FAMILIES[name], body)
-        cpu_s = time.process_time() - began
+        name, family = what.split()
+        status, answer = respond(name, FAMILIES[family], body)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(b"%d %f %d\n%b" % (status, cpu_s, len(answer), answer))
-        sys.stdout.buffer.flush()
+        return status, answer
+
+    serve(in_time)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """MCP tools of an environment family: begin, observe, set_knobs, run and grade, as JSON-RPC over HTTP or WebSockets.
 
-Clients of the Model Context Protocol (its streamable HTTP transport, revisions up to 2025-06-18) and OpenEnv's
-MCPToolClient use the same tools. The id of an MCP session is the id of the episode's session, so the session store is
-the only state: any worker can answer, and an episode outlives its connection. OpenEnv's client names the session in
+The id of an MCP session is the id of the episode's session, so any worker can answer. OpenEnv's client names it in
 ``params.session_id`` and shares it with ``/ws?session_id=...``; MCP's clients name it in the header Mcp-Session-Id.
 """
 
@@ -34,9 +32,10 @@ from inferencegym.messages import WHOLE, Allowed, Message, plain_schema
 from inferencegym.tasks import get_task
 from server import schemas
 from server.context import Context
+from server.net.cpu import on_thread
 from server.net.errors import InvalidRequestError
 from server.net.json_io import to_json
-from server.schemas import Seed, TaskName, read_request
+from server.schemas import EpisodeChoice, read_request
 from server.sessions.manager import LiveSession, StepResult
 from server.sessions.session import new_session_id
 
@@ -73,14 +72,6 @@ class JsonRpcRequest(BaseModel):
     params: dict[str, Any] | list[Any] = Field(default_factory=dict)
     # It is sent back.
     id: Annotated[str, Field(max_length=MAX_RPC_ID_CHARS)] | int | None = None
-
-
-class BeginArguments(Message):
-    """Arguments of ``begin``; the environment checks ``config``."""
-
-    task_id: TaskName | None = None
-    seed: Seed | None = None
-    config: dict[str, Any] | None = None
 
 
 class RunArguments(Message):
@@ -214,7 +205,7 @@ class McpTools:
     # ------------------------------------------------------------ the tools
 
     async def _begin(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
-        wanted = read_request(BeginArguments, arguments, "arguments")
+        wanted = read_request(EpisodeChoice, arguments, "arguments")
         # Counts against the same limit as POST /reset.
         self._context.limits.take("/reset", scope)
         live, _ = await self._sessions.reset(
@@ -261,9 +252,10 @@ class McpTools:
 
     async def _grade(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
         read_request(NoArguments, arguments, "arguments")
-        self._context.limits.take("/grader", scope)
         live = await self._episode(session_id, scope)
-        return {**live.env.grade(), "done": live.env.done, "steps": live.env.n_entries}
+        async with live.lock:
+            graded = await on_thread(live.env.grade)
+            return {**graded, "done": live.env.done, "steps": live.env.n_entries}
 
     async def _episode(
         self, session_id: str, scope: Scope, first_action: Mapping[str, Any] | None = None

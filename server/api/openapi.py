@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -25,13 +25,7 @@ def install_openapi(app: FastAPI) -> None:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-                tags=app.openapi_tags,
-            )
+            made = FastAPI.openapi(app)
             made["components"]["schemas"]["Problem"] = plain_schema(Problem)
             app.openapi_schema = whole_numbers(made)
         return app.openapi_schema
@@ -40,20 +34,14 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def openapi_route(prefix: str) -> Route:
-    """``GET <prefix>/openapi.json``, which OpenEnv's validator requests from a server mounted there."""
+    """``GET <prefix>/openapi.json``, for OpenEnv's validator: the paths below, as if a server were mounted there."""
 
     async def published(request: Request) -> JSONResponse:
         whole = await asyncio.to_thread(request.app.openapi)
-        return JSONResponse(document_below(whole, prefix))
+        paths = {p.removeprefix(prefix): item for p, item in whole["paths"].items() if p.startswith(f"{prefix}/")}
+        return JSONResponse({**whole, "paths": paths, "servers": [{"url": prefix}]})
 
     return Route(f"{prefix}/openapi.json", published, include_in_schema=False)
-
-
-def document_below(document: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The part of a document that describes the paths below ``prefix``, as a server mounted there would publish it."""
-    below = prefix + "/"
-    paths = {p.removeprefix(prefix): item for p, item in document["paths"].items() if p.startswith(below)}
-    return {**document, "paths": paths, "servers": [{"url": prefix}]}
 
 
 def inlined_paths(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,8 +52,9 @@ def inlined_paths(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_numbers(value: Any) -> Any:
     """The same JSON with 2.0 written as 2."""
-    if isinstance(value, dict):
-        return {key: whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def number(text: str) -> float:
+        found = float(text)
+        return int(found) if found.is_integer() else found
+
+    return json.loads(json.dumps(value), parse_float=number)

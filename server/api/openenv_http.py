@@ -18,7 +18,7 @@ from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
 from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError
-from server.net.json_io import SMALL, parse_object, read_body, reply
+from server.net.json_io import MAX_BODY_BYTES, parse_body, read_body, reply
 from server.sessions.session import new_session_id
 
 # Any index is accepted here, so that the error can list the valid ones.
@@ -115,9 +115,9 @@ class InfoRoutes(Routes):
         return {"action": plain_schema(action), "observation": seen, "reset_observation": seen, "state": state}
 
     async def mcp(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.max_body_bytes, self._settings.body_timeout_s, SMALL)
+        body = await read_body(request, MAX_BODY_BYTES, self._settings.body_timeout_s)
         try:
-            sent = parse_object(body)
+            sent = await parse_body(body)
         except InvalidJsonError as error:
             return reply(rpc_error(PARSE_ERROR, str(error)))
         session_id = request.headers.get(SESSION_HEADER.decode())

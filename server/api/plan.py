@@ -1,7 +1,4 @@
-"""POST /plan: the GPUs and settings that serve a visitor's request log within objectives.
-
-The log is not kept after the answer. A plan is made in a process of its own (:mod:`server.net.jobs`).
-"""
+"""POST /plan: the GPUs and settings that serve a visitor's request log within objectives."""
 
 from __future__ import annotations
 
@@ -12,14 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inferencegym.messages import WHOLE
+from inferencegym.models import Router
 from inferencegym.tasks import table_index
+from ops.objectives import QUANTITIES, STATISTICS
 from ops.prices import PriceList
 from server.api.request_log import LogRequest, LogRoutes
 from server.api.route import Route
 from simulator.hardware.catalogue import hardware_names
 
 _PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
-_OBJECTIVE: Final = "^(ttft|tpot)_(p50|p90|p95|p99|mean)=[1-9][0-9]{0,5}([.][0-9]{1,3})?$"
+_OBJECTIVE: Final = f"^({'|'.join(QUANTITIES)})_({'|'.join(STATISTICS)})=[1-9][0-9]{{0,5}}([.][0-9]{{1,3}})?$"
 
 
 class PlanRequest(LogRequest):
@@ -27,11 +26,17 @@ class PlanRequest(LogRequest):
 
     objectives: Annotated[
         list[Annotated[str, Field(pattern=_OBJECTIVE)]],
-        Field(min_length=1, max_length=10, description="bounds in ms, such as ttft_p99=500 and tpot_p50=50"),
+        Field(
+            min_length=1, max_length=10, description="bounds in ms, such as ttft_p99=500, tpot_p50=50 and e2e_p99=20000"
+        ),
     ]
     share_met: Annotated[
         Annotated[float, Field(ge=0.5, le=0.9999)] | None,
         Field(description="share of first tokens within the objective; by default that of its percentile"),
+    ] = None
+    windows_met: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None,
+        Field(description="share of five-minute windows that must meet the objectives; by default the whole log must"),
     ] = None
     model: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None,
@@ -48,8 +53,14 @@ class PlanRequest(LogRequest):
     drafts: Annotated[
         bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"] | None, Field(description="precision of the KV cache; by default that of the tables")
+    ] = None
     replicas_min: Annotated[
         Annotated[int, Field(ge=1, le=256), WHOLE] | None, Field(description="fewest replicas of a plan (default 1)")
+    ] = None
+    router: Annotated[
+        Router | None, Field(description="one queue for all replicas (default shared), or a router to a queue of each")
     ] = None
     prices: Annotated[
         PriceList | None, Field(description="prices per GPU hour by card; without them, plans are ordered by GPUs")
@@ -74,6 +85,7 @@ class PlanAnswer(BaseModel):
     model: str
     objectives: list[str]
     share_met: float
+    windows_met: float | None
     plans: list[dict[str, Any]]
     front: list[dict[str, Any]]
     tried: list[dict[str, Any]]

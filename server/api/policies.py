@@ -1,8 +1,4 @@
-"""Built-in policies over HTTP: GET /policies lists them, POST /play returns a whole episode of one of them.
-
-An episode of 200 steps takes a few milliseconds. It is played on a thread at the first request and cached: the same
-task, seed, settings and policy always give the same episode.
-"""
+"""Built-in policies over HTTP: GET /policies lists them, POST /play returns a whole episode of one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import asyncio
 import gzip
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from math import ceil
 from typing import Annotated, Any, Final
 
 from fastapi import Query
@@ -23,16 +18,16 @@ from inferencegym.errors import InferenceGymError, InvalidConfigError
 from inferencegym.tasks import TaskId
 from server.api.route import Route, Routes
 from server.context import Context, Mount
+from server.net.cpu import charged
 from server.net.errors import InvalidRequestError, UnknownPolicyError
 from server.net.json_io import JsonReply, to_json
 from server.schemas import DEFAULT_SEED, PlayAnswer, PlayRequest, PoliciesAnswer, Policy, play_request
 
-STEPS_PER_PLAY: Final = 200
-"""A longer episode counts as several against the limit of plays per minute."""
-PATH: Final = "/play"
+CACHED_STEPS: Final = 200
 CACHED_EPISODES: Final = 128
-"""Episodes that are kept, 43 KB each with 200 steps: those of a page's visitors. Long ones and those with their log, up
-to 1.5 MB each, are played anew."""
+"""Episodes that are kept, 43 KB each with 200 steps: those of a page's visitors. Longer ones and those with their log,
+up to 1.5 MB each, are played anew.
+"""
 
 
 class PolicyRoutes(Routes):
@@ -52,7 +47,7 @@ class PolicyRoutes(Routes):
         named = {"task_id": (task_id, str(self._family.default_task))}
         return [
             self._post(
-                PATH,
+                "/play",
                 self.play,
                 "A whole episode of a built-in policy",
                 types={"body": play_request(self._family)},
@@ -70,15 +65,12 @@ class PolicyRoutes(Routes):
         family.check_config(task_id, config)
         if family.hold(task_id, config) != 1:
             raise InvalidRequestError("config.hold", config["hold"], "1: built-in policies act every second")
-        # The middleware has counted one play before its length was known.
-        n_plays = ceil((config.get("episode_length") or 1) / STEPS_PER_PLAY)
-        if n_plays > 1:
-            self._context.limits.take(PATH, request.scope, n_plays - 1)
         seed = DEFAULT_SEED if body.seed is None else body.seed
-        play_once = played if n_plays == 1 and not body.log else played.__wrapped__
+        is_kept = (config.get("episode_length") or 0) <= CACHED_STEPS and not body.log
+        play_once = played if is_kept else played.__wrapped__
         play = partial(play_once, family, body.agent, task_id, seed, tuple(sorted(config.items())), body.log)
-        async with self._turn:
-            episode = await asyncio.to_thread(play)
+        async with charged() as work, self._turn:
+            episode = await asyncio.to_thread(work.timed, play)
         return await gzipped(request, episode)
 
     async def policies(self, task_id: str) -> PoliciesAnswer:

@@ -1,4 +1,4 @@
-"""Request logs in requests: shared code of the endpoints /plan and /shadow."""
+"""Request logs in requests: shared code of the endpoints /plan and /shadow, which keep no log after their answer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inferencegym.errors import InferenceGymError
 from inferencegym.messages import WHOLE, Allowed, Message
+from ops.log.names import check_header, file_name
+from ops.worker import request_parts
 from server.api.policies import gzipped
 from server.api.route import Endpoint, Route, Routes
-from server.net.jobs import unless_client_leaves
-from server.net.json_io import JsonBounds
+from server.net.jobs import JobRefusedError, unless_client_leaves
+from server.net.limits import sender_of
 
-BOUNDS: Final = JsonBounds(text_bytes=None)
-"""Bounds of a body: the log is one text."""
+MAX_LOG_BYTES: Final = 4_194_304
+"""Longest body."""
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
 _LOG_TEXT: Final = Allowed("the text of a request log")
 _SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
@@ -24,7 +27,7 @@ _ONE_OF: Final = Allowed("a column and the values to keep, such as model=llama-3
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 # A name is not only white space, which Python defines more widely than JSON Schema's regular expressions.
 _COLUMN: Final = (
-    r"(arrival|prompt|output|class|priority|reused|status|blocks|id|model)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
+    r"(arrival|prompt|output|class|priority|reused|status|blocks|session|id|model)=[^=,]*[^=,\s\x85\x1c-\x1f][^=,]*"
 )
 _COLUMNS: Final = f"^{_COLUMN}(,{_COLUMN})*$"
 _FILTER: Final = r"^[^=]*[^=\s\x85\x1c-\x1f][^=]*=.*$"
@@ -81,11 +84,14 @@ class LogRoutes(Routes):
     """Endpoints for request logs at one prefix; the work is a job in a separate process."""
 
     def _log(self, path: str, endpoint: Endpoint, summary: str, answer: type[BaseModel], **more: Any) -> Route:
-        return self._post(
-            path, endpoint, summary, self._settings.max_trace_bytes, BOUNDS, response_model=answer, **more
-        )
+        return self._post(path, endpoint, summary, MAX_LOG_BYTES, response_model=answer, **more)
 
     async def _answer(self, request: Request, job: str, wanted: LogRequest, **more: Any) -> Response:
-        client = self._context.callers.client(request.scope)
+        try:
+            # A job takes seconds to start, which a table without the right columns need not wait for.
+            check_header(file_name(wanted.name), wanted.log, wanted.columns, wanted.filter)
+        except InferenceGymError as error:
+            raise JobRefusedError(request_parts(error)) from error
+        client = sender_of(request.scope)
         work = self._context.jobs.run(client, job, {**wanted.model_dump(exclude_none=True), **more})
         return await gzipped(request, await unless_client_leaves(request, work))

@@ -1,21 +1,14 @@
 """Routes of the server: FastAPI's, with bounded bodies and one form of errors, and a direct one for steps.
 
-:class:`Route` is FastAPI: pydantic models in an endpoint's signature validate the request, document it and write the
-answer. It adds two things: the body is read within limits before FastAPI sees it, and pydantic's errors become one
-sentence.
-
-:class:`StepRoute` is documented in the same way, and :class:`Steps` calls its endpoint directly. /step and /step/batch
-use it: through FastAPI a step takes a fifth more instructions.
+:class:`StepRoute` is documented by FastAPI, and :class:`Steps` calls its endpoint directly: through FastAPI a step
+takes a fifth more instructions.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, cast
 
 from fastapi.exceptions import RequestValidationError
@@ -31,26 +24,18 @@ from inferencegym.errors import InferenceGymError
 from inferencegym.messages import explain, refuse_many_unknown
 from server.context import Context, Mount
 from server.net.errors import InvalidRequestError
-from server.net.json_io import SMALL, JsonBounds, JsonReply, parse_body, read_body
+from server.net.json_io import MAX_BODY_BYTES, SMALL, JsonBounds, JsonReply, parse_body, read_body
 from server.net.problems import problem_reply
-
-
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Limits of a request's body: its bytes, the time it may take to arrive, and what its JSON may hold (None: any)."""
-
-    most_bytes: int
-    timeout_s: float
-    bounds: JsonBounds | None = SMALL
-
 
 Endpoint = Callable[..., Awaitable[Any]]
 StepEndpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Route(APIRoute):
-    """FastAPI route with a body within ``limits``; ``statuses`` are those of its errors beside the usual ones.
+    """FastAPI route; ``statuses`` are those of its errors besides the usual ones.
 
+    The route refuses a body that is longer than ``most_bytes``, takes longer than ``timeout_s`` to arrive, or exceeds
+    the ``bounds`` of its JSON. With ``most_bytes`` None it reads no body.
     ``elsewhere`` may answer a body in another way: with JSON, or None for those that the endpoint answers.
     ``types`` are annotations of the endpoint's parameters, or pairs of annotation and default, where families differ.
     """
@@ -62,14 +47,16 @@ class Route(APIRoute):
         summary: str,
         *,
         method: str = "GET",
-        limits: BodyLimits | None = None,
+        most_bytes: int | None = None,
+        timeout_s: float = 0.0,
+        bounds: JsonBounds | None = SMALL,
         elsewhere: Callable[[bytes], Awaitable[bytes | None]] | None = None,
         types: Mapping[str, Any] | None = None,
         statuses: tuple[int, ...] = (),
         responses: Mapping[int | str, dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._limits = limits
+        self._most_bytes, self._timeout_s, self._bounds = most_bytes, timeout_s, bounds
         self._elsewhere = elsewhere
         errors: dict[int | str, Any] = {one: _ERRORS[one] for one in sorted({*_USUAL_STATUSES, *statuses})}
         super().__init__(
@@ -88,12 +75,11 @@ class Route(APIRoute):
         answer = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            if self._limits is not None:
-                limits = self._limits
-                body = await read_body(request, limits.most_bytes, limits.timeout_s, limits.bounds)
+            if self._most_bytes is not None:
+                body = await read_body(request, self._most_bytes, self._timeout_s)
                 if self._elsewhere is not None and (done := await self._elsewhere(body)) is not None:
                     return JsonReply(done)
-                parsed = await parse_body(body)
+                parsed = await parse_body(body, self._bounds)
                 refuse_many_unknown(self._model_of("body"), parsed, InvalidRequestError)
                 request = _ParsedRequest(request, parsed)
             try:
@@ -144,17 +130,10 @@ class Routes(ABC):
         return Route(self._prefix + path, endpoint, summary, tags=[self._tag], **more)
 
     def _post(
-        self,
-        path: str,
-        endpoint: Endpoint,
-        summary: str,
-        most_bytes: int | None = None,
-        bounds: JsonBounds | None = SMALL,
-        **more: Any,
+        self, path: str, endpoint: Endpoint, summary: str, most_bytes: int = MAX_BODY_BYTES, **more: Any
     ) -> Route:
-        """Route of a body of at most ``most_bytes``, by default those of the settings."""
-        limits = BodyLimits(most_bytes or self._settings.max_body_bytes, self._settings.body_timeout_s, bounds)
-        return self._route(path, endpoint, summary, method="POST", limits=limits, **more)
+        limits = {"most_bytes": most_bytes, "timeout_s": self._settings.body_timeout_s}
+        return self._route(path, endpoint, summary, method="POST", **limits, **more)
 
     def _step(self, path: str, endpoint: StepEndpoint, summary: str, **more: Any) -> Route:
         return StepRoute(self._prefix + path, endpoint, summary, tags=[self._tag], **more)
@@ -180,7 +159,9 @@ class _ParsedRequest(Request):
     """Request whose body is read and parsed."""
 
     def __init__(self, request: Request, parsed: dict[str, Any]) -> None:
-        super().__init__(request.scope, request.receive)
+        # Without a media type, which FastAPI would judge: what was parsed is JSON, whatever its sender calls it.
+        headers = [one for one in request.scope["headers"] if one[0] != b"content-type"]
+        super().__init__({**request.scope, "headers": headers}, request.receive)
         self._parsed = parsed
 
     async def body(self) -> bytes:
@@ -206,23 +187,6 @@ def _typed(endpoint: Endpoint, types: Mapping[str, Any]) -> Endpoint:
     by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in found.values()]
     vars(typed)["__signature__"] = signature.replace(parameters=by_name)
     return typed
-
-
-@contextmanager
-def without_pydantic_1() -> Iterator[None]:
-    """Context in which routes are made.
-
-    FastAPI checks whether each model is one of pydantic 1, and would import pydantic 1 for this: 1.5 MB, 25 ms.
-    """
-    name = "pydantic.v1"
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]  # the documented way to make an import fail
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 # ---------------------------------------------------------------- errors in the documents
@@ -258,13 +222,11 @@ _STATUS_TEXTS: Final = {
     409: "Another action was already accepted for this step, or the session plays another task",
     410: "The session's episode was started on another release of the server",
     413: "The body is too large",
-    415: "The body is not JSON",
     422: "A field is missing, unknown or out of range",
     429: "Too many requests; see Retry-After",
-    431: "The request's path and headers are too large",
     503: "The store or the table is not available, or the server is overloaded; see Retry-After",
 }
-_USUAL_STATUSES: Final = (401, 403, 408, 413, 415, 422, 429, 431, 503)
+_USUAL_STATUSES: Final = (401, 403, 408, 413, 422, 429, 503)
 # A reference, not a model: FastAPI would make an unused validator for each status of each path.
 _BODY: Final = {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 _ERRORS: Final = {status: {"description": text, "content": _BODY} for status, text in _STATUS_TEXTS.items()}

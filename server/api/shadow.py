@@ -1,7 +1,4 @@
-"""POST /shadow: comparison of built-in policies on a visitor's request log, with engine settings to try.
-
-The log is not kept after the report. A report is made in a process of its own (:mod:`server.net.jobs`).
-"""
+"""POST /shadow: comparison of built-in policies on a visitor's request log, with engine settings to try."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class ShadowRequest(LogRequest):
     policies: list[str] | None = None
     fixed: Annotated[
         dict[str, Any] | None,
-        Field(description="your own setting, to compare with; missing knobs take their default values"),
+        Field(description="your own setting, to compare with; knobs left out are vLLM's defaults"),
     ] = None
     task_id: Annotated[TaskName | None, Field(description="task with the fleet, objectives and policies to use")] = None
     hardware: Annotated[
@@ -64,18 +61,17 @@ class ShadowRoutes(LogRoutes):
 
     def routes(self) -> list[Route]:
         knobs = Annotated[dict[str, Any], Documented(partial(plain_schema, self._family.action_model))]
-        policies = Annotated[list[str], Field(min_length=1), Documented(partial(_policies_schema, self._family))]
+        policies = Annotated[list[str], Field(min_length=1), Documented(self._policies_schema)]
         body = family_model(self._family, ShadowRequest, policies=(policies | None, None), fixed=(knobs | None, None))
         summary = "Compare policies on your request log"
         return [self._log("/shadow", self.shadow, summary, ShadowAnswer, types={"body": body})]
 
+    def _policies_schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": policy_schema(self._family), "minItems": 1, "uniqueItems": True}
+
     async def shadow(self, request: Request, body: ShadowRequest) -> Response:
         policies = await asyncio.to_thread(_playable_policies, self._family, body)
         return await self._answer(request, "shadow", body, policies=policies)
-
-
-def _policies_schema(family: Family) -> dict[str, Any]:
-    return {"type": "array", "items": policy_schema(family), "minItems": 1, "uniqueItems": True}
 
 
 def _playable_policies(family: Family, wanted: ShadowRequest) -> list[str]:

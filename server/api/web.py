@@ -1,8 +1,7 @@
 """The web page at ``/web/``: our files, and uPlot, the chart library, in ``charts/``.
 
-Links and redirects are relative, so the page works behind a proxy's path and in a frame. There are no inline scripts
-and no external files, so the content security policy allows only this origin. The page itself is sent with its styles
-in it (the policy names their digest), so that something is visible after one answer on a slow connection.
+Links and redirects are relative, so the page works behind a proxy's path and in a frame. The page itself is sent with
+its styles in it (the policy names their digest), so that something is visible after one answer on a slow connection.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Final
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from env.families import FAMILIES, SERVING
 from server.net.json_io import reply
@@ -34,8 +33,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def web_routes(settings: Settings) -> list[BaseRoute]:
     """``/`` and ``/web`` lead to ``/web/``, ``/traffic`` and ``/rollouts`` to their tabs; below it lies the page."""
-    page = Router([Route("/", _page), Mount("", StaticFiles(directory=PAGE_DIR))])
-    policy = content_policy(settings, _styles())
     return [
         Route("/", _to("web/"), include_in_schema=False),
         Route("/web", _to("web/"), include_in_schema=False),
@@ -43,8 +40,7 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
         # Browsers request this on pages without an icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),
-        # Asked for again each time, and answered with 304 while it is the same.
-        Mount("/web", app=_Headers(GZipMiddleware(page), policy, "no-cache")),
+        Mount("/web", app=GZipMiddleware(_Page(content_policy(settings, _styles())))),
     ]
 
 
@@ -69,11 +65,11 @@ def _index() -> str:
     return without.replace("</head>", f"<style>{_styles()}</style>\n</head>")
 
 
-async def _page(request: Request) -> Response:
+def _page(request: Request) -> Response:
     """The page. Previews of a link name its ``beat``, a friend's score; their picture needs an absolute address."""
     text = _index()
     if re.fullmatch(r"[01]\.\d{1,3}", beat := request.query_params.get("beat", "")):
-        text = text.replace("Beat the heuristic at running", f"Beat my {beat} at running")
+        text = text.replace("Beat vLLM's defaults at running", f"Beat my {beat} at running")
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
     picture = html.escape(str(request.url.replace(scheme=scheme, query="", path=f"{request.url.path}img/card.png")))
     return HTMLResponse(text.replace('content="img/card.png"', f'content="{picture}"'))
@@ -97,17 +93,16 @@ def _site(settings: Settings) -> Endpoint:
     return site
 
 
-class _Headers:
-    """Adds the page's policy and caching to every answer of an application."""
+class _Page(StaticFiles):
+    """The page and its files, under its policy."""
 
-    def __init__(self, app: ASGIApp, policy: str, caching: str) -> None:
-        self.app = app
-        self._headers = [(b"content-security-policy", policy.encode()), (b"cache-control", caching.encode())]
+    def __init__(self, policy: str) -> None:
+        super().__init__(directory=PAGE_DIR)
+        # Asked for again each time, and answered with 304 while it is the same.
+        self._headers = {"content-security-policy": policy, "cache-control": "no-cache"}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *self._headers]
-            await send(message)
-
-        await self.app(scope, receive, send_with_headers)
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        is_page = path == "." and scope["method"] in ("GET", "HEAD")
+        response = _page(Request(scope)) if is_page else await super().get_response(path, scope)
+        response.headers.update(self._headers)
+        return response

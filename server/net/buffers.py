@@ -1,4 +1,4 @@
-"""Bounds on memory that requests hold: bodies being received and answers being sent, per client and in all.
+"""Bounds on memory that requests hold: bodies being received and reserved answers, per client and in all.
 
 Requests and answers pass here in pieces, so that uvicorn's flow control works for large answers too: if it got a whole
 answer at once, it would keep all that the client has not read. The kernel closes connections whose client reads nothing
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inferencegym.errors import InferenceGymError
 from server.net.errors import OverloadedError, RateLimitedError
-from server.net.limits import Callers
-from server.net.problems import problem_reply
+from server.net.limits import sender_of
 from server.settings import Settings
 
 PIECE_BYTES: Final = 65_536
@@ -32,9 +31,8 @@ _HELD_KEY: Final = "inferencegym.held"
 class BoundedBuffers:
     """ASGI middleware that counts the bytes which each request holds, and paces its answer."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, callers: Callers) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
-        self.callers = callers
         self._most = settings.max_buffered_bytes
         self._most_per_client = settings.max_buffered_bytes_per_client
         self._timeout_s = settings.answer_timeout_s
@@ -47,7 +45,6 @@ class BoundedBuffers:
             return
         body, answer = Held(self, scope), Held(self, scope)
         scope[_HELD_KEY] = answer
-        start: Message | None = None
 
         async def receive_counted() -> Message:
             message = await receive()
@@ -56,31 +53,16 @@ class BoundedBuffers:
                 body.hold(body.n_bytes + size)
             return message
 
-        async def send_paced(message: Message) -> None:
-            nonlocal start
+        async def send_in_pieces(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Held back until it is clear that the body can be sent.
-                start = message
-                body.release()
-                return
-            try:
-                if len(message.get("body", b"")) > PIECE_BYTES:
-                    answer.hold(len(message["body"]))
-            except InferenceGymError as error:
-                refusal = problem_reply(error, scope["path"])
-                status, headers = refusal.status_code, refusal.raw_headers
-                start = {"type": "http.response.start", "status": status, "headers": headers}
-                message = {"type": "http.response.body", "body": refusal.body}
-            if start is not None:
-                head, start = start, None
-                await send(head)
+                body.hold(0)
             await self._send_in_pieces(message, send)
 
         try:
-            await self.app(scope, receive_counted, send_paced)
+            await self.app(scope, receive_counted, send_in_pieces)
         finally:
-            body.release()
-            answer.release()
+            body.hold(0)
+            answer.hold(0)
 
     def count(self, client: str, n_bytes: int) -> None:
         """Count bytes that a client's request holds, or fewer of them. Raises RateLimitedError or OverloadedError."""
@@ -110,28 +92,19 @@ class BoundedBuffers:
             raise ClientDisconnect from error
 
 
+@dataclass(slots=True)
 class Held:
     """Bytes that a request holds: of its body, or of its answer."""
 
-    __slots__ = ("_buffers", "_client", "_scope", "n_bytes")
-
-    def __init__(self, buffers: BoundedBuffers, scope: Scope) -> None:
-        self._buffers, self._scope = buffers, scope
-        self._client = ""
-        self.n_bytes = 0
+    buffers: BoundedBuffers
+    scope: Scope
+    n_bytes: int = 0
 
     def hold(self, n_bytes: int) -> None:
-        """Hold so many bytes, or more if more are reserved. Raises RateLimitedError or OverloadedError."""
-        if n_bytes > self.n_bytes:
-            self._client = self._buffers.callers.client(self._scope)
-            self._buffers.count(self._client, n_bytes - self.n_bytes)
+        """Hold so many bytes instead. Raises RateLimitedError or OverloadedError if they are too many."""
+        if n_bytes != self.n_bytes:
+            self.buffers.count(sender_of(self.scope), n_bytes - self.n_bytes)
             self.n_bytes = n_bytes
-
-    def release(self) -> None:
-        """Hold nothing."""
-        if self.n_bytes:
-            self._buffers.count(self._client, -self.n_bytes)
-            self.n_bytes = 0
 
 
 def reserve_answer(scope: Scope, n_bytes: int) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.types import Scope
 
-from server.net.limits import Callers, RateLimit
+from server.net.limits import RateLimit, sender_of
 
 T = TypeVar("T")
 
@@ -24,16 +24,15 @@ T = TypeVar("T")
 class CpuBudget:
     """Processor time of each client: seconds per minute, or unlimited for 0."""
 
-    def __init__(self, seconds_per_minute: int, callers: Callers) -> None:
+    def __init__(self, seconds_per_minute: int) -> None:
         said = "long work of one client takes at most {most:g} s of processor time a minute"
         self._limit = RateLimit(seconds_per_minute, said) if seconds_per_minute else None
-        self._callers = callers
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
     async def work_for(self, scope: Scope) -> AsyncIterator[Work]:
         """Context of a piece of work for the client that sent this. Raises RateLimitedError if its time is used up."""
-        client, work = self._callers.client(scope), Work()
+        client, work = sender_of(scope), Work()
         async with self._turns.setdefault(client, asyncio.Lock()):
             if self._limit is not None:
                 self._limit.take(client, 0)
@@ -58,20 +57,13 @@ class Work:
             self.cpu_s += time.thread_time() - began
 
 
-PAYER: Final[ContextVar[tuple[CpuBudget, Scope] | None]] = ContextVar("payer", default=None)
-"""The budget, and the request or WebSocket that is being answered; None in the server's own tasks."""
+PAYER: Final[ContextVar[Callable[[], AbstractAsyncContextManager[Work]]]] = ContextVar("payer")
+""":meth:`CpuBudget.work_for` the request or WebSocket that is being answered; unset in the server's own tasks."""
 
 
-@asynccontextmanager
-async def charged() -> AsyncIterator[Work]:
+def charged() -> AbstractAsyncContextManager[Work]:
     """Context of long work for the request that is being answered. Raises RateLimitedError."""
-    payer = PAYER.get()
-    if payer is None:
-        yield Work()
-        return
-    budget, scope = payer
-    async with budget.work_for(scope) as work:
-        yield work
+    return PAYER.get(lambda: nullcontext(Work()))()
 
 
 async def on_thread(do: Callable[[], T]) -> T:

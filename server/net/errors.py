@@ -43,32 +43,11 @@ class BodyTooLargeError(InferenceGymError, ValueError):
     http_status = 413
 
 
-class HeadTooLargeError(InferenceGymError, ValueError):
-    """The request's path and headers are longer than any request needs. (HTTP 431)"""
-
-    code = "head_too_large"
-    http_status = 431
-
-
-class UnsupportedMediaTypeError(InferenceGymError, ValueError):
-    """The Content-Type is not JSON. (HTTP 415)"""
-
-    code = "unsupported_media_type"
-    http_status = 415
-
-
 class BodyTimeoutError(InferenceGymError, TimeoutError):
     """The body did not arrive in time. (HTTP 408)"""
 
     code = "body_timeout"
     http_status = 408
-
-
-class UnauthorizedError(InferenceGymError, PermissionError):
-    """The API key is missing or wrong. (HTTP 401)"""
-
-    code = "unauthorized"
-    http_status = 401
 
 
 class ForeignOriginError(InferenceGymError, PermissionError):

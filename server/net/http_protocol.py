@@ -8,22 +8,17 @@ from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.net.json_io import BODY_READ_KEY
-
+MAX_HEAD_BYTES: Final = 65_536
+"""Most bytes of path, query and headers of a request; uvicorn with httptools does not limit them."""
 MAX_INCOMPLETE_BYTES: Final = 524_288
-"""Bytes that may arrive before a head, or a part of a body, is complete. httptools joins the pieces of a header again
-and again, so an endless header takes more and more time of the event loop. The limit is the largest accepted head (64
-KB) plus the largest read from a socket (256 KB), with some margin.
+"""Bytes that may arrive before a head, or a part of a body, is complete: the largest accepted head (64 KB) plus the
+largest read from a socket (256 KB), with some margin. httptools joins the pieces of an endless header again and again.
 """
-_TOO_LARGE: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: 36\r\n"
-    b"connection: close\r\n\r\nThe head of the request is endless.\n"
-)
 log = logging.getLogger(__name__)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Cuts off heads and trailers that never end, and drops trailers: uvicorn would take them for headers.
+    """Refuses long heads, cuts off heads and trailers that never end, and drops trailers, which uvicorn would merge.
 
     Sends the head of an answer with the beginning of its body (:class:`OneWrite`).
     """
@@ -37,8 +32,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().data_received(data)
         elif not self.transport.is_closing():
             log.warning("a connection was cut off: the head or trailer of its request does not end")
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self.send_400_response("The head of the request is endless.")
 
     def on_message_begin(self) -> None:
         self.incomplete_bytes, self.in_body = 0, False
@@ -50,15 +44,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.incomplete_bytes, self.in_body = 0, True
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            raise ValueError("the head of the request is too long")  # uvicorn answers 400
         earlier = self.cycle
         super().on_headers_complete()
         # An upgrade has no cycle; nothing but a head is written for HEAD, and something before it for 100-continue.
         if self.cycle is not earlier and self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = OneWrite(self.transport)
-
-    def on_message_complete(self) -> None:
-        self.scope[BODY_READ_KEY] = True  # type: ignore[typeddict-unknown-key]
-        super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self.incomplete_bytes = 0

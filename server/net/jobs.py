@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
-import logging
 import os
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.requests import ClientDisconnect, Request
 
 from inferencegym.errors import InferenceGymError
-from server.net.cpu import charged
+from server.net.cpu import Work, charged
 from server.net.errors import RateLimitedError
 
 MAX_JOBS: Final = 16
@@ -31,10 +29,8 @@ FIRST_GUESS_S: Final = 10.0
 _PACKAGE: Final = __name__.removesuffix("server.net.jobs")
 MODULE: Final = _PACKAGE + "ops.jobs"
 """Module with the jobs; the server's process imports neither it nor its imports."""
-ELSEWHERE: Final = _PACKAGE + "server.api.grading"
-"""Module of :class:`Elsewhere`."""
+GRADING: Final = _PACKAGE + "server.api.grading"
 T = TypeVar("T")
-_LOG: Final = logging.getLogger(__name__)
 
 
 class JobRefusedError(InferenceGymError, ValueError):
@@ -49,6 +45,13 @@ class JobLostError(InferenceGymError, RuntimeError):
     """A job took too long, or its process ended without an answer. (HTTP 503)"""
 
     code = "job_lost"
+    http_status = 503
+
+
+class LibraryMissingError(InferenceGymError, RuntimeError):
+    """The server lacks a library that this work needs. (HTTP 503)"""
+
+    code = "library_missing"
     http_status = 503
 
 
@@ -67,13 +70,21 @@ class Jobs:
 
         Raises :class:`JobRefusedError`, :class:`JobLostError`, and RateLimitedError where too many wait.
         """
+        if find_spec("pandas") is None:
+            raise LibraryMissingError("pandas is not installed on the server, and this work needs it")
         async with self._place(client), self._turns.setdefault(client, asyncio.Lock()), self._process:
-            began = time.monotonic()
-            status, out = await _run(name, json.dumps(request).encode())
+            began, process = time.monotonic(), Elsewhere(MODULE)
+            try:
+                answer = await process.answer(name, json.dumps(request).encode())
+            finally:
+                await process.close()
             self._usual_s += 0.5 * (time.monotonic() - began - self._usual_s)
-        if status == 0:
-            return out
-        raise JobRefusedError(json.loads(gzip.decompress(out)))
+            return answer
+
+    def by_state(self) -> dict[str, int]:
+        """Number of jobs that are ``running`` and ``waiting``."""
+        running = int(self._process.locked())
+        return {"running": running, "waiting": self._jobs.total() - running}
 
     @asynccontextmanager
     async def _place(self, client: str) -> AsyncIterator[None]:
@@ -110,9 +121,13 @@ async def _disconnected(request: Request) -> None:
 
 
 class Elsewhere:
-    """The process that grades long logs and plays episodes again, one at a time. It starts with the first of them."""
+    """A process that grades long logs and plays episodes again, one at a time; or does the work of another module.
 
-    def __init__(self) -> None:
+    It starts with the first request, and ends with this process.
+    """
+
+    def __init__(self, module: str = GRADING) -> None:
+        self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -123,72 +138,49 @@ class Elsewhere:
         """
         # A client is charged for one piece of work at a time, so clients take turns.
         async with charged() as work, self._turn:
-            status, work.cpu_s, answer = await self.answer(f"{what} {family} {len(body)}\n".encode(), body)
-        if status == 0:
-            return answer
-        raise JobRefusedError(json.loads(answer))
+            return await self.answer(f"{what} {family}", body, work)
 
-    async def answer(self, head: bytes, body: bytes) -> tuple[int, float, bytes]:
-        """What the process answers: a status, its processor time (s) and JSON. Raises :class:`JobLostError`."""
+    async def answer(self, what: str, body: bytes, work: Work | None = None) -> bytes:
+        """What :func:`ops.worker.serve` answers, as a part of ``work``; raises as :meth:`run`."""
         process, self._process = self._process, None
         try:
             if process is None or process.returncode is not None:
-                process = await _start(ELSEWHERE, str(os.getpid()), stderr=None)
+                process = await self._start()
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.writelines((head, body))
+            process.stdin.writelines((f"{what} {len(body)}\n".encode(), body))
             await process.stdin.drain()
             status, cpu_s, size = (await process.stdout.readline()).split()
             answer = await process.stdout.readexactly(int(size))
             # Kept only now: one that was interrupted would answer an earlier request.
             self._process, process = process, None
         except (ValueError, OSError, asyncio.IncompleteReadError) as error:
-            raise JobLostError("the work took too much time or memory, or failed") from error
+            said = "the work took too much time or memory (send less), or failed (the server's log has the cause)"
+            raise JobLostError(said) from error
         finally:
-            if process is not None:
-                await _end(process)
-        return int(status), float(cpu_s), answer
+            await _end(process)
+        if work is not None:
+            work.cpu_s = float(cpu_s)
+        if status != b"0":
+            raise JobRefusedError(json.loads(answer))
+        return answer
 
     async def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is not None:
-            await _end(process)
+        await _end(process)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        # A thread for each processor would use part of the process's memory limit.
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+        command = (sys.executable, "-m", self._module, str(os.getpid()))
+        return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
 
 
-async def _start(*module_and_args: str, stderr: int | None) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    # A thread for each processor would use part of the process's memory limit.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    command = (sys.executable, "-m", *module_and_args)
-    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
+async def _end(process: asyncio.subprocess.Process | None) -> None:
+    if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-async def _run(name: str, request: bytes) -> tuple[int, bytes]:
-    process = await _start(MODULE, name, str(os.getpid()), stderr=asyncio.subprocess.PIPE)
-    try:
-        out, said = await process.communicate(request)
-    finally:
-        await _end(process)
-    status = process.returncode
-    assert status is not None
-    if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
-        raise JobLostError("the work took too much time or memory; send a shorter part of the log")
-    if status not in (0, 2) or not out:
-        text = said.decode(errors="replace").strip()
-        _LOG.error("job %s ended with status %s: %s", name, status, text[-2000:])
-        missing = "pandas" if "No module named 'pandas'" in text else None
-        hint = f": {missing} is not installed on the server" if missing else "; the server's log has the cause"
-        raise JobLostError(f"the work ended without an answer{hint}")
-    return status, out

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inferencegym.messages import MAX_DEPTH, parse_json
-from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, UnsupportedMediaTypeError
+from inferencegym.messages import MAX_DEPTH
+from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError
 
 REQUEST_ID_KEY: Final = "inferencegym.request_id"
-"""Key of the ASGI scope that holds the request's id."""
-
+"""Key of the ASGI scope for the request's id."""
 SESSION_KEY: Final = "inferencegym.session"
-"""Key of the ASGI scope under which an endpoint leaves the session id for the log."""
+"""Key of the ASGI scope for the session id in the log."""
+
+MAX_BODY_BYTES: Final = 1_048_576
+"""Longest body, unless its path has another limit."""
 
 MAX_VALUES: Final = 2_000
-"""Most values (objects and arrays included) of a JSON text, unless its path has another limit: several times the need
-of any request except logs and batches.
-"""
-BODY_READ_KEY: Final = "inferencegym.body_read"
-"""Key of the ASGI scope that is there once the whole body has arrived."""
+"""Most values of a JSON text, arrays and objects included, unless its path has another limit."""
 LARGE_JSON_BYTES: Final = 65_536
 """Longer texts are read on a thread, and counted in pieces of this size."""
 SMALL_LOG_BYTES: Final = 32_768
@@ -42,19 +40,16 @@ _ONE_AT_A_TIME: Final = ThreadPoolExecutor(1, thread_name_prefix="read-json")
 class JsonBounds:
     """Limits of a JSON text. They bound the time for which parsing it blocks the interpreter, and with it all clients.
 
-    ``arrays`` counts objects too, which take orjson a third of a microsecond each, ten times as long as a number.
-    ``texts`` counts those that differ, keys included: a key of its own in a large object takes as long.
-    ``text_bytes`` is for each text or key, as it is written; None where the body's own limit is enough.
+    ``parts`` counts arrays, objects and keys, which take orjson a third of a microsecond each, ten times as long as a
+    number.
     """
 
     values: int = MAX_VALUES
-    arrays: int = MAX_VALUES
-    texts: int = MAX_VALUES
-    text_bytes: int | None = LARGE_JSON_BYTES
+    parts: int = MAX_VALUES
 
 
 SMALL: Final = JsonBounds()
-"""Bounds of all bodies and frames but logs and batches."""
+"""Bounds of all bodies and frames but logs and batches, several times their need."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,8 +70,9 @@ class JsonReply(Response):
         self.raw_headers = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body)), *headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body})
+        kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
+        await send({"type": f"{kind}.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": f"{kind}.body", "body": self.body})
 
 
 def reply(value: object, status_code: int = 200, headers: RawHeaders = ()) -> JsonReply:
@@ -89,37 +85,32 @@ def to_json(value: object) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-async def read_object(request: Request, limit: int, timeout_s: float, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """The request's body as a JSON object; an absent body is an empty object.
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """Bytes of a request's body, whatever its media type: `curl -d` declares JSON as a form.
 
-    Refuses other media types (415), more than ``limit`` bytes or what ``bounds`` allow (413), bodies that take longer
-    than ``timeout_s`` (408) and anything but one strict JSON object (422).
+    Refuses more than ``limit`` bytes (413) and bodies that take longer than ``timeout_s`` (408).
     """
-    return await parse_body(await read_body(request, limit, timeout_s, bounds))
-
-
-async def parse_body(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; an absent body is an empty object. Raises InvalidJsonError."""
-    if len(body) > LARGE_JSON_BYTES:
-        return await on_json_thread(parse_object, body)
-    return parse_object(body) if body else {}
-
-
-async def read_body(
-    request: Request, limit: int, timeout_s: float, bounds: JsonBounds | None, also: bytes | None = None
-) -> bytes:
-    """Bytes of a request's body, declared as JSON or the media type ``also``; errors as in :func:`read_object`.
-
-    Without ``bounds`` nothing is counted.
-    """
-    _check_head(request.scope, limit, also)
-    if BODY_READ_KEY in request.scope:  # then nothing is waited for
-        return await _receive_all(request, limit, bounds)
+    for name, value in request.scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    pieces, size = list[bytes](), 0
     try:
         async with asyncio.timeout(timeout_s):
-            return await _receive_all(request, limit, bounds)
+            async for piece in request.stream():
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(limit)
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
+    return b"".join(pieces)
+
+
+async def parse_body(body: bytes, bounds: JsonBounds | None = SMALL) -> dict[str, Any]:
+    """The JSON object of a body; an absent body is an empty object. Raises as :func:`parse_object`."""
+    if len(body) > LARGE_JSON_BYTES:
+        return await on_json_thread(parse_object, body, bounds=bounds)
+    return parse_object(body, bounds=bounds) if body else {}
 
 
 async def on_json_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,110 +118,43 @@ async def on_json_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     return await asyncio.get_running_loop().run_in_executor(_ONE_AT_A_TIME, partial(work, *args, **kwargs))
 
 
-def _check_head(scope: Scope, limit: int, also: bytes | None) -> None:
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            _check_length(value, limit)
-        elif name == b"content-type" and value != also:
-            _check_media_type(value)
-
-
-async def _receive_all(request: Request, limit: int, bounds: JsonBounds | None) -> bytes:
-    pieces, size, count, more = list[bytes](), 0, None, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        piece, more = message.get("body", b""), message.get("more_body", False)
-        pieces.append(piece)
-        size += len(piece)
-        if size > limit:
-            raise _too_large(limit)
-        # Counted as it arrives, so that a body can be refused before the rest is sent. A body with fewer bytes than
-        # the limit needs no counting.
-        if bounds is not None and (more or size > MAX_VALUES):
-            count = count or ValueCount()
-            count.add(piece)
-            count.must_not_exceed(bounds, "body")
-    return b"".join(pieces)
-
-
 # ---------------------------------------------------------------- reading
 
 
-class ValueCount:
-    """Counts the values and keys of a JSON text that comes in pieces, before anything is made of it.
+def counts(text: bytes, piece_bytes: int = LARGE_JSON_BYTES) -> Iterator[tuple[int, int, int]]:
+    """Numbers of values, of arrays and objects, and of keys in a JSON text, after each piece, before anything is made.
 
-    An empty array or object counts twice, and so does a text that is split between two pieces. Malformed JSON is
-    counted correctly up to the error. 64 KB take a millisecond or two at most: all of it is searching and cutting of
-    bytes.
+    An empty array or object counts as two values. Malformed JSON is counted correctly up to the error. A piece takes a
+    millisecond or two at most: all of it is searching and cutting of bytes.
     """
-
-    def __init__(self) -> None:
-        self.values = 1
-        self.arrays = 0
-        self.keys = 0
-        self.texts = set[int]()
-        """Hashes of the texts."""
-        self.longest_text = 0
-        """Bytes between the quotes of the longest text."""
-        self._in_string = False
-        self._text_so_far = 0
-        """Bytes of an unfinished text in earlier pieces."""
-        self._backslash = b""
-
-    def add(self, piece: bytes) -> None:
-        """Count the next piece."""
-        for at in range(0, len(piece), LARGE_JSON_BYTES):
-            self._add(piece[at : at + LARGE_JSON_BYTES])
-
-    def _add(self, piece: bytes) -> None:
-        # After removal of backslash pairs, a remaining one escapes the next byte; one at the end waits for the next
-        # piece. Removed bytes are replaced by bytes that cannot occur in JSON, so that texts keep their lengths and
-        # differ as before.
-        text = (self._backslash + piece).replace(b"\\\\", b"\0\0")
-        self._backslash = text[-1:] if text.endswith(b"\\") else b""
-        parts = text.removesuffix(b"\\").replace(b'\\"', b"\1\1").split(b'"')
-        outside = b"".join(parts[self._in_string :: 2])
-        texts = parts[1 - self._in_string :: 2]
-        self._in_string ^= len(parts) % 2 == 0
-        if texts:
-            self.texts.update(map(hash, texts))
-            first = self._text_so_far + len(texts[0])
-            self.longest_text = max(self.longest_text, first, max(map(len, texts)))
-            last = first if len(texts) == 1 else len(texts[-1])
-            self._text_so_far = last if self._in_string else 0
-        arrays = outside.count(b"[") + outside.count(b"{")
+    values, arrays, keys, in_text, backslash = 1, 0, 0, False, b""
+    for at in range(0, len(text), piece_bytes):
+        # Without pairs of backslashes, one that is left escapes the next byte; one at the end waits for the next piece.
+        piece = (backslash + text[at : at + piece_bytes]).replace(b"\\\\", b"")
+        backslash = piece[-1:] if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[in_text::2])
+        in_text ^= len(parts) % 2 == 0
+        begun = outside.count(b"[") + outside.count(b"{")
         # A value begins at each of these, except the first value of an array or object, which begins at its bracket.
-        self.values += outside.count(b",") + arrays
-        self.arrays += arrays
-        self.keys += outside.count(b":")
-
-    def must_not_exceed(self, bounds: JsonBounds, name: str) -> None:
-        """Raise BodyTooLargeError if the text, which is called ``name``, holds too much."""
-        for found, most, what in (
-            (self.values, bounds.values, "values, arrays and objects included"),
-            (self.arrays, bounds.arrays, "arrays and objects"),
-            (len(self.texts), bounds.texts, "different texts and keys"),
-        ):
-            if found > most:
-                raise BodyTooLargeError(f"the {name} holds more than {most:,} {what}")
-        if bounds.text_bytes is not None and self.longest_text > bounds.text_bytes:
-            raise BodyTooLargeError(f"the {name} holds a text or key of more than {bounds.text_bytes:,} bytes")
+        values += outside.count(b",") + begun
+        arrays += begun
+        keys += outside.count(b":")
+        yield values, arrays, keys
 
 
-def count_values(text: bytes) -> ValueCount:
-    """Values and keys of a whole JSON text."""
-    count = ValueCount()
-    count.add(text)
-    return count
+def parse_object(body: bytes, name: str = "body", bounds: JsonBounds | None = None) -> dict[str, Any]:
+    """Strict JSON object within ``bounds``: UTF-8, no NaN or Infinity, no repeated keys, at most 64 levels deep.
 
-
-def parse_object(body: bytes, name: str = "body") -> dict[str, Any]:
-    """Strict JSON object: UTF-8, no NaN or Infinity, no repeated keys, at most 64 levels deep.
-
-    Raises InvalidJsonError, which calls the text by ``name``. Nothing here bounds the number of values.
+    Raises BodyTooLargeError and InvalidJsonError, which call the text by ``name``.
     """
+    # Fewer bytes than allowed values need no counting.
+    if bounds is not None and len(body) > MAX_VALUES:
+        for values, arrays, keys in counts(body):
+            if values > bounds.values:
+                raise BodyTooLargeError(f"the {name} holds more than {bounds.values:,} values, arrays and objects")
+            if arrays + keys > bounds.parts:
+                raise BodyTooLargeError(f"the {name} holds more than {bounds.parts:,} arrays, objects and keys")
     try:
         value = _loads(body)
     except orjson.JSONDecodeError as error:
@@ -238,9 +162,9 @@ def parse_object(body: bytes, name: str = "body") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidJsonError(f"the {name} must be a JSON object, not {_json_type(value)}")
     # Each key needs one colon: if there are no more colons than keys that arrived, no key was overwritten.
-    keys = _count_keys(value, name)
-    if body.count(b":") != keys and count_values(body).keys != keys:
-        raise _repeated_key(body, name)
+    n_keys = _count_keys(value, name)
+    if body.count(b":") != n_keys and [*counts(body)][-1][2] != n_keys:
+        raise InvalidJsonError(f"the {name} is not strict JSON: a key is repeated in one object")
     return value
 
 
@@ -256,16 +180,6 @@ def _loads(body: bytes) -> Any:
         gc.enable()
 
 
-def _repeated_key(body: bytes, name: str) -> InvalidJsonError:
-    # Only a slower parser can name the key; it takes seconds for a long text.
-    if len(body) <= LARGE_JSON_BYTES:
-        try:
-            parse_json(body, InvalidJsonError)
-        except InvalidJsonError as error:
-            return InvalidJsonError(f"the {name} is not strict JSON: {error}")
-    return InvalidJsonError(f"the {name} is not strict JSON: a key is repeated in one object")
-
-
 def _count_keys(value: Any, name: str, level: int = 1) -> int:
     if level > MAX_DEPTH:
         raise InvalidJsonError(f"the {name} is nested more than {MAX_DEPTH} levels deep")
@@ -278,22 +192,8 @@ def _count_keys(value: Any, name: str, level: int = 1) -> int:
     return sum(_count_keys(item, name, level + 1) for item in value if isinstance(item, (dict, list)))
 
 
-def _check_length(value: bytes, limit: int) -> None:
-    if value.isdigit() and int(value) > limit:
-        raise _too_large(limit)
-
-
 def _too_large(limit: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"the body is longer than {limit:,} bytes")
-
-
-def _check_media_type(value: bytes) -> None:
-    if value == b"application/json":
-        return
-    essence = value.split(b";", 1)[0].strip().lower()
-    if essence != b"application/json" and not (essence.startswith(b"application/") and essence.endswith(b"+json")):
-        shown = value[:80].decode("latin-1")
-        raise UnsupportedMediaTypeError(f"Content-Type {shown!r} is not accepted: the body must be application/json")
 
 
 def _json_type(value: object) -> str:

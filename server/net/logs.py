@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
 import traceback
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 import orjson
 
 from inferencegym.errors import MAX_MESSAGE_CHARS, short_text
-
-FLUSH_EVERY_S: Final = 0.2
-FLUSH_LINES: Final = 200
 
 
 def traceback_text(error: BaseException) -> str:
@@ -38,42 +34,26 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineLog:
-    """Buffered writer of log lines: one write per request would cost more than the request's own work.
+    """Writer of log lines.
 
-    If lines cannot be written (a full disk, a closed pipe), requests continue. The lines are lost, and the next group
+    If lines cannot be written (a full disk, a closed pipe), requests continue. The lines are lost, and the next one
     that can be written says how many were.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
-        self._lines: list[bytes] = []
         self._lost = 0
-        self._timer: asyncio.TimerHandle | None = None
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add one line; it is written within 0.2 s, or at once if many wait. Needs a running event loop."""
-        self._lines.append(orjson.dumps(entry))
-        if len(self._lines) >= FLUSH_LINES:
-            self.flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_EVERY_S, self.flush)
-
-    def flush(self) -> None:
-        """Write the buffered lines."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._lines:
-            return
-        lines, self._lines = self._lines, []
+        """Write one line."""
         lost = {"time": time.time(), "level": "error", "event": "log_lines_lost", "lines": self._lost}
-        said = [orjson.dumps(lost), *lines] if self._lost else lines
+        lines = [lost, entry] if self._lost else [entry]
         stream = self._stream or sys.stderr
         try:
-            stream.write(b"\n".join(said).decode() + "\n")
+            stream.write(b"\n".join(map(orjson.dumps, lines)).decode() + "\n")
             stream.flush()
         except OSError:
-            self._lost += len(lines)
+            self._lost += 1
         else:
             self._lost = 0
 

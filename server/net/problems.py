@@ -8,12 +8,10 @@ from typing import Any, Final
 import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import Scope
 
 from env.families import FAMILIES
 from inferencegym.errors import InferenceGymError
-from server.net.json_io import REQUEST_ID_KEY, JsonReply, RawHeaders
+from server.net.json_io import REQUEST_ID_KEY, JsonReply
 
 NEXT: Final[dict[str, str]] = {
     "invalid_action": "correct the action and send the step again; nothing was changed",
@@ -35,13 +33,13 @@ NEXT: Final[dict[str, str]] = {
     "calibration gives other numbers",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
     "job_lost": "try again after the time in Retry-After with a shorter part of the log",
+    "library_missing": "ask the server's operator to install it: pip install '.[serve]' in a clone has all libraries",
     "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
     "table": "try again after the time in Retry-After; the server's log has the cause",
     "body_too_large": "send less in one request",
-    "head_too_large": "send fewer or shorter headers",
-    "unsupported_media_type": "send the header Content-Type: application/json",
     "body_timeout": "send the whole body at once",
-    "unauthorized": "send Authorization: Bearer KEY, or X-API-Key: KEY; a browser takes the key as password",
+    "unauthorized": "set INFERENCEGYM_API_KEY for our clients, else send Authorization: Bearer KEY or X-API-Key: KEY; "
+    "a browser takes the key as password",
     "foreign_origin": "play from a program or from this server's page, or have it started with INFERENCEGYM_CORS=all",
     "unknown_host": "use a known host name of the server, or have this one added to INFERENCEGYM_ALLOWED_HOSTS",
     "overloaded": "try again after the time in Retry-After; nothing was changed",
@@ -59,44 +57,16 @@ NEXT_OF_BATCHES: Final[dict[str, str]] = {
 
 RETRY_AFTER_S: Final = 1
 
-
 _STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
-
-
-NO_KEY_PAGE: Final = b"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>InferenceGym: API key</title>
-<h1>This server requires an API key</h1>
-<p>Reload this page. Your browser asks for a user name and a password: enter the API key as password and any name.</p>
-<p>Programs send <code>Authorization: Bearer KEY</code> or <code>X-API-Key: KEY</code>.</p>
-<p>Ask the operator of this server for the key (its setting <code>INFERENCEGYM_API_KEY</code>).</p>
-</html>
-"""
-"""What a browser shows whose visitor gave no key."""
-
-
-def problem_page(error: InferenceGymError, scope: Scope) -> Response:
-    """:func:`problem_reply`, or a page where a browser opened an address without the API key."""
-    reply = problem_reply(error, scope["path"])
-    by_browser = any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
-    if error.http_status != 401 or not by_browser:
-        return reply
-    page = Response(NO_KEY_PAGE, 401, media_type="text/html")
-    page.raw_headers += [header for header in reply.raw_headers if header[0] == b"www-authenticate"]
-    return page
 
 
 def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
     """The answer to a request for ``path`` that ended in ``error``."""
     detail: dict[str, Any] = {"message": str(error), "code": error.code}
-    for key in ("field", "allowed"):
+    for key in ("field", "allowed", "step", "line"):
         value = getattr(error, key, None)
         if value is not None:
-            detail[key] = str(value)
-    for key in ("step", "line"):
-        if getattr(error, key, None) is not None:
-            detail[key] = vars(error)[key]
+            detail[key] = value if isinstance(value, int) else str(value)
     detail["next"] = _next(error.code, path)
     headers: list[tuple[bytes, bytes]] = []
     if error.http_status in (429, 503):
@@ -142,11 +112,6 @@ async def _on_http(request: Request, error: Exception) -> JsonReply:
 async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
     # This answer bypasses the middleware that adds the header to all others.
     headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
-    return failure_reply(headers)
-
-
-def failure_reply(headers: RawHeaders = ()) -> JsonReply:
-    """Answer to a request that failed by a fault of the server (HTTP 500)."""
     detail = {
         "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
         "code": "internal",

@@ -10,13 +10,9 @@ from typing import Final
 from inferencegym.errors import CapacityError
 
 NEW_S: Final = 10.0
-"""Seconds for which a connection without an episode keeps its slot when others need it. A client's first reset follows
-its handshake at once, and arrives by then even over a slow line or on a busy machine.
-"""
+"""Seconds for which a connection without an episode keeps its slot when others need it: longer than a reset takes."""
 IDLE_S: Final = 60.0
-"""Seconds for which a connection keeps its slot after its last reset or step when others need it: longer than a
-language model's answer takes, so that no rollout is interrupted between two steps.
-"""
+"""Seconds for which a connection keeps its slot after its last step: longer than a language model's answer takes."""
 
 
 class NoSlotError(CapacityError):
@@ -61,11 +57,7 @@ class Slots:
         self._taken: set[Slot] = set()
 
     def take(self, client: str) -> Slot:
-        """A slot for the connection that the current task serves. Raises NoSlotError.
-
-        If all slots, or all of the client's, are taken, an idle connection is closed: first one without an episode,
-        then the one idle longest.
-        """
+        """A slot for the connection that the current task serves, or of an idle one. Raises NoSlotError."""
         own = [slot for slot in self._taken if slot.client == client]
         if self._most > self._most_per_client <= len(own):
             said = f"{len(own)} connections of this client play, and no more than {self._most_per_client} may"
@@ -86,6 +78,7 @@ class Slots:
         idle = [slot for slot in slots if slot.may_give_way(now)]
         if not idle:
             raise NoSlotError(said, f"close one, or raise {setting} on the server", len(slots), most)
+        # One without an episode, else the one idle longest.
         first = min(idle, key=lambda slot: (slot.has_episode, slot.played))
         self._taken.discard(first)
         first.give_way()

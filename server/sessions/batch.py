@@ -1,8 +1,7 @@
 """Batch sessions: N episodes of one task that step together, K steps per request.
 
-Unlike a recorded session (:mod:`server.sessions.manager`) they live in the memory of one process and are not recorded
-step by step, because recording an action would take longer than playing it. After a restart of the server their steps
-are answered with 404; the same seeds and actions give the same episodes again.
+They live in the memory of one process: recording an action as :mod:`server.sessions.manager` does would take longer
+than playing it.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from types import MappingProxyType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -41,12 +42,12 @@ from inferencegym.tasks import TaskId
 from server.net.cpu import on_thread
 from server.net.errors import InvalidRequestError
 from server.net.jobs import Elsewhere, JobRefusedError
+from server.net.metrics import COUNTERS
 from server.sessions.quota import UnfinishedQuota
 from server.sessions.session import Session, new_session_id
 from server.sessions.store import SessionStore, StoredEpisode
 from server.settings import Settings
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -136,44 +137,17 @@ class LiveSession(Session):
         return self.last is not None and self.last.done
 
 
-@dataclass(slots=True)
-class Counters:
-    """Counts of events since the process started."""
-
-    resets: int = 0
-    steps: int = 0
-    repeated_answers: int = 0
-    conflicts: int = 0
-    replays: int = 0
-    replayed_steps: int = 0
-    evictions: int = 0
-    store_errors: int = 0
-
-
-def _counting_store_errors(
-    method: Callable[Concatenate[SessionManager, P], Awaitable[T]],
-) -> Callable[Concatenate[SessionManager, P], Awaitable[T]]:
-    @wraps(method)
-    async def counting(self: SessionManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await method(self, *args, **kwargs)
-        except StoreError:
-            self.counters.store_errors += 1
-            raise
-
-    return counting
-
-
 class SessionManager:
     """Resets, steps and looks up sessions of all families."""
 
     def __init__(self, store: SessionStore, families: Mapping[str, Family], settings: Settings) -> None:
         self.store = store
         self.families = families
-        self.counters = Counters()
+        self.counters = SimpleNamespace(**dict.fromkeys(COUNTERS, 0))
         self.elsewhere = Elsewhere()
         self._live: OrderedDict[str, LiveSession] = OrderedDict()
-        self._steps_held = 0
+        self.steps_held = 0
+        """Log entries of all environments in memory: one per step, or several where actions are held."""
         self._max_live = settings.live_sessions
         self._max_steps_held = settings.live_steps
         self._max_waiting = settings.max_waiting_steps
@@ -192,14 +166,8 @@ class SessionManager:
         """Sessions whose environment is in memory, the most recently used last."""
         return MappingProxyType(self._live)
 
-    @property
-    def steps_held(self) -> int:
-        """Log entries of all environments in memory: one per step, or several where actions are held."""
-        return self._steps_held
-
     # ------------------------------------------------------------ public operations
 
-    @_counting_store_errors
     async def reset(
         self,
         family: str,
@@ -217,27 +185,28 @@ class SessionManager:
         so is one of another family in any case.
         The environment raises the errors of the other arguments; an earlier episode then continues.
         """
-        if session_id is None or not await self._may_restart(session_id, family, create):
-            await self._quota.take(caller)
-        chosen = self.families[family]
-        env = chosen.make()
-        session_id = session_id or new_session_id()
-        start = partial(env.reset, seed=seed, task_id=task_id, config=config, session_id=session_id)
-        first = await asyncio.to_thread(start) if _starts_long(config) else start()
-        record = EpisodeRecord(chosen.name, env.task_id, env.seed, env.config_dict())
-        live = self._live.get(session_id)
-        if live is None:
-            token = await self.store.put(session_id, record, caller)
-            live = LiveSession(session_id, chosen, record, token, caller, env)
-            self._keep(live)
-        else:
-            self._live.move_to_end(session_id)
-            async with live.lock:
-                live.token = await self.store.put(session_id, record, caller)
-                self._replace(live, chosen, record, env)
-                live.caller = caller
-        self.counters.resets += 1
-        return live, first
+        with self._counting_store_errors():
+            if session_id is None or not await self._may_restart(session_id, family, create):
+                await self._quota.take(caller)
+            chosen = self.families[family]
+            env = chosen.make()
+            session_id = session_id or new_session_id()
+            start = partial(env.reset, seed=seed, task_id=task_id, config=config, session_id=session_id)
+            first = await asyncio.to_thread(start) if _starts_long(config) else start()
+            record = EpisodeRecord(chosen.name, env.task_id, env.seed, env.config_dict())
+            live = self._live.get(session_id)
+            if live is None:
+                token = await self.store.put(session_id, record, caller)
+                live = LiveSession(session_id, chosen, record, token, caller, env)
+                self._keep(live)
+            else:
+                self._live.move_to_end(session_id)
+                async with live.lock:
+                    live.token = await self.store.put(session_id, record, caller)
+                    self._replace(live, chosen, record, env)
+                    live.caller = caller
+            self.counters.resets += 1
+            return live, first
 
     def try_step(
         self,
@@ -297,39 +266,39 @@ class SessionManager:
             self.counters.store_errors += 1
             raise
 
-    @_counting_store_errors
     async def get(self, session_id: str, family: str | None = None) -> LiveSession:
         """The session in its current state, whichever process stepped it last. Hold its ``lock`` across awaits.
 
         Where ``family`` is given, a session of another family is an UnknownSessionError.
         """
-        live = self._live.get(session_id)
-        if live is None:
-            live = await self._load(session_id)
-        else:
-            self._live.move_to_end(session_id)
-            async with live.lock:
-                if await self.store.position(session_id) != (live.token, len(live.actions)):
+        with self._counting_store_errors():
+            live = self._live.get(session_id)
+            if live is None:
+                live = await self._load(session_id)
+            else:
+                self._live.move_to_end(session_id)
+                async with live.lock:
                     await self._refresh(live)
         if family is not None:
             must_be(live.family.name, family, session_id)
         return live
 
-    @_counting_store_errors
     async def latest(self, caller: str) -> str:
         """Id of the session that this caller reset last. Raises UnknownSessionError."""
-        session_id = await self.store.latest(caller)
+        with self._counting_store_errors():
+            session_id = await self.store.latest(caller)
         if session_id is None:
             raise UnknownSessionError("this caller has started no session: name one with session_id")
         return session_id
 
-    async def ping(self) -> None:
-        """Check that the store accepts writes and has the sessions in memory; raises StoreError otherwise."""
-        await self.store.ping()
+    async def ping(self) -> str | None:
+        """:meth:`SessionStore.ping`; raises StoreError also while the store lacks sessions that are in memory."""
+        damage = await self.store.ping()
         if self._live and await self.store.reopened() != self._reopened:
             raise StoreError(
                 f"the session store was opened anew: {len(self._live):,} sessions in memory are being stored again"
             )
+        return damage
 
     async def maintain(self) -> None:
         """Keep the store complete, and forget what has expired, until cancelled."""
@@ -356,8 +325,7 @@ class SessionManager:
                 if self._live.get(live.session_id) is not live:
                     continue
                 try:
-                    if await self.store.position(live.session_id) != (live.token, len(live.actions)):
-                        await self._refresh(live)
+                    await self._refresh(live)
                 except InferenceGymError as error:
                     # If the store itself has failed, ping raises and all is tried again; else only this session failed.
                     await self.store.ping()
@@ -448,6 +416,14 @@ class SessionManager:
 
     # ------------------------------------------------------------ between memory and store
 
+    @contextmanager
+    def _counting_store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            self.counters.store_errors += 1
+            raise
+
     async def _load(self, session_id: str) -> LiveSession:
         stored = await self.store.get(session_id) if _SESSION_ID.match(session_id) else None
         if stored is None:
@@ -468,31 +444,33 @@ class SessionManager:
 
     async def _refresh(self, live: LiveSession) -> None:
         """Bring a live session up to date with its record; needs the session's lock."""
-        stored = await self.store.get(live.session_id, first=len(live.actions))
+        # With the last action that both should have.
+        known = min(1, len(live.actions))
+        stored = await self.store.get(live.session_id, first=len(live.actions) - known)
         if stored is None:
             # Removed from the store (expired, made room, or the store was replaced) while it is in use here: keep it.
-            token = await self.store.restore(live.session_id, live.record, live.caller)
-            if token is None:  # another process that has it in memory was first
+            token = await self.store.put(live.session_id, live.record, live.caller, replace=False)
+            if not token:  # another process that has it in memory was first
                 await self._adopt(live, await self.store.get(live.session_id))
                 return
             live.token = token
             if live.env.done:
                 await self._touch(live)
-        elif stored.token != live.token:
+        elif stored.token != live.token or len(stored.record.actions) < known:
             await self._adopt(live, await self.store.get(live.session_id))
-        elif stored.record.actions:
-            await self._catch_up(live, stored.record.actions)
-        else:
-            await self._write_back(live)
+        elif missed := stored.record.actions[known:]:
+            await self._catch_up(live, missed)
 
     async def _adopt(self, live: LiveSession, stored: StoredEpisode | None) -> None:
         if stored is None:
             raise StoreError("the session was being replaced; send the request again")
         count = len(stored.record.actions)
         if stored.record.reset_id == live.record.reset_id and stored.record.actions == live.actions[:count]:
-            # The same episode, stored again by a process with at most as many steps.
+            # The same episode, stored again by a process with at most as many steps, or a Redis replica that took over
+            # lacks the last ones.
             live.token = stored.token
-            await self._write_back(live)
+            for index in range(count, len(live.actions)):
+                await self.store.append(live.session_id, live.token, index, live.actions[index])
             return
         family = self._family_of(stored.record)
         env = await self._replay(family, stored.record, live.session_id)
@@ -513,14 +491,6 @@ class SessionManager:
             self.counters.replayed_steps += len(live.actions) - before
             self._count_held(live, live.n_entries - entries)
             live.last = last_result(live.env)
-
-    async def _write_back(self, live: LiveSession) -> None:
-        """Store the actions that the store has lost (a Redis replica that took over may lack the last steps)."""
-        position = await self.store.position(live.session_id)
-        if position is None or position[0] != live.token:
-            return
-        for index in range(position[1], len(live.actions)):
-            await self.store.append(live.session_id, live.token, index, live.actions[index])
 
     async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
         self.counters.replays += 1
@@ -578,8 +548,8 @@ class SessionManager:
         if earlier is not None:
             self._drop(earlier)
         self._live[live.session_id] = live
-        self._steps_held += live.n_entries
-        while len(self._live) > self._max_live or (self._steps_held > self._max_steps_held and len(self._live) > 1):
+        self.steps_held += live.n_entries
+        while len(self._live) > self._max_live or (self.steps_held > self._max_steps_held and len(self._live) > 1):
             victim = next((one for one in self._live.values() if not one.in_use and one is not live), None)
             if victim is None:
                 return
@@ -593,11 +563,11 @@ class SessionManager:
     def _count_held(self, live: LiveSession, steps: int) -> None:
         # A session dropped meanwhile no longer counts.
         if self._live.get(live.session_id) is live:
-            self._steps_held += steps
+            self.steps_held += steps
 
     def _drop(self, live: LiveSession) -> None:
         del self._live[live.session_id]
-        self._steps_held -= live.n_entries
+        self.steps_held -= live.n_entries
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s

@@ -1,19 +1,17 @@
 """Quota of unfinished episodes per client in the store, so that no client can fill it.
 
-The store is queried at a client's first reset and then every few hundred resets. Several processes count separately, so
-together they may exceed the limit a little.
+Several processes count separately, so together they may exceed the limit a little.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from typing import Final
 
 from server.net.errors import RateLimitedError
 from server.sessions.store import IDLE_S, SessionStore, client_of
 
-REFUSE_FOR_S: Final = 1.0
+RETRY_AFTER_S: Final = 1.0
 MAX_CLIENTS: Final = 10_000
 
 
@@ -24,7 +22,6 @@ class UnfinishedQuota:
         self._store = store
         self._limit = limit
         self._room: OrderedDict[str, int] = OrderedDict()
-        self._refused_until: dict[str, float] = {}
 
     async def take(self, caller: str) -> None:
         """Count one more episode. Raises RateLimitedError if the client is at the limit and has no idle episode."""
@@ -37,15 +34,11 @@ class UnfinishedQuota:
             self._room.popitem(last=False)
 
     async def _counted(self, client: str) -> int:
-        now = time.monotonic()
-        if now >= self._refused_until.get(client, 0.0):
-            left = await self._store.make_room(client, self._limit, IDLE_S)
-            if left < self._limit:
-                return min(self._limit - left, max(1, self._limit // 10))
-            self._refused_until = {one: until for one, until in self._refused_until.items() if until > now}
-            self._refused_until[client] = now + REFUSE_FOR_S
+        left = await self._store.make_room(client, self._limit, IDLE_S)
+        if left < self._limit:
+            return min(self._limit - left, max(1, self._limit // 10))
         raise RateLimitedError(
             f"{self._limit:,} unfinished episodes of yours are kept, as many as one client may have, and all of them "
             f"were played in the last {IDLE_S / 60:g} minutes: finish one, or restart one by its id",
-            REFUSE_FOR_S,
+            RETRY_AFTER_S,
         )

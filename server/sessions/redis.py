@@ -1,8 +1,7 @@
 """Session store in Redis, shared by servers on several machines.
 
 Three keys per session: a hash with its start, a list with its actions, and an entry in the indexes by age. Operations
-that must be atomic are Lua scripts. How much a restart of Redis loses is set there (``appendonly yes`` with
-``appendfsync always`` or ``everysec``).
+that must be atomic are Lua scripts.
 """
 
 from __future__ import annotations
@@ -114,8 +113,10 @@ class RedisStore:
     def __init__(self, settings: Settings) -> None:
         self._ttl_s = settings.session_ttl_s
         self._limit = settings.max_sessions
+        self.stored = 0
         self._process = secrets.token_hex(4)
         self._appends = itertools.count()
+        self._down = False
         pool = redis.BlockingConnectionPool.from_url(
             settings.store_url,
             # If all connections are in use, a request waits for as long as for Redis itself.
@@ -146,24 +147,17 @@ class RedisStore:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def ping(self) -> None:
+    async def ping(self) -> str | None:
         await self._run(lambda: self._client.set(PREFIX + "ping", "1", ex=60))
+        return None
 
     async def reopened(self) -> int:
         return 0
 
-    async def damage(self) -> str | None:
-        return None
+    def size_bytes(self) -> int:
+        return 0
 
-    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
-        token = await self._store(session_id, record, caller, replace=True)
-        assert token is not None
-        return token
-
-    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
-        return await self._store(session_id, record, caller, replace=False)
-
-    async def _store(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool) -> str | None:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool = True) -> str:
         token = secrets.token_hex(8)
         keys = [_head(session_id), _actions(session_id), BY_AGE, FINISHED, _latest(caller), _unfinished(caller)]
         now = clock_s()
@@ -175,7 +169,7 @@ class RedisStore:
             answer = await self._run(lambda: self._put(keys, args))
         if answer == b"full":
             raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
-        return token if answer == b"stored" else None
+        return token if answer == b"stored" else ""
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         found = await self._run(lambda: self._get([_head(session_id), _actions(session_id)], [first]))
@@ -183,16 +177,6 @@ class RedisStore:
             return None
         token, start, actions = found
         return stored_episode(token.decode(), start, actions)
-
-    async def position(self, session_id: str) -> tuple[str, int] | None:
-        async def read() -> tuple[str, int] | None:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hget(_head(session_id), "token")
-                pipe.llen(_actions(session_id))
-                token, count = await pipe.execute()
-            return None if token is None else (token.decode(), int(count))
-
-        return await self._run(read)
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         keys = [_head(session_id), _actions(session_id)]
@@ -231,12 +215,10 @@ class RedisStore:
 
     async def purge(self) -> int:
         """Redis forgets expired sessions by itself; the indexes are brought up to date here."""
-        gone = 0
-        while True:
-            count = await self._run(self._purge_chunk)
-            gone += count
-            if count < PURGE_CHUNK:
-                return gone
+        gone = count = await self._run(self._purge_chunk)
+        while count >= PURGE_CHUNK:
+            gone += (count := await self._run(self._purge_chunk))
+        return gone
 
     async def _purge_chunk(self) -> int:
         # The index by age is written only now and then, so an old session may be in use: its key shows.
@@ -250,6 +232,7 @@ class RedisStore:
         if stored - len(gone) >= self._limit:
             gone += await self._idle()
         await self._forget_all(gone)
+        self.stored = stored - len(gone)
         return len(gone)
 
     async def _idle(self) -> list[bytes]:
@@ -267,9 +250,17 @@ class RedisStore:
 
     async def _run(self, operation: Callable[[], Awaitable[T]]) -> T:
         try:
-            return await operation()
+            answer = await operation()
         except (RedisError, OSError) as error:
-            raise StoreError(f"the session store cannot be used now: {type(error).__name__}: {error}") from error
+            # Once per outage, and not in the answer, which anybody may read: the cause names the host of Redis.
+            if not self._down:
+                log.error("Redis cannot be used: %s: %s", type(error).__name__, error)
+            self._down = True
+            raise StoreError(f"the session store cannot be used now: {type(error).__name__}") from error
+        if self._down:
+            log.warning("Redis can be used again")
+        self._down = False
+        return answer
 
 
 def _head(session_id: str) -> str:

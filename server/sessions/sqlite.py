@@ -86,7 +86,6 @@ SELECT id FROM (
     FROM sessions WHERE NOT finished
 ) WHERE touched <= ? ORDER BY held DESC, touched LIMIT ?
 """
-_COUNT: Final = "SELECT coalesce(max(n) + 1, 0) FROM steps WHERE token = ?"
 
 _SYNCHRONOUS: Final = {"full": "FULL", "process": "NORMAL", "none": "OFF"}
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
@@ -96,10 +95,20 @@ CHECK_EVERY_S: Final = 60.0
 """Seconds between checks of the whole file for damage: a quarter of a second of a thread for a million steps."""
 DAMAGED: Final = "damaged"
 """Caller of the sessions that were set aside."""
-REUSE_LOG_FROM_BYTES: Final = 4 * 1024 * 1024
-LARGE_LOG_BYTES: Final = 64 * 1024 * 1024
+REUSE_LOG_FROM_BYTES: Final = 64 * 1024 * 1024
+"""Size from which the log is begun again, for which all writers wait: two fsyncs, 10 to 100 ms. Busy servers write as
+much in two to ten seconds.
+"""
+LARGE_LOG_BYTES: Final = 256 * 1024 * 1024
+"""Size from which the log is cut as well: a long read kept it from being begun again."""
 LOOK_EVERY_S: Final = 1.0
 """Seconds between checks whether the path still leads to the open file, under continuous steps."""
+SNAPSHOT_S: Final = 0.005
+"""Seconds for which consecutive steps share one snapshot of the file, which saves each four of its six file locks. A
+checkpoint that begins the log again waits for the end.
+"""
+NO_SNAPSHOT_S: Final = 1.0
+"""Seconds without a shared snapshot after another process has written: a step from an outdated one is refused."""
 PURGE_CHUNK: Final = 20
 """Sessions deleted per transaction: about 4,000 rows, a few milliseconds."""
 
@@ -119,9 +128,13 @@ class SqliteStore:
         self._file: tuple[int, int] | None = None
         """Device and inode of the open file."""
         self._look_at_s = 0.0
+        self._snapshot: sqlite3.Cursor | None = None
+        """A read that is left unfinished; as long as it is, steps need no snapshot of their own."""
+        self._snapshot_from_s = 0.0
         self._reopened = 0
-        self._stored = 0
-        self._checkpoints: _Checkpoints | None = None
+        self.stored = 0
+        self._checkpoints: threading.Thread | None = None
+        self._closed = threading.Event()
         self._asking: asyncio.Task[None] | None = None
         """Task that waits for the end of a lock."""
 
@@ -137,12 +150,14 @@ class SqliteStore:
         sql = "UPDATE sessions SET finished = 1 WHERE NOT finished AND instr(start, ?) = 0"
         await self._run(lambda c: c.execute(sql, (f'"release":"{__version__}"',)))
         log.info("sessions are kept in %s", self.path)
-        self._checkpoints = _Checkpoints(self.path)
+        self._closed.clear()
+        self._checkpoints = threading.Thread(target=self._keep_up, name="sqlite-checkpoints", daemon=True)
         self._checkpoints.start()
 
     async def close(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.stop()
+            self._closed.set()
+            self._checkpoints.join(timeout=5)
             self._checkpoints = None
         if self._asking is not None:
             self._asking.cancel()
@@ -152,11 +167,13 @@ class SqliteStore:
     async def reopened(self) -> int:
         return await self._run(lambda _: self._reopened)
 
-    async def ping(self) -> None:
+    def size_bytes(self) -> int:
+        # The log, and damaged files that were set aside, fill the disk as well.
+        return sum(file.stat().st_size for file in self.path.parent.glob(f"{self.path.name}*"))
+
+    async def ping(self) -> str | None:
         # A full disk shows only when something is written.
         await self._run(lambda c: c.execute("UPDATE pings SET count = count + 1"))
-
-    async def damage(self) -> str | None:
         aside = sorted(one.name for one in self.path.parent.glob(f"{self.path.name}.damaged-*-????"))
         sql = "SELECT count(*) FROM sessions WHERE caller = ?"
         sessions = await self._run(lambda c: c.execute(sql, (DAMAGED,)).fetchone()[0])
@@ -165,16 +182,8 @@ class SqliteStore:
 
     # ------------------------------------------------------------ records
 
-    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
-        token = await self._store(session_id, record, caller, replace=True)
-        assert token is not None
-        return token
-
-    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
-        return await self._store(session_id, record, caller, replace=False)
-
-    async def _store(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool) -> str | None:
-        if self._stored >= self._limit:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool = True) -> str:
+        if self.stored >= self._limit:
             await self.purge()
         token = secrets.randbits(62)
         start_json = record.start_json()
@@ -187,7 +196,7 @@ class SqliteStore:
                 if not replace and connection.execute(here_sql, (session_id, self._oldest())).fetchone():
                     return None
                 known = _forget(connection, [session_id])
-                if not known and self._stored >= self._limit:
+                if not known and self.stored >= self._limit:
                     raise CapacityError(f"the store has reached its limit of {self._limit:,} unfinished sessions")
                 row = (token, session_id, start_json.decode(), _sum(token, session_id, start_json), caller, now)
                 connection.execute(_PUT, row)
@@ -196,8 +205,8 @@ class SqliteStore:
 
         replaced = await self._run(write)
         if replaced is None:
-            return None
-        self._stored += not replaced
+            return ""
+        self.stored += not replaced
         return str(token)
 
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
@@ -223,30 +232,30 @@ class SqliteStore:
 
         return await self._run(read)
 
-    async def position(self, session_id: str) -> tuple[str, int] | None:
-        def read(connection: sqlite3.Connection) -> tuple[str, int] | None:
-            row = connection.execute(
-                "SELECT token, (SELECT coalesce(max(n) + 1, 0) FROM steps WHERE token = sessions.token)"
-                " FROM sessions WHERE id = ? AND touched > ?",
-                (session_id, self._oldest()),
-            ).fetchone()
-            return None if row is None else (str(row[0]), int(row[1]))
-
-        return await self._run(read)
-
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         row = (*_step_row(int(token), index, action), session_id)
         return await self._run(lambda c: c.execute(_APPEND, row).rowcount == 1)
 
     def append_at_once(self, session_id: str, token: str, index: int, action: Action) -> bool:
-        if self._connection is None or (time.monotonic() >= self._look_at_s and not self._in_place()):
+        now = time.monotonic()
+        if self._connection is None or (now >= self._look_at_s and not self._in_place()):
             return False
         try:
+            if self._snapshot is None and now >= self._snapshot_from_s:
+                self._snapshot = self._connection.execute("SELECT count FROM pings")
+                asyncio.get_running_loop().call_later(SNAPSHOT_S, self._end_snapshot)
             row = (*_step_row(int(token), index, action), session_id)
             return self._connection.execute(_APPEND, row).rowcount == 1
-        except sqlite3.Error:
+        except sqlite3.Error as error:
             # Another process is writing, or there is a fault: append handles both.
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY_SNAPSHOT:
+                self._snapshot_from_s = now + NO_SNAPSHOT_S
             return False
+
+    def _end_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
 
     async def touch(self, session_id: str, token: str, finished: bool) -> None:
         row = (clock_s(), finished, int(token), session_id)
@@ -268,7 +277,7 @@ class SqliteStore:
         if count < limit:
             return count
         gone = await self._run(forget_idle)
-        self._stored -= gone
+        self.stored -= gone
         return count - gone
 
     async def latest(self, caller: str) -> str | None:
@@ -277,13 +286,11 @@ class SqliteStore:
         return None if row is None else str(row[0])
 
     async def purge(self) -> int:
-        gone = 0
-        while True:
-            count = await self._run(self._purge_chunk)
-            gone += count
-            if count < PURGE_CHUNK:
-                return gone
+        gone = count = await self._run(self._purge_chunk)
+        while count >= PURGE_CHUNK:
             await asyncio.sleep(0)
+            gone += (count := await self._run(self._purge_chunk))
+        return gone
 
     def _purge_chunk(self, connection: sqlite3.Connection) -> int:
         with _transaction(connection):
@@ -297,7 +304,7 @@ class SqliteStore:
             if stored - len(ids) >= self._limit:
                 ids += [row[0] for row in connection.execute(_IDLE, (clock_s() - IDLE_S, ROOM_CHUNK))]
             _forget(connection, ids)
-        self._stored = stored - len(ids)
+        self.stored = stored - len(ids)
         return len(ids)
 
     def _oldest(self) -> float:
@@ -352,6 +359,7 @@ class SqliteStore:
         raise StoreError(f"the session store cannot be used now: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
+        self._end_snapshot()
         if self._connection is not None and not self._in_place():
             log.error("the session store %s was replaced or removed while it was open: it is opened anew", self.path)
             self._disconnect()
@@ -359,7 +367,7 @@ class SqliteStore:
             connection, file = self._connect()
             self._reopened += self._file is not None
             self._connection, self._file = connection, file
-            self._stored = self._connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
+            self.stored = self._connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
         return self._connection
 
     def _in_place(self) -> bool:
@@ -410,10 +418,39 @@ class SqliteStore:
         return connection
 
     def _disconnect(self) -> None:
+        self._end_snapshot()
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
+
+    # ------------------------------------------------------------ the thread of checkpoints
+
+    def _keep_up(self) -> None:
+        """Move the log into the database file every second, so that it stays small; look for damage. Ends on close."""
+        checked = time.monotonic()
+        while not self._closed.wait(CHECKPOINT_EVERY_S):
+            # After a failure here (a lock, a full disk) the log only grows; the next request meets and reports it.
+            with contextlib.suppress(sqlite3.Error, OSError, StoreError):
+                if time.monotonic() - checked >= CHECK_EVERY_S:
+                    checked = time.monotonic()
+                    _set_aside_if_damaged(self.path)
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        log_file = self.path.with_name(self.path.name + "-wal")
+        if not log_file.exists() or log_file.stat().st_size == 0:
+            return
+        # The file is not created if it is missing: another process may just be renaming it and its log.
+        uri = self.path.absolute().as_uri() + "?mode=rw"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)) as connection:
+            # A passive checkpoint does not wait and moves what is there. What is written meanwhile keeps the log
+            # from being used from its start again, which costs less than letting it grow; so the rest, which is little
+            # now, is moved while writers wait for a moment.
+            pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+            if pages * PAGE_BYTES > REUSE_LOG_FROM_BYTES:
+                mode = "TRUNCATE" if log_file.stat().st_size > LARGE_LOG_BYTES else "RESTART"
+                connection.execute(f"PRAGMA wal_checkpoint({mode})")
 
 
 class MemoryStore(SqliteStore):
@@ -426,9 +463,6 @@ class MemoryStore(SqliteStore):
 
     async def open(self) -> None:
         self._connected()
-
-    async def damage(self) -> str | None:
-        return None
 
     def _in_place(self) -> bool:
         return True
@@ -507,41 +541,3 @@ def _is_damaged(path: Path) -> bool:
             return str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok"
     except sqlite3.DatabaseError as error:
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
-
-
-class _Checkpoints(threading.Thread):
-    """Moves the write-ahead log into the database file every second, so that the log stays small; looks for damage."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(name="sqlite-checkpoints", daemon=True)
-        self._path = path
-        self._log = path.with_name(path.name + "-wal")
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join(timeout=5)
-
-    def run(self) -> None:
-        checked = time.monotonic()
-        while not self._stopped.wait(CHECKPOINT_EVERY_S):
-            # After a failure here (a lock, a full disk) the log only grows; the next request meets and reports it.
-            with contextlib.suppress(sqlite3.Error, OSError, StoreError):
-                if time.monotonic() - checked >= CHECK_EVERY_S:
-                    checked = time.monotonic()
-                    _set_aside_if_damaged(self._path)
-                self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        if not self._log.exists() or self._log.stat().st_size == 0:
-            return
-        # The file is not created if it is missing: another process may just be renaming it and its log.
-        uri = self._path.absolute().as_uri() + "?mode=rw"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)) as connection:
-            # A passive checkpoint does not wait and moves what is there. What is written meanwhile keeps the log
-            # from being used from its start again, which costs less than letting it grow; so the rest, which is little
-            # now, is moved while writers wait for a moment.
-            pages = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
-            if pages * PAGE_BYTES > REUSE_LOG_FROM_BYTES:
-                mode = "TRUNCATE" if self._log.stat().st_size > LARGE_LOG_BYTES else "RESTART"
-                connection.execute(f"PRAGMA wal_checkpoint({mode})")

@@ -1,9 +1,7 @@
 """Interface of session stores: durable maps from session id to episode record.
 
-An episode IS (family, task, seed, config, actions): its environment can be rebuilt from them at any time, so nothing
-else is stored. A store is a list of records with one rule: action ``n`` is appended only where exactly ``n`` actions
-are stored, for the same start of the session. That is all the concurrency control between requests, processes and
-machines.
+One rule is all the concurrency control between requests, processes and machines: action ``n`` is appended only where
+exactly ``n`` actions are stored, for the same start of the session.
 """
 
 from __future__ import annotations
@@ -65,6 +63,8 @@ class SessionStore(Protocol):
     """
 
     name: str
+    stored: int
+    """Sessions in the store when this process last counted them."""
 
     async def open(self) -> None:
         """Connect, and create what is missing. A store on another machine may be down: its operations then fail."""
@@ -72,20 +72,15 @@ class SessionStore(Protocol):
     async def close(self) -> None:
         """Release everything; nothing acknowledged is lost."""
 
-    async def put(self, session_id: str, record: EpisodeRecord, caller: str) -> str:
+    async def put(self, session_id: str, record: EpisodeRecord, caller: str, replace: bool = True) -> str:
         """Store the session's (next) episode with its actions, replacing an earlier one, and return its token.
 
+        With ``replace`` False an earlier one stays, and the token is empty.
         Raises :class:`~inferencegym.errors.CapacityError` when the store is full of unfinished sessions.
         """
 
-    async def restore(self, session_id: str, record: EpisodeRecord, caller: str) -> str | None:
-        """As :meth:`put`, for a session that the store has lost; None, and nothing changed, if it has the session."""
-
     async def get(self, session_id: str, first: int = 0) -> StoredEpisode | None:
         """The session's episode with its actions from index ``first`` on, or None if there is none."""
-
-    async def position(self, session_id: str) -> tuple[str, int] | None:
-        """Token and number of stored actions, or None."""
 
     async def append(self, session_id: str, token: str, index: int, action: Action) -> bool:
         """Store action number ``index``; False, and nothing changed, unless ``token`` has exactly ``index`` actions."""
@@ -117,11 +112,11 @@ class SessionStore(Protocol):
     async def reopened(self) -> int:
         """How often the store has reopened its file, in which sessions in memory may then be missing."""
 
-    async def damage(self) -> str | None:
-        """What was found damaged and set aside, in words; None: nothing."""
+    def size_bytes(self) -> int:
+        """Bytes on this machine's disk."""
 
-    async def ping(self) -> None:
-        """Return if the store would take a write now; raise StoreError otherwise."""
+    async def ping(self) -> str | None:
+        """Write something, and return what was found damaged and set aside, in words; None: nothing."""
 
 
 def client_of(caller: str) -> str:

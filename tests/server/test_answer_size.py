@@ -140,7 +140,6 @@ def test_an_error_is_short_whatever_path_query_or_header_was_sent(client: TestCl
         client.get(f"/traffic/policies?task_id={long}"),
         client.get(f"/tasks/{long}"),
         client.post(f"/{long}/task", json={"split": "train", "index": 0}),
-        client.post("/reset", content=b"{}", headers={"Content-Type": long}),
         client.post("/traffic/step", json={"action": "allow_all"}, headers={"Cookie": f"inferencegym_traffic={long}"}),
         client.get("/state", headers={"X-Client-Id": long}),
         client.get("/nowhere", headers={"X-Request-Id": long}),

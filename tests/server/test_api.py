@@ -320,7 +320,7 @@ def test_no_answer_holds_nan_or_infinity(server: RunningServer) -> None:
 
 def test_the_idle_server_has_not_imported_what_it_does_not_need() -> None:
     heavy = ["aiconfigurator_core", "pandas", "pyarrow", "scipy", "torch", "gradio", "openai", "matplotlib", "redis"]
-    heavy += ["pydantic.v1", "openenv", "fastmcp", "anthropic"]
+    heavy += ["openenv", "fastmcp", "anthropic"]
     script = f"""
 import asyncio, sys
 from server.app import create_app

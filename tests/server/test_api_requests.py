@@ -11,8 +11,10 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from inferencegym.models import ACTION_FIELDS
+from server.api.episodes import MAX_LOG_BYTES
 from server.api.openapi import inlined_paths
 from server.app import create_app
+from server.net.json_io import MAX_BODY_BYTES
 from server.settings import Settings
 from tests.servers import RunningServer
 
@@ -25,7 +27,7 @@ def client_of(**settings: Any) -> TestClient:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with client_of(max_body_bytes=4096, max_log_bytes=65536) as running:
+    with client_of() as running:
         yield running
 
 
@@ -187,34 +189,31 @@ def test_a_malformed_log_is_422_naming_step_and_field(client: TestClient) -> Non
 
 
 def test_a_body_over_the_limit_is_413_declared_or_not(client: TestClient) -> None:
-    large = b'{"config": "' + b"x" * 5000 + b'"}'
+    large = b'{"config": "' + b"x" * MAX_BODY_BYTES + b'"}'
     assert detail_of(client.post("/reset", content=large, headers=JSON), 413)["code"] == "body_too_large"
-    undeclared = client.post("/reset", content=(large[i : i + 100] for i in range(0, len(large), 100)), headers=JSON)
+    undeclared = client.post(
+        "/reset", content=(large[i : i + 50_000] for i in range(0, len(large), 50_000)), headers=JSON
+    )
     assert detail_of(undeclared, 413)["code"] == "body_too_large"
     assert client.post("/grader", content=large, headers=JSON).status_code == 422, "logs may be longer"
-    assert client.post("/grader", content=b"x" * 70000, headers=JSON).status_code == 413
+    assert client.post("/grader", content=b"x" * (MAX_LOG_BYTES + 1), headers=JSON).status_code == 413
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_as_long_as_the_limit_is_taken_and_one_byte_more_is_not(declared: bool) -> None:
-    most = dict.fromkeys(("max_log_bytes", "max_trace_bytes", "max_batch_bytes"), 65536)
-    with client_of(max_body_bytes=4096, **most) as client:
-        for path, body, limit in (("/reset", b"{}", 4096), ("/grader", b'{"task_id": 1, "episode_log": []}', 65536)):
+    log = b'{"task_id": 1, "episode_log": []}'
+    with client_of() as client:
+        for path, body, limit in (("/reset", b"{}", MAX_BODY_BYTES), ("/grader", log, MAX_LOG_BYTES)):
             for length, status in ((limit, 200), (limit + 1, 413)):
                 whole = body.ljust(length)
                 content = whole if declared else iter([whole[:1000], whole[1000:]])
                 assert client.post(path, content=content, headers=JSON).status_code == status
 
 
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "image/png", "json", ""])
-def test_a_body_declared_as_anything_but_json_is_415(client: TestClient, media_type: str) -> None:
-    answer = client.post("/reset", content=b"{}", headers={"content-type": media_type})
-    assert "application/json" in detail_of(answer, 415)["next"]
-
-
-@pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "application/x+json", ""])
 def test_json_by_any_name_is_taken(client: TestClient, media_type: str) -> None:
     assert client.post("/reset", content=b"{}", headers={"content-type": media_type}).status_code == 200
+    assert detail_of(client.post("/reset", content=b"a=1", headers={"content-type": media_type}), 422)["next"]
 
 
 def test_unknown_paths_and_methods_are_answered_in_the_same_form(client: TestClient) -> None:
@@ -239,7 +238,7 @@ def test_the_openapi_document_describes_bodies_and_answers(client: TestClient) -
     body = step["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["session_id"]
     assert body["properties"]["action"]["properties"]["kv_budget"]["maximum"] == 1.0
-    assert {"200", "400", "404", "409", "413", "415", "422", "429", "503"} <= set(step["responses"])
+    assert {"200", "400", "404", "409", "413", "422", "429", "503"} <= set(step["responses"])
     assert not paths["/reset"]["post"]["requestBody"].get("required")
     for path in ("/health", "/tasks", "/reset", "/step", "/state", "/grader", "/baseline", "/info", "/openenv.yaml"):
         assert path in paths
@@ -267,9 +266,9 @@ def test_seeds_are_described_as_integers_of_63_bits_and_a_log_is_verified_with_o
 # ---------------------------------------------------------------- who may ask, how often
 
 
-def test_an_api_key_guards_everything_but_health() -> None:
+def test_an_api_key_guards_everything_but_what_probes_ask() -> None:
     with client_of(api_key="correct horse") as client:
-        assert client.get("/health").status_code == 200
+        assert [client.get(path).status_code for path in ("/health", "/metadata")] == [200, 200]
         for path in ("/tasks", "/openapi.json", "/docs", "/nowhere"):
             assert detail_of(client.get(path), 401)["code"] == "unauthorized"
         assert client.get("/tasks", headers={"X-API-Key": "correct horse battery"}).status_code == 401
@@ -281,7 +280,13 @@ def test_an_api_key_guards_everything_but_health() -> None:
         assert client.get("/tasks", auth=("correct horse", "")).status_code == 401
 
 
-def test_expensive_paths_are_limited_per_client_and_say_when_to_come_back() -> None:
+def test_while_keys_change_the_old_one_and_the_new_one_are_good() -> None:
+    with client_of(api_key="battery staple, correct horse") as client:
+        for key, status in (("battery staple", 200), ("correct horse", 200), ("battery staple, correct horse", 401)):
+            assert client.get("/tasks", headers={"X-API-Key": key}).status_code == status
+
+
+def test_resets_are_limited_per_client_and_say_when_to_come_back() -> None:
     with client_of(resets_per_minute=3) as client:
         codes = [client.post("/reset").status_code for _ in range(4)]
         assert codes == [200, 200, 200, 429]

@@ -37,10 +37,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("INFERENCEGYM_STORE_URL", "sqlite:/var/x.db", "must begin with sqlite:///"),
         ("INFERENCEGYM_STORE_URL", "sqlite://", "absolute path"),
         ("INFERENCEGYM_STORE_URL", "sqlite://sessions.db", "absolute path"),
-        ("INFERENCEGYM_API_KEY", "short", "8 characters or more"),
+        ("INFERENCEGYM_API_KEY", "short", "keys of 8 characters or more"),
+        ("INFERENCEGYM_API_KEY", "correct horse, short", "keys of 8 characters or more"),
+        ("INFERENCEGYM_API_KEY", "", "keys of 8 characters or more"),
+        ("INFERENCEGYM_API_KEY_FILE", "/nowhere/key", "cannot be read: [Errno 2] No such file or directory"),
         ("INFERENCEGYM_TRUSTED_PROXIES", "10.0.0.0/8, nonsense", "addresses or networks, or *"),
         ("INFERENCEGYM_CORS", "yes", "one of read, all, off"),
-        ("INFERENCEGYM_MAX_BODY_BYTES", "1e3", "an integer from 1,024 to 1,073,741,824"),
+        ("INFERENCEGYM_LIVE_SESSIONS", "1e3", "an integer from 1 to 100,000"),
     ],
 )
 def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
@@ -53,13 +56,18 @@ def test_a_wrong_value_is_refused_with_variable_and_allowed_range(
     assert allowed in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["data_dir", "metrics_dir"])
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_WORKER", "2")
+    with pytest.raises(InvalidConfigError, match=r"not a setting: did you mean INFERENCEGYM_WORKERS\?$"):
+        load_settings()
+
+
 def test_a_folder_is_the_one_that_is_named_and_an_empty_name_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, folder in ((str(tmp_path), tmp_path), ("", None)):
-        monkeypatch.setenv(f"INFERENCEGYM_{name.upper()}", value)
-        assert getattr(load_settings(), name) == folder
+        monkeypatch.setenv("INFERENCEGYM_DATA_DIR", value)
+        assert load_settings().data_dir == folder
 
 
 def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +76,21 @@ def test_a_refused_api_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
         load_settings()
     assert "s3cret" not in str(refused.value)
     assert "s3cret!!" not in repr(Settings(api_key="s3cret!!"))
+
+
+def test_keys_come_from_the_variable_and_from_a_file_and_an_empty_file_opens_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    monkeypatch.setenv("INFERENCEGYM_API_KEY_FILE", str(file))
+    file.write_text("\n")
+    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_API_KEY: its value is not allowed"):
+        load_settings()
+    file.write_text("from a file\n")
+    assert [key.get_secret_value() for key in load_settings().api_key or ()] == ["from a file"]
+    monkeypatch.setenv("INFERENCEGYM_API_KEY", "correct horse, battery staple")
+    keys = [key.get_secret_value() for key in load_settings().api_key or ()]
+    assert keys == ["correct horse", "battery staple", "from a file"]
 
 
 def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,30 +127,26 @@ def test_a_store_in_memory_is_refused_to_several_workers(monkeypatch: pytest.Mon
     assert refused.value.field == "INFERENCEGYM_STORE_URL"
 
 
-@pytest.mark.parametrize("name", ["INFERENCEGYM_DATA_DIR", "INFERENCEGYM_METRICS_DIR"])
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
 def test_a_directory_that_cannot_be_used_stops_the_start_and_names_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, place: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path))
-    monkeypatch.setenv(name, str(tmp_path / place))
-    with pytest.raises(SystemExit, match=rf"{name}: '\S*{place}'"):
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path / place))
+    with pytest.raises(SystemExit):
         main()
+    assert re.search(rf"INFERENCEGYM_DATA_DIR: '\S*{place}'", capsys.readouterr().err)
 
 
 def test_a_directory_that_is_missing_is_made_and_an_empty_one_counts_as_unset(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", str(tmp_path / "a" / "b"))
-    assert load_settings().shared_metrics_dir() == tmp_path / "a" / "b"
+    monkeypatch.setenv("INFERENCEGYM_DATA_DIR", str(tmp_path / "a" / "b"))
+    assert load_settings().sqlite_path() == tmp_path / "a" / "b" / "sessions.db"
     assert (tmp_path / "a" / "b").is_dir()
-    monkeypatch.setenv("INFERENCEGYM_METRICS_DIR", "")
     monkeypatch.setenv("INFERENCEGYM_DATA_DIR", "")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    settings = load_settings()
-    assert settings.shared_metrics_dir() is None
-    assert settings.sqlite_path() == tmp_path / "inferencegym" / "sessions.db"
+    assert load_settings().sqlite_path() == tmp_path / "inferencegym" / "sessions.db"
 
 
 def test_values_come_from_the_environment_with_the_usual_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,17 +169,14 @@ def test_every_setting_is_described_with_its_allowed_values() -> None:
         assert row["allowed"], row
 
 
-def test_the_default_store_lies_in_a_directory_that_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_store_lies_in_the_users_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert Settings().sqlite_path() == tmp_path / "state" / "inferencegym" / "sessions.db"
-    # If the home directory is not writable (in a container), the temporary directory is used.
-    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = Settings().sqlite_path()
-    assert found == tmp_path / f"inferencegym-{os.getuid()}" / "sessions.db"
+    assert found == tmp_path / "state" / "inferencegym" / "sessions.db"
     assert found.parent.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_DATA_DIR: '/proc/nowhere/inferencegym'"):
+        Settings().sqlite_path()
     assert Settings(data_dir=tmp_path / "mine").sqlite_path() == tmp_path / "mine" / "sessions.db"
     assert Settings(store_url="sqlite:///var/x.db").sqlite_path() == Path("/var/x.db")
 

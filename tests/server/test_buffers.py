@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.net.buffers import PIECE_BYTES, BoundedBuffers
 from server.net.errors import OverloadedError, RateLimitedError
-from server.net.limits import Callers
 from server.settings import Settings
 
 CLIENT, ALL = 1 << 26, 5 << 25  # the least that settings allow per client, and room for two and a half
@@ -19,12 +17,11 @@ CLIENT, ALL = 1 << 26, 5 << 25  # the least that settings allow per client, and 
 
 def settings(**changed: Any) -> Settings:
     room: dict[str, Any] = {"max_buffered_bytes_per_client": CLIENT, "max_buffered_bytes": ALL, **changed}
-    bodies = dict.fromkeys(("max_body_bytes", "max_batch_bytes", "max_log_bytes"), 500_000)
-    return Settings(**{**bodies, **room})
+    return Settings(**room)
 
 
 def test_a_client_and_all_of_them_may_hold_exactly_their_bound() -> None:
-    buffers = BoundedBuffers(Exchange(0).app, settings(), Callers(settings()))
+    buffers = BoundedBuffers(Exchange(0).app, settings())
     buffers.count("a", CLIENT - 1)
     buffers.count("a", 1)
     with pytest.raises(RateLimitedError):
@@ -77,7 +74,7 @@ class Exchange:
 
 
 def play(exchange: Exchange, bound: BoundedBuffers | None = None, path: str = "/step") -> BoundedBuffers:
-    bound = bound or BoundedBuffers(exchange.app, settings(), Callers(settings()))
+    bound = bound or BoundedBuffers(exchange.app, settings())
     bound.app = exchange.app
     scope = {"type": "http", "path": path, "client": ("9.9.9.9", 1), "headers": []}
     asyncio.run(bound(scope, exchange.receive, exchange.send))
@@ -99,17 +96,6 @@ def test_an_answer_takes_the_room_of_the_body_before_it() -> None:
     exchange = Exchange(40_000_000, (40_000_000,))
     play(exchange)
     assert (exchange.status, len(exchange.answer)) == (200, 40_000_000)
-
-
-def test_an_answer_without_room_is_refused_and_everything_is_given_back() -> None:
-    refused = Exchange(CLIENT + 1)
-    bound = play(refused)
-    assert refused.status == 429
-    assert json.loads(refused.answer)["detail"]["code"] == "rate_limited"
-    for _ in range(2):
-        fits = Exchange(CLIENT)
-        play(fits, bound)
-        assert (fits.status, len(fits.answer)) == (200, CLIENT)
 
 
 def test_a_body_is_counted_over_all_its_pieces() -> None:

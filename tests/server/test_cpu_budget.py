@@ -22,10 +22,9 @@ from inferencegym.errors import InferenceGymError
 from ops.worker import error_parts
 from server.api.grading import grade_log, respond
 from server.app import create_app
-from server.net.cpu import CpuBudget
+from server.net.cpu import CpuBudget, Work
 from server.net.jobs import Elsewhere
 from server.net.json_io import SMALL_LOG_BYTES
-from server.net.limits import Callers
 from server.schemas import GradeAnswer, grade_request, read_request
 from server.settings import Settings
 from tests.servers import RunningServer, running_server, until
@@ -47,9 +46,10 @@ class Clock:
         monkeypatch.setattr("server.net.cpu.time.thread_time", self.thread_time)
         answer = Elsewhere.answer
 
-        async def in_work_s(elsewhere: Elsewhere, *request: bytes) -> tuple[int, float, bytes]:
-            status, _, text = await answer(elsewhere, *request)
-            return status, WORK_S, text
+        async def in_work_s(elsewhere: Elsewhere, what: str, body: bytes, work: Work) -> bytes:
+            text = await answer(elsewhere, what, body, work)
+            work.cpu_s = WORK_S
+            return text
 
         monkeypatch.setattr(Elsewhere, "answer", in_work_s)
 
@@ -89,6 +89,26 @@ def test_a_client_that_has_used_up_its_time_waits_until_it_has_some_again(
     assert reset().status_code == 429
     clock.now_s += 1
     assert reset().status_code == 200
+
+
+def test_plays_and_grades_are_refused_to_a_client_without_time_and_steps_are_not(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
+    session = client.post("/reset").json()["session_id"]
+    step = client.post("/step", json={"session_id": session}).json()
+    log = {"task_id": 1, "episode_log": [step]}
+
+    def begin(path: str, body: dict[str, Any], address: str) -> int:
+        return client.post(path, json=body, headers=sent_by(address)).status_code
+
+    for path, body, address in (
+        ("/play", {"agent": "naive"}, "192.0.2.1"),
+        ("/grader", {"session_id": session}, "192.0.2.2"),
+        ("/grader", log, "192.0.2.3"),
+    ):
+        assert [begin(path, body, address) for _ in range(5)] == [*[200] * 4, 429]
+        assert begin("/step", {"session_id": session}, address) == 200
 
 
 @pytest.mark.parametrize("prefix", ["", "/rollouts"])
@@ -131,7 +151,7 @@ def test_a_websocket_pays_with_the_time_of_its_client(client: TestClient, monkey
 
 
 def test_work_of_one_client_takes_turns_and_that_of_two_does_not() -> None:
-    budget = CpuBudget(30, Callers(SETTINGS))
+    budget = CpuBudget(30)
     running: list[str] = []
     most: dict[str, int] = {}
 
@@ -209,6 +229,17 @@ def test_a_long_log_is_graded_in_another_process_with_the_same_answer(
             parts = error_parts(error)
             assert answer.status_code == parts.pop("http_status")
             assert {name: answer.json()["detail"][name] for name in parts} == parts
+
+
+def test_a_library_that_the_server_lacks_is_named_and_asked_of_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.net.jobs.find_spec", lambda name: None)
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        refused = client.post("/shadow", json={"log": "arrival,prompt,output\n0,100,20\n1,200,30\n", "task_id": 1})
+    assert refused.status_code == 503, refused.text
+    detail = refused.json()["detail"]
+    assert detail["code"] == "library_missing"
+    assert detail["message"].startswith("pandas is not installed on the server")
+    assert "operator" in detail["next"]
 
 
 def test_a_long_body_without_a_log_is_refused() -> None:

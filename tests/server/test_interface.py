@@ -52,14 +52,12 @@ STATUS_OF_CODE = {
     "not_reset": 409, "session_conflict": 409, "step_conflict": 409,
     "other_release": 410,
     "body_too_large": 413,
-    "unsupported_media_type": 415,
     "data_format": 422, "forged_log": 422, "invalid_action": 422, "invalid_batch": 422, "invalid_config": 422,
     "invalid_json": 422, "invalid_request": 422, "malformed_log": 422, "unknown_task": 422,
     "rate_limited": 429,
-    "head_too_large": 431,
     "error": 500,
     "remote": 502, "server_unavailable": 502,
-    "capacity": 503, "job_lost": 503, "overloaded": 503, "store": 503, "table": 503,
+    "capacity": 503, "job_lost": 503, "library_missing": 503, "overloaded": 503, "store": 503, "table": 503,
 }  # fmt: skip
 """docs/server.md, "Errors"; 502 is what a client says of another server."""
 

@@ -102,7 +102,8 @@ def test_a_server_that_knows_its_names_answers_to_no_other(tmp_path: Path) -> No
             "[::2]",
         ):
             assert (status(host), handshake(host)) == (403, 403), host
-        assert status("evil.example", "/health") == 200, "probes ask by address"
+        for path in ("/health", "/metadata"):
+            assert status("evil.example", path) == 200, "probes ask by address"
         refused = server.client.post("/reset", headers={"Host": "evil.example"}).json()["detail"]
         assert refused["code"] == "unknown_host"
         assert "INFERENCEGYM_ALLOWED_HOSTS" in refused["next"]
@@ -117,22 +118,13 @@ def test_a_host_that_could_never_be_asked_for_stops_the_start(monkeypatch: pytes
 
 
 def test_a_refused_request_uses_up_no_allowance(tmp_path: Path) -> None:
-    with running_server(tmp_path, shadows_per_minute="2") as server:
+    with running_server(tmp_path, resets_per_minute="2") as server:
         for _ in range(4):  # as a page of another site may send them
-            assert server.client.get("/plan", headers={"sec-fetch-site": "cross-site"}).status_code == 405
-            assert server.client.post("/plan", headers={"x-long": "x" * 70_000}).status_code == 431
-        statuses = [server.client.post("/plan", json={}).status_code for _ in range(3)]
+            assert server.client.get("/reset", headers={"sec-fetch-site": "cross-site"}).status_code == 405
+            assert server.client.post("/reset", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+            assert server.client.post("/reset", headers={"x-long": "x" * 70_000}).status_code == 400
+        statuses = [server.client.post("/reset", json={"seed": "x"}).status_code for _ in range(3)]
     assert statuses == [422, 422, 429]
-
-
-def test_a_long_episode_of_a_policy_counts_as_several(tmp_path: Path) -> None:
-    with running_server(tmp_path, plays_per_minute="30") as server:
-
-        def play(seed: int, **config: int) -> int:
-            return server.client.post("/play", json={"agent": "naive", "seed": seed, "config": config}).status_code
-
-        assert [play(seed, episode_length=5_000) for seed in (1, 2)] == [200, 429], "25 of 30, and as many again"
-        assert play(3, episode_length=200) == 200
 
 
 def test_a_thread_that_computes_holds_up_the_event_loop_for_less_than_pythons_own_5_ms() -> None:
@@ -172,18 +164,16 @@ def test_a_head_over_64_kib_is_refused_however_it_arrives(counted: RunningServer
                 time.sleep(0.02)
             answer = http.client.HTTPResponse(connection)
             answer.begin()
-            body = answer.read()
-            assert answer.status != 431 or json.loads(body)["detail"]["code"] == "head_too_large"
+            answer.read()
             return answer.status
 
     one = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n"
     many = b"GET /health HTTP/1.1\r\nHost: x\r\n%s\r\n"
     path = b"GET /health?%s HTTP/1.1\r\nHost: x\r\n\r\n"
-    # A path of this length is more than uvicorn's parser of addresses takes.
-    for head, filling, refused in ((one, b"a", 431), (many, b"X-Short: a\r\n", 431), (path, b"a", 400)):
+    for head, filling in ((one, b"a"), (many, b"X-Short: a\r\n"), (path, b"a")):
         assert status(head % (filling * (60_000 // len(filling)))) == 200
         # A name and its value count without the four bytes between and after them.
-        assert status(head % (filling * (110_000 // len(filling)))) == refused
+        assert status(head % (filling * (110_000 // len(filling)))) == 400
     both = b"GET /health?%s HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n"
     assert status(both % (b"a" * 30_000, b"a" * 30_000)) == 200
-    assert status(both % (b"a" * 30_000, b"a" * 40_000)) == 431, "a query and headers count together"
+    assert status(both % (b"a" * 30_000, b"a" * 40_000)) == 400, "a query and headers count together"

@@ -1,78 +1,52 @@
-"""The server's log: lines wait a moment for others, and go out together."""
+"""The server's log."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
+import os
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from server.app import create_app
-from server.net.logs import FLUSH_EVERY_S, FLUSH_LINES, JsonFormatter, LineLog
+from server.net.logs import JsonFormatter, LineLog
 from server.settings import Settings
+from tests.servers import ROOT
 
 
 class Pipe(io.StringIO):
-    """Keeps what was flushed."""
+    """Keeps what was flushed, and fails as long as it is full."""
 
     flushed = ""
+    is_full = False
 
     def flush(self) -> None:
+        if self.is_full:
+            raise OSError("no space")
         self.flushed = self.getvalue()
 
 
-def after(write: Callable[[LineLog], None], seconds: float) -> list[int]:
-    """Numbers of the lines that are out so long after they were written."""
+def test_a_line_is_out_at_once_and_the_next_one_after_a_fault_says_how_many_are_missing() -> None:
     pipe = Pipe()
-
-    async def scenario() -> None:
-        write(LineLog(pipe))
-        await asyncio.sleep(seconds)
-
-    asyncio.run(scenario())
-    return [json.loads(line)["n"] for line in pipe.flushed.splitlines()]
-
-
-def lines(count: int) -> Callable[[LineLog], None]:
-    def write(log: LineLog) -> None:
-        for n in range(count):
-            log.write({"n": n})
-
-    return write
-
-
-def test_a_line_is_out_within_its_time_without_another_one() -> None:
-    assert after(lines(1), FLUSH_EVERY_S + 0.3) == [0]
-    assert after(lines(3), 0.0) == []
-
-
-def test_many_lines_are_out_at_once() -> None:
-    assert FLUSH_LINES == 200
-    assert after(lines(199), 0.0) == []
-    assert after(lines(200), 0.0) == list(range(200))
-    assert after(lines(201), 0.0) == list(range(200))
-
-
-def test_lines_after_a_flush_go_out_in_their_turn() -> None:
-    pipe = Pipe()
-
-    async def scenario() -> None:
-        log = LineLog(pipe)
-        for n in range(2):
-            log.write({"n": n})
-            log.flush()
-            log.flush()
-        log.write({"n": 2})
-        await asyncio.sleep(FLUSH_EVERY_S + 0.3)
-
-    asyncio.run(scenario())
-    assert [json.loads(line)["n"] for line in pipe.flushed.splitlines()] == [0, 1, 2]
+    log = LineLog(pipe)
+    log.write({"n": 0})
+    assert json.loads(pipe.flushed) == {"n": 0}
+    pipe.is_full = True
+    for n in (1, 2):
+        log.write({"n": n})
+    pipe.is_full = False
+    pipe.truncate(0)
+    pipe.seek(0)
+    log.write({"n": 3})
+    lost, line = map(json.loads, pipe.flushed.splitlines())
+    assert (lost["event"], lost["lines"], line) == ("log_lines_lost", 2, {"n": 3})
 
 
 def test_a_request_is_logged_with_the_milliseconds_that_it_took(capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +58,28 @@ def test_a_request_is_logged_with_the_milliseconds_that_it_took(capfd: pytest.Ca
     [line] = [line for line in lines if line.get("path") == "/play"]
     assert 1.0 < line["ms"] <= took_ms
     assert (line["event"], line["level"], line["method"], line["status"]) == ("request", "info", "POST", 200)
+
+
+@pytest.mark.parametrize("setting", [{"INFERENCEGYM_WORKERS": "0"}, {}], ids=["wrong setting", "port in use"])
+def test_a_server_that_does_not_start_says_why_in_the_format_of_its_log(
+    tmp_path: Path, setting: dict[str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        place = {"INFERENCEGYM_DATA_DIR": str(tmp_path), "INFERENCEGYM_HOST": "127.0.0.1", "INFERENCEGYM_PORT": port}
+        done = subprocess.run(
+            [sys.executable, "-m", "server.app"],
+            cwd=ROOT,
+            env={**os.environ, **place, **setting},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    (line,) = map(json.loads, done.stderr.splitlines())
+    why = "INFERENCEGYM_WORKERS: '0' is not allowed" if setting else f"port {port} of 127.0.0.1 cannot be used: Address"
+    assert line["level"] == "error"
+    assert line["message"].startswith(f"The server was not started. {why}")
 
 
 def test_a_record_is_one_line_of_json_with_its_traceback() -> None:

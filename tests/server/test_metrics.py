@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from server.app import create_app
+from server.net.jobs import Jobs
 from server.net.metrics import BUCKETS_S, COUNTERS, METRICS, Metrics, resident_bytes
-from server.sessions.manager import Counters
 from server.settings import Settings
 from tests.servers import running_server
 
@@ -62,7 +63,8 @@ def test_what_was_played_is_counted(client: TestClient) -> None:
         "evictions": 4,
         "store_errors": 0,
     }
-    gauges = {"active_sessions": 2, "held_steps": 2, "websockets": 0}
+    gauges = {"active_sessions": 2, "held_steps": 2, "websockets": 0, "stored_sessions": 3, "max_sessions": 20_000}
+    gauges |= {"store_bytes": 0}
     assert {name: value(text, name) for name in gauges} == gauges
 
 
@@ -95,9 +97,10 @@ def test_the_histogram_has_the_usual_bounds_and_finer_ones_for_steps(client: Tes
 
 
 def test_a_duration_falls_into_the_bucket_whose_bound_it_reaches() -> None:
-    sessions: Any = type("Sessions", (), {"counters": Counters(), "steps_held": 0, "__len__": lambda self: 0})()
-    metrics = Metrics(sessions)
-    metrics.know(["/step"])
+    counters = SimpleNamespace(**dict.fromkeys(COUNTERS, 0))
+    sessions: Any = type("Sessions", (), {"counters": counters, "steps_held": 0, "__len__": lambda self: 0})()
+    metrics = Metrics(sessions, Jobs(), 10)
+    metrics.paths.add("/step")
     for took_s in (0.0005, 0.0006, 0.3, 99.0):
         metrics.count("/step", 200, took_s)
     counted = metrics.snapshot()["samples"]["http_request_duration_seconds"]
@@ -127,6 +130,16 @@ def test_open_websockets_are_counted(client: TestClient) -> None:
     assert value(client.get("/metrics").text, "websockets") == 0
 
 
+def test_the_size_of_the_store_is_that_of_the_file_its_log_and_damaged_ones(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db.damaged-20260101-1234").write_bytes(bytes(1_000))
+    with TestClient(create_app(Settings(data_dir=tmp_path, access_log="off"))) as client:
+        client.post("/reset")
+        size_bytes = value(client.get("/metrics").text, "store_bytes")
+        file, log = tmp_path / "sessions.db", tmp_path / "sessions.db-wal"
+        beside_bytes = (tmp_path / "sessions.db-shm").stat().st_size
+        assert size_bytes == file.stat().st_size + log.stat().st_size + beside_bytes + 1_000
+
+
 def test_a_store_that_fails_is_counted_and_health_says_so(tmp_path: Path) -> None:
     with running_server(tmp_path, store_timeout_s="0.2") as server:
         session_id = server.post("/reset")["session_id"]
@@ -143,21 +156,26 @@ def test_a_store_that_fails_is_counted_and_health_says_so(tmp_path: Path) -> Non
 
 
 def test_workers_add_up_their_metrics_and_a_killed_ones_counts_stay(tmp_path: Path) -> None:
-    with running_server(tmp_path, workers="2", metrics_dir=str(tmp_path)) as server:
+    with running_server(tmp_path, workers="2") as server:
         for _ in range(20):
             # A connection each, so that the kernel spreads them over both workers.
             assert httpx.post(f"{server.url}/reset").status_code == 200
         text = until(server.url, n_resets=20)
         pids = {dict(labels)["pid"] for name, labels in samples(text) if name == "inferencegym_resident_memory_bytes"}
         assert len(pids) == 2
-        os.kill(int(pids.pop()), 9)
-        until(server.url, n_resets=20)
+        killed = int(pids.pop())
+        os.kill(killed, 9)
+        assert str(killed) not in until(server.url, n_resets=20, n_exits=1)
+        [said] = (line for line in server.log.read_text().splitlines() if f"worker {killed} died" in line)
+        assert '"level":"error"' in said
+        assert "exit code -9" in said
         server.kill()
 
 
 def test_what_a_worker_reported_stays_reported_when_it_is_killed(tmp_path: Path) -> None:
-    sessions: Any = type("Sessions", (), {"counters": Counters(), "steps_held": 0, "__len__": lambda self: 0})()
-    metrics = Metrics(sessions, tmp_path)
+    counters = SimpleNamespace(**dict.fromkeys(COUNTERS, 0))
+    sessions: Any = type("Sessions", (), {"counters": counters, "steps_held": 0, "__len__": lambda self: 0})()
+    metrics = Metrics(sessions, Jobs(), 10, tmp_path)
     # Counted since the numbers were last shared, which happens once a second.
     sessions.counters.resets = 3
     metrics.count("/reset", 200, 0.001)
@@ -168,8 +186,8 @@ def test_what_a_worker_reported_stays_reported_when_it_is_killed(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [tmp_path / f"{os.getpid()}.json"]
 
 
-def until(url: str, *, n_resets: int) -> str:
-    """The metrics once both workers run and all resets have been counted: each reports once a second."""
+def until(url: str, *, n_resets: int, n_exits: int = 0) -> str:
+    """The metrics once two workers run and all resets and exits have been counted: each reports once a second."""
     deadline = time.monotonic() + 60  # a worker that is started again takes that long on a busy machine
     while True:
         text = httpx.get(f"{url}/metrics", timeout=30).text
@@ -177,7 +195,8 @@ def until(url: str, *, n_resets: int) -> str:
         n_workers = sum(name == "inferencegym_resident_memory_bytes" for name, _ in found)
         # A reset is counted when it is stored, its request when it has been answered.
         n_answers = found.get(("inferencegym_http_requests_total", (("path", "/reset"), ("status", "200"))), 0)
-        if found["inferencegym_resets_total", ()] == n_answers == n_resets and n_workers == 2:
+        exits = found["inferencegym_worker_exits_total", ()]
+        if found["inferencegym_resets_total", ()] == n_answers == n_resets and (n_workers, exits) == (2, n_exits):
             return text
         assert time.monotonic() < deadline, text
         time.sleep(0.2)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from server.middleware import proxies_of
 from server.net import limits
 from server.net.errors import RateLimitedError
-from server.net.limits import Callers, RateLimit
+from server.net.limits import RateLimit, caller_of, sender_of
 from server.settings import Settings
 
 
 def address(peer: str, forwarded: str = "", trusted: str = "10.0.0.0/8") -> str:
-    """The caller that ``Callers`` derives from a request from ``peer`` with this ``X-Forwarded-For``."""
+    """The client that the server derives from a request from ``peer`` with this ``X-Forwarded-For``."""
     settings: dict[str, Any] = {"trusted_proxies": trusted}
-    headers = [(b"x-forwarded-for", forwarded.encode())] if forwarded else []
-    return Callers(Settings(**settings)).address({"client": (peer, 1), "headers": headers})
+    scope: Any = {"type": "http", "client": (peer, 1), "headers": []}
+    if forwarded:
+        scope["headers"].append((b"x-forwarded-for", forwarded.encode()))
+
+    async def app(*_: Any) -> None:
+        pass
+
+    asyncio.run(ProxyHeadersMiddleware(app, proxies_of(Settings(**settings)))(scope, Mock(), Mock()))
+    return sender_of(scope)
 
 
 def caller(*client_ids: bytes) -> str:
-    """The key under which ``Callers`` counts a request with these ``X-Client-Id`` headers."""
-    return Callers(Settings()).caller(
-        {"client": ("9.9.9.9", 1), "headers": [(b"x-client-id", value) for value in client_ids]}
-    )
+    """The key under which a request with these ``X-Client-Id`` headers is counted."""
+    return caller_of({"client": ("9.9.9.9", 1), "headers": [(b"x-client-id", value) for value in client_ids]})
 
 
 def test_a_caller_takes_a_few_bytes_however_many_and_long_its_headers_are() -> None:
@@ -42,7 +51,7 @@ def test_several_client_ids_are_one_value_with_commas_as_http_has_it() -> None:
 def test_a_trusted_proxy_is_believed_on_a_socket_for_both_kinds_of_addresses(peer: str) -> None:
     assert address(peer, "9.9.9.9, 8.8.8.8") == "8.8.8.8"
     assert address(peer, "::ffff:8.8.8.8, ::ffff:10.9.9.9") == "8.8.8.8"
-    assert address(peer, "2001:db8::1") == "2001:db8::1"
+    assert address(peer, "2001:db8::1") == "2001:db8::/64"
     assert address(peer) == "10.1.2.3"
 
 
@@ -55,12 +64,12 @@ def test_a_proxy_of_any_trusted_network_is_believed() -> None:
 @pytest.mark.parametrize("trusted", ["", "10.0.0.0/8"])
 def test_an_ipv4_caller_has_one_address_whichever_socket_it_comes_through(trusted: str) -> None:
     assert address("::ffff:8.8.8.8", "9.9.9.9", trusted) == address("8.8.8.8", "9.9.9.9", trusted) == "8.8.8.8"
-    assert address("2001:db8::1", "9.9.9.9", trusted) == "2001:db8::1"
+    assert address("2001:db8::1", "9.9.9.9", trusted) == "2001:db8::/64"
 
 
 def test_a_peer_that_is_not_an_ip_address_is_kept_and_not_trusted() -> None:
     assert address("testclient", "9.9.9.9") == "testclient"
-    assert address("10.1.2.3", "9.9.9.9, a:b") == "10.1.2.3"
+    assert address("10.1.2.3", "9.9.9.9, " + "x" * 60_000) == 64 * "x"
 
 
 def test_a_rate_limit_gives_a_minutes_worth_at_once_and_no_more_after_any_pause(

@@ -53,7 +53,7 @@ def test_the_page_waits_for_no_other_file_before_it_shows_what_it_is(server: Run
     """Scripts are deferred, styles are in the page, and one round trip of TCP (ten segments) carries all of it."""
     page = server.client.get("/web/").text
     assert not re.search(r'rel="stylesheet"|<script(?![^>]*(?:defer|type="module"))', page)
-    assert "Beat the heuristic" in page.split("<main>")[1]
+    assert "Beat vLLM's defaults" in page.split("<main>")[1]
     assert len(_sent(server, "/web/")) < 14_000
 
 
@@ -71,7 +71,11 @@ def test_the_modules_of_the_race_are_asked_for_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("query", "title"),
-    [("", "Beat the heuristic at"), ("?beat=0.711", "Beat my 0.711 at"), ('?beat="><b>', "Beat the heuristic at")],
+    [
+        ("", "Beat vLLM's defaults at"),
+        ("?beat=0.711", "Beat my 0.711 at"),
+        ('?beat="><b>', "Beat vLLM's defaults at"),
+    ],
 )
 def test_a_shared_link_has_a_preview_with_its_score_and_a_picture(
     server: RunningServer, query: str, title: str

@@ -12,7 +12,7 @@ import httpx
 import yaml
 
 from tests.programs import program
-from tests.servers import ROOT, free_port, running_server, wait_for_health
+from tests.servers import ROOT, RunningServer, free_port, running_server, wait_for_health
 
 N_CLIENTS = 8
 
@@ -33,10 +33,12 @@ def nginx(directory: Path, site: str, port: int) -> Iterator[str]:
         process.wait()
 
 
-def test_a_client_behind_the_proxy_keeps_its_batch_session(tmp_path: Path) -> None:
+@contextmanager
+def compose_proxy(directory: Path, realip: str = "") -> Iterator[tuple[str, list[RunningServer]]]:
+    """Two replicas behind docker-compose.yml's proxy; gives its address and the replicas."""
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     site = compose["configs"]["proxy"]["content"].replace("$$", "$")
-    folders = [tmp_path / name for name in ("one", "two", "proxy")]
+    folders = [directory / name for name in ("one", "two", "proxy")]
     for folder in folders:
         folder.mkdir()
     port = free_port()
@@ -45,15 +47,45 @@ def test_a_client_behind_the_proxy_keeps_its_batch_session(tmp_path: Path) -> No
         running_server(folders[1], trusted_proxies="*") as two,
     ):
         both = f"server 127.0.0.1:{one.port}; server 127.0.0.1:{two.port};"
-        site = site.replace("server replica:7860;", both).replace("listen 7860;", f"listen 127.0.0.1:{port};")
+        # Debian's nginx is too old for names that are looked up again.
+        for ours, here in {
+            "resolver 127.0.0.11 valid=5s;": "",
+            "server replica:7860 resolve;": both,
+            "listen 7860;": f"listen 127.0.0.1:{port}; {realip}",
+        }.items():
+            assert site.count(ours) == 1
+            site = site.replace(ours, here)
         with nginx(folders[2], site, port) as url:
-            for client in range(N_CLIENTS):
-                # A new connection for each request, as a program without a pool makes them.
-                headers = {"X-Client-Id": f"learner-{client}", "Connection": "close"}
-                started = httpx.post(f"{url}/reset/batch", json={"task_id": 1, "n": 1}, headers=headers)
-                for _ in range(4):
-                    body = {"session_id": started.json()["session_id"], "actions": [[[0.5, 2, 64, 0, 0]]]}
-                    answer = httpx.post(f"{url}/step/batch", json=body, headers=headers)
-                    assert answer.status_code == 200, answer.text
-            resets = [re.findall(r'path="/reset/batch".* (\d+)', s.client.get("/metrics").text) for s in (one, two)]
-            assert all(resets), "clients are spread over both"
+            yield url, [one, two]
+
+
+def test_a_client_behind_the_proxy_keeps_its_batch_session(tmp_path: Path) -> None:
+    with compose_proxy(tmp_path) as (url, replicas):
+        for client in range(N_CLIENTS):
+            # A new connection for each request, as a program without a pool makes them.
+            headers = {"X-Client-Id": f"learner-{client}", "Connection": "close"}
+            started = httpx.post(f"{url}/reset/batch", json={"task_id": 1, "n": 1}, headers=headers)
+            for _ in range(4):
+                body = {"session_id": started.json()["session_id"], "actions": [[[0.5, 2, 64, 0, 0]]]}
+                answer = httpx.post(f"{url}/step/batch", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+        resets = [re.findall(r'path="/reset/batch".* (\d+)', s.client.get("/metrics").text) for s in replicas]
+        assert all(resets), "clients are spread over both"
+
+
+def test_the_page_plays_through_the_proxy_and_a_terminator_of_tls_before_it(tmp_path: Path) -> None:
+    deploy = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (realip,) = re.findall(r"```nginx\n(set_real_ip_from .*?)```", deploy, re.DOTALL)
+    realip, n_networks = re.subn(r"set_real_ip_from \S+;", "set_real_ip_from 127.0.0.1;", realip)
+    assert n_networks == 1
+    with compose_proxy(tmp_path, realip) as (url, replicas):
+        host = url.removeprefix("http://").replace("127.0.0.1", "gym.example.com")
+
+        def reset(origin: str) -> httpx.Response:
+            headers = {"Host": host, "Origin": origin, "X-Forwarded-For": "203.0.113.9"}
+            return httpx.post(f"{url}/reset", json={"task_id": 1}, headers=headers)
+
+        assert reset(f"http://{host}").status_code == 200
+        assert reset(f"https://{host}").status_code == 200
+        assert reset("http://gym.example.com").json()["detail"]["code"] == "foreign_origin"
+        assert any('"client":"203.0.113.9"' in replica.log.read_text() for replica in replicas)

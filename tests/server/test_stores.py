@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import multiprocessing
+import os
 import sqlite3
 import subprocess
 import sys
@@ -22,14 +23,14 @@ from redis.asyncio import BlockingConnectionPool
 from env.families import FAMILIES, SERVING
 from env.family import EpisodeRecord
 from inferencegym.errors import StoreError, UnknownSessionError
+from server.app import make_store
 from server.sessions.manager import SessionManager
 from server.sessions.redis import MAX_CONNECTIONS, RedisStore
 from server.sessions.sqlite import PAGE_BYTES, SqliteStore
 from server.sessions.store import clock_s
-from server.sessions.stores import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
-from tests.servers import ROOT
+from tests.servers import ROOT, position
 
 START = EpisodeRecord(SERVING, 1, 7, {"episode_length": 200})
 STEP_BYTES = 4_400
@@ -71,11 +72,46 @@ def test_an_action_is_appended_only_where_exactly_that_many_are_stored(tmp_path:
             assert results == [False, True, False, False, True, False, True]
             assert await append("a", str(int(token) + 1), 3, b"{}") is False
             assert await append("b", token, 3, b"{}") is False
-            assert await store.position("a") == (token, 3)
+            assert await position(store, "a") == (token, 3)
             again = await store.put("a", START, "me")
             assert again != token
             assert await append("a", token, 0, b"{}") is False, "a restart ends the earlier episode"
-            assert await store.position("a") == (again, 0)
+            assert await position(store, "a") == (again, 0)
+
+    asyncio.run(scenario())
+
+
+def test_steps_that_share_a_snapshot_see_what_another_process_writes_meanwhile(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with sqlite_store(file_of(tmp_path)) as mine, sqlite_store(file_of(tmp_path)) as other:
+            token = await mine.put("a", START, "me")
+            assert mine.append_at_once("a", token, 0, b"{}")
+            assert other.append_at_once("a", token, 1, b"{}")
+            assert await position(mine, "a") == (token, 2)
+            assert mine.append_at_once("a", token, 2, b"{}")
+            assert await other.append("a", token, 3, b"{}")
+            assert not mine.append_at_once("a", token, 3, b"{}"), "its snapshot has three steps"
+            assert not await mine.append("a", token, 3, b"{}")
+            assert mine.append_at_once("a", token, 4, b"{}")
+            assert await other.append("a", token, 5, b"{}")
+            assert mine.append_at_once("a", token, 6, b"{}"), "beside another writer each step opens its own"
+
+    asyncio.run(scenario())
+
+
+def test_a_shared_snapshot_holds_up_a_checkpoint_only_for_a_moment(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(60), sqlite_store(file_of(tmp_path)) as store:
+            token = await store.put("a", START, "me")
+            assert store.append_at_once("a", token, 0, b"{}")
+            with closing(sqlite3.connect(file_of(tmp_path), timeout=0)) as checkpoint:
+
+                def is_held_up() -> bool:
+                    return bool(checkpoint.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])
+
+                assert is_held_up()
+                while is_held_up():
+                    await asyncio.sleep(0.001)
 
     asyncio.run(scenario())
 
@@ -153,7 +189,7 @@ def test_one_of_many_that_wait_for_a_lock_may_give_up(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
                 other.execute("ROLLBACK")
             assert await asyncio.gather(*waiting[1:]) == [True, True]
-            assert await store.position("a") == (tokens[0], 0)
+            assert await position(store, "a") == (tokens[0], 0)
 
     asyncio.run(scenario())
 
@@ -184,10 +220,10 @@ def test_a_database_that_stays_locked_is_a_store_error_in_time_and_works_again_a
                     with pytest.raises(StoreError):
                         await operation
                     assert time.monotonic() - begun < 2
-                assert await store.position("a") == (token, 0), "reading goes on"
+                assert await position(store, "a") == (token, 0), "reading goes on"
                 other.execute("ROLLBACK")
             assert await store.append("a", token, 0, b"{}") is True
-            assert await store.position("b") is None
+            assert await position(store, "b") is None
 
     asyncio.run(scenario())
 
@@ -200,7 +236,8 @@ from inferencegym.errors import StoreError
 from env.families import FAMILIES, SERVING
 from server.sessions.manager import SessionManager
 from server.settings import Settings
-from server.sessions.stores import make_store
+from server.app import make_store
+from tests.servers import position
 
 async def main():
     settings = Settings(store_url="sqlite://" + sys.argv[1])
@@ -224,8 +261,8 @@ async def main():
     # Room again: the episode goes on where it was.
     outcome = await manager.step(live.session_id, {"batch_size": 1 + taken % 512}, taken + 1)
     assert outcome.number == taken + 1, (outcome.number, taken)
-    position = await store.position(live.session_id)
-    assert position == (live.token, taken + 1), (position, taken)
+    at = await position(store, live.session_id)
+    assert at == (live.token, taken + 1), (at, taken)
     await store.ping()
     await store.close()
     print("steps before the disk was full:", taken)
@@ -251,7 +288,7 @@ def test_what_has_expired_counts_towards_the_room_that_is_made(tmp_path: Path, m
                 file.execute("UPDATE sessions SET touched = 1 WHERE id IN ('s0', 's1', 's2', 's3', 's4')")
         async with sqlite_store(file_of(tmp_path), max_sessions=11) as store:
             assert await store.purge() == 15
-            left = [n for n in range(25) if await store.position(f"s{n}") is not None]
+            left = [n for n in range(25) if await position(store, f"s{n}") is not None]
             assert left == list(range(15, 25))
 
     asyncio.run(scenario())
@@ -279,9 +316,7 @@ def test_a_damaged_database_is_set_aside_and_live_sessions_are_stored_again(tmp_
                 path.write_bytes(b"this is not a database at all" * 400)
             outcome = await manager.step(live.session_id, {}, 6)
             assert outcome.number == 6
-            position = await store.position(live.session_id)
-            assert position is not None
-            assert position[1] == 6
+            assert await position(store, live.session_id) == (live.token, 6)
         assert len(list(tmp_path.glob("*.damaged-*"))) >= 1
 
     asyncio.run(scenario())
@@ -303,15 +338,15 @@ def test_a_session_whose_record_was_changed_on_disk_is_set_aside_alone(tmp_path:
             await store.put("b", START, "me")
             for n in range(3):
                 await store.append("a", token, n, b"[1.0,0,32,0,0]")
-            assert await store.damage() is None
+            assert await store.ping() is None
             with closing(sqlite3.connect(file_of(tmp_path))) as file, file:
                 file.execute(sql)
             assert await store.get("a") is None
             assert await store.get("b") is not None
             assert await store.latest("me") == "b"
-            assert await store.damage() == "damaged and set aside: 1 sessions"
+            assert await store.ping() == "damaged and set aside: 1 sessions"
             # a process that has the session in memory stores it again
-            assert await store.restore("a", START, "me") is not None
+            assert await store.put("a", START, "me", replace=False)
 
     asyncio.run(scenario())
 
@@ -328,7 +363,7 @@ def test_a_damaged_file_is_found_when_it_is_opened(tmp_path: Path) -> None:
             await store.put("a", START, "me")
         zero_a_page(file_of(tmp_path))
         async with sqlite_store(file_of(tmp_path)) as store:
-            damage = await store.damage()
+            damage = await store.ping()
             assert damage is not None
             assert damage.startswith("damaged and set aside: sessions.db.damaged-")
             assert "," not in damage
@@ -353,11 +388,13 @@ def test_a_file_that_is_damaged_while_it_is_open_is_found_before_its_memory_is_g
             async with asyncio.timeout(60):
                 while path.stat().st_size < 4 * PAGE_BYTES:
                     await asyncio.sleep(0.02)
-                zero_a_page(path)
-                while not list(tmp_path.glob("sessions.db.damaged-*")):
-                    await asyncio.sleep(0.02)
+                with path.open("r+b", buffering=0) as file:
+                    while not list(tmp_path.glob("sessions.db.damaged-*")):
+                        # Again and again: a checkpoint may write the page anew.
+                        os.pwrite(file.fileno(), bytes(PAGE_BYTES), PAGE_BYTES)
+                        await asyncio.sleep(0.02)
             await manager.store_again()
-            assert (await store.position(live.session_id) or ("", 0))[1] == 1
+            assert (await position(store, live.session_id) or ("", 0))[1] == 1
 
     asyncio.run(scenario())
 
@@ -397,7 +434,7 @@ def test_a_deleted_database_comes_back_with_the_live_sessions(tmp_path: Path) ->
             for file in tmp_path.glob("sessions.db*"):
                 file.unlink()
             assert (await manager.step(live.session_id, {}, 2)).number == 2
-            assert (await store.position(live.session_id) or ("", 0))[1] == 2
+            assert (await position(store, live.session_id) or ("", 0))[1] == 2
 
     asyncio.run(scenario())
 
@@ -456,7 +493,7 @@ def test_a_file_replaced_while_it_is_open_is_seen_by_every_operation(tmp_path: P
                 with closing(sqlite3.connect(path)) as other:
                     assert other.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
                 assert await store.reopened() == before + 1
-                assert await store.position("a") is None
+                assert await position(store, "a") is None
                 token = await store.put("a", START, "me")
 
             await lost(lambda: store.append("a", token, 0, b"{}"))
@@ -488,7 +525,7 @@ def test_steps_that_follow_each_other_go_on_in_the_new_file_within_a_second(
             now[0] += 0.01
             assert not store.append_at_once("a", token, 2, b"{}")
             assert not await store.append("a", token, 2, b"{}")
-            assert await store.position("a") is None
+            assert await position(store, "a") is None
 
     asyncio.run(scenario())
 
@@ -553,7 +590,7 @@ def test_all_sessions_in_memory_are_stored_again_in_a_new_file_and_until_then_th
             await manager.ping()
             async with sqlite_store(path) as fresh:
                 for live in lives:
-                    assert (await fresh.position(live.session_id)) == (live.token, len(live.actions))
+                    assert (await position(fresh, live.session_id)) == (live.token, len(live.actions))
                     stored = await fresh.get(live.session_id)
                     assert stored is not None
                     assert stored.record == live.record
@@ -583,9 +620,9 @@ def test_of_two_processes_that_store_an_episode_again_the_one_behind_takes_nothi
             replace_file(path, "removed")
             # The one with three steps is the first to notice, then the one with eight.
             await second.store_again()
-            assert (await behind.position(live.session_id) or ("", 0))[1] == 3
+            assert (await position(behind, live.session_id) or ("", 0))[1] == 3
             await first.store_again()
-            assert await ahead.position(live.session_id) == (live.token, 8)
+            assert await position(ahead, live.session_id) == (live.token, 8)
             outcome = await second.step(live.session_id, {"batch_size": 9}, 9)
             assert outcome.number == 9
             assert [b",%d," % number in action for number, action in enumerate(live.actions, 1)] == [True] * 8
@@ -598,11 +635,11 @@ def test_a_store_restores_only_what_it_lacks(tmp_path: Path) -> None:
         async with sqlite_store(file_of(tmp_path)) as store:
             token = await store.put("a", START, "me")
             assert await store.append("a", token, 0, b"[1]")
-            assert await store.restore("a", START, "me") is None
-            assert await store.position("a") == (token, 1)
-            restored = await store.restore("b", START, "me")
-            assert restored is not None
-            assert await store.position("b") == (restored, 0)
+            assert await store.put("a", START, "me", replace=False) == ""
+            assert await position(store, "a") == (token, 1)
+            restored = await store.put("b", START, "me", replace=False)
+            assert restored
+            assert await position(store, "b") == (restored, 0)
 
     asyncio.run(scenario())
 
@@ -718,7 +755,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with sqlite_store(file_of(tmp_path)) as store:
             for worker in range(2):
-                assert (await store.position(f"s{worker}") or ("", 0))[1] == 500
+                assert (await position(store, f"s{worker}") or ("", 0))[1] == 500
 
     asyncio.run(scenario())
 
@@ -744,7 +781,7 @@ def test_redis_killed_and_started_again_loses_no_step_and_needs_no_hands(redis_s
         redis_server.start()
         outcomes += [await manager.step(live.session_id, {"batch_size": n}, n) for n in range(6, 11)]
         assert [o.number for o in outcomes] == list(range(1, 11))
-        assert (await store.position(live.session_id)) == (live.token, 10)
+        assert (await position(store, live.session_id)) == (live.token, 10)
         # A second process, which has only what Redis kept, agrees.
         fresh = SessionManager(RedisStore(settings), FAMILIES, settings)
         assert [await fresh.step(live.session_id, {"batch_size": n}, n) for n in range(1, 11)] == outcomes
@@ -752,6 +789,31 @@ def test_redis_killed_and_started_again_loses_no_step_and_needs_no_hands(redis_s
         await store.close()
 
     asyncio.run(scenario())
+
+
+def test_an_outage_of_redis_is_logged_once_and_answers_name_no_host(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> list[str]:
+        store = RedisStore(Settings(store_url=redis_server.url, store_timeout_s=0.5))
+        await store.ping()
+        redis_server.kill()
+        said = []
+        for _ in range(2):
+            with pytest.raises(StoreError) as refused:
+                await store.ping()
+            said.append(str(refused.value))
+        redis_server.start()
+        await store.ping()
+        await store.close()
+        return said
+
+    with caplog.at_level("WARNING", "server.sessions.redis"):
+        answers = asyncio.run(play())
+    assert answers == ["the session store cannot be used now: ConnectionError"] * 2
+    first, second = caplog.messages
+    assert first.startswith("Redis cannot be used: ConnectionError: ")
+    assert second == "Redis can be used again"
 
 
 def test_sessions_in_use_survive_a_redis_that_forgot_everything(redis_server: RedisServer) -> None:
@@ -763,7 +825,7 @@ def test_sessions_in_use_survive_a_redis_that_forgot_everything(redis_server: Re
         await manager.step(live.session_id, {}, 1)
         redis_server.empty()
         assert (await manager.step(live.session_id, {}, 2)).number == 2
-        assert (await store.position(live.session_id)) == (live.token, 2)
+        assert (await position(store, live.session_id)) == (live.token, 2)
         await store.close()
 
     asyncio.run(scenario())
@@ -878,11 +940,11 @@ def test_redis_restores_only_what_it_lacks(redis_server: RedisServer) -> None:
         store = RedisStore(Settings(store_url=redis_server.url))
         token = await store.put("a", START, "me")
         assert await store.append("a", token, 0, b"[1]")
-        assert await store.restore("a", START, "me") is None
-        assert await store.position("a") == (token, 1)
-        restored = await store.restore("b", START, "me")
-        assert restored is not None
-        assert await store.position("b") == (restored, 0)
+        assert await store.put("a", START, "me", replace=False) == ""
+        assert await position(store, "a") == (token, 1)
+        restored = await store.put("b", START, "me", replace=False)
+        assert restored
+        assert await position(store, "b") == (restored, 0)
         await store.close()
 
     asyncio.run(scenario())
@@ -902,9 +964,9 @@ def test_a_redis_that_hangs_is_a_store_error_in_time(redis_server: RedisServer) 
         assert time.monotonic() - begun < 5
         redis_server.process.send_signal(signal.SIGCONT)
         # The append that timed out may have arrived or not; the next one knows.
-        position = await store.position("a")
-        assert position is not None
-        assert await store.append("a", token, position[1], b"{}") is True
+        at = await position(store, "a")
+        assert at is not None
+        assert await store.append("a", token, at[1], b"{}") is True
         await store.close()
 
     asyncio.run(scenario())

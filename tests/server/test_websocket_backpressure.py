@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 from uvicorn import Config
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.client import ClientProtocol
 from websockets.frames import Frame, Opcode
@@ -36,6 +38,10 @@ def frame(opcode: Opcode, data: bytes = b"", fin: bool = True) -> bytes:
 
 PINGS = frame(Opcode.PING, b"x" * 125) * 4_000
 """Half a megabyte."""
+FAST_PINGS: Final = (
+    "import functools, uvicorn; "
+    "uvicorn.Config = functools.partial(uvicorn.Config, ws_ping_interval=1.0, ws_ping_timeout=1.0)"
+)
 STATE = frame(Opcode.TEXT, b'{"type": "state"}')
 FLOODS: Final = {
     "answers": frame(Opcode.TEXT, b"0") * 50_000,
@@ -112,7 +118,7 @@ def test_two_workers_end_in_order_with_peers_that_never_read(tmp_path: Path) -> 
 
 def test_a_peer_that_never_reads_is_disconnected_after_a_while(tmp_path: Path) -> None:
     with (
-        running_server(tmp_path, before="import server.app; server.app.PING_S = 1.0") as server,
+        running_server(tmp_path, before=FAST_PINGS) as server,
         peers(server, PEERS + 1) as senders,
     ):
         flood(senders, "answers", "pongs", "closed")
@@ -125,6 +131,9 @@ class Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,61 +148,56 @@ class Wire(asyncio.Transport):
         self.reads = True
 
 
-class Reader(asyncio.Protocol):
-    """Records the received pieces."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append(data)
-
-
 @pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
-    """In place of uvicorn's protocol."""
-    reader = Reader()
-    monkeypatch.setattr("server.net.websocket.WebSocketsSansIOProtocol", lambda *_: reader)
-    return reader
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What uvicorn's protocol gets; a piece with "message" in it completes one."""
+    found: list[bytes] = []
+
+    def received(protocol: WebSocketsSansIOProtocol, data: bytes) -> None:
+        found.append(data)
+        if b"message" in data:
+            protocol.queue.put_nowait({"type": "websocket.receive", "bytes": data})
+
+    monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", received)
+    return found
 
 
-def upgraded(wire: Wire, reader: Reader) -> BoundedWebSocket:
-    """The layer between them after the upgrade."""
-    layer = BoundedWebSocket(Config("server.app:app"), ServerState(), {})
-    layer.connection_made(wire)
-    layer.data_received(b"GET /ws HTTP/1.1\r\nHost: x\r\n\r\n")
-    reader.pieces.clear()
-    return layer
+def upgraded(wire: Wire) -> BoundedWebSocket:
+    """A connection after the upgrade."""
+    protocol = BoundedWebSocket(Config(Mock(), log_config=None), ServerState(), {})
+    protocol.connection_made(wire)
+    protocol.handshake_initiated = True
+    return protocol
 
 
-def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between_two(reader: Reader) -> None:
+def test_what_was_read_is_passed_on_in_pieces_and_others_have_their_turn_between_two(pieces: list[bytes]) -> None:
     read = bytes(range(256)) * 16
 
     async def connection() -> list[int]:
-        layer = upgraded(Wire(), reader)
+        protocol = upgraded(Wire())
         given = []
         for part in (read[:3000], read[3000:]):  # the second read comes before the first one's next turn
-            layer.data_received(part)
-            given.append(len(reader.pieces))
-        while sum(map(len, reader.pieces)) < len(read):
+            protocol.data_received(part)
+            given.append(len(pieces))
+        while sum(map(len, pieces)) < len(read):
             await asyncio.sleep(0)
-            given.append(len(reader.pieces))
+            given.append(len(pieces))
         return given
 
     assert asyncio.run(connection()) == [1, 1, 2, 3, 4]
-    assert [len(piece) for piece in reader.pieces] == [PIECE_BYTES] * 4
-    assert b"".join(reader.pieces) == read
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES] * 4
+    assert b"".join(pieces) == read
 
 
-def test_a_client_that_waits_for_each_answer_is_never_paused(reader: Reader) -> None:
+@pytest.mark.usefixtures("pieces")
+def test_a_client_that_waits_for_each_answer_is_never_paused() -> None:
     wire = Wire()
 
     async def connection() -> None:
-        layer = upgraded(wire, reader)
+        protocol = upgraded(wire)
         for _ in range(10):
-            layer.data_received(b"a message")
-            layer.pause_reading()  # as uvicorn does until the message is taken
-            layer.resume_reading()
+            protocol.data_received(b"a message")
+            await protocol.receive()
 
     asyncio.run(connection())
     assert wire.pauses == 0
@@ -201,20 +205,20 @@ def test_a_client_that_waits_for_each_answer_is_never_paused(reader: Reader) -> 
 
 @pytest.mark.parametrize("sent", [[b"a message"] * 2, [b"a message" + bytes(PIECE_BYTES)]])
 def test_a_client_that_sends_more_while_a_message_waits_is_paused_until_it_is_taken(
-    reader: Reader, sent: list[bytes]
+    pieces: list[bytes], sent: list[bytes]
 ) -> None:
     wire = Wire()
 
     async def connection() -> list[bool]:
-        layer = upgraded(wire, reader)
-        layer.data_received(sent[0])
-        layer.pause_reading()
-        for more in sent[1:]:
-            layer.data_received(more)
+        protocol = upgraded(wire)
+        for part in sent:
+            protocol.data_received(part)
         found = [wire.reads]
-        layer.resume_reading()
-        while sum(map(len, reader.pieces)) < sum(map(len, sent)):
+        await protocol.receive()
+        while sum(map(len, pieces)) < sum(map(len, sent)):
             await asyncio.sleep(0)
+        if not protocol.queue.empty():
+            await protocol.receive()
         return [*found, wire.reads]
 
     assert asyncio.run(connection()) == [False, True]

@@ -177,11 +177,11 @@ def end_of(client: ClientProtocol, peer: socket.socket) -> int | None:
 
 
 def test_what_is_no_message_or_too_long_ends_its_connection_and_no_other(tmp_path: Path) -> None:
-    with running_server(tmp_path, max_body_bytes="2048", store_url="memory://") as server:
+    with running_server(tmp_path, store_url="memory://") as server:
         with dial(server) as other:
             bystander = opened(other)
             for data, codes in (
-                (Frame(Opcode.TEXT, b'{"type": "' + b"x" * 2048 + b'"}').serialize(mask=True), {1009}),
+                (Frame(Opcode.TEXT, b'{"type": "' + b"x" * 65_536 + b'"}').serialize(mask=True), {1009}),
                 (Frame(Opcode.TEXT, b'{"type": "\xff"}').serialize(mask=True), {1007, None}),
                 (Frame(Opcode.TEXT, b"{}").serialize(mask=False), {1002, None}),
                 (b"\xff" * 64, {1002, None}),

@@ -16,9 +16,9 @@ export function redrawAll() {
 /**
  * Time chart in a `figure` element.
  *
- * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label}`; `log` makes the axis logarithmic,
- * `stepped` draws each value as a step of its second, `unit` stands in the title and readout, `sync` links the cursors
- * of charts with the same key.
+ * `series` are `{key, label, colour, dash, width}`, `limits` are `{value, label, atStart}`, labelled at the chart's end
+ * or start; `log` makes the axis logarithmic, `stepped` draws each value as a step of its second, `unit` stands in the
+ * title and readout, `sync` links the cursors of charts with the same key.
  */
 export class TimeChart {
   constructor({ title, unit = "", series, limits = [], log = false, stepped = false, sync, min = 0, height = HEIGHT, xLabel = "s", tools = null }) {
@@ -74,7 +74,7 @@ export class TimeChart {
       scales: { x: { time: false, range: () => this.span }, y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.range(low, high) } },
       axes: [
         { stroke: ink, grid, ticks: grid, font, size: 24, values: (u, ticks) => ticks },
-        { stroke: ink, grid, ticks: grid, font, size: 44, values: (u, ticks) => ticks.map((t) => (t === null || (this.log && !Number.isInteger(Math.log10(t))) ? "" : compact(t))) },
+        { stroke: ink, grid, ticks: grid, font, size: 50, values: (u, ticks) => ticks.map((t) => (t === null || (this.log && !Number.isInteger(Math.log10(t))) ? "" : compact(t))) },
       ],
       series: [{}, ...this.series.map((s) => ({
         label: s.label, stroke: () => colour(s.colour), width: s.width ?? 1.5, dash: s.dash, points: { show: false },
@@ -112,11 +112,17 @@ export class TimeChart {
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.setLineDash([5 * ratio, 4 * ratio]);
     const line = (x1, y1, x2, y2) => { ctx.beginPath(); ctx.moveTo(x1, y1); ctx.lineTo(x2, y2); ctx.stroke(); };
-    for (const { value, label } of this.limits) {
+    for (const { value, label, atStart = false } of this.limits) {
       const y = u.valToPos(value, "y", true);
       line(left, y, left + width, y);
+      // A series may run through the label: it stands on the card's colour.
+      const wide = ctx.measureText(label).width, base = y > top + 16 * ratio ? y - 5 * ratio : y + 14 * ratio;
+      const right = atStart ? left + wide + 4 * ratio : left + width - 4 * ratio;
+      ctx.fillStyle = colour("card");
+      ctx.fillRect(right - wide - 3 * ratio, base - 10 * ratio, wide + 6 * ratio, 12.5 * ratio);
+      ctx.fillStyle = colour("limit");
       ctx.textAlign = "right";
-      ctx.fillText(label, left + width - 4 * ratio, y > top + 16 * ratio ? y - 4 * ratio : y + 13 * ratio);
+      ctx.fillText(label, right, base);
     }
     for (const { x, label } of this.marks) {
       const at = u.valToPos(x, "x", true);
@@ -187,7 +193,7 @@ export class Scatter {
     this.points = [...points].sort((a, b) => a.measured - b.measured);
     this.readout = el("span", { class: "readout" });
     this.plotBox = el("div", { class: "plot", "aria-hidden": "true" });
-    const legend = el("div", { class: "legend" }, ...groups.map(({ label, colour: ink }) => el("span", { class: `chip dot ink-${ink}`, text: label })));
+    const legend = el("div", { class: "legend" }, ...groups.map(({ label, colour: ink, fitted }) => el("span", { class: `chip dot ${fitted ? "fitted " : ""}ink-${ink}`, text: label })));
     const within = this.points.filter(({ measured, predicted }) => Math.abs(predicted / measured - 1) <= 0.1).length;
     const summary = el("p", { class: "unseen", text: `${title}: ${within} of ${this.points.length} predictions within 10 % of the measurement. The tables below have the errors.` });
     this.figure = el("figure", { class: "chart" }, el("figcaption", {}, el("span", { class: "name", text: `${title} (${unit})` }), this.readout), legend, this.plotBox, summary);
@@ -215,7 +221,7 @@ export class Scatter {
         { stroke: ink, grid, ticks: grid, font, size: 48, values: ticks, label: "predicted", labelFont: font, labelSize: 16 }],
       series: [{}, { label: "exact", stroke: () => colour("limit"), dash: [5, 4], width: 1, points: { show: false } },
         ...this.groups.map((group) => ({ label: group.label, paths: () => null,
-          points: { show: true, size: 7, width: 1, stroke: () => colour("card"), fill: () => colour(group.colour) } }))],
+          points: { show: true, size: 8, width: group.fitted ? 2 : 1, stroke: () => colour(group.fitted ? group.colour : "card"), fill: () => colour(group.fitted ? "card" : group.colour) } }))],
       hooks: { setCursor: [(u) => this.read(u.cursor.idx)] },
     }, data, this.plotBox);
   }

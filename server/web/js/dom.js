@@ -78,6 +78,15 @@ export function problem(error) {
   return el("p", { class: "problem", role: "alert", text: `${error.message}.${next}`.replace("..", ".") });
 }
 
+export const MAX_SEED = 2 ** 53 - 1;
+
+/** The seed in a field. Throws an error for the visitor if the field holds no seed. */
+export function seedOf({ value }) {
+  const seed = Number(value || NaN);
+  if (!Number.isInteger(seed) || seed < 0 || seed > MAX_SEED) throw { message: `The seed must be a whole number from 0 to ${MAX_SEED}`, next: "enter another one" };
+  return seed;
+}
+
 /** The first number of a form that its field does not allow, as an error in the field's own words; undefined if all are. */
 export function wrongNumber(node) {
   for (const input of node.querySelectorAll("input[type=number]")) {
@@ -91,7 +100,7 @@ export function wrongNumber(node) {
 
 /** Copy text to the clipboard; in a frame without that permission, select it so that the visitor can copy it. */
 export async function copy(text, button) {
-  const said = button.textContent;
+  const said = button.dataset.said ??= button.textContent; // a second click finds "Copied"
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
@@ -103,7 +112,7 @@ export async function copy(text, button) {
     button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
     box.remove();
   }
-  setTimeout(() => { button.textContent = said; }, 1500);
+  setTimeout(() => { button.textContent = said; }, 5000);
 }
 
 /** Offer a file for download. */

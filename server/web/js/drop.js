@@ -47,7 +47,12 @@ async function textOf(file, limitBytes) {
   const tooLong = (what) => ({ message: `${what}; the limit is ${limitBytes} bytes`, next: "take a part of it" });
   if (file.size === 0) throw { message: `${file.name} is empty`, next: "choose a file with requests" };
   if (file.size > limitBytes) throw tooLong(`${file.name} has ${file.size} bytes`);
-  if (!/\.gz$/i.test(file.name)) return [await file.text(), file.name];
+  const text = async (blob) => {
+    const read = await blob.text();
+    if (read.includes("\0")) throw { message: `${file.name} is not text`, next: "choose a file of text, such as CSV or JSON" };
+    return read;
+  };
+  if (!/\.gz$/i.test(file.name)) return [await text(file), file.name];
   const parts = [];
   let bytes = 0;
   try {
@@ -62,5 +67,5 @@ async function textOf(file, limitBytes) {
     throw { message: `${file.name} is not a complete gzip file`, next: "compress it again, or choose the file as it is" };
   }
   if (bytes > limitBytes) throw tooLong(`${file.name} is longer when decompressed`);
-  return [await new Blob(parts).text(), file.name.replace(/\.gz$/i, "")];
+  return [await text(new Blob(parts)), file.name.replace(/\.gz$/i, "")];
 }

@@ -9,7 +9,7 @@ export async function start(panel) {
   const data = await own("data/fidelity.json");
   fill(panel,
     el("h2", { text: "How far is the simulated fleet from a real one?" }),
-    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Points used for fitting are marked; only the others are predictions.` }));
+    el("p", { text: `Model ${data.model}, table for ${data.hardware}. Each point is one published measurement on an A100; on the diagonal the prediction is exact. Hollow points were used for fitting; only the filled ones are predictions.` }));
   const batches = batchScatter(data.batches), served = servedScatter(data.served);
   panel.append(
     el("div", { class: "charts wide" }, batches.figure, served.figure),
@@ -28,7 +28,7 @@ const signed = (share) => `${share > 0 ? "+" : ""}${percent(share, 1)}`;
 function batchScatter(rows) {
   const groups = [
     { key: "held", label: "vLLM, held out", colour: "heuristic", of: (row) => row.engine === "vLLM" && !row.fitted },
-    { key: "fitted", label: "vLLM, fitted", colour: "naive", of: (row) => row.fitted },
+    { key: "fitted", label: "vLLM, fitted", colour: "naive", fitted: true, of: (row) => row.fitted },
     { key: "trt", label: "TensorRT-LLM, nothing fitted", colour: "ppo", of: (row) => row.engine !== "vLLM" && !row.fitted },
   ];
   const points = rows.map((row) => ({ measured: row.measured_s, predicted: row.predicted_s, key: groups.find(({ of }) => of(row)).key,
@@ -38,10 +38,10 @@ function batchScatter(rows) {
 
 function servedScatter(rows) {
   const inks = ["naive", "heuristic", "static", "ppo", "you"];
-  // Fitted groups in grey, so that colour means a prediction.
+  // Fitted groups are grey and hollow, so that colour means a prediction.
   const names = [...new Set(rows.map(({ group }) => group))];
   const predicted = names.filter((name) => !name.includes("calibration"));
-  const groups = names.map((name) => ({ key: name, label: name, colour: inks[1 + predicted.indexOf(name)] ?? "ink" }));
+  const groups = names.map((name) => ({ key: name, label: name, colour: inks[1 + predicted.indexOf(name)] ?? "ink", fitted: !predicted.includes(name) }));
   const points = rows.filter(({ metric }) => /^T(TFT|POT)/.test(metric)).map((row) => ({ ...row, key: row.group, name: `${row.group} ${row.precision}, ${row.scenario}, ${row.metric}` }));
   return new Scatter({ title: "Served loads: TTFT and TPOT", unit: "ms", groups, points });
 }

@@ -3,8 +3,8 @@
 export function compact(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1_000_000) return `${(value / 1_000_000).toFixed(1)}M`;
-  if (size >= 10_000) return `${(value / 1000).toFixed(size >= 100_000 ? 0 : 1)}k`;
+  if (size >= 1_000_000) return `${Number((value / 1_000_000).toFixed(1))}M`;
+  if (size >= 10_000) return `${Number((value / 1000).toFixed(size >= 100_000 ? 0 : 1))}k`;
   if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
   return String(Number(value.toPrecision(digits)));
 }
@@ -17,5 +17,7 @@ export function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
 }
 
-/** A field name as words: `slo_target_ms` becomes `slo target ms`. */
-export const words = (name) => name.replaceAll("_", " ");
+const PARTS = { slo: "in time", ttft: "first token", gpus: "few replicas", churn: "few changes" }; // of a score
+
+/** A field name as words: `mean_ttft_ms` becomes `mean ttft ms`. */
+export const words = (name) => PARTS[name] ?? name.replaceAll("_", " ");

@@ -1,16 +1,38 @@
 /** The sliders: five, and a sixth in tasks that scale. Their ranges come from the API's own schema and the task. */
 
 import { el, field, fill, select } from "./dom.js";
-import { shown } from "./strip.js";
+import { LEVELS, shown } from "./strip.js";
 
 const TEXTS = {
-  kv_budget: ["KV cache", "Memory for running requests. More: fewer preemptions, but closer to the memory limit."],
+  kv_budget: ["KV cache", "GPU memory for running requests. More: fewer are interrupted, but closer to the memory limit."],
   batch_size: ["Batch size", "Most requests running at once on a GPU. More: higher throughput. Too many: slow tokens, full memory."],
-  spec_length: ["Speculation", "Draft tokens per verification. Faster at low load, wasted work at high load."],
+  spec_length: ["Speculation", "A small model drafts tokens for the LLM to check. Faster at low load, wasted work at high load."],
   quant_tier: ["Precision", "INT8 and INT4 are faster and smaller; changing restarts the GPUs one by one."],
-  prefill_disagg: ["Separate prefill", "Prompts on separate GPUs: decoding does not stall, but it costs more."],
+  prefill_disagg: ["Separate prefill", "Prompts are read on GPUs of their own: answers do not stall, but it costs more."],
   replicas: ["Replicas", "A new one is paid from now and serves once it has loaded; a removed one finishes its requests."],
 };
+// Why to lower and why to raise a knob, in the order in which hints name them: what gains most in floods comes first.
+const REASONS = {
+  replicas: ["replicas with little load cost too", "the load needs more, and a new one has to load first"],
+  batch_size: ["fewer at once answer sooner", "fewer requests wait"],
+  quant_tier: ["a smaller format gains nothing here", "INT8 is faster and takes less memory"],
+  kv_budget: ["it leaves memory free", "fewer requests are interrupted"],
+  spec_length: ["rejected drafts are wasted work", "accepted drafts save time and money"],
+  prefill_disagg: ["shared GPUs cost less", "prompts no longer hold up the answers"],
+};
+const CHEAPER = ["replicas", "quant_tier", "spec_length", "prefill_disagg"]; // what lowers the cost
+const FAR = 0.04; // of a knob's range: less than a step of its slider
+
+/** The first of the task's knobs that is far from where `goal` has it: its name, and the way to move it and why as `text`; undefined if all are near. */
+export function hint(action, goal, { max_replicas: most, ...task }, part) {
+  const gap = (name) => LEVELS[name](Number(goal[name]), most) - LEVELS[name](Number(action[name]), most);
+  const offered = knobsOf({ ...task, max_replicas: most });
+  const name = Object.keys(REASONS).find((knob) => offered.includes(knob) && (part !== "cost" || CHEAPER.includes(knob)) && Math.abs(gap(knob)) > FAR);
+  return name && { name, text: `Move ${TEXTS[name][0]} ${gap(name) > 0 ? "up" : "down"}: ${REASONS[name][Number(gap(name) > 0)]}.` };
+}
+
+/** A text of the server with the sliders' names in place of fields. */
+export const inSliders = (text) => Object.entries(TEXTS).reduce((told, [name, [title]]) => told.replaceAll(name, title), text);
 const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
 /** The knobs that a task offers. */
@@ -36,9 +58,9 @@ export class KnobFields {
   /** `properties` is the action schema of GET /info. */
   constructor(properties) {
     const { kv_budget: kv, batch_size: batch } = properties;
-    const number = (schema, step) => el("input", { type: "number", min: String(schema.minimum), max: String(schema.maximum), step, value: String(schema.default) });
-    this.kv = number(kv, "0.05");
-    this.batch = number(batch, "1");
+    const number = (schema, step, placeholder) => el("input", { type: "number", min: String(schema.minimum), max: String(schema.maximum), step, placeholder });
+    this.kv = number(kv, "0.05", "vLLM's");
+    this.batch = number(batch, "1", "vLLM's, 256");
     this.drafts = select(properties.spec_length.enum.map((k) => [k, k || "none"]), properties.spec_length.default);
     this.apart = select([[0, "shared GPUs"], [1, "separate GPUs"]], 0);
     this.precision = select([], 0);
@@ -52,11 +74,11 @@ export class KnobFields {
     fill(this.precision, ...tiers.map((name, i) => el("option", { value: String(i), text: name, selected: String(i) === chosen })));
   }
 
-  /** The action as requests have it: a number that was emptied keeps its default. */
+  /** The knobs that the visitor chose, as requests have them: undefined if none, and vLLM's defaults hold. */
   action() {
-    const numbers = { kv_budget: this.kv, batch_size: this.batch };
-    const given = Object.entries(numbers).filter(([, input]) => input.value !== "").map(([name, input]) => [name, Number(input.value)]);
-    return { ...Object.fromEntries(given), spec_length: Number(this.drafts.value), prefill_disagg: this.apart.value === "1", quant_tier: Number(this.precision.value) };
+    const chosen = { kv_budget: this.kv, batch_size: this.batch, spec_length: this.drafts, prefill_disagg: this.apart, quant_tier: this.precision };
+    const given = Object.entries(chosen).filter(([, { value, type }]) => value !== (type === "number" ? "" : "0")).map(([name, { value }]) => [name, name === "prefill_disagg" || Number(value)]);
+    return given.length ? Object.fromEntries(given) : undefined;
   }
 }
 
@@ -83,6 +105,11 @@ export class Knobs {
 
   title(name) {
     return TEXTS[name][0];
+  }
+
+  /** Frame the knob that a hint names, and no other. */
+  point(name) {
+    for (const [each, { box }] of Object.entries(this.knobs)) box.classList.toggle("hinted", each === name);
   }
 
   put(name, value) {

@@ -6,7 +6,7 @@ import { compact, percent } from "./format.js";
 import { EngineSettings, LogBox, folded, inTheForm, refusal, setting } from "./request_log.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const CERTAINTY = { likely: "likely", "meets with 90 %": "with 90 %", not: "no" };
+const CERTAINTY = { likely: "likely", "meets with 90 %": "90 % certain", not: "no" };
 const HEAD = ["Hardware", "GPUs", "TP", "Setting", "Verdict", "In time", "TTFT p99 ms", "TPOT p50 ms", "Margin", "GPU h /M tokens"];
 
 export async function start(panel) {
@@ -25,23 +25,24 @@ class PlanTab {
     });
     this.ttft = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "500" });
     this.tpot = el("input", { type: "number", min: "1", max: "999999", step: "1", value: "50" });
+    this.e2e = el("input", { type: "number", min: "1", max: "999999", step: "1", placeholder: "20000" });
     this.model = select(models.map((name) => [name, name]), models[0], () => this.offer());
     this.cards = el("fieldset", { class: "legend" });
     this.precision = select([["", "any"], ["FP16,BF16", "16 bit only"]], "");
     this.drafts = select([["", "none"], ["yes", "allowed"]], "");
-    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20, h100_sxm=2.50" });
+    this.prices = el("input", { type: "text", placeholder: "a100-40gb=1.20" });
     this.currency = el("input", { type: "text", value: "USD", maxlength: "20" });
     this.replicas = el("input", { type: "number", min: "1", max: "256", step: "1", placeholder: "1" });
     this.button = el("button", { type: "button", class: "main", text: "Make a plan", on: { click: () => this.run() } });
-    this.out = el("div", { "aria-live": "polite" });
+    this.out = el("div", { "aria-live": "polite" }, el("p", { class: "note", text: "The plan appears here: what to rent, its settings, and the latency of each card. Searching takes some seconds." }));
     this.node = el("div", {},
       el("h2", { text: "Which GPUs, how many, which settings" }),
       el("p", { text: "Drop a request log and state objectives. The server searches cards, numbers of GPUs and hundreds of settings, and says what to rent." }),
       el("div", { class: "columns narrow" },
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
-          el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("Precisions", this.precision), field("Draft tokens", this.drafts), field("Replicas, at least", this.replicas),
-            ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without a price are left out. If empty, plans are ordered by number of GPUs."), field("Currency", this.currency)),
+          el("div", { class: "controls small" }, field("Model", this.model), field("TTFT p99 (ms)", this.ttft), field("TPOT p50 (ms)", this.tpot), field("End to end p99 (ms)", this.e2e), field("Precisions", this.precision), field("Draft tokens", this.drafts), field("Replicas, at least", this.replicas),
+            ...this.box.fields, field("Price per GPU hour", this.prices, "Your price of each card; cards without one are left out. There are no default prices, because providers differ: if empty, the plan takes the fewest GPUs."), field("Currency", this.currency)),
           this.cards),
         this.out));
     this.offer();
@@ -80,8 +81,8 @@ class PlanTab {
     if (!this.box.body.log.trim()) throw { message: "There is no log yet", next: "drop a file, paste text, or load the example" };
     const wrong = wrongNumber(this.node);
     if (wrong) throw wrong;
-    const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
-    if (!objectives.length) throw { message: "There is no objective", next: "fill in TTFT p99 or TPOT p50" };
+    const objectives = [["ttft_p99", this.ttft], ["tpot_p50", this.tpot], ["e2e_p99", this.e2e]].filter(([, input]) => input.value !== "").map(([name, input]) => `${name}=${Number(input.value)}`);
+    if (!objectives.length) throw { message: "There is no objective", next: "fill in TTFT p99, TPOT p50 or end to end p99" };
     const boxes = [...this.cards.querySelectorAll("input")], hardware = boxes.filter((box) => box.checked).map((box) => box.value);
     if (!hardware.length) throw { message: "No card is chosen", next: "choose at least one" };
     return { ...this.box.body, objectives, prices: this.priceList(), hardware: hardware.length < boxes.length ? hardware : undefined,
@@ -103,17 +104,18 @@ class PlanTab {
 
   report(report) {
     const priced = Boolean(report.currency), [first] = report.plans;
-    const said = verdict(report, priced), cost = priced ? `${report.currency} per hour` : "GPU h per 1M tokens";
-    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2), priced ? plan.cost_per_hour.toFixed(2) : compact(plan.gpu_hours_per_million_tokens)];
+    const said = verdict(report, priced);
+    const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
+      ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
     const row = (plan) => [plan.hardware, plan.n_gpus, plan.tensor_parallel, settingOf(plan), plan.verdict, percent(plan.share_in_time, 2), compact(plan.figures.ttft_p99_ms), compact(plan.figures.tpot_p50_ms),
       plan.margin < -1 ? "< −100 %" : percent(plan.margin), compact(plan.gpu_hours_per_million_tokens), ...(priced ? [compact(plan.cost_per_hour), compact(plan.cost_per_million_tokens)] : [])];
     const plans = first ? report.plans : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said })];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
-    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", cost], plans.map(short)),
-      el("p", { class: "note", text: `Simulated.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; with 90 %: nine tenths of them." : ""}` }));
-    if (first) nodes.push(settings(report));
+    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
+      el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
+    if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
       el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90th percentile. Green fleets meet all objectives." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
@@ -124,7 +126,7 @@ class PlanTab {
     if (report.autoscaling.length) other.push(table("The first plan with an autoscaler", ["Autoscaler", "Target", "Replicas", "GPU-hours saved", "In time", "Meets"],
       report.autoscaling.map((each) => [each.policy, percent(each.target), `${each.mean_replicas.toFixed(1)} of ${each.max_replicas}`, percent(each.saved_share), percent(each.share_in_time, 2), each.meets ? "yes" : "no"])));
     if (other.length) nodes.push(folded("Adaptive policies and autoscalers", ...other));
-    nodes.push(folded(`Notes: more traffic, errors, limits (${report.notes.length})`, el("ul", {}, ...report.notes.map((text) => el("li", { text: inTheForm(text) })))));
+    nodes.push(folded("All notes: errors, limits, what was left out", el("ul", {}, ...report.notes.map((text) => el("li", { text: inTheForm(text) })))));
     this.tell(...nodes);
     this.out.scrollIntoView({ block: "nearest" });
     announce(said);
@@ -142,17 +144,37 @@ function rent({ n_gpus: gpus, n_replicas: replicas, card }) {
 /** The largest fleet of each card where none meets the objectives, that with the most requests in time first. */
 const nearest = ({ unmet }) => [...unmet].sort((a, b) => b.share_in_time - a.share_in_time || b.margin - a.margin);
 
+/** An objective in words, such as `TTFT p99 ≤ 500 ms`. */
+const told = (objective) => objective.replace(/^(\w+)_(\w+)=(.*)$/, (_, quantity, statistic, ms) => `${quantity.toUpperCase()} ${statistic} ≤ ${ms} ms`);
+
+/** Latency of a plan that an objective bounds (`ttft_p99=500`), at the "p50" or "p90" of the errors of measured runs, in ms. */
+function latency(plan, objective, error) {
+  const [quantity, statistic] = objective.split(/[_=]/);
+  return plan.figures[`${quantity}_${statistic}_ms`] * plan.errors[quantity][error];
+}
+
+/** What may change the choice of the first plan, a sentence each. */
+function warnings({ plans, currency, growth }) {
+  const [first] = plans, others = plans.filter(({ n_gpus: gpus }) => gpus === first.n_gpus).length - 1;
+  const outgrown = growth.find(({ meets }) => !meets), needed = outgrown?.gpus_needed;
+  return [
+    !currency && others && `No prices were given: of ${others + 1} cards with equally many GPUs, the one with the least memory is first. Enter your prices to compare them by cost.`,
+    outgrown && `With ${outgrown.traffic} times the traffic it no longer meets the objectives${needed ? `: that takes ${needed} GPUs with these settings` : ""}.`,
+    first.n_replicas === 1 && "A single replica serves nothing while it fails or restarts: set Replicas, at least, to 2 if that matters.",
+    !["FP16", "BF16"].includes(first.precision) && `${first.precision} changes the model's answers, which this plan does not measure: choose 16 bit only if they must stay.`,
+  ].filter(Boolean);
+}
+
 /** The plan in one sentence: what to rent, its setting, its cost, and how certainly it meets the objectives. */
 function verdict(report, priced) {
-  const asked = report.objectives.map((text) => text.replace(/^(\w+)_(\w+)=(.*)$/, (_, quantity, statistic, ms) => `${quantity.toUpperCase()} ${statistic} ≤ ${ms} ms`)).join(" and ");
+  const asked = report.objectives.map((text) => told(text)).join(" and ");
   const [plan] = report.plans;
   if (!plan) {
     const [best] = nearest(report);
     return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
   }
-  const million = "per million output tokens";
-  const cost = priced ? `${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} ${million}` : `${compact(plan.gpu_hours_per_million_tokens)} GPU hours ${million}`;
-  return `Rent ${rent(plan)}, set to ${settingOf(plan)}, at ${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
+  const cost = priced ? `, at ${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} per million output tokens` : "";
+  return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
 /** Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines reach to the 90th percentile. */
@@ -160,9 +182,9 @@ function picture(report, priced, objective) {
   const [, quantity, statistic, limit] = objective.match(/^(\w+)_(\w+)=(.*)$/);
   const [width, height, left, bottom] = [560, 240, 56, 40];
   const cost = (plan) => (priced ? plan.cost_per_million_tokens : plan.gpu_hours_per_million_tokens);
-  const latency = (plan, error) => plan.figures[`${quantity}_${statistic}_ms`] * plan.errors[quantity][error];
-  const tried = report.tried.filter((plan) => plan.tokens_per_s > 0 && latency(plan, "p50") > 0);
-  const x = scale(tried.map(cost), left, width - 40), y = scale([Number(limit), ...tried.flatMap((plan) => [latency(plan, "p50"), latency(plan, "p90")])], height - bottom, 12);
+  const at = (plan, error) => latency(plan, objective, error);
+  const tried = report.tried.filter((plan) => plan.tokens_per_s > 0 && at(plan, "p50") > 0);
+  const x = scale(tried.map(cost), left, width - 40), y = scale([Number(limit), ...tried.flatMap((plan) => [at(plan, "p50"), at(plan, "p90")])], height - bottom, 12);
   const shape = (tag, attributes, text) => {
     const node = document.createElementNS(SVG, tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
@@ -176,10 +198,10 @@ function picture(report, priced, objective) {
   svg.append(shape("text", { x: 4, y: 12 }, up), shape("text", { x: width - 12, y: height - 6, "text-anchor": "end" }, across));
   svg.append(shape("path", { d: `M${left} ${y.at(limit)}H${width - 12}`, class: "limit" }), shape("text", { x: width - 12, y: y.at(limit) - 4, "text-anchor": "end" }, `objective ${limit} ms`));
   for (const plan of tried) {
-    const [cx, cy] = [x.at(cost(plan)), y.at(latency(plan, "p50"))];
+    const [cx, cy] = [x.at(cost(plan)), y.at(at(plan, "p50"))];
     const dot = shape("circle", { cx, cy, r: 3.5, class: plan.meets ? "met" : "missed" });
-    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${up}: ${compact(latency(plan, "p50"))} to ${compact(latency(plan, "p90"))}; ${percent(plan.share_in_time, 2)} in time`));
-    svg.append(shape("path", { d: `M${cx} ${cy}V${y.at(latency(plan, "p90"))}`, class: "error" }), dot, shape("text", { x: cx + 5, y: cy + 11 }, String(plan.n_gpus)));
+    dot.append(shape("title", {}, `${plan.n_gpus} × ${plan.hardware}, ${settingOf(plan)}: ${up}: ${compact(at(plan, "p50"))} to ${compact(at(plan, "p90"))}; ${percent(plan.share_in_time, 2)} in time`));
+    svg.append(shape("path", { d: `M${cx} ${cy}V${y.at(at(plan, "p90"))}`, class: "error" }), dot, shape("text", { x: cx + 5, y: cy + 11 }, String(plan.n_gpus)));
   }
   return svg;
 }

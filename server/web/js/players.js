@@ -5,17 +5,23 @@ import { words } from "./format.js";
 // Lines of the policies that ship, and their names in a sentence; another one is drawn in ink and called by its name.
 const LINES = {
   heuristic: { called: "the heuristic", colour: "heuristic" },
-  best_adaptive: { called: "the best adaptive policy", colour: "adaptive" },
-  ppo: { label: "PPO", colour: "ppo", dash: [8, 3] },
-  best_static: { called: "the best constant setting", colour: "static", dash: [3, 3] },
+  best_adaptive: { label: "Best hand-written", called: "the best hand-written policy", colour: "adaptive" },
+  ppo: { label: "PPO", called: "the network trained with PPO", colour: "ppo", dash: [8, 3] },
+  best_static: { label: "Best constant", called: "the best constant setting", colour: "static", dash: [3, 3] },
   random_search: { called: "random search", colour: "search", dash: [6, 2, 1, 2] },
   hill_climb: { label: "Hill climbing", called: "hill climbing", colour: "climb" },
   vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
   naive: { label: "Fixed-32", colour: "naive", dash: [1, 3] },
   hpa: { label: "HPA", called: "Kubernetes' HPA", colour: "heuristic" },
   kpa: { label: "KPA", called: "Knative's KPA", colour: "climb" },
+  random: { colour: "naive", dash: [6, 3] },
+  aimd: { label: "AIMD", colour: "vllm" },
+  kv_target: { label: "KV target", colour: "search" },
   planner: { called: "the capacity planner", colour: "ppo", dash: [8, 3] },
 };
+
+/** The run of a link that the visitor followed. */
+export const SHARED = { key: "shared", label: "Challenger", called: "your challenger", title: "The run of the link that you followed.", colour: "ink", dash: [7, 4], width: 2 };
 
 /** Key, label and line of a policy; `called` is its name in a sentence, `title` what it does. */
 export function player({ name, description = "" }) {

@@ -3,23 +3,25 @@
 import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
-import { announce, copy, download, el, field, fill, problem, select } from "./dom.js";
-import { compact, percent, score as shownScore, words } from "./format.js";
-import { Knobs, knobsOf } from "./knobs.js";
+import { MAX_SEED, announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
+import { compact, mean, percent, score as shownScore, words } from "./format.js";
+import { Knobs, hint, inSliders, knobsOf } from "./knobs.js";
 import { handed } from "./log.js";
-import { player } from "./players.js";
-import { placeOf, scoreBoard } from "./score.js";
+import { SHARED, player } from "./players.js";
+import { explained, placeOf, scoreBoard } from "./score.js";
 import { Strip } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
-const SHARED = { key: "shared", label: "Shared run", called: "the shared run", title: "The run of the link that you followed.", colour: "ink", width: 2 };
 const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive", "kpa"]; // until the visitor asks for them
-const STARTS = ["hpa", "vllm_defaults", "naive"]; // whose first action is the visitor's: the first that plays the task
-const TARGETS = ["hpa", "heuristic"]; // whom to beat first
+const STARTS = ["hpa", "vllm_defaults", "naive"]; // whom to beat first, and whose first action is the visitor's: the first that plays the task
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
+const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
+const NOTICE_S = 15; // before a flood, hints prepare for it
+const TREND_S = 5; // over which a part of the score rises or falls, and a hint stays
+const LATE = 0.2; // of the requests: as the first flood makes so many late, the race stops for a visitor who has moved no slider
+const FOLLOWED = 25; // times the clock: faster races are not watched
 const RETRY_MS = 1000;
 const KEPT = "race"; // in the session storage: the run that a reload takes up again
-const MAX_SEED = 2 ** 53 - 1;
 
 /** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
 const today = () => Number(new Date().toISOString().slice(0, 10).replaceAll("-", ""));
@@ -39,11 +41,15 @@ class Race {
     this.first = tasks[knobs.indexOf(Math.max(...knobs))];
     this.info = info;
     this.hidden = new Set(HIDDEN);
+    this.finished = new Set(); // ids of the tasks that the visitor has raced to the end
     this.phase = "idle"; // idle, running, paused, over
     this.generation = 0;
     this.speed = 5;
     this.knobs = new Knobs(info.action.properties);
     this.knobs.node.addEventListener("input", () => {
+      this.taught = true;
+      this.hintOf = null; // a hint that was followed goes
+      if (this.phase === "paused") this.coach();
       this.startsAs = "Your sliders are where you left them.";
       if (this.phase === "idle" && this.target) this.tellScores();
     });
@@ -53,23 +59,26 @@ class Race {
     this.strips = el("div", { class: "strips" });
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Lines shown" });
     this.who = el("details", {});
-    this.result = el("section", { class: "result", "aria-label": "Result" });
+    this.places = el("section", { class: "places", "aria-label": "All scores" });
     this.leftOut = el("p", { class: "note" });
     this.lanes = el("p", { class: "note" });
+    this.defaultsButton = el("button", { type: "button", class: "quiet", text: "vLLM's defaults", on: { click: () => this.useDefaults() } });
+    this.decisions = el("div", { hidden: true }, el("h2", { text: "Decisions" }), this.lanes, this.strips);
     this.readings = el("dl", { class: "readings" });
     this.node = el("div", { class: "race" },
       this.duel,
-      el("aside", { class: "side" }, this.knobs.node, this.readings),
-      el("div", { class: "stage" }, this.result, this.controls, this.story, el("details", {}, el("summary", { text: "How the score is computed" }), this.formula), this.legend, this.who, this.leftOut, this.board,
-        el("h2", { text: "Decisions" }),
-        this.lanes, this.strips));
+      el("aside", { class: "side" }, this.knobs.node, this.defaultsButton, this.readings),
+      el("div", { class: "stage" }, this.places, this.controls, this.story, el("details", {}, el("summary", { text: "How the score is computed" }), this.formula), this.legend, this.who, this.leftOut, this.board,
+        this.decisions));
     addEventListener("pagehide", () => this.keep());
   }
 
-  /** The first screen: the score to beat, the scores so far, and the button. */
+  /** The first screen: the score to beat, the scores so far, and the button; after the race, the result. */
   buildDuel() {
     this.goal = el("h2", { class: "goal" });
     this.about = el("p", { class: "about" });
+    this.result = el("section", { class: "result", "aria-label": "Result" });
+    this.onward = el("span", { class: "onward" });
     this.lead = el("p", { class: "lead", text: " " });
     this.parts = el("p", { class: "note" });
     this.versus = el("div", { class: "versus" });
@@ -79,8 +88,8 @@ class Race {
     this.againButton = el("button", { type: "button", text: "Start over", hidden: true, on: { click: () => this.choose(this.shared) } });
     this.clock = el("progress", { max: 200, value: 0, "aria-label": "Seconds played" });
     this.duel = el("section", { class: "duel", "aria-label": "The score to beat" },
-      el("div", { class: "duel-text" }, this.goal, this.about, this.versus, this.lead, this.parts,
-        el("div", { class: "buttons" }, this.startButton, this.againButton), this.trouble),
+      el("div", { class: "duel-text" }, this.goal, this.about, this.result, this.versus, this.lead, this.parts,
+        el("div", { class: "buttons" }, this.startButton, this.againButton, this.onward), this.trouble),
       this.scoreBox, this.clock);
   }
 
@@ -122,52 +131,63 @@ class Race {
   async choose(shared = null) {
     const generation = ++this.generation;
     this.phase = "idle";
+    this.waiting = false;
     this.shared = shared;
     const task = this.tasks.find(({ id }) => String(id) === this.taskSelect.value);
-    if (task !== this.task) this.aim = null;
+    if (task !== this.task) this.aim = this.defaults = null;
     this.task = task;
-    const seed = Number(this.seedInput.value || NaN);
-    if (!Number.isInteger(seed) || seed < 0 || seed > MAX_SEED) {
-      fill(this.trouble, problem({ message: `The seed must be a whole number from 0 to ${MAX_SEED}`, next: "correct the seed" }));
+    this.startButton.disabled = true;
+    try {
+      this.seed = seedOf(this.seedInput);
+    } catch (error) {
+      fill(this.trouble, problem(error));
       return;
     }
-    this.seed = seed;
+    const { seed } = this;
     if (!shared) address.write("race", { task: task.id, seed });
     fill(this.trouble);
-    fill(this.result);
+    for (const box of [this.result, this.onward, this.places]) fill(box);
+    this.board.classList.add("stale"); // until the charts are those of this episode
     this.story.textContent = task.description;
-    this.formula.textContent = `Score, from 0 to 1: ${task.score}.`;
     this.tiers = this.info.hardware[task.hardware].tiers;
+    this.memoryLimit = /\bmemory\b/.test(task.score) ? task.memory_hard_limit_gb : Infinity; // beyond it the score falls
     this.lanesOf = knobsOf(task);
-    this.knobs.offer(task, this.tiers);
+    if (!this.defaults) this.knobs.offer(task, this.tiers); // another episode of a task keeps the visitor's sliders
     this.mine = newRun();
-    this.startButton.disabled = true;
+    this.defaultsButton.disabled = !this.defaults;
     this.updateButtons();
     try {
       const { policies } = await once(`policies?task_id=${encodeURIComponent(task.id)}`);
       const everyone = policies.map(player).reverse(); // the server begins with the baselines
       const oneOf = (names) => names.map((name) => everyone.find(({ key }) => key === name)).find(Boolean) ?? everyone[0];
-      const begin = oneOf(STARTS), goal = oneOf([this.aim, ...TARGETS]);
+      const goal = oneOf([this.aim, ...STARTS]);
       const playing = new Map();
       const play = ({ key }) => {
         if (!playing.has(key)) playing.set(key, post("play", { task_id: task.id, seed, agent: key }));
         return playing.get(key);
       };
-      const first = { task_id: task.id, seed, agent: begin.key, config: { episode_length: 1 } }; // a whole episode is long to load
-      const [begun, episode] = await Promise.all([post("play", first), play(goal)]);
+      const episode = await play(goal);
       if (generation !== this.generation) return;
       this.length = episode.steps;
+      this.formula.textContent = `The score adds up its parts, each at most 1. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
+      this.parts.title = this.formula.textContent;
       this.phases = episode.phase;
       this.arrivals = episode.arrivals;
-      const ghost = { ...SHARED, episode: { ...newRun(), score: this.claimed } };
-      this.target = shared ? ghost : { ...goal, episode };
-      this.knobs.set(Object.fromEntries(Object.entries(begun.action).map(([name, column]) => [name, column[0]])));
-      this.startsAs = begin.key === "vllm_defaults" ? "Your sliders start at vLLM's defaults." : `Your sliders start where ${begin.called} starts.`;
+      this.target = shared ? { ...SHARED, episode: { ...newRun(), score: this.claimed } } : { ...goal, episode };
+      if (!this.defaults) {
+        const vllm = goal.key === "vllm_defaults";
+        this.defaults = { action: first(episode.action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${goal.called} starts.` };
+        this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${goal.called} starts`;
+        this.defaultsButton.disabled = false;
+        this.useDefaults();
+      }
       this.scale = "Scores go from 0 to 1.";
       this.showTarget();
       // The race can start; the other players follow.
       this.loaded = Promise.all(everyone.map(play));
+      this.replayed = shared && this.replay(this.target.episode, shared, generation);
       this.startButton.disabled = false;
+      this.updateButtons();
       this.takeUp();
       const episodes = await this.loaded;
       if (generation !== this.generation) return;
@@ -175,26 +195,59 @@ class Race {
       const scores = ({ episode: { score } }) => score >= 0.0005;
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
-      const best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
-      this.scale += ` The best policy here, ${best.called}, has ${shownScore(best.episode.score)}.`;
+      this.best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
+      this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.buildBoard();
       this.draw();
+      await this.replayed;
     } catch (error) {
-      if (generation === this.generation) fill(this.trouble, problem(error));
+      if (generation !== this.generation) return;
+      fill(this.trouble, problem(error));
+      this.updateButtons();
     }
+  }
+
+  /** Play the run of a link: its score so far is drawn as it comes, and its score replaces the one that the link claims. */
+  async replay(run, actions, generation) {
+    Object.assign(run, newRun(await post("reset", { task_id: this.task.id, seed: this.seed })));
+    while (run.reward.length < this.length) {
+      const second = run.reward.length + 1;
+      try {
+        await this.play(run, second, actions[second - 1] ?? actions.at(-1));
+      } catch (error) {
+        if (error.status !== 0) throw error;
+        await sleep(RETRY_MS);
+      }
+      if (generation !== this.generation) return;
+      if (second % 20 === 0) this.draw();
+    }
+    Object.assign(run, await post("grader", { session_id: run.session }));
+    if (generation !== this.generation) return;
+    this.nameTarget();
+    this.scoreChart.limits = [{ value: run.score, label: "to beat", atStart: true }];
+    this.draw();
+  }
+
+  /** Put the sliders where they were on the first visit of the task. */
+  useDefaults() {
+    this.knobs.set(this.defaults.action);
+    this.startsAs = this.defaults.text;
+    if (this.phase === "idle" && this.rows) this.tellScores();
   }
 
   /** Name the score to beat, and draw its line. */
   showTarget() {
     const { label, called, episode, colour } = this.target;
-    const whose = this.shared ? "a shared run" : called;
-    const traffic = this.seed === today() ? "today's traffic" : "this traffic";
-    fill(this.goal, "Beat ", el("strong", { class: `ink-${colour}`, text: episode.score === undefined ? whose : shownScore(episode.score) }));
+    const traffic = this.seed === today() ? "today's traffic" : "this seed";
+    this.nameTarget();
     const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
-    const bands = floods(this.phases).length ? "Requests come in floods: be ready for them. " : "";
-    this.about.textContent = `${episode.score === undefined ? "It plays" : `${whose[0].toUpperCase()}${whose.slice(1)} scores this on`} ${traffic}. ${kind}${bands}Serve much, be in time, spend little.`;
+    const { floods: known } = this.task;
+    const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
+    const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
+    const scores = !untouched ? `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.` : `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. If you touch nothing, you score this on ${traffic}.`;
+    this.introduction = `${scores} ${kind}${bands}`;
     const row = (player) => {
       const bar = el("meter", { min: 0, max: 1, value: 0, class: `ink-${player.colour}`, "aria-hidden": "true" }), value = el("span", { class: "value", text: "–" });
       return { bar, value, nodes: [el("span", { class: `chip ink-${player.colour}`, text: player.label }), bar, value] };
@@ -202,38 +255,48 @@ class Race {
     this.rows = [row(YOU), row({ label, colour })];
     fill(this.versus, ...this.rows.flatMap(({ nodes }) => nodes));
     this.scoreChart?.destroy();
-    this.scoreChart = new TimeChart({ title: "Score so far", series: [YOU, { ...this.target, width: 2 }], height: matchMedia("(max-width: 560px)").matches ? 100 : 170, limits: episode.score === undefined ? [] : [{ value: episode.score, label: "to beat" }] });
-    this.scoreChart.shade(floods(this.phases));
-    fill(this.scoreBox, this.scoreChart.figure);
+    this.scoreChart = new TimeChart({ title: "Score so far", series: [YOU, { ...this.target, width: 2 }], height: matchMedia("(max-width: 560px)").matches ? 100 : 170, limits: episode.score === undefined ? [] : [{ value: episode.score, label: "to beat", atStart: true }] });
+    fill(this.scoreBox, this.scoreChart.figure, this.shared && this.sharedStrip());
     this.draw();
+  }
+
+  /** Write the score to beat. */
+  nameTarget() {
+    const { called, episode: { score }, colour } = this.target;
+    fill(this.goal, "Beat ", el("strong", { class: `ink-${colour}`, text: score === undefined ? called : shownScore(score) }));
+  }
+
+  /** What the run of a link decides, second by second. */
+  sharedStrip() {
+    const strip = new Strip(`${SHARED.label}'s sliders`, SHARED.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas);
+    strip.set(columnsOf(Array.from({ length: this.length }, (_, i) => this.shared[i] ?? this.shared.at(-1))), this.length);
+    return strip.node;
   }
 
   buildBoard() {
     const players = [YOU, ...this.rivals];
     for (const chart of Object.values(this.charts ?? {})) chart.destroy();
-    const memoryLimit = this.task.memory_hard_limit_gb;
     const sync = "race";
     this.charts = {
       arrivals: new TimeChart({ title: "Arrivals", unit: "requests/s", series: [{ key: "traffic", label: "Arrivals", colour: "ink", width: 1 }], sync, stepped: true }),
       queue: new TimeChart({ title: "Queue", unit: "requests", series: players, sync }),
       ttft: new TimeChart({ title: "Time to first token", unit: "ms, log", series: players, log: true, sync,
-        limits: [{ value: this.task.slo_target_ms, label: "SLO" }], tools: this.ttftChoice() }),
+        limits: [{ value: this.task.slo_target_ms, label: "time limit" }], tools: this.ttftChoice() }),
       memory: new TimeChart({ title: "Memory per GPU", unit: "GB", series: players, sync,
-        limits: memoryLimit ? [{ value: memoryLimit, label: "limit" }] : [{ value: this.info.data.memory_budget_gb, label: "GPU" }] }),
+        limits: [this.memoryLimit === Infinity ? { value: this.task.oom_above_gb, label: "out of memory" } : { value: this.memoryLimit, label: "limit" }] }),
       throughput: new TimeChart({ title: "Throughput", unit: "tokens/s", series: players, sync }),
       ...(this.task.max_replicas ? { replicas: new TimeChart({ title: "Replicas requested", unit: "loading and in service", series: players, sync, stepped: true, limits: [{ value: this.task.max_replicas, label: "maximum" }] }) } : {}),
-      cost: new TimeChart({ title: "Cost so far", unit: "units", series: players, sync, limits: [{ value: this.task.cost_budget, label: "budget" }] }),
+      cost: new TimeChart({ title: "Cost so far", unit: "% of the budget", series: players, sync, limits: [{ value: 100, label: "budget" }] }),
     };
-    const shaded = floods(this.phases);
-    for (const chart of Object.values(this.charts)) chart.shade(shaded);
     fill(this.board, ...Object.values(this.charts).map((chart) => chart.figure));
     this.stripOf = new Map(players.map((player) => [player.key, new Strip(player.label, player.colour, this.lanesOf, this.length, this.tiers, this.task.max_replicas)]));
     fill(this.strips, ...[...this.stripOf.values()].map((strip) => strip.node));
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
     const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
-    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
+    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}. The other players' decisions appear here after your first finished race.`;
     this.hide();
+    this.board.classList.remove("stale");
     this.built = this.generation;
   }
 
@@ -257,7 +320,7 @@ class Race {
 
   hide() {
     for (const chart of Object.values(this.charts)) chart.setHidden(this.hidden);
-    for (const [key, strip] of this.stripOf) strip.node.hidden = this.hidden.has(key);
+    for (const [key, strip] of this.stripOf) strip.node.hidden = this.hidden.has(key) || (key !== "you" && !this.finished.has(this.task.id));
   }
 
   // ---------------------------------------------------------------- drawing
@@ -269,24 +332,30 @@ class Race {
     const cut = (column) => x.map((_, i) => (i < until ? column[i] ?? null : null));
     const span = [0, this.length];
     const { key, episode } = this.target;
+    // Floods that the task does not announce are shaded once they have come.
+    const shaded = floods(this.task.floods ? this.phases : this.phases.slice(0, this.mine.reward.length));
+    this.scoreChart.shade(shaded);
     this.scoreChart.set(x, { you: cut(this.mine.score_so_far), [key]: cut(episode.score_so_far) }, span);
     this.clock.max = this.length;
     this.clock.value = this.mine.reward.length;
     this.tellScores(until);
+    this.coach();
     this.tellReadings();
     if (this.built !== this.generation) return; // the other players are still on their way
     const everyone = (pick) => Object.fromEntries([["you", cut(pick(this.mine))], ...this.rivals.map((rival) => [rival.key, cut(pick(rival.episode))])]);
     // Observation 0 is that of the reset, before the first second.
     const seen = (name) => (run) => run.observation[name].slice(1);
     const measured = (name) => (run) => run.metrics[name];
+    for (const chart of Object.values(this.charts)) chart.shade(shaded);
     this.charts.arrivals.set(x, { traffic: cut(this.arrivals) }, span);
     this.charts.queue.set(x, everyone(seen("queue_depth")), span);
     this.charts.ttft.set(x, everyone(measured(this.ttft)), span);
     this.charts.memory.set(x, everyone(measured("gpu_memory_gb")), span);
     this.charts.throughput.set(x, everyone(measured("tokens_per_sec")), span);
-    this.charts.cost.set(x, everyone(seen("cost_so_far")), span);
+    this.charts.cost.set(x, everyone((run) => seen("cost_so_far")(run).map((cost) => 100 * cost / this.task.cost_budget)), span);
     this.charts.replicas?.set(x, everyone((run) => run.action.replicas), span);
-    // What the others decide shows as the race goes on: before, it would be the answer.
+    // What the others decide shows after the visitor's own first race: before, it would be the answer.
+    this.decisions.hidden = this.mine.reward.length === 0;
     for (const [key, run] of [["you", this.mine], ...this.rivals.map((rival) => [rival.key, rival.episode])]) {
       this.stripOf.get(key).set(run.action, Math.min(this.mine.reward.length, run.reward.length));
     }
@@ -294,29 +363,80 @@ class Race {
 
   /** Both scores after `until` seconds, and who is ahead. */
   tellScores(until = this.mine.reward.length) {
-    const scores = [this.mine, this.target.episode].map(({ score_so_far: column }) => column[until - 1]);
+    const scores = [this.mine, this.target.episode].map(({ score_so_far: column, score }) => column[until - 1] ?? (this.phase === "idle" ? score : undefined));
     scores.forEach((value, i) => {
       this.rows[i].value.textContent = value === undefined ? "–" : shownScore(value);
       this.rows[i].bar.value = value ?? 0;
     });
-    const parts = this.mine.parts?.[until - 1];
-    this.parts.textContent = parts ? Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}`).join(" · ") : this.scale;
+    const parts = this.mine.parts?.[until - 1], before = this.mine.parts?.[until - 1 - TREND_S];
+    const trend = (name) => (!before || Math.abs(parts[name] - before[name]) < 0.005 ? "" : parts[name] > before[name] ? " ↑" : " ↓");
+    // A server on the same machine is a little late too, so only a half counts as slow.
+    const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the connection allows no more. ` : "";
+    this.parts.textContent = parts ? slow + Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
   }
 
+  /** A flood's load as a multiple of the usual one, such as "10 times". */
+  flood() {
+    return `${compact(this.task.floods.arrival_rate_rps / this.task.arrival_rate_rps, 2)} times`;
+  }
+
+  /** During a race: when the next flood comes, and which slider to move if one comes soon, a part of the score falls, or the visitor is behind. */
+  coach() {
+    const played = this.mine.reward.length, { floods: known } = this.task;
+    if (!played) {
+      this.about.textContent = this.introduction;
+      this.knobs.point();
+      return;
+    }
+    let clock = "", soon = false;
+    if (known) {
+      const since = played - known.first_at_s, into = since % known.every_s, next = since < 0 ? -since : known.every_s - into;
+      const on = since >= 0 && into < known.lasts_s;
+      soon = on || next <= NOTICE_S;
+      clock = on ? `Flood: ${known.lasts_s - into} s left. ` : played + next < this.length ? `Flood in ${next} s: ${this.flood()} the load. ` : "The last flood is over. ";
+    }
+    if (played % TREND_S === 0 || this.hintOf !== this.mine) {
+      const now = this.mine.parts.at(-1), before = this.mine.parts.at(-1 - TREND_S) ?? now;
+      const fall = (name) => before[name] - now[name];
+      const worst = Object.keys(now).reduce((a, b) => (fall(a) >= fall(b) ? a : b)), falls = fall(worst) > 0.01;
+      const behind = this.target.episode.score_so_far[played - 1] - this.mine.score_so_far.at(-1) > 0.02;
+      this.hintOf = this.mine;
+      this.hinted = falls || soon || behind ? this.hint(this.knobs.action(), falls && !soon ? worst : undefined) : undefined;
+      this.falling = falls && !soon ? `${words(worst).replace(/^./, (letter) => letter.toUpperCase())}: falling. ` : "";
+    }
+    this.knobs.point(this.hinted?.name);
+    const advice = this.hinted ? `${this.falling}${this.hinted.text}` : "";
+    if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
+    else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
+    else fill(this.about, el("strong", { class: soon ? "soon" : "", text: clock }), advice);
+  }
+
+  /** Which slider of an action to move towards the best constant setting, and the replicas towards those of the best policy in this second. */
+  hint(action, part) {
+    const setting = this.built === this.generation && this.rivals.find(({ key }) => key === "best_static")?.episode;
+    if (!setting) return undefined;
+    const second = Math.max(0, this.mine.reward.length - 1), { action: best } = this.best.episode;
+    const goal = Object.fromEntries(Object.entries(setting.action).map(([name, column]) => [name, (name === "replicas" ? best.replicas : column)[second]]));
+    const found = hint(action, goal, this.task, part);
+    // A new precision restarts the GPUs: at high load the queue fills meanwhile, so it is for the next race, as is what comes after it.
+    return found?.name === "quant_tier" && this.phase !== "over" ? undefined : found;
+  }
+
   tellReadings() {
     const at = this.mine.reward.length - 1;
     const last = (column) => (at < 0 ? undefined : column.at(-1));
-    const missed = last(this.mine.observation.slo_violation_rate);
+    const missed = last(this.mine.observation.slo_violation_rate), used = last(this.mine.metrics.gpu_memory_gb);
+    const over = last(this.mine.metrics.oom) ? ", out of memory" : used > this.memoryLimit ? `, over the limit of ${this.memoryLimit} GB` : "";
     const entries = [
       ["Second", `${at + 1} of ${this.length}`, false],
       ["Queue", at < 0 ? "–" : compact(Math.round(last(this.mine.observation.queue_depth))), false],
       ["First token", at < 0 ? "–" : `${compact(last(this.mine.metrics.ttft_p50_ms))} ms`, last(this.mine.metrics.ttft_p50_ms) > this.task.slo_target_ms],
-      ["Missed this second", at < 0 ? "–" : percent(missed), missed > 0.1],
-      ["Memory", at < 0 ? "–" : `${last(this.mine.metrics.gpu_memory_gb).toFixed(1)} GB`, last(this.mine.metrics.gpu_memory_gb) > (this.task.memory_hard_limit_gb ?? Infinity)],
-      ["Cost", at < 0 ? "–" : `${last(this.mine.observation.cost_so_far).toFixed(2)} of ${this.task.cost_budget}`, last(this.mine.observation.cost_so_far) > this.task.cost_budget],
+      ["Late now", at < 0 ? "–" : percent(missed), missed > 0.1],
+      ["Memory", at < 0 ? "–" : `${used.toFixed(1)} GB${over}`, over],
+      ["Cost", at < 0 ? "–" : `${percent(last(this.mine.observation.cost_so_far) / this.task.cost_budget)} of the budget`, last(this.mine.observation.cost_so_far) > this.task.cost_budget],
     ];
     if (this.task.max_replicas) entries.push(["Replicas", at < 0 ? "–" : `${last(this.mine.fleet.replicas_ready)} of ${last(this.mine.fleet.replicas)} ready`, false]);
     fill(this.readings, ...entries.map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
@@ -325,6 +445,7 @@ class Race {
   // ---------------------------------------------------------------- playing
 
   press() {
+    this.lesson = false;
     if (this.phase === "running") this.phase = "paused";
     else if (this.phase === "over") this.choose(this.shared).then(() => this.press());
     else if (this.phase === "paused" && this.looping === this.generation) this.phase = "running"; // its last second is still being played
@@ -335,7 +456,7 @@ class Race {
 
   updateButtons() {
     this.node.dataset.phase = this.phase;
-    this.startButton.textContent = { idle: "Start the race", running: "Pause", paused: "Resume", over: "Race again" }[this.phase];
+    this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: "Pause", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
     for (const control of [this.taskSelect, this.seedInput]) control.disabled = this.phase === "running";
   }
@@ -344,12 +465,11 @@ class Race {
     const generation = this.generation;
     this.phase = "running";
     fill(this.trouble);
+    this.duel.scrollIntoView({ block: "nearest" }); // after a race, the window may be far below
     try {
-      const reset = () => post("reset", { task_id: this.task.id, seed: this.seed });
-      const [begun, other] = await Promise.all([reset(), this.shared ? reset() : null]);
+      const begun = await post("reset", { task_id: this.task.id, seed: this.seed });
       if (generation !== this.generation) return;
       this.mine = newRun(begun);
-      if (other) Object.assign(this.target.episode, newRun(other));
       this.draw();
       announce(`The race has started. ${this.goal.textContent}.`);
       await this.run(generation);
@@ -361,13 +481,22 @@ class Race {
   /** Play until paused or over. Repeating a step is safe, since it carries its number. */
   async run(generation) {
     this.phase = "running";
+    this.waiting = false;
     this.looping = generation;
     this.updateButtons();
     let due = performance.now(), drawn = 0;
+    const played = []; // when each of the last seconds was
     try {
       while (this.phase === "running" && generation === this.generation && this.mine.reward.length < this.length) {
         await this.second();
         if (generation !== this.generation) return;
+        if (this.teaches()) {
+          this.phase = "paused";
+          break;
+        }
+        played.push(performance.now());
+        if (played.length > PACE_SECONDS) played.shift();
+        this.pace = played.length < 5 ? this.speed : 1000 * (played.length - 1) / (played.at(-1) - played[0]);
         if (performance.now() - drawn > 30) {
           this.draw();
           drawn = performance.now();
@@ -378,6 +507,7 @@ class Race {
       }
       if (generation !== this.generation) return;
       this.draw();
+      if (this.lesson) announce(this.about.textContent);
       if (this.mine.reward.length >= this.length) await this.finish(generation);
     } catch (error) {
       this.stopped(generation, error);
@@ -387,10 +517,20 @@ class Race {
     this.updateButtons();
   }
 
+  /** Whether the race stops now, in the first flood, to show what sliders do: for a visitor who has moved none, in the task that is open first, where one slider wins. */
+  teaches() {
+    const flooded = this.task === this.first && this.mine.reward.length > this.task.floods?.first_at_s && this.mine.observation.slo_violation_rate.at(-1) > LATE;
+    this.lesson = flooded && !this.taught && this.speed <= FOLLOWED && this.hint(this.knobs.action()) !== undefined;
+    if (this.lesson) this.hintOf = null;
+    this.taught ||= this.lesson;
+    return this.lesson;
+  }
+
   stopped(generation, error) {
     if (generation !== this.generation) return;
     this.phase = this.mine.reward.length ? "paused" : "idle";
-    fill(this.trouble, problem(error));
+    this.waiting = error.status === 0 && this.phase === "paused";
+    fill(this.trouble, problem(this.waiting ? { message: error.message, next: "check the connection; the race goes on by itself when the server answers" } : error));
     this.updateButtons();
     if (error.status === 0) this.reconnect(generation);
   }
@@ -407,29 +547,24 @@ class Race {
     if (this.phase === "paused") this.run(generation);
   }
 
-  /** Play the next second, and that of the shared run. */
+  /** Play the next second. */
   async second() {
-    const number = this.mine.reward.length + 1, { shared } = this;
-    await Promise.all([
-      this.play(this.mine, number, () => this.knobs.action()),
-      ...(shared ? [this.play(this.target.episode, number, (second) => shared[second - 1] ?? shared.at(-1))] : []),
-    ]);
+    const number = this.mine.reward.length + 1;
+    await this.play(this.mine, number, this.knobs.action());
     const { slo_violation_rate: missed } = this.mine.observation;
-    if (number % 25 === 0) announce(`Second ${number}: score ${shownScore(this.mine.score_so_far.at(-1))}, ${percent(missed.at(-1))} missed their SLO.`);
+    if (number % 25 === 0) announce(`Second ${number}: score ${shownScore(this.mine.score_so_far.at(-1))}, ${percent(missed.at(-1))} were late.`);
   }
 
-  /** Play a run up to a second; `actionAt` gives the action of each. */
-  async play(run, until, actionAt) {
-    for (let step = run.reward.length + 1; step <= until; step++) {
-      const answer = await post("step", { session_id: run.session, action: actionAt(step), step });
-      append(run.observation, answer.observation);
-      append(run.metrics, answer.info.metrics);
-      append(run.fleet, answer.info.fleet);
-      append(run.action, answer.info.action_applied);
-      run.score_so_far.push(answer.info.grade_so_far.score);
-      run.parts.push(answer.info.grade_so_far.breakdown);
-      run.reward.push(answer.reward);
-    }
+  /** Play a second of a run. */
+  async play(run, step, action) {
+    const answer = await post("step", { session_id: run.session, action, step });
+    append(run.observation, answer.observation);
+    append(run.metrics, answer.info.metrics);
+    append(run.fleet, answer.info.fleet);
+    append(run.action, answer.info.action_applied);
+    run.score_so_far.push(answer.info.grade_so_far.score);
+    run.parts.push(answer.info.grade_so_far.breakdown);
+    run.reward.push(answer.reward);
   }
 
   // ---------------------------------------------------------------- a reload
@@ -439,7 +574,7 @@ class Race {
     const on = this.phase === "running" || (this.phase === "paused" && this.mine.reward.length > 0);
     try {
       if (!on) sessionStorage.removeItem(KEPT);
-      else sessionStorage.setItem(KEPT, JSON.stringify({ hash: location.hash, phase: this.phase, speed: this.speed, action: this.knobs.action(), mine: this.mine, other: this.shared ? this.target.episode : null }));
+      else sessionStorage.setItem(KEPT, JSON.stringify({ hash: location.hash, phase: this.phase, speed: this.speed, action: this.knobs.action(), mine: this.mine }));
     } catch { /* denied or full */ }
   }
 
@@ -452,7 +587,6 @@ class Race {
     } catch { /* denied */ }
     if (kept?.hash !== location.hash || !kept.mine.session) return;
     this.mine = oldRun(kept.mine);
-    if (kept.other) Object.assign(this.target.episode, oldRun(kept.other));
     this.knobs.set(kept.action);
     this.speed = kept.speed;
     this.speedSelect.value = String(kept.speed);
@@ -463,39 +597,58 @@ class Race {
   }
 
   async finish(generation) {
-    const graded = (run) => post("grader", { session_id: run.session });
-    const [grade, other] = await Promise.all([graded(this.mine), this.shared ? graded(this.target.episode) : null, this.loaded]);
+    const [grade] = await Promise.all([post("grader", { session_id: this.mine.session }), this.loaded, this.replayed]);
     if (generation !== this.generation) return;
     this.phase = "over";
-    if (other) Object.assign(this.target.episode, other);
+    this.finished.add(this.task.id);
+    this.hide();
+    this.knobs.point();
     const { called, episode } = this.target;
-    const score = shownScore(grade.score), won = grade.score > episode.score;
+    const score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat);
     const params = { task: this.task.id, seed: this.seed, beat: score, you: address.packActions(rows(this.mine.action)) };
     address.write("race", params);
     const log = JSON.stringify({ task_id: this.task.id, seed: this.seed, episode_log: logOf(this.mine) });
     const places = [{ ...YOU, ...grade }, ...this.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
-    const verdict = score === shownScore(episode.score) ? `You are level with ${called}, with ${score}.` : won ? `You beat ${called} (${shownScore(episode.score)}) with ${score}.` : `Not yet: ${called} has ${shownScore(episode.score)}, you finish with ${score}.`;
+    const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
     const next = places.findLast((rival) => rival.score > grade.score && rival.key !== "shared");
     const url = new URL(address.link("race", params), location.href).href;
-    const share = el("button", { type: "button", class: "main", text: `Challenge a friend: beat my ${score}` });
-    share.addEventListener("click", () => copy(url, share));
-    const onward = won && next ? el("button", { type: "button", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
+    const share = el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
+    share.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet; ${this.shared ? "my challenger" : called} has ${toBeat}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
+    const onward = won && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
+    this.result.className = `result ${won ? "won" : ""}`;
     fill(this.result,
-      el("h2", { text: verdict, tabindex: "-1" }),
-      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${grade.feedback}` }),
-      el("div", { class: "buttons" }, share, onward,
-        el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
-        el("button", { type: "button", text: "Verify it", on: { click: () => verify(log) } })),
-      scoreBoard(places));
-    announce(verdict);
-    this.result.scrollIntoView({ block: "nearest" });
+      el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
+      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}.` }),
+      el("p", {}, el("strong", { text: "Next time: " }), this.advise(grade)));
+    fill(this.onward, onward, share);
+    fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
+      el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
+      el("button", { type: "button", text: "Verify it", on: { click: () => verify(log) } })));
+    announce(`Your score is ${score}. ${verdict}`);
+    this.updateButtons();
+    this.duel.scrollIntoView({ block: "nearest" });
+  }
+
+  /** What to do in the next race, which begins with the sliders where they are now. */
+  advise({ feedback }) {
+    const { called, episode: { action } } = this.best;
+    const settings = (name) => new Set(action[name]).size;
+    const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
+    return this.hint(this.knobs.action())?.text.replace("Move", "move")
+      ?? (this.hint(first(this.mine.action)) && "start as your sliders are now. They began elsewhere in this race.")
+      ?? (settings(moved) > 1 ? `move ${this.knobs.title(moved)} during the race, as ${called} does; see Decisions below.` : inSliders(feedback));
+  }
+
+  /** How a race went, in ten squares: green where at most one request in ten was late, red where half of them were. */
+  squares() {
+    const late = this.mine.observation.slo_violation_rate.slice(1), step = late.length / 10;
+    return Array.from({ length: 10 }, (_, i) => mean(late.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.1 ? "🟩" : share < 0.5 ? "🟨" : "🟥")).join("");
   }
 
   /** Race against another policy on the same traffic. */
   async raceAgainst(key) {
     this.aim = key;
     await this.choose();
-    this.duel.scrollIntoView({ block: "nearest" });
     this.press();
   }
 }
@@ -523,6 +676,12 @@ function oldRun(run) {
 function columns(known = {}) {
   return new Proxy(known, { get: (target, name) => (typeof name === "string" && name !== "toJSON" ? target[name] ??= [] : undefined) });
 }
+
+/** The first row of columns by name. */
+const first = (table) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[0]]));
+
+/** An array of objects as columns by name. */
+const columnsOf = (table) => Object.fromEntries(Object.keys(table[0]).map((name) => [name, table.map((row) => row[name])]));
 
 /** Columns by name as an array of objects. */
 function rows(table) {

@@ -18,8 +18,8 @@ export class LogBox extends DropBox {
       onText: (text, name) => { if (name) this.name = name; }, onProblem,
     });
     this.name = "log.csv";
-    this.columns = el("input", { type: "text", maxlength: "1000", placeholder: "arrival=ts:ms,prompt=in" });
-    this.filter = el("input", { type: "text", maxlength: "1000", placeholder: "model=llama-3.1-8b" });
+    this.columns = el("input", { type: "text", maxlength: "1000", placeholder: "arrival=ts:ms" });
+    this.filter = el("input", { type: "text", maxlength: "1000", placeholder: "model=llama" });
     /** Fields that say how the log is read. */
     this.fields = [field("Columns of the log", this.columns, "Only for unusual names, or times without a unit."), field("Only rows with", this.filter, "One model, if the log has several.")];
     this.example = el("button", { type: "button", text: example, on: { click: () => this.takeExample() } });
@@ -36,7 +36,7 @@ export class LogBox extends DropBox {
   /** The log as requests have it: its text, a name whose ending tells CSV from JSON, and how to read it. */
   get body() {
     const given = ({ value }) => value.trim() || undefined;
-    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : "log.csv", columns: given(this.columns), filter: given(this.filter) };
+    return { log: this.area.value, name: /\.(csv|json|jsonl)$/i.test(this.name) ? this.name : `${this.name}.csv`, columns: given(this.columns), filter: given(this.filter) };
   }
 }
 
@@ -58,7 +58,7 @@ export const folded = (title, ...nodes) => el("details", { class: "fold" }, el("
 
 /** A setting in words. */
 export const setting = ({ batch_size: batch, kv_budget: kv, spec_length: drafts, prefill_disagg: apart }, precision) =>
-  `${precision}, batch ${batch}, KV ${kv}${drafts ? `, ${drafts} drafts` : ""}${apart ? ", separate prefill" : ""}`;
+  `${precision}, batch ${batch}, KV ${Number(kv.toFixed(2))}${drafts ? `, ${drafts} drafts` : ""}${apart ? ", separate prefill" : ""}`;
 
 /** Settings for an engine to copy or download, to be folded up. `textOf(engine)` is shown; `choices` are further controls, whose changes `show` follows. */
 export class EngineSettings {

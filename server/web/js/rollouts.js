@@ -3,17 +3,17 @@
 import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { announce, copy, el, field, fill, problem, select } from "./dom.js";
+import { MAX_SEED, announce, copy, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, percent, score as shownScore } from "./format.js";
-import { player } from "./players.js";
+import { SHARED, player } from "./players.js";
 import { scoreBoard } from "./score.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
-const SHARED = { key: "shared", label: "Shared run", called: "the shared run", colour: "ink", width: 2 };
 const TARGET = "fit"; // whom to beat
 const DRAWN = { fit: { colour: "heuristic" }, no_cap: { colour: "naive", dash: [1, 3] } };
 const ORACLE = "oracle_constant"; // plays each episode many times, and a visitor would wait for it
-const TICK_S = 10, PAUSE_MS = 60; // between two drawings
+const TICK_S = 10; // between two drawings
+const PACES = [[10, "10×"], [30, "30×"], [160, "as fast as possible"]];
 const WINDOW_S = 30, FIRST_CAP = 12; // the window is the hit rate's
 
 export async function start(panel) {
@@ -67,27 +67,29 @@ class Rollouts {
     this.tasks = tasks;
     this.generation = 0;
     this.taskSelect = select(tasks.map(({ task_id, name, difficulty }) => [task_id, `${name} (${difficulty})`]), tasks[0].task_id, () => this.choose());
-    this.seedInput = el("input", { type: "number", min: "0", step: "1", value: "42", on: { change: () => this.choose() } });
-    this.play = el("button", { type: "button", class: "main", text: "Start", on: { click: () => (this.playing ? this.pause() : this.run()) } });
+    this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: "42", on: { change: () => this.choose() } });
+    this.play = el("button", { type: "button", class: "main", text: "Start", on: { click: () => this.press() } });
+    this.pace = select(PACES, 160);
     this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose(this.shared) } });
     this.goal = el("h2", { class: "goal", text: "How many agent sessions should one engine run at a time?" });
     this.slider = el("input", { type: "range", id: "max-sessions", min: "1", max: "96", step: "1", value: String(FIRST_CAP), "aria-describedby": "max-sessions-hint", on: { input: () => this.putCap() } });
     this.output = el("output", { for: "max-sessions" });
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
+    this.who = el("details", {});
     this.out = el("section", { class: "result", "aria-label": "Result" });
     [this.board, this.legend] = [el("div", { class: "charts wide" }), el("div", { class: "legend" })];
     this.node = el("div", {},
       this.goal,
       el("div", { class: "race" },
-        el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), this.play, this.again),
+        el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace), this.play, this.again),
         el("aside", { class: "side" }, this.story,
           el("div", { class: "knob" },
             el("div", { class: "knob-head" }, el("label", { for: "max-sessions", text: "Sessions in flight, at most" }), this.output),
             this.slider,
             el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache." })),
           this.readings),
-        el("div", { class: "stage" }, this.trouble, this.out, this.legend, this.board,
+        el("div", { class: "stage" }, this.trouble, this.out, this.legend, this.who, this.board,
           el("p", { class: "note", text: "Computed for nothing: prompt tokens computed beyond what the most economical policy computes for each token written. During an episode this is an estimate, because first prompts are all new." }),
           this.scores)));
     this.putCap();
@@ -115,7 +117,7 @@ class Rollouts {
     const generation = ++this.generation;
     this.shared = shared;
     this.task = this.tasks.find(({ task_id }) => task_id === this.taskSelect.value);
-    const { task_id, description, sessions } = this.task, seed = this.seedInput.valueAsNumber;
+    const { task_id, description, sessions } = this.task;
     if (!shared) address.write("rollouts", { task: task_id, seed: this.seedInput.value });
     this.pause("Start");
     this.play.disabled = true;
@@ -123,8 +125,9 @@ class Rollouts {
     this.slider.max = String(sessions);
     this.putCap();
     for (const part of [this.out, this.trouble, this.scores]) fill(part);
-    announce("The policies play this seed.");
     try {
+      const seed = seedOf(this.seedInput);
+      announce("The policies play this seed.");
       const reset = () => post("reset", { task_id, seed }, "rollouts");
       const [begun, other, { policies }] = await Promise.all([reset(), shared ? reset() : null, get(`policies?task_id=${task_id}`, "rollouts")]);
       const shown = policies.filter(({ name }) => name !== ORACLE);
@@ -136,7 +139,7 @@ class Rollouts {
       this.rivals = shown.map((policy, i) => ({ ...player(policy), ...DRAWN[policy.name], score: episodes[i].score, columns: episodes[i].metrics }));
       this.target = this.ghost ?? this.rivals.find(({ key }) => key === TARGET);
       const beaten = this.ghost ? this.claimed ?? "it" : shownScore(this.target.score);
-      fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", a shared run on these sessions" : `, the score of ${this.target.label} on these sessions`);
+      fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", the score of your challenger on these sessions" : `, the score of ${this.target.label} on these sessions`);
       this.buildBoard();
       this.rank();
       this.play.disabled = false;
@@ -156,6 +159,7 @@ class Rollouts {
       pool: new TimeChart({ title: "Conversations in flight", unit: "share of the KV pool", series, sync, limits: [{ value: 1, label: "KV pool" }] }),
     };
     fill(this.board, ...Object.values(this.charts).map(({ figure }) => figure));
+    fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...series.map(({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label })));
     this.draw();
   }
@@ -188,6 +192,16 @@ class Rollouts {
     this.play.textContent = text;
   }
 
+  /** The main button: pause, go on, or play the same sessions again, with the cap where it is. */
+  async press() {
+    if (this.playing) this.pause();
+    else if (this.mine.score === undefined) this.run();
+    else {
+      await this.choose(this.shared);
+      if (!this.play.disabled) this.run();
+    }
+  }
+
   /** Play on until the visitor pauses or the episode ends. */
   async run() {
     this.playing = true;
@@ -204,7 +218,7 @@ class Rollouts {
         if (mine.score !== undefined) await this.finish();
         if (mine.caps.length % TICK_S && this.playing) continue;
         this.draw();
-        await sleep(PAUSE_MS);
+        await sleep(1000 * TICK_S / Number(this.pace.value));
       }
     } catch (error) {
       this.pause();
@@ -228,8 +242,7 @@ class Rollouts {
       await this.second(ghost, shared[ghost.caps.length] ?? shared.at(-1));
       if (generation !== this.generation) return;
     }
-    this.pause("Over");
-    this.play.disabled = true;
+    this.pause("Run again");
     const score = shownScore(mine.score), other = shownScore(target.score);
     const params = { task: task.task_id, seed: this.seedInput.value, beat: score, you: packCaps(mine.caps) };
     address.write("rollouts", params);

@@ -1,11 +1,25 @@
 /** Table of scores and their parts, with bars. */
 
 import { el, scrolling } from "./dom.js";
-import { compact, score, words } from "./format.js";
+import { compact, percent, score, words } from "./format.js";
 
-/** Rank of a row, 1 for the best; equal scores share their rank. */
+// What the parts of a score measure; all go up to 1.
+const PARTS = {
+  throughput: "tokens written per second",
+  slo: "requests whose first token came before their time limit",
+  cost: "how much of the budget for GPU time per token is left",
+  stability: "how little Batch size and KV cache were moved",
+  ttft: "how soon first tokens came",
+  memory: "whether the peak stayed below the memory limit",
+  gpus: "how few replicas were paid",
+  churn: "how seldom replicas were added or removed",
+};
+/** The parts of a score in words, with their weights where they differ. */
+export const explained = (breakdown, { weights = [] }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}`).join("; ");
+
+/** Rank of a row, 1 for the best; scores that are shown as equal share their rank. */
 export function placeOf(row, rows) {
-  return 1 + rows.filter((other) => other.score > row.score + 1e-9).length;
+  return 1 + rows.filter((other) => Number(score(other.score)) > Number(score(row.score))).length;
 }
 
 /** Rows of `{key, label, colour, score, breakdown}`, best first. */

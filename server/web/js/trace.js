@@ -13,7 +13,7 @@ const BASELINES = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
   best_constant: { label: "Best constant", colour: "ink", dash: [3, 3] },
 };
-const UNCHECKED = ["random", "naive"];
+const UNCHECKED = ["random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
 export async function start(panel) {
@@ -44,7 +44,7 @@ class Trace {
     this.fixed = new KnobFields(info.action.properties);
     this.policies = el("fieldset", { class: "legend" });
     this.button = el("button", { type: "button", class: "main", text: "Compare policies", on: { click: () => this.run() } });
-    this.out = el("div", { "aria-live": "polite" });
+    this.out = el("div", { "aria-live": "polite" }, el("p", { class: "note", text: "The comparison appears here. It takes some seconds." }));
     this.node = el("div", {},
       el("h2", { text: "Compare policies on your own traffic" }),
       el("p", { text: "Drop a request log. The server simulates how each policy and a fixed configuration would have served it; no engine is controlled and the log is not kept. You get the share of requests that miss the objective on the same GPUs, and engine settings to try." }),
@@ -55,7 +55,7 @@ class Trace {
           el("div", { class: "controls stacked" }, field("Fleet and objectives", this.task), field("Hardware", this.hardware)),
           el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo),
             field("From second", this.from), field("To second", this.to), ...this.box.fields),
-          el("fieldset", {}, el("legend", { text: "Your configuration" }), this.fixed.node),
+          el("fieldset", {}, el("legend", { text: "Your configuration: vLLM's defaults unless you change them" }), this.fixed.node),
           this.policies),
         this.out));
   }
@@ -105,15 +105,16 @@ class Trace {
     try {
       const body = this.request();
       this.tell(el("p", { text: "Simulating…" }));
-      this.report(await post("shadow", body), tiers);
+      this.report(await post("shadow", body), tiers, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
       this.tell(refusal(error));
     }
     this.button.disabled = false;
   }
 
-  report(report, tiers) {
+  report(report, tiers, own) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
+    players[0].label = own;
     const said = report.undecided ?? verdict(report, players, tiers), { log } = report;
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
     const late = `Later than ${compact(report.slo_ms)} ms`;
@@ -174,7 +175,7 @@ function verdict({ best, n_gpus: gpus, hardware, slo_ms: slo }, players, tiers) 
   const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
   const what = action ? setting(action, tiers[action.quant_tier]) : "";
   const found = `on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
-  if (one === fixed) return `Keep your configuration (${what}) ${found}, and nothing else here is better by more than chance explains.`;
+  if (one === fixed) return `Keep ${fixed.label.replace("Your", "your")} (${what}) ${found}, and nothing else here is better by more than chance explains.`;
   const others = [...(one === constant ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${label.replace("Your", "your").replace("Best", "the best")}`);
   return `${one === constant ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
 }

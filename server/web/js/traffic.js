@@ -37,15 +37,15 @@ class Traffic {
     this.strip = el("div", { class: "moves", role: "list", "aria-label": "Your decisions" });
     this.legend = el("div", { class: "legend" });
     this.node = el("div", {},
-      el("h2", { text: "Admit as many requests as the server can handle" }),
+      el("h2", { text: "Decide how many requests one server admits" }),
       this.story,
       el("div", { class: "controls" }, field("Task", this.taskSelect), this.again),
       this.now,
       el("div", { class: "buttons", role: "group", "aria-label": "Your action for the next second" }, ...this.buttons),
       this.strip, this.trouble, this.out, this.legend, this.board);
-    this.node.addEventListener("keydown", (event) => {
-      const chosen = ACTIONS[Number(event.key) - 1];
-      if (chosen && !["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) this.act(chosen[0]);
+    document.addEventListener("keydown", (event) => {
+      const chosen = ACTIONS[Number(event.key) - 1], shown = this.node.offsetParent, command = event.ctrlKey || event.metaKey || event.altKey;
+      if (chosen && shown && !command && !["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) this.act(chosen[0]);
     });
   }
 

@@ -86,6 +86,7 @@ class Verify {
         half.metrics.tokens_per_sec = Math.round(1.2 * half.metrics.tokens_per_sec);
       }
       this.box.put(JSON.stringify({ task_id, seed, episode_log }, null, 1));
+      await this.verify();
     } catch (error) {
       this.tell(problem(error));
     }
@@ -122,7 +123,6 @@ class Verify {
     const found = error.message.match(/step (\d+): (\S+) is (.*) in the log, and (.*) when its actions are replayed/s);
     if (!found) {
       this.tell(el("h2", { class: "bad", text: "Refused" }), problem(error));
-      this.drawLog(log, family);
       return;
     }
     const [, at, name, claimed, replayed] = found, step = Number(at);
