@@ -13,7 +13,7 @@ from inferencegym.models import NAIVE_ACTION, ServeAction
 from inferencegym.tasks import TaskId, TaskSpec, list_tasks
 
 BASELINE_ACTION: Final = NAIVE_ACTION
-"""Setting of the agent ``naive`` (fixed-32): whole KV pool, no drafts, batch size 32, prefill beside decoding, FP16.
+"""Setting of the agent ``naive`` (fixed-32): entire KV pool, no drafts, batch size 32, prefill on the same GPUs, FP16.
 
 It is no engine's default: that is :func:`agents.policies.vllm_defaults.vllm_defaults`.
 """

@@ -39,9 +39,9 @@ KEYS: Final[Mapping[str, str]] = {
     "by_class": "by class of requests: `queue_requests` waiting now, `slo_violations` in these seconds",
     "grade_so_far": "`score` and `breakdown` of all seconds so far",
 }
-"""What a step may give back beside the metrics and the observation."""
+"""What a step may return in addition to the metrics and the observation."""
 GIVEN: Final = ("seconds", "by_class", "grade_so_far")
-"""Keys of :func:`env.log.over_steps`, beside ``metrics``."""
+"""Keys of :func:`env.log.over_steps` in addition to ``metrics``."""
 
 
 def serving_briefing(
@@ -89,7 +89,10 @@ METRIC_MEANINGS: Final[Mapping[str, str]] = {
 
 
 def _rewarded(task: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    if config.get("reward", "plan") != "plan":
+    paid = config.get("reward", "plan")
+    if paid == "score":
+        return "Rewarded each second: what the second adds to the score; the rewards of the episode sum to it."
+    if paid == "grade":
         return "Rewarded each second: what the second adds to the grade; the mean over the episode is the score."
     own = {name: config.get(name, weight) for name, weight in task["reward_weights"].items()}
     return (

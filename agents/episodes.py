@@ -14,19 +14,23 @@ from env.dynamics import DynamicsFactory, FluidFleet
 from grader.episode import Episode, Scored
 from grader.grader import final
 from grader.kinds import RULES
+from inferencegym.models import ACTION_FIELDS
 from inferencegym.spaces.actions import ACTION_SIZE, action_size
 from inferencegym.tasks import Calibration, EpisodeConfig, TaskSpec, get_calibration
 
 GRADED: Final = ("ttft_p50_ms", "tokens_per_sec", "gpu_memory_gb", "cost_per_1k", "slo_violations")
 """Metrics of an episode that grading reads."""
+LOWEST: Final = np.array([field.low for field in ACTION_FIELDS.values()])
+HIGHEST: Final = np.array([field.high for field in ACTION_FIELDS.values()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeResults:
     """Results of finished episodes, B rows of T steps.
 
-    ``metrics[name]`` (T, B) for the names of :data:`GRADED` and those asked for beside them, ``actions`` (T, B, 5) as
-    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b has ``seeds[b % L]``.
+    ``metrics[name]`` (T, B) for the names of :data:`GRADED` and others asked for, ``actions`` (T, B, 5) as
+    applied, ``returns`` (B,) sums of rewards, ``seeds`` (L,): row b has ``seeds[b % L]``. ``outside`` counts, by knob,
+    the rows of ``decisions`` in which the agent asked for a value outside its range, which was clamped.
     """
 
     task: TaskSpec
@@ -34,6 +38,8 @@ class EpisodeResults:
     metrics: dict[str, FloatArray]
     actions: FloatArray
     returns: FloatArray
+    outside: dict[str, int]
+    decisions: int
 
     def scores(self, calibration: Calibration | None = None) -> FloatArray:
         """The grade of every row, (B,)."""
@@ -85,11 +91,16 @@ def run_episodes(
     actions = np.empty((length, batch.n_rows, action_size(task.fleet)))
     actions[..., ACTION_SIZE:] = task.fleet.n_replicas
     returns = np.zeros(batch.n_rows)
+    outside = np.zeros(ACTION_SIZE, dtype=int)
+    decisions = 0
     batch.reset(list(seeds))
     agent.reset(batch.n_rows)
     for t in range(0, length, hold):
         seconds = min(hold, length - t)
-        taken = batch.snap(knobs_of(agent, batch.full_observation()))
+        asked = knobs_of(agent, batch.full_observation())
+        outside += ((asked[:, :ACTION_SIZE] < LOWEST) | (asked[:, :ACTION_SIZE] > HIGHEST)).sum(axis=0)
+        decisions += len(asked)
+        taken = batch.snap(asked)
         # Agents that set five knobs leave the replicas as they are at the start.
         actions[t : t + seconds, :, : taken.shape[1]] = taken
         batch.step(actions[t])
@@ -97,4 +108,5 @@ def run_episodes(
         for name, column in metrics.items():
             column[t : t + seconds] = batch.second(name)[:seconds]
         after_step()
-    return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns)
+    clamped = {name: int(count) for name, count in zip(ACTION_FIELDS, outside, strict=True) if count}
+    return EpisodeResults(task, tuple(int(s) for s in seeds), metrics, actions, returns, clamped, decisions)

@@ -12,16 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.episodes import EpisodeResults, run_episodes
 from agents.protocol import Agent, FloatArray
 from agents.registry import AGENTS, make_agent
 from agents.seeds import HELD_OUT_SEEDS
 from inferencegym.errors import InferenceGymError
+from inferencegym.models import ACTION_FIELDS
 from inferencegym.tasks import TaskSpec
 
 REFERENCES: Final = ("best_static", "best_adaptive")
-"""Solved policies that regret is measured against, beside the agents asked for."""
+"""Solved policies that regret is measured against, in addition to the agents asked for."""
+
+
+Decide = Callable[[NDArray[np.float32]], NDArray[Any]]
+"""Function from a Gymnasium environment's observations (B, n) to actions, one a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Evaluation:
     scores: FloatArray
     returns: FloatArray
     breakdown: Mapping[str, FloatArray]
+    clamped: tuple[str, ...] = ()
+    """What was clamped of the agent's actions, in words."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form with intervals."""
@@ -70,6 +78,7 @@ class Evaluation:
             "return": interval(self.returns).to_dict(),
             "breakdown": {name: float(part.mean()) for name, part in self.breakdown.items()},
             "scores": self.scores.tolist(),
+            "clamped": list(self.clamped),
         }
 
 
@@ -85,9 +94,28 @@ def evaluate(
     return evaluation_of(label, run_episodes(task, chosen, seeds, **play))
 
 
+def gym_scores(env_id: str, decide: Decide, seeds: Sequence[int] = HELD_OUT_SEEDS, **settings: Any) -> FloatArray:
+    """Scores of whole episodes (n,), one per seed, of a policy in the formats of a Gymnasium id with ``settings``."""
+    import gymnasium
+    from gymnasium.vector import AutoresetMode
+
+    envs: Any = gymnasium.make_vec(env_id, num_envs=len(seeds), autoreset_mode=AutoresetMode.DISABLED, **settings)
+    seen, info = envs.reset(seed=list(seeds))
+    while "score" not in info:
+        seen, _, _, _, info = envs.step(decide(seen))
+    scores: FloatArray = info["score"]
+    return scores
+
+
 def evaluation_of(label: str, results: EpisodeResults) -> Evaluation:
     """Evaluation of finished episodes, one row per seed."""
-    return Evaluation(label, results.task, results.seeds, results.scores(), results.returns, results.breakdown())
+    clamped = tuple(
+        f"{name} clamped to {ACTION_FIELDS[name].low:g} to {ACTION_FIELDS[name].high:g} in {count:,} of "
+        f"{results.decisions:,} rows"
+        for name, count in results.outside.items()
+    )
+    parts = results.breakdown()
+    return Evaluation(label, results.task, results.seeds, results.scores(), results.returns, parts, clamped)
 
 
 def agents_for(task: TaskSpec, names: Sequence[str]) -> list[str]:

@@ -3,12 +3,12 @@
 Read it from top to bottom: settings, training, what is written on the way, export to plain arrays. Six hundred thousand
 steps take a minute or two on two cores.
 
-    python -m agents.ppo_demo        trains on the hard task, then scores the policy beside other agents
+    python -m agents.ppo_demo        trains on task 3, then compares the policy with other agents
     inferencegym train --help        trains as you say: another task, number of steps, a server, --from-scratch
 
 What makes it work here:
 
-- Steps pay their share of the grade (``reward="grade"``). The plan's formula pays for something else.
+- Steps pay their share of the grade (``reward="grade"``). The formula of the reward pays for something else.
 - A step holds its knobs for some seconds, many at first and fewer later. Noise that moves five knobs every second keeps
   a fleet from ever serving normally, so that every small change looks as bad as every other; settings held for twenty
   seconds can be told apart, and what they taught is then refined.
@@ -662,7 +662,7 @@ def plot_curve(scores: Sequence[Scored], path: Path, title: str) -> None:
     steps = [each.step for each in scores]
     axes.plot(steps, [each.validation for each in scores], label="validation seeds")
     axes.plot(steps, [each.held_out for each in scores], label="held-out seeds")
-    axes.set(xlabel="decisions", ylabel="mean score", title=title)
+    axes.set(xlabel="steps", ylabel="mean score", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -672,10 +672,10 @@ def plot_curve(scores: Sequence[Scored], path: Path, title: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train a policy, and score it beside other agents on traffic that training has not met."""
+    """Train a policy, and compare it with other agents on traffic that training has not met."""
     parser = argparse.ArgumentParser(prog="python -m agents.ppo_demo", description=main.__doc__)
     parser.add_argument("--task", default="3", help="task id (default 3)")
-    parser.add_argument("--steps", type=int, default=600_000, help="decisions in all (default 600000)")
+    parser.add_argument("--steps", type=int, default=600_000, help="steps in all (default 600000)")
     parser.add_argument("--out", type=Path, default=Path("runs/ppo_demo"), help="folder (default runs/ppo_demo)")
     options = parser.parse_args(arguments)
     task = get_task(options.task)

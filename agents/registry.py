@@ -163,7 +163,7 @@ def _path(name: str, task: TaskSpec, folder: str) -> Path:
 register(
     "naive",
     lambda *_: NaiveAgent(),
-    "Fixed-32, not an engine's defaults: batch size 32, FP16, the whole KV pool, never changed.",
+    "Fixed-32, not an engine's defaults: batch size 32, FP16, the entire KV pool, never changed.",
 )
 register(
     "vllm_defaults",
@@ -198,7 +198,12 @@ register(
 )
 register("ppo", make_ppo, "A small network trained with PPO.", stored=True)
 register("best_static", _best_static, "The best constant setting that a search found for the task.", stored=True)
-register("best_adaptive", _best_adaptive, "The best switching policy that a search found for the task.", stored=True)
+register(
+    "best_adaptive",
+    _best_adaptive,
+    "Hand-written rules that switch between settings, with numbers that a search found for the task.",
+    stored=True,
+)
 
 for _plugin in plugins("agents"):
     _class = _plugin.load(type)

@@ -147,7 +147,7 @@ if __name__ == "__main__":
     from agents.seeds import VALIDATION_SEEDS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400_000, help="decisions (default 400,000)")
+    parser.add_argument("--steps", type=int, default=400_000, help="steps (default 400,000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=POLICY_FILE)
     args = parser.parse_args()

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from agents.answers import last_object, spoken
 from agents.briefing import GIVEN, Interface
 from agents.integrations.text_episode import TextEpisode
+from inferencegym.client.http import key_header
 from inferencegym.client.retries import Server
 from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError
 from inferencegym.models import ACTION_FIELDS
@@ -89,7 +90,7 @@ class TrafficText:
     """Episode of a traffic task; an answer holds for ``every`` seconds."""
 
     def __init__(self, url: str, task_id: str = "task_easy", seed: int = 42, every: int = 1) -> None:
-        self._server = Server(url)
+        self._server = Server(url, key_header())
         listed = self._server.get("/traffic/tasks")["tasks"]
         task = next((task for task in listed if task["id"] == task_id), None)
         if task is None:
@@ -197,7 +198,8 @@ class ChatModel:
         tools: bool = True,
         timeout_s: float = 600.0,
     ) -> None:
-        self._server = Server(base_url, api_key, timeout_s)
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._server = Server(base_url, headers, timeout_s)
         self.name = model
         self._settings: dict[str, Any] = {"model": model}
         if temperature is not None:

@@ -1,8 +1,8 @@
 """Rollouts and evaluations distributed over processes and machines with Ray Core.
 
 Each worker is an actor that owns one native vector environment and gives back whole fragments of at least
-:data:`MIN_FRAGMENT_STEPS` steps: a message then carries milliseconds of simulation, and sending it costs little beside.
-Everything here runs without Ray too (:class:`RolloutWorker` is a plain class); :class:`Workers` is what needs it.
+:data:`MIN_FRAGMENT_STEPS` steps: a message then carries milliseconds of simulation, and sending it takes little of the
+time. Only :class:`Workers` needs Ray; :class:`RolloutWorker` is a plain class.
 Seeds do not depend on how the work is distributed, so neither do results.
 """
 

@@ -208,7 +208,7 @@ class PlannerParams(Message):
     """Parameters of the planning autoscaler."""
 
     target: Annotated[float, Field(ge=0.3, le=2, description="share of a replica's planned capacity that is used")]
-    spare: Annotated[float, Field(ge=-1, le=2, description="replicas beside what the load needs")]
+    spare: Annotated[float, Field(ge=-1, le=2, description="replicas in addition to those that the load needs")]
     smoothing: Annotated[float, Field(ge=0.02, le=1, description="weight of the last second in the mean of the load")]
     trust: Annotated[float, Field(ge=0, le=3, description="how much of the change ahead is believed")]
     horizon_s: Annotated[float, Field(ge=0, le=60, description="seconds ahead that the load is planned for")]

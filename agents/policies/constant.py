@@ -11,7 +11,7 @@ from inferencegym.models import NAIVE_ACTION, SPEC_LENGTHS, ServeAction
 from inferencegym.spaces.actions import ACTION_HIGH, ACTION_LOW, to_row
 
 NAIVE_ROW: Final = to_row(NAIVE_ACTION)
-"""The naive knobs (5,)."""
+"""The default knobs (5,)."""
 
 
 class ConstantAgent:

@@ -25,7 +25,7 @@ class VllmDefaultsAgent(ConstantAgent):
 
 
 def vllm_defaults(tables: ServingTables) -> ServeAction:
-    """Knobs that are vLLM's defaults: 256 slots, 90 % of the memory, FP16, no speculation, prefill beside decoding.
+    """Knobs that are vLLM's defaults: 256 slots, 90 % of the memory, FP16, no drafts, prefill on the same GPUs.
 
     ``kv_budget`` is the share of the KV pool with which weights, activations, slots and pool take 90 % of what the card
     reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.

@@ -18,6 +18,7 @@ from agents.episodes import run_episodes
 from agents.policies.autoscalers import PLANNER, PlannerAgent, PlannerParams, ReplicaPlan
 from agents.policies.switching_policy import ActionsAgent
 from agents.protocol import Agent, FloatArray
+from agents.search.solver import Progress, silent
 from agents.seeds import TRAINING_SEEDS, VALIDATION_SEEDS
 from inferencegym.spaces.actions import action_mask, snap
 from inferencegym.tasks import Calibration, TaskSpec
@@ -39,9 +40,11 @@ KEPT: Final = 15
 class AutoscalerSearch:
     """Searches on one task, with the constants that its grade needs."""
 
-    def __init__(self, task: TaskSpec, calibration: Calibration) -> None:
+    def __init__(self, task: TaskSpec, calibration: Calibration, progress: Progress = silent) -> None:
         self.task = task
         self.calibration = calibration
+        self._progress = progress
+        self._best = -np.inf
 
     def best_constant(self) -> tuple[FloatArray, float]:
         """The best constant action (6,) and its mean grade on the training seeds."""
@@ -56,14 +59,14 @@ class AutoscalerSearch:
     def best_autoscaler(self, constant: FloatArray) -> tuple[FloatArray, PlannerParams, float]:
         """Five knobs (5,), parameters and mean grade on the validation seeds of the best autoscaler found."""
         found = []
-        for knobs in (constant[:5], ReplicaPlan.of(self.task).plan.row()):
-            for params in self._fitted(knobs):
+        for i, knobs in enumerate((constant[:5], ReplicaPlan.of(self.task).plan.row())):
+            for params in self._fitted(knobs, 0.5 * i):
                 agent = PlannerAgent(self.task, [params], knobs)
                 found.append((knobs, params, float(self._grades(agent, VALIDATION_SEEDS).mean())))
         return max(found, key=lambda one: one[2])
 
-    def _fitted(self, knobs: FloatArray) -> list[PlannerParams]:
-        """The planner's own parameters and the best of a cross-entropy search."""
+    def _fitted(self, knobs: FloatArray, done: float) -> list[PlannerParams]:
+        """The planner's own parameters and the best of a cross-entropy search; ``done`` is the share before it."""
         names = list(PlannerParams.model_fields)
         bounds = [PlannerParams.model_json_schema()["properties"][name] for name in names]
         low, high = (np.array([each[key] for each in bounds]) for key in ("minimum", "maximum"))
@@ -80,6 +83,9 @@ class AutoscalerSearch:
             values = self._grades(agent, TRAINING_SEEDS, CANDIDATES * n).reshape(CANDIDATES, n).mean(axis=1)
             best = np.argsort(-values)[:KEPT]
             tried.append((float(values[best[0]]), params[int(best[0])]))
+            self._best = max(self._best, tried[-1][0])
+            said = f"autoscalers, best {self._best:.4g} in training"
+            self._progress(said, done + 0.5 * (generation + 1) / GENERATIONS)
             mean = drawn[best].mean(axis=0)
             spread = drawn[best].std(axis=0) + 0.02 * (high - low) * (1.0 - generation / GENERATIONS)
         return [PLANNER, *(params for _, params in sorted(tried, key=lambda one: -one[0])[:4])]

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from agents.episodes import run_episodes
+from agents.policies.autoscalers import ReplicaPlan
 from agents.policies.constant import NAIVE_ROW, NaiveAgent
 from agents.policies.stored import policy_dir, policy_path
 from agents.policies.switching_policy import ModeAgent, ModeParams
@@ -31,7 +32,7 @@ from inferencegym.errors import DataFormatError, InvalidConfigError
 from inferencegym.files import atomic_write, prepare_output
 from inferencegym.spaces.actions import from_row
 from inferencegym.task_registry import load_entries
-from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec
+from inferencegym.tasks import UNCALIBRATED, Calibration, TaskSpec, fingerprint
 from simulator.hardware.tables import tables_of
 
 SOLVED: Final = ("best_static", "best_adaptive", "random_search")
@@ -56,6 +57,7 @@ class Solved:
             "optimal_tps": c.optimal_tps,
             "max_throughput_tps": c.max_throughput_tps,
             "price": c.price,
+            **({} if c.replica_knobs is None else {"replica_knobs": list(c.replica_knobs)}),
         }
         return {**constants, **self.provenance}
 
@@ -77,20 +79,23 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
     neutral = Calibration(floor, floor + 1.0, 1.0, price)
     # A throughput can be had by constant actions almost entirely: a short search for the adaptive remainder.
     fast_budget = replace(budget, gates_kept=1, generations=min(6, budget.generations), finalists=1)
-    fast_solver = Solver(task, neutral, objective=throughput, budget=fast_budget, progress=progress)
+    told = stage(progress, "throughput", 0.0, 0.25)
+    fast_solver = Solver(task, neutral, objective=throughput, budget=fast_budget, progress=told)
     fastest, _ = fast_solver.best_static()
     fastest_policy, _ = fast_solver.best_adaptive(fastest)
     optimum, peak = _highest(task, price, [fastest, fastest_policy])
 
     # The grade needs the optimum, and the search for the grade may find a higher one: measure again with it.
     guess = Calibration(floor, optimum, peak, price)
-    solver = Solver(task, guess, objective=score, budget=budget, progress=progress)
+    told = stage(progress, "grade", 0.25, 0.95)
+    solver = Solver(task, guess, objective=score, budget=budget, progress=told)
     static, static_value = solver.best_static()
     adaptive, adaptive_value = solver.best_adaptive(static)
     optimum, peak = _highest(task, price, [fastest, fastest_policy, static, adaptive])
 
     calibration = Calibration(floor, optimum, peak, price)
     provenance = {
+        "fingerprint": fingerprint(task),
         "table_sha256": tables_of(task.hardware).sha256,
         "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
         "training_seeds": [min(budget.seeds), max(budget.seeds) + 1],
@@ -104,7 +109,7 @@ def calibrate(task: TaskSpec, budget: Budget | None = None, progress: Progress =
         provenance,
         {"kind": "constant", "action": from_row(static).to_dict(), "training_score": static_value, **found},
         {**adaptive.to_dict(), "validation_score": adaptive_value, **found},
-        search_at_random(task, calibration),
+        search_at_random(task, calibration, progress),
     )
 
 
@@ -122,6 +127,7 @@ def constants_alone(task: TaskSpec, budget: Budget | None = None) -> Solved:
     optimum, peak = _highest(task, price, [fastest])
     found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
     provenance = {
+        "fingerprint": fingerprint(task),
         "table_sha256": found["table_sha256"],
         "calibration_seeds": [CALIBRATION_SEEDS.start, CALIBRATION_SEEDS.stop],
         "fastest_action": from_row(fastest).to_dict(),
@@ -131,11 +137,22 @@ def constants_alone(task: TaskSpec, budget: Budget | None = None) -> Solved:
     return Solved(Calibration(floor, optimum, peak, price), provenance, action, {}, {})
 
 
-def calibrate_scaling(task: TaskSpec) -> Solved:
+def stage(progress: Progress, name: str, first: float, last: float) -> Progress:
+    """Progress of one search among several: it takes the work from the share ``first`` to the share ``last``."""
+
+    def report(what: str, share: float | None) -> None:
+        progress(f"{name}: {what}", None if share is None else first + (last - first) * share)
+
+    return report
+
+
+def calibrate_scaling(task: TaskSpec, progress: Progress = silent) -> Solved:
     """Measure the constants of a task that scales by constant actions, and search its policies."""
+    began = time.perf_counter()
+    progress("constants", 0.0)
     constants = constants_alone(task)
-    calibration = constants.calibration
-    search = AutoscalerSearch(task, calibration)
+    calibration = replace(constants.calibration, replica_knobs=tuple(ReplicaPlan.of(task).plan.row().tolist()))
+    search = AutoscalerSearch(task, calibration, stage(progress, "grade", 0.1, 0.95))
     static, static_value = search.best_constant()
     knobs, params, value = search.best_autoscaler(static)
     found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
@@ -148,6 +165,7 @@ def calibrate_scaling(task: TaskSpec) -> Solved:
     }
     return replace(
         constants,
+        calibration=calibration,
         best_static={
             "kind": "constant",
             "action": from_row(static).to_dict(),
@@ -155,12 +173,14 @@ def calibrate_scaling(task: TaskSpec) -> Solved:
             **found,
         },
         best_adaptive=autoscaler,
-        random_search=search_at_random(task, calibration),
+        random_search=search_at_random(task, calibration, progress),
+        provenance={**constants.provenance, "seconds": round(time.perf_counter() - began, 1)},
     )
 
 
-def search_at_random(task: TaskSpec, calibration: Calibration) -> dict[str, Any]:
+def search_at_random(task: TaskSpec, calibration: Calibration, progress: Progress) -> dict[str, Any]:
     """What :func:`agents.search.random_search.random_search` finds, as it is stored."""
+    progress("random search", 0.95)
     action, grade = random_search(task, calibration)
     found = {"task": str(task.task_id), "table_sha256": tables_of(task.hardware).sha256}
     return {"kind": "constant", "action": from_row(action).to_dict(), "training_score": grade, **found}

@@ -86,7 +86,7 @@ BRACE_S: Final = 12.0
 """Seconds before a flood in which the solver tries settings of their own."""
 
 GATE_GAIN: Final = 12.0
-"""Weight of a simple gate's feature: steep enough that nothing beside it decides."""
+"""Weight of a simple gate's feature: so steep that nothing else decides."""
 
 POLISH_ROUNDS: Final = 6
 
@@ -171,7 +171,11 @@ class Solver:
         self._objective = objective
         self._frozen = frozen or {}
         self._progress = progress
+        self._best = -np.inf
         self._mask = action_mask(task.active_actions)
+
+    def _report(self, what: str, share: float | None = None) -> None:
+        self._progress(f"{what}, best {self._best:.4g} in training" if self._best > -np.inf else what, share)
 
     # ------------------------------------------------------------ evaluation
 
@@ -250,11 +254,12 @@ class Solver:
         and plays against the best ones of the grid in the reference.
         """
         budget = self.budget
-        self._progress("constant actions: grid", 0.0)
+        self._report("constants", 0.0)
         actions = self.grid(budget.grid)
         values = self.race(constant_policies(actions), 48)
         best = int(np.argmax(values))
-        self._progress("constant actions: refinement", 0.05)
+        self._best = float(values[best])
+        self._report("constants, off the grid", 0.05)
         policy = constant_policy(actions[best])
         polished, _ = self.polish(policy, float(values[best]))
         runners_up = np.argsort(-values, kind="stable")[: self.budget.finalists - 1]
@@ -269,23 +274,20 @@ class Solver:
         starts = self._two_modes(static)
         for i, start in enumerate(starts):
             # Searches from different gates end on different hills: all are climbed.
-            self._progress(f"adaptive: start {i + 1} of {len(starts)}", 0.3 + 0.5 * i / len(starts))
+            self._report(f"adaptive policies, start {i + 1} of {len(starts)}", 0.3 + 0.5 * i / len(starts))
             two = self._settle(start)
             three, _ = self._settle_modes(self._third_mode(two), self._training_value(two))
             candidates += [two, three, *self._cross_entropy(max(two, three, key=self._training_value))]
         best = max(candidates, key=self._training_value)
-        self._progress("adaptive: other gates", 0.8)
         for i, other in enumerate(self._regated(best, 2)):
-            self._progress("adaptive: other gates", 0.82 + 0.08 * i)
+            self._report("adaptive policies, other gates", 0.8 + 0.05 * i)
             candidates += self._cross_entropy(other)
-        self._progress("adaptive: calm and flood together", 0.9)
+        self._report("adaptive policies, calm and flood together", 0.9)
         for staged in self.staged_starts():
             candidates += self._cross_entropy(staged)
         candidates += self._cross_entropy(max(candidates, key=self._training_value))
-        self._progress("adaptive: validation", 0.98)
-        chosen = self._chosen(candidates)
-        self._progress("done", 1.0)
-        return chosen
+        self._report("validation", 0.97)
+        return self._chosen(candidates)
 
     def refine(self, start: ModeParams) -> tuple[ModeParams, float]:
         """Improve a policy by local search; returns it with its value on the validation seeds.
@@ -339,7 +341,7 @@ class Solver:
         """The policy with the highest mean objective in the discrete-event reference; of equal ones the first."""
         if len(policies) == 1:
             return policies[0]
-        self._progress(f"reference: {len(policies)} policies", 0.99)
+        self._report(f"{len(policies)} policies in the reference")
         values = [self._value(params, self.budget.reference_seeds, ReferenceFleet) for params in policies]
         return policies[int(np.argmax(values))]
 
@@ -351,7 +353,7 @@ class Solver:
 
     def _two_modes(self, static: FloatArray) -> list[ModeParams]:
         """Best pairs of the static action and a second setting, in either order behind each gate of the library."""
-        self._progress("adaptive: gates", 0.1)
+        self._report("adaptive policies, gates", 0.1)
         settings = self.grid(self.budget.coarse)
         gates = gate_library(self.task)
         # What is best all the time may be best in the flood or in the calm: try the other setting for each.
@@ -526,7 +528,8 @@ class Solver:
         best, best_value = start, self._value(start, budget.seeds)
         elite: list[ModeParams] = []
         for _ in range(budget.generations):
-            self._progress(f"adaptive: cross-entropy, best {best_value:.4f}", None)
+            self._best = max(self._best, best_value)
+            self._report("adaptive policies, cross-entropy")
             drawn = mean + deviation * rng.standard_normal((budget.population, len(mean)))
             drawn[0] = mean
             drawn[1] = self._encode(best)

@@ -1,13 +1,13 @@
 """Stable-Baselines3's PPO without tuning on the Gymnasium ids that end in ``-v2``.
 
-    python -m benchmarks.learning.plain_ppo                        task 3, a training seed, a million decisions
+    python -m benchmarks.learning.plain_ppo                        task 3, a training seed, a million steps
     python -m benchmarks.learning.plain_ppo --task 2 --seeds 5     those of five training seeds that are not stored
 
 Trains ``PPO("MlpPolicy", env)`` in one thread, on one environment or ``--envs`` (rows of a native batch, which steps
-faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many decisions. Each run is
+faster than what ``gymnasium.make`` gives). With n of them PPO updates once in n times as many steps. Each run is
 scored on the held-out seeds (the policy's most likely actions) forty times as it trains, which chooses nothing: its
 score is that of the last policy. Results so far go to ``benchmarks/results/plain_ppo.json`` and ``.md`` each time. A
-run that is stored with as many decisions is not trained again.
+run that is stored with as many steps is not trained again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
-from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 import inferencegym.gym  # noqa: F401 - registers the environments
-from agents.evaluate import compare, interval, paired
+from agents.evaluate import compare, gym_scores, interval, paired
 from agents.integrations.sb3 import SB3VecEnv
 from agents.seeds import HELD_OUT_SEEDS
 from benchmarks.policies.autoscalers import spread
@@ -40,17 +39,6 @@ from inferencegym.vector_env import registered_id
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "plain_ppo.json"
 N_SCORES: Final = 40
 RIVALS: Final = ("heuristic", "best_static", "best_adaptive")
-
-
-def held_out_scores(model: PPO, env_id: str) -> NDArray[np.float64]:
-    """Scores of whole episodes, one per held-out seed."""
-    mode = AutoresetMode.DISABLED
-    envs: Any = gymnasium.make_vec(env_id, num_envs=len(HELD_OUT_SEEDS), autoreset_mode=mode)
-    seen, info = envs.reset(seed=list(HELD_OUT_SEEDS))
-    while "score" not in info:
-        seen, _, _, _, info = envs.step(model.predict(seen, deterministic=True)[0])
-    scores: NDArray[np.float64] = info["score"]
-    return scores
 
 
 class Scores(BaseCallback):
@@ -73,9 +61,9 @@ class Scores(BaseCallback):
         self._score()
 
     def _score(self) -> None:
-        scores = held_out_scores(self.model, self._env_id)
+        scores = gym_scores(self._env_id, lambda seen: self.model.predict(seen, deterministic=True)[0])
         self._curve.append((self.num_timesteps, float(scores.mean())))
-        print(f"{self._env_id}: {scores.mean():.3f} after {self.num_timesteps:,} decisions", flush=True)
+        print(f"{self._env_id}: {scores.mean():.3f} after {self.num_timesteps:,} steps", flush=True)
         self._keep(
             {
                 "n_envs": self.model.n_envs,
@@ -143,7 +131,7 @@ def report(results: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "| task | environments | training seed | decisions | score | 95 % interval | highest on the way | seconds |",
+        "| task | environments | training seed | steps | score | 95 % interval | highest on the way | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for task_id, result in results.items():
@@ -164,7 +152,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", help="task id, repeatable (default: 3)")
     parser.add_argument("--envs", type=int, default=1, help="environments of a run (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="training seeds per task, from 0 (default 1)")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="decisions of a run (default 1000000)")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="steps of a run (default 1000000)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # Checks of every distribution's arguments: a large part of the time, and without influence on the numbers.

@@ -6,7 +6,7 @@
 Every run trains PPO from scratch on task 3 with one table of the catalogue (``3@CARD``), or with all of them at once, a
 quarter of the environments each. Within a run, validation seeds of its own cards choose the policy that is kept; all
 grades are on held-out seeds. Each card's grade has its own constants, so rows compare policies on one card, not cards
-with each other; the heuristic's grade on the card is beside them.
+with each other. The table also has scores of agents that learn nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MixedEnvs(AutoresetVectorEnv):
 
 
 def task_on(card: str) -> TaskSpec:
-    """The hard task on a card's table."""
+    """Task 3 on a card's table."""
     return get_task(TASK if card == CARDS[0] else f"{TASK}{AT}{card}")
 
 
@@ -107,7 +107,7 @@ def mixed_envs(settings: PpoSettings, hold: int) -> MixedEnvs:
 
 
 def one_run(source: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
-    """Train on one card or on all; returns the mean grade on every card."""
+    """Train on one card or on all; returns the mean score on every card."""
     settings = PpoSettings(from_scratch=True)
     tasks = [task_on(card) for card in (CARDS if source == ALL else (source,))]
     make = partial(mixed_envs, settings) if source == ALL else partial(local_envs, tasks[0].task_id, settings)
@@ -137,10 +137,10 @@ def markdown(found: dict[str, Any]) -> str:
     seeds = sorted({run["seed"] for run in found["runs"]})
     lines = [
         "<!-- written by benchmarks/learning/transfer.py; do not edit -->",
-        f"PPO from scratch, {found['steps']:,} decisions, {len(seeds)} training seeds; mean grade of task {TASK} over "
+        f"PPO from scratch, {found['steps']:,} steps, {len(seeds)} training seeds; mean score on task {TASK} over "
         f"{len(HELD_OUT_SEEDS)} held-out seeds, and in brackets the range over the training seeds.",
         "",
-        "| trained on | " + " | ".join(f"graded on {card}" for card in CARDS) + " |",
+        "| trained on | " + " | ".join(f"score on {card}" for card in CARDS) + " |",
         "|---|" + "---|" * len(CARDS),
     ]
     for source in (*CARDS, ALL):
@@ -158,7 +158,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=80_000, help="decisions of a run (default 80000)")
+    parser.add_argument("--steps", type=int, default=80_000, help="steps of a run (default 80000)")
     parser.add_argument("--seeds", type=int, default=2, help="training seeds (default 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/transfer"), help="folder of the runs")
     options = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from agents.evaluate import interval
 from agents.policies.capacity import CapacityPlanner, Setting
@@ -52,22 +53,20 @@ from live.engines.simulated import SimulatedEngine
 from live.engines.vllm import VllmEngine
 from live.measure import MeasureSettings, measure_engine
 from live.scaling import drafts_as_measured, measure_throughput, scaled_lengths
+from simulator.hardware.engine_times import EngineTimes
 from simulator.hardware.sources import engine_of, source_of
 from simulator.hardware.tables import ServingTables, load_tables
 from simulator.offline.table import build_table
 
-SLOTS, KV_BLOCKS, TOKEN_BUDGET = 64, 201, 2048
 OWN_TABLE: Final = max(SPEC_LENGTHS) + 1
 """The engine's largest draft length, at which the scheduler class leaves the choice to vLLM's own table."""
-HOLD_S: Final = 0.5
-"""Time between two decisions."""
-PROMPT, OUTPUT = (16, 48), (32, 96)
-DRAIN_S: Final = 10.0
-"""Longest time after the last arrival; what is still unanswered then counts with the time so far."""
+TOKEN_BUDGET: Final = 2048
+RETRY_DECISIONS: Final = 8
+"""Decisions without drafts after which TurboSpec's rule drafts once, to see the acceptance."""
 N_ENVS: Final = 32
 N_VALIDATION: Final = 96
 REWARD_SCALE, YOUNG_S = 0.3, 0.1
-TABLE_FILE, POLICY_FILE = "engine.parquet", "policy.npz"
+TABLE_FILE, POLICY_FILE, CHOSEN_FILE = "engine.parquet", "policy.npz", "chosen.json"
 
 
 # ---------------------------------------------------------------- traffic
@@ -83,15 +82,69 @@ class Stage(NamedTuple):
     tpot_s: float = 0.08
 
 
-WORKLOADS: Final[Mapping[str, tuple[Stage, ...]]] = {
-    "flood": (Stage(9.0, 2.0, 0.95, tpot_s=0.016), Stage(4.0, 9.0, 0.3), Stage(9.0, 2.0, 0.95, tpot_s=0.016)),
-    "content": tuple(Stage(5.5, 3.5, acceptance, tpot_s=0.03) for acceptance in (0.95, 0.3, 0.95)),
-}
-"""Acceptance falls in a flood; and at the same rate of requests. It is that of copied text, and of stories."""
-HEADINGS: Final = {
-    "flood": "Calm, flood, calm: acceptance .95, in the flood .3",
-    "content": "The content changes, the load does not: acceptance .95, .3, .95",
-}
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An engine, the traffic that suits it, and how often its draft length is set.
+
+    Acceptance is .95 (copied text) and .3 (stories). ``calm_rps``, ``flood_rps`` (requests per second), ``calm_s`` and
+    ``other_s`` are ranges of the traffic to learn from. Its engines take ``fixed`` times as long for an iteration as
+    the table says, and ``rows`` times as long for sequences and tokens. ``drain_s`` is the longest time after the last
+    arrival; what is still unanswered then counts with the time so far. ``bursts`` are batch sizes at which iterations
+    are measured with drafts too. After the first draw the best ``finalists`` constants play on. ``max_num_seqs`` is
+    ``slots``, and ``kv_blocks`` None leaves the KV pool to vLLM.
+    """
+
+    results: str
+    shape: ModelShape
+    slots: int
+    kv_blocks: int | None
+    hold_s: float
+    drain_s: float
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    workloads: Mapping[str, tuple[Stage, ...]]
+    calm_rps: Range
+    flood_rps: Range
+    calm_s: Range
+    other_s: Range
+    fixed: Range
+    rows: Range
+    bursts: tuple[int, ...] = ()
+    finalists: int = len(SPEC_LENGTHS)
+    eager: bool = True
+    options: tuple[str, ...] = ()
+
+
+CPU: Final = Place(
+    "live_drafts", ModelShape(), slots=64, kv_blocks=201, hold_s=0.5, drain_s=10.0, prompt=(16, 48), output=(32, 96),
+    workloads={
+        "flood": (Stage(9.0, 2.0, 0.95, tpot_s=0.016), Stage(4.0, 9.0, 0.3), Stage(9.0, 2.0, 0.95, tpot_s=0.016)),
+        "content": tuple(Stage(5.5, 3.5, acceptance, tpot_s=0.03) for acceptance in (0.95, 0.3, 0.95)),
+    },
+    calm_rps=(0.6, 6.0), flood_rps=(5.0, 12.0), calm_s=(3.0, 12.0), other_s=(3.0, 8.0),
+    fixed=(0.8, 1.5), rows=(0.4, 1.6),
+)  # fmt: skip
+"""vLLM for CPU with a model of 107 million parameters."""
+GRAPH_ROWS: Final = [1, 4, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640]
+GPU: Final = Place(
+    "live_drafts_gpu", ModelShape(32, 4096, 14336, 32, 8, 128_256, 4096), slots=128, kv_blocks=None, hold_s=0.15,
+    drain_s=4.0, prompt=(32, 96), output=(64, 192),
+    workloads={"content": (Stage(1.7, 68.0, 0.95, tpot_s=0.0019), Stage(1.7, 68.0, 0.3, tpot_s=0.0095))},
+    calm_rps=(8.0, 80.0), flood_rps=(50.0, 130.0), calm_s=(0.6, 2.4), other_s=(0.6, 2.0), fixed=(0.85, 1.3),
+    rows=(0.5, 1.5), bursts=(1, 4, 16, 32, 64), finalists=2, eager=False,
+    options=(
+        "--kv-cache-memory-bytes", "20000000000", "--disable-uvicorn-access-log",
+        "--compilation-config", json.dumps({"cudagraph_capture_sizes": GRAPH_ROWS}),
+    ),
+)  # fmt: skip
+"""vLLM on one GPU with the shape of Llama-3.1-8B, compiled and with CUDA graphs."""
+PLACES: Final = {"cpu": CPU, "gpu": GPU}
+HERE = CPU
+"""The place that is played; :func:`main` sets it."""
+HEADINGS: Final = {"flood": "Calm, flood, calm", "content": "The content changes, the load does not"}
 
 
 def drawn_requests(stages: Sequence[Stage], rng: random.Random) -> list[tuple[EngineRequest, Stage]]:
@@ -101,7 +154,7 @@ def drawn_requests(stages: Sequence[Stage], rng: random.Random) -> list[tuple[En
         at_s = begin_s + rng.expovariate(stage.rate_rps)
         begin_s += stage.seconds
         while at_s < begin_s:
-            lengths = (rng.randint(*PROMPT), rng.randint(*OUTPUT))
+            lengths = (rng.randint(*HERE.prompt), rng.randint(*HERE.output))
             found.append((EngineRequest(at_s, *lengths, acceptance=stage.acceptance), stage))
             at_s += rng.expovariate(stage.rate_rps)
     return found
@@ -109,13 +162,13 @@ def drawn_requests(stages: Sequence[Stage], rng: random.Random) -> list[tuple[En
 
 def training_stages(rng: random.Random) -> list[Stage]:
     """Traffic to learn from: floods and changes of content, together or not, at any time."""
-    calm = Stage(rng.uniform(3.0, 12.0), rng.uniform(0.6, 6.0), drawn_acceptance(rng))
-    other = calm._replace(seconds=rng.uniform(3.0, 8.0))
+    calm = Stage(rng.uniform(*HERE.calm_s), rng.uniform(*HERE.calm_rps), drawn_acceptance(rng))
+    other = calm._replace(seconds=rng.uniform(*HERE.other_s))
     if rng.random() < 0.5:
-        other = other._replace(rate_rps=rng.uniform(5.0, 12.0))
+        other = other._replace(rate_rps=rng.uniform(*HERE.flood_rps))
     if rng.random() < 0.7:
         other = other._replace(acceptance=drawn_acceptance(rng))
-    return [calm, other, calm._replace(seconds=rng.uniform(3.0, 12.0))]
+    return [calm, other, calm._replace(seconds=rng.uniform(*HERE.calm_s))]
 
 
 def drawn_acceptance(rng: random.Random) -> float:
@@ -166,15 +219,15 @@ class Acceptance:
     """Estimate of the probability that a draft is accepted, from counts of drafted and accepted tokens."""
 
     def __init__(self) -> None:
-        self.estimate, self.last, self.unseen_s = 0.6, 0.6, 0.0
+        self.estimate, self.last, self.unseen = 0.6, 0.6, 0
 
     def see(self, seen: Seen) -> float:
-        self.unseen_s += HOLD_S
+        self.unseen += 1
         if seen.drafted >= 8.0 and seen.drafts > 0:
             self.last = chance_of(seen.accepted / seen.drafted, seen.drafts)
             weight = seen.drafted / (seen.drafted + 24.0)
             self.estimate += weight * (self.last - self.estimate)
-            self.unseen_s = 0.0
+            self.unseen = 0
         return self.estimate
 
 
@@ -198,7 +251,7 @@ def tokens_of(a: float, drafts: int) -> float:
 class Goodput:
     """TurboSpec's rule: the draft length with the most expected tokens per ms, at the requests and acceptance seen.
 
-    Without drafts the acceptance is not seen, so one draft is tried again every four seconds.
+    Without drafts the acceptance is not seen, so one draft is tried again after some decisions.
     """
 
     def __init__(self, times: StepTimes) -> None:
@@ -206,7 +259,7 @@ class Goodput:
 
     def __call__(self, seen: Seen) -> int:
         acceptance = self._acceptance.see(seen)
-        if self._acceptance.unseen_s >= 4.0:
+        if self._acceptance.unseen >= RETRY_DECISIONS:
             return 1
         return best_length(self._times, seen.running + seen.waiting, acceptance)
 
@@ -225,7 +278,7 @@ class StepTimes:
 
 def promised_tokens(times: StepTimes, requests: float, acceptance: float, drafts: int) -> float:
     """Tokens of a sequence per ms, by the table."""
-    return tokens_of(acceptance, drafts) / times(int(min(max(requests, 1.0), SLOTS)), drafts)
+    return tokens_of(acceptance, drafts) / times(int(min(max(requests, 1.0), HERE.slots)), drafts)
 
 
 def best_length(times: StepTimes, requests: float, acceptance: float) -> int:
@@ -235,7 +288,7 @@ def best_length(times: StepTimes, requests: float, acceptance: float) -> int:
 
 def own_table(times: StepTimes, acceptance: float) -> list[int]:
     """Draft length by batch size, best at one acceptance: what vLLM's ``num_speculative_tokens_per_batch_size`` has."""
-    return [best_length(times, n, acceptance) for n in range(1, SLOTS + 1)]
+    return [best_length(times, n, acceptance) for n in range(1, HERE.slots + 1)]
 
 
 class Learned:
@@ -272,9 +325,9 @@ class Features:
                 min(max(rise / 5.0, -2.0), 2.0),
                 4.0 * (estimate - 0.55),
                 4.0 * (self._acceptance.last - 0.55),
-                min(self._acceptance.unseen_s, 10.0) / 5.0,
+                min(self._acceptance.unseen, 20) / 10.0,
                 math.log1p(seen.drafted) / 3.0 - 1.0,
-                math.log1p(seen.written / HOLD_S) / 3.0 - 1.5,
+                math.log1p(seen.written / HERE.hold_s) / 3.0 - 1.5,
                 *(float(seen.drafts == length) for length in SPEC_LENGTHS),
                 *np.maximum(3.0 * (promised - promised.max()), -3.0),
                 *(2.0 * slower for slower in self._slower),
@@ -286,8 +339,8 @@ class Features:
         """Follow the logarithm of the iterations' time over the table's; each gives a sequence one token undrafted."""
         undrafted = seen.written - seen.accepted
         if requests >= 1.0 and undrafted >= 1.0:
-            iteration_ms = 1e3 * HOLD_S * requests / undrafted
-            ratio = math.log(iteration_ms / self._times(int(min(requests, SLOTS)), seen.drafts))
+            iteration_ms = 1e3 * HERE.hold_s * requests / undrafted
+            ratio = math.log(iteration_ms / self._times(int(min(requests, HERE.slots)), seen.drafts))
             self._slower[seen.drafts > 0] += 0.25 * (min(max(ratio, -1.0), 1.0) - self._slower[seen.drafts > 0])
 
 
@@ -300,7 +353,7 @@ def heuristic_length(tables: ServingTables) -> int:
 
     It plans each length for a full batch and the table's acceptance, and takes the one of the highest capacity.
     """
-    task = scaled_lengths(drafts_as_measured(get_task(3)), PROMPT[1] + OUTPUT[1])
+    task = scaled_lengths(drafts_as_measured(get_task(3)), HERE.prompt[1] + HERE.output[1])
     planner = CapacityPlanner(task, tables, np.array([each.share for each in task.classes]))
     return max(SPEC_LENGTHS, key=lambda k: planner.plan(Setting(0, k, False)).capacity_rps)
 
@@ -312,11 +365,11 @@ class Episode:
     """Drawn traffic on the discrete-event reference, decision by decision."""
 
     def __init__(self, tables: ServingTables, stages: Sequence[Stage], seed: int) -> None:
-        self.engine = SimulatedEngine(tables, SLOTS, max(SPEC_LENGTHS), seed)
+        self.engine = SimulatedEngine(tables, HERE.slots, max(SPEC_LENGTHS), seed)
         drawn = drawn_requests(stages, random.Random(seed))
         self.stages = [stage for _, stage in drawn]
         self.load = self.engine.load([request for request, _ in drawn])
-        self.end_s = sum(stage.seconds for stage in stages) + DRAIN_S
+        self.end_s = sum(stage.seconds for stage in stages) + HERE.drain_s
         self.time_s = 0.0
         self._before = self.engine.read()
         self.seen = Seen.between(self._before, self._before, 0)
@@ -324,7 +377,7 @@ class Episode:
     def play(self, drafts: int) -> None:
         """Play until the next decision."""
         self.engine.set(Orders({"spec_length": float(drafts)}))
-        self.time_s += HOLD_S
+        self.time_s += HERE.hold_s
         self.load.advance(self.time_s)
         now = self.engine.read()
         self.seen, self._before = Seen.between(self._before, now, drafts), now
@@ -332,7 +385,7 @@ class Episode:
     @property
     def done(self) -> bool:
         """Whether the traffic has ended and all requests are answered, or the time is over."""
-        if self.time_s < self.end_s - DRAIN_S:
+        if self.time_s < self.end_s - HERE.drain_s:
             return False
         return self.time_s >= self.end_s or all(timing.ended_s is not None for timing in self.load.timings)
 
@@ -349,7 +402,7 @@ def drawn_times(tables: ServingTables, rng: random.Random) -> ServingTables:
     Measuring is without drafts, so above all the time that drafts take is uncertain.
     """
     engine = tables.meta["measured_engine"]
-    fixed, rows = rng.uniform(0.8, 1.5), math.exp(rng.uniform(math.log(0.4), math.log(1.6)))
+    fixed, rows = rng.uniform(*HERE.fixed), math.exp(rng.uniform(*np.log(HERE.rows)))
     times = engine["times"]
     times = {
         **times,
@@ -485,14 +538,17 @@ def validated(tables: ServingTables, make: Make) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
+    parser.add_argument("--place", choices=sorted(PLACES), default="cpu", help="vLLM for CPU, or on a GPU")
     parser.add_argument("--repeats", type=int, default=6, help="draws of each workload (default 6)")
-    parser.add_argument("--steps", type=int, default=240_000, help="decisions that PPO learns from (default 240,000)")
+    parser.add_argument("--steps", type=int, default=240_000, help="steps that PPO learns from (default 240,000)")
     parser.add_argument("--measure-seconds", type=float, default=70.0, help="load of the measurement (default 70)")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="measure and learn only, and write them here")
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="play what --prepare wrote")
     parser.add_argument("--stand-in", action="store_true", help="no engine: play the simulator, printed only")
     parser.add_argument("--quick", action="store_true", help="a short training, one draw, printed only")
     options = parser.parse_args(arguments)
+    global HERE
+    HERE = PLACES[options.place]
     if options.quick:
         options.repeats, options.steps, options.measure_seconds = 1, 20_000, 60.0
     with tempfile.TemporaryDirectory() as name:
@@ -510,13 +566,16 @@ def drafting_engine(venv: Path, folder: Path, lengths: Sequence[int]) -> Iterato
     with serve_random_model(
         venv,
         folder,
-        max_num_seqs=SLOTS,
-        kv_blocks=KV_BLOCKS,
+        shape=HERE.shape,
+        eager=HERE.eager,
+        max_num_seqs=HERE.slots,
+        kv_blocks=HERE.kv_blocks,
         drafts=OWN_TABLE,
         speculation={"num_speculative_tokens_per_batch_size": ranges},
         options=(
             *("--max-num-batched-tokens", str(TOKEN_BUDGET)),
             *("--worker-extension-cls", "synthetic_acceptance.SyntheticAcceptance"),
+            *HERE.options,
         ),
     ) as server:
         engine = engine_at("vllm", server.url, server.control_file)
@@ -531,16 +590,68 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         engine.set(Orders({"spec_length": 0.0}))  # what iterations take is measured without drafts
         settings = MeasureSettings(
             options.measure_seconds,
-            most_clients=SLOTS,
-            max_num_seqs=SLOTS,
+            most_clients=HERE.slots,
+            max_num_seqs=HERE.slots,
             max_batched_tokens=TOKEN_BUDGET,
-            kv_bytes_per_token=ModelShape().kv_bytes_per_token(),
+            kv_bytes_per_token=HERE.shape.kv_bytes_per_token(),
         )
+        bursts = burst_times(engine)
         measured = measure_engine(engine.api, settings)
+    if bursts:
+        measured = replace(measured, fit=replace(measured.fit, times=with_drafts(measured.fit.times, bursts)))
     print(f"measured: {measured.fit.times}, held-out error {measured.fit.median_error:.0%} at the median", flush=True)
     source, profile = measured.source("measured"), measured.profile("measured")
-    path = build_table(folder / TABLE_FILE, source, profile, jobs=1, progress=False, saturated=False)
-    train(load_tables(path), options.steps, folder / POLICY_FILE)
+    tables = load_tables(build_table(folder / TABLE_FILE, source, profile, jobs=1, progress=False, saturated=False))
+    train(tables, options.steps, folder / POLICY_FILE)
+    write_text(folder / CHOSEN_FILE, as_json(chosen(tables, folder / POLICY_FILE)))
+
+
+def chosen(tables: ServingTables, policy: Path) -> dict[str, Any]:
+    """What the simulator says: the acceptance for vLLM's own table, and every policy on the validation draws."""
+    acceptance = best_table(tables)
+    validation = {
+        name: {workload: mean_of(tables, stages, player.in_simulator) for workload, stages in HERE.workloads.items()}
+        for name, player in contestants(tables, policy, acceptance).items()
+    }
+    return {
+        "table_acceptance": acceptance,
+        "validation": validation,
+        "heuristic_drafts": heuristic_length(tables),
+    }
+
+
+class Burst(NamedTuple):
+    """Mean time of an iteration of equal sequences whose drafts are all rejected."""
+
+    sequences: int
+    drafts: int
+    ms: float
+
+
+def burst_times(engine: VllmEngine) -> list[Burst]:
+    """Iteration times with drafts, at the place's batch sizes; drafting is off afterwards."""
+    found = []
+    for n in HERE.bursts:
+        for drafts in SPEC_LENGTHS:
+            engine.set(Orders({"spec_length": float(drafts)}))
+            with engine.load([EngineRequest(0.0, 64, 48, acceptance=0.0)] * n) as load:
+                timings = load.wait()
+            found.append(Burst(n, drafts, float(np.mean([timing.tpot_ms() or math.nan for timing in timings]))))
+    engine.set(Orders({"spec_length": 0.0}))
+    return found
+
+
+def with_drafts(times: EngineTimes, bursts: Sequence[Burst]) -> EngineTimes:
+    """The times with the fixed part and the time per row that fit the bursts; what a sequence adds is in its row."""
+    knots = np.array([0.0, 64.0, 256.0])
+    rows = np.array([burst.sequences * (burst.drafts + 1) for burst in bursts], dtype=np.float64)
+    widths = np.clip(rows[:, None] - knots, 0.0, np.append(np.diff(knots), np.inf))
+    ms = np.array([burst.ms for burst in bursts])
+    # Relative errors: each equation is divided by what was measured.
+    fixed, *ramps = nnls(np.column_stack([np.ones_like(rows), widths]) / ms[:, None], np.ones_like(ms))[0].tolist()
+    return replace(
+        times, step_ms=fixed, knots=tuple(knots.tolist()), ramp_ms=tuple(ramps), sequence_ms=0.0, context_ms=0.0
+    )
 
 
 class Contestant(NamedTuple):
@@ -556,7 +667,7 @@ def contestants(tables: ServingTables, policy: Path, acceptance: float) -> dict[
     lengths = own_table(times, acceptance)
 
     def by_batch_size(seen: Seen) -> int:
-        return lengths[int(min(max(seen.running + seen.waiting, 1), SLOTS)) - 1]
+        return lengths[int(min(max(seen.running + seen.waiting, 1), HERE.slots)) - 1]
 
     found = {f"constant {k}": Contestant(partial(constant, k), partial(constant, k)) for k in SPEC_LENGTHS}
     found["vLLM's own table"] = Contestant(partial(constant, OWN_TABLE), lambda: by_batch_size)
@@ -566,30 +677,49 @@ def contestants(tables: ServingTables, policy: Path, acceptance: float) -> dict[
 
 
 def compare(options: argparse.Namespace, folder: Path, scratch: Path) -> None:
-    """Choose vLLM's own table in the simulator, then play everything on the engine."""
+    """Play everything that was prepared on the engine."""
     tables = load_tables(folder / TABLE_FILE)
-    acceptance = best_table(tables)
+    result: dict[str, Any] = {**json.loads((folder / CHOSEN_FILE).read_text(encoding="utf-8")), "runs": []}
+    acceptance = result["table_acceptance"]
     players = contestants(tables, folder / POLICY_FILE, acceptance)
-    validation = {
-        name: {workload: mean_of(tables, stages, player.in_simulator) for workload, stages in WORKLOADS.items()}
-        for name, player in players.items()
-    }
-    print(json.dumps(validation), flush=True)
-    result: dict[str, Any] = {"table_acceptance": acceptance, "validation": validation, "runs": []}
-    result["heuristic_drafts"] = heuristic_length(tables)
-    cells = [(workload, name) for workload in WORKLOADS for name in players]
+    cells = [(workload, name) for workload in HERE.workloads for name in players]
     with playing(options, scratch, own_table(StepTimes(tables), acceptance), tables) as engine:
         result["engine"] = engine.api.get_json("/version")["version"] if isinstance(engine, VllmEngine) else engine.name
         for seed in held_out_seeds(options.repeats):
             for workload, name in random.Random(seed).sample(cells, len(cells)):
                 yard_ms = yardstick(engine)
-                run = play(engine, WORKLOADS[workload], seed, players[name], options.stand_in)
+                run = play(engine, HERE.workloads[workload], seed, players[name], options.stand_in)
                 result["runs"].append({"seed": seed, "workload": workload, "policy": name, "yard_ms": yard_ms, **run})
                 print(json.dumps(result["runs"][-1]), flush=True)
-            if not options.quick and not options.stand_in:  # after each repeat, so that an interrupted run leaves some
-                write_text(RESULTS / "live_drafts.json", as_json(result))
-                write_text(RESULTS / "live_drafts.md", markdown(result))
+                if not options.quick and not options.stand_in:  # so that an interrupted play leaves what it has
+                    write_text(RESULTS / f"{HERE.results}.json", as_json(result))
+            cells = [cell for cell in cells if cell in playing_on(result["runs"])]
     print(markdown(result))
+    if not options.quick and not options.stand_in:
+        write_text(RESULTS / f"{HERE.results}.md", markdown(result))
+
+
+def playing_on(runs: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Workload and policy of all that play on: every policy that adapts, and the best constants of the runs so far."""
+    found: set[tuple[str, str]] = set()
+    for workload in HERE.workloads:
+        of_policy = by_policy(runs, workload)
+        constants = playing_constants(of_policy)
+        best = sorted(constants, key=lambda name: mean_ms(of_policy[name]))[: HERE.finalists]
+        found |= {(workload, name) for name in of_policy if name in best or not name.startswith("constant")}
+    return found
+
+
+def playing_constants(found: Mapping[str, Columns]) -> list[str]:
+    """The constants that have played the most draws."""
+    constants = [name for name in found if name.startswith("constant")]
+    most = max(len(found[name]["seed"]) for name in constants)
+    return [name for name in constants if len(found[name]["seed"]) == most]
+
+
+def mean_ms(columns: Columns) -> float:
+    """Geometric mean of the latency per token (ms) over the draws."""
+    return math.exp(float(np.log(columns["ms_per_token"]).mean()))
 
 
 @contextmanager
@@ -598,7 +728,7 @@ def playing(
 ) -> Iterator[Engine]:
     """The engine that plays."""
     if options.stand_in:
-        yield SimulatedEngine(tables, SLOTS, max(SPEC_LENGTHS))
+        yield SimulatedEngine(tables, HERE.slots, max(SPEC_LENGTHS))
     else:
         with drafting_engine(options.venv, folder, lengths) as engine:
             yield engine
@@ -609,7 +739,7 @@ def best_table(tables: ServingTables) -> float:
 
     def product(acceptance: float) -> float:
         make = contestants(tables, Path(), acceptance)["vLLM's own table"].in_simulator
-        return math.prod(mean_of(tables, stages, make) for stages in WORKLOADS.values())
+        return math.prod(mean_of(tables, stages, make) for stages in HERE.workloads.values())
 
     return min((0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8), key=product)
 
@@ -629,17 +759,17 @@ def yardstick(engine: Engine) -> float:
 def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant, stand_in: bool) -> dict[str, Any]:
     """One episode on the engine."""
     drawn = drawn_requests(stages, random.Random(seed))
-    end_s = sum(stage.seconds for stage in stages) + DRAIN_S
+    end_s = sum(stage.seconds for stage in stages) + HERE.drain_s
     policy = (player.in_simulator if stand_in else player.on_engine)()
     lengths, time_s = [0], 0.0
     with engine.load([request for request, _ in drawn]) as load:
         before = engine.read()
         seen = Seen.between(before, before, 0)
-        while time_s < end_s - DRAIN_S or (time_s < end_s and any(timing.ended_s is None for timing in load.timings)):
+        while time_s < end_s - HERE.drain_s or (time_s < end_s and any(each.ended_s is None for each in load.timings)):
             lengths.append(policy(seen))
             if lengths[-1] != lengths[-2] or time_s == 0.0:
                 engine.set(Orders({"spec_length": float(lengths[-1])}))
-            time_s += HOLD_S
+            time_s += HERE.hold_s
             load.advance(time_s)
             now = engine.read()
             seen, before = Seen.between(before, now, lengths[-1]), now
@@ -657,57 +787,76 @@ def play(engine: Engine, stages: Sequence[Stage], seed: int, player: Contestant,
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The document's part: each policy beside the best constant, paired by the traffic."""
+    """The document's part: each policy compared with the fastest constant, paired by the traffic."""
     repeats = len({run["seed"] for run in result["runs"]})
     yards = [run["yard_ms"] for run in result["runs"]]
+    digits = 1 if min(yards) >= 20.0 else 2
     lines = [
         "<!-- written by benchmarks/live/drafts.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {repeats} draws of each workload. Latency per token is a geometric mean over all "
-        "requests; differences are beside the best constant here, with 95 % intervals over the draws. The yardstick, "
-        f"four requests without drafts, took {min(yards):.0f} to {max(yards):.0f} ms a token, "
-        f"{float(np.median(yards)):.0f} at the median. InferenceGym's `heuristic` is constant "
+        "requests; differences are from the fastest constant here, with 95 % intervals over the draws. The yardstick, "
+        f"four requests without drafts, took {min(yards):.{digits - 1}f} to {max(yards):.{digits - 1}f} ms a token, "
+        f"{float(np.median(yards)):.{digits - 1}f} at the median. InferenceGym's `heuristic` is constant "
         f"{result['heuristic_drafts']} here: it plans for full batches and does not see the acceptance.",
     ]
     for workload, heading in HEADINGS.items():
         found = by_policy(result["runs"], workload)
         if not found:
             continue
-        best = min(
-            (name for name in found if name.startswith("constant")),
-            key=lambda name: float(np.log(found[name]["ms_per_token"]).mean()),
-        )
-        lines += ["", f"*{heading}*:", ""]
-        lines += [
-            "| policy | ms per token | beside " + best + " | in time | beside " + best + " | in the simulator, ms |"
-        ]
+        best = min(playing_constants(found), key=lambda name: mean_ms(found[name]))
+        rates = ", ".join(f"{stage.acceptance:g}" for stage in HERE.workloads[workload])
+        lines += ["", f"*{heading}: acceptance {rates}*:", ""]
+        lines += ["| policy | ms per token | vs " + best + " | in time | vs " + best + " | in the simulator, ms |"]
         lines += ["|" + "---|" * 6]
-        for name in sorted(found, key=lambda name: float(np.log(found[name]["ms_per_token"]).mean())):
-            ours, theirs = found[name], found[best]
-            cells = [f"{math.exp(float(np.log(ours['ms_per_token']).mean())):.1f}"]
+        for name in sorted(found, key=lambda name: mean_ms(found[name])):
+            ours, theirs = paired(found[name], found[best])
+            cells = [f"{mean_ms(ours):.{digits}f}"]
             cells += ["" if name == best else less(ours["ms_per_token"], theirs["ms_per_token"])]
             cells += [f"{float(ours['in_time'].mean()):.1%}"]
             cells += ["" if name == best else points(ours["in_time"] - theirs["in_time"])]
-            cells += [f"{result['validation'][name][workload]:.1f}"]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        others = [name for name in ("vLLM's own table", "TurboSpec's rule") if name in found]
-        compared = [
-            f"{less(found['PPO']['ms_per_token'], found[name]['ms_per_token'])} beside {name}" for name in others
-        ]
-        paces = [found[name]["ms_per_token"] / found[name]["yard_ms"] for name in ("PPO", best)]
+            cells += [f"{result['validation'][name][workload]:.{digits}f}"]
+            draws = len(found[name]["seed"])
+            label = name if draws == repeats else f"{name} ({draws} draw{'s' if draws > 1 else ''})"
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        compared = []
+        for name in ("vLLM's own table", "TurboSpec's rule"):
+            ours, theirs = paired(found["PPO"], found[name])
+            rise = points(ours["in_time"] - theirs["in_time"])
+            compared.append(f"{less(ours['ms_per_token'], theirs['ms_per_token'])} vs {name} (in time {rise})")
+        paces = [columns["ms_per_token"] / columns["yard_ms"] for columns in paired(found["PPO"], found[best])]
         lines += ["", f"PPO's latency per token: {', '.join(compared)}."]
-        lines += [f"Both divided by the yardstick before the episode: {less(*paces)} beside {best}."]
+        lines += [f"Both divided by the yardstick before the episode: {less(*paces)} vs {best}."]
+        constants = {name: float(each["in_time"].mean()) for name, each in found.items() if name.startswith("constant")}
+        punctual = max(constants, key=lambda name: constants[name])
+        if punctual != best:
+            draws = len(found[punctual]["seed"])
+            share = f"{constants[punctual]:.1%}"
+            lines += [f"Most in time of the constants: {punctual}, {share} in {draws} of {repeats} draws."]
     return "\n".join(lines) + "\n"
 
 
-def by_policy(runs: Sequence[Mapping[str, Any]], workload: str) -> dict[str, dict[str, FloatArray]]:
+Columns = Mapping[str, FloatArray]
+"""Seeds, latencies per token, requests in time and yardsticks of one policy's runs."""
+
+
+def by_policy(runs: Sequence[Mapping[str, Any]], workload: str) -> dict[str, Columns]:
     """Columns of each policy's runs of a workload, in the order of the draws."""
     some = sorted((run for run in runs if run["workload"] == workload), key=lambda run: run["seed"])
     names = dict.fromkeys(run["policy"] for run in some)
-    keys = ("ms_per_token", "in_time", "yard_ms")
+    keys = ("seed", "ms_per_token", "in_time", "yard_ms")
     return {
         name: {key: np.array([run[key] for run in some if run["policy"] == name]) for key in keys} for name in names
     }
+
+
+def paired(ours: Columns, theirs: Columns) -> tuple[Columns, Columns]:
+    """The draws that both have played."""
+    seeds = np.intersect1d(ours["seed"], theirs["seed"])
+    first, second = (
+        {key: column[np.isin(columns["seed"], seeds)] for key, column in columns.items()} for columns in (ours, theirs)
+    )
+    return first, second
 
 
 def points(difference: FloatArray) -> str:

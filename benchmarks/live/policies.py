@@ -220,7 +220,7 @@ def compare(engine: Engine, args: argparse.Namespace, folder: Path) -> dict[str,
         random.Random(seed).shuffle(order)
         for name in order:
             play(engine, task, calibration, agents[name], seed, played[name])
-            print(f"seed {seed} {name}: grade {played[name].scores[-1]:.3f}", flush=True)
+            print(f"seed {seed} {name}: score {played[name].scores[-1]:.3f}", flush=True)
     simulated = {name: in_simulator(task, agents[name], seeds) for name in agents}
     return {
         "engine": engine.name,
@@ -324,7 +324,7 @@ def in_simulator(task: TaskSpec, agent_name: str, seeds: Sequence[int]) -> dict[
 
 HEADS: Final = (
     "policy",
-    "grade",
+    "score",
     "more than the best constant",
     "in the simulator",
     "tokens/s",

@@ -168,8 +168,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"vLLM {result['engine']}, SmolLM2-135M-Instruct, greedy, n-gram drafts. *Drafts*: for 100 tokens that were "
         "written. *Accepted*: share of drafts whose token at that position was accepted. *a*: the constant acceptance "
-        "that gives as many accepted tokens. *Pace*: tokens for each second of processor time (medians), beside the "
-        "same requests without drafts.",
+        "that gives as many accepted tokens. *Pace*: tokens for each second of processor time (medians), "
+        "compared with the same requests without drafts.",
     ]
     for kind in PROMPTS:
         rows = [row for row in result["runs"] if row["prompts"] == kind]

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Controllers of agent sessions on vLLM for CPU on this machine.")
     parser.add_argument("--venv", type=Path, default=Path(".venv-engine"), help="where the engine is installed")
     parser.add_argument("--workloads", type=int, default=5, help="workloads drawn anew (default 5)")
-    parser.add_argument("--steps", type=int, default=200_000, help="decisions that PPO learns from (default 200,000)")
+    parser.add_argument("--steps", type=int, default=200_000, help="steps that PPO learns from (default 200,000)")
     parser.add_argument("--measure-seconds", type=float, default=120.0, help="load of the measurement (default 120)")
     parser.add_argument("--table", type=Path, help="the engine's table, if `inferencegym measure` has made it already")
     parser.add_argument("--quick", action="store_true", help="one workload, a short training, printed only")
@@ -212,7 +212,7 @@ async def converse(
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The document's part: each controller beside the best constant, paired by workload."""
+    """The document's part: each controller compared with the best constant, paired by workload."""
     found = by_controller(result["runs"])
     constants = [name for name in found if name.startswith("constant")]
     # The best constant of these very runs, which favours it.
@@ -221,7 +221,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/live/rollouts_policies.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {result['workloads']} workloads drawn anew; PPO learned from {result['steps']:,} "
-        f"decisions. Differences are beside {best}, the best constant here, with 95 % intervals over the workloads.",
+        f"steps. Differences are from {best}, the best constant here, with 95 % intervals over the workloads.",
         "",
         "| controller | time | tokens computed | tokens computed for each written one (simulator) | in the cache "
         "| preemptions | mean cap | score in the simulator |",

@@ -5,8 +5,8 @@
     inferencegym train --task autoscale --from-scratch --steps 1200000 --out runs/autoscale
     python -m benchmarks.policies.autoscalers --ppo runs/autoscale/policy.npz
 
-Every agent plays the same 30 held-out seeds; differences from the best constant action are paired. Scores in the
-discrete-event reference are beside them, on fewer seeds. The forecast is varied by playing the same task with other
+Every agent plays the same 30 held-out seeds; differences from the best constant action are paired. The table also
+has scores in the discrete-event reference, on fewer seeds. The forecast is varied by playing the same task with other
 values of ``forecast_error``; with 0 only the surges are unknown.
 """
 

@@ -111,7 +111,7 @@ def markdown(result: dict[str, Any]) -> str:
 def scores_table(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(e["agent"] for t in result["tasks"] for e in t["agents"]))
     lines = [
-        "Mean grade over 30 held-out seeds [95 % CI].",
+        "Mean score over 30 held-out seeds [95 % CI].",
         "",
         "| agent | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),
@@ -147,7 +147,7 @@ DIFFERENCES = {
 
 def differences_table(result: dict[str, Any]) -> str:
     lines = [
-        "Paired differences [95 % CI], and rank correlation of episode return and grade over a spread of policies.",
+        "Paired differences [95 % CI], and rank correlation of episode return and score over a spread of policies.",
         "",
         "| | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),

@@ -1,13 +1,20 @@
 """Speed of the discrete-event engine: ``python -m benchmarks.speed.events`` prints seconds, best of ``--repeats`` runs.
 
 It plays a log of 10,000 requests on 8 replicas, and an episode of 200 s of task 3 in the reference with fixed knobs.
+``--plan-rows 1000000`` runs ``inferencegym plan`` instead, on a log of so many rows in three hours, for one card and
+for all tables of the model, and prints wall time, processor time and peak memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -50,14 +57,56 @@ def episode() -> Callable[[], float]:
     return play
 
 
+def write_log(path: Path, rows: int) -> None:
+    """Write a log of three hours with Poisson arrivals and log-normal lengths."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "arrival_s": np.cumsum(rng.exponential(10_800.0 / rows, rows)),
+        "prompt_tokens": np.rint(rng.lognormal(6.0, 1.0, rows)) + 1,
+        "output_tokens": np.rint(rng.lognormal(5.0, 0.8, rows)) + 1,
+    }
+    np.savetxt(path, np.stack(list(columns.values()), axis=1), "%.3f,%d,%d", header=",".join(columns), comments="")
+
+
+def plan(log: Path, hardware: str) -> tuple[float, float, float]:
+    """Wall time (s), processor time (s) and peak memory (MB) of a plan, in a process of its own."""
+    objectives = ("--objective", "ttft_p99=1000", "--objective", "tpot_p50=50")
+    command = (
+        sys.executable,
+        "-m",
+        "inferencegym",
+        "plan",
+        "--trace",
+        str(log),
+        "--model",
+        "llama-3.1-8b",
+        *objectives,
+    )
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, "--hardware", hardware], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command} failed")
+    return time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--plan-rows", type=int, metavar="N", help="time `plan` on a log of so many rows instead")
+    args = parser.parse_args()
+    if args.plan_rows:
+        with TemporaryDirectory() as folder:
+            log = Path(folder, "log.csv")
+            write_log(log, args.plan_rows)
+            for hardware in ("a100-80gb", "all"):
+                wall_s, processor_s, peak_mb = plan(log, hardware)
+                print(f"plan, {hardware}: {wall_s:.1f} s, {processor_s:.1f} s of processor time, {peak_mb:,.0f} MB")
+        return
     for name, work in ((f"{REQUESTS:,} requests, {REPLICAS} replicas", log_of_requests), ("task 3, 200 s", episode())):
         seconds = []
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             start = time.perf_counter()
             amount = work()
             seconds.append(time.perf_counter() - start)

@@ -5,7 +5,7 @@
 
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
 simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, the cost of
-durability, start and memory, and the cost of a step late in an episode and beside many sessions. The loads take turns;
+durability, start and memory, and the cost of a step late in an episode and among many sessions. The loads take turns;
 results are medians of the rounds. Bars are ratios to a peer of the same run (:data:`BARS`). EnvPool is in the extra
 `bench` (`make peers`); without it its row is left out.
 """
@@ -492,7 +492,20 @@ def markdown(report: Mapping[str, Any]) -> str:
     if "scalar_again" in report:
         load = report["scalar_again_load"]
         lines += ["", f"The first two rows were measured later than the rest (`--again scalar`), at load {load:.1f}."]
-    lines += ["", "### In process, steps per second", ""]
+    lines += ["", "### What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
+    lines += ["|---|---|---|"]
+    lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
+    lines += [
+        "",
+        "### Cost of a step late in an episode and among many sessions",
+        "",
+        "| in process, 64 rows of task 2 | CPU, us/step |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
+    lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
+    lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
+    lines += ["", "<!-- details -->", "", "### In process, steps per second", ""]
     lines += _table("1,024 environments", report["vector"], ENVPOOL)
     lines += _table("one environment", report["scalar"], SCALAR_PEER)
     lines += paths(report)
@@ -507,19 +520,6 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += ["", "| | " + " | ".join(idle) + " |", "|---|---|---|"]
     lines.append("| idle memory, MiB | " + " | ".join(f"{v:.0f}" for v in idle.values()) + " |")
     lines.append("| first /health, s | " + " | ".join(f"{v:.2f}" for v in first.values()) + " |")
-    lines += ["", "### What durability costs", "", "| INFERENCEGYM_DURABILITY | steps/s | server CPU, us/step |"]
-    lines += ["|---|---|---|"]
-    lines += [f"| {name} | {number(f['rate'])} | {f['cost']:.0f} |" for name, f in report["durability"].items()]
-    lines += [
-        "",
-        "### Cost of a step late in an episode and beside many sessions",
-        "",
-        "| in process, 64 rows of task 2 | CPU, us/step |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {cost:.2f} |" for name, cost in report["episode_length"].items()]
-    lines += ["", "| HTTP, taking turns | server CPU, us/step |", "|---|---|"]
-    lines += [f"| {name} | {cost:.0f} |" for name, cost in report["sessions"].items()]
     return "\n".join(lines)
 
 
@@ -533,7 +533,7 @@ def paths(report: Mapping[str, Any]) -> list[str]:
     found[f"`HTTPVectorEnv`, {ROWS:,} rows"] = network["arrays"][f"remote vector, {ROWS:,} rows"]
     found[f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps a request"] = network["arrays"]["batched"]
     one, many = report["scalar"][SCALAR_PEER], report["vector"][VECTOR_PEER]
-    lines = ["### Each path beside Gymnasium's CartPole", ""]
+    lines = ["### Each path compared with Gymnasium's CartPole", ""]
     lines += [f"| path | steps/s | to one CartPole | to {ROWS:,} CartPoles, vectorised |", "|---|---|---|---|"]
     lines += [f"| {name} | {number(rate)} | {rate / one:.3g} | {rate / many:.3g} |" for name, rate in found.items()]
     return [*lines, f"| CartPole itself | | {number(one)} steps/s | {number(many)} steps/s |", ""]

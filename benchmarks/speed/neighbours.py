@@ -4,8 +4,8 @@
 
 Starts a server of its own with default settings. The quiet client, at 127.0.0.1, plays a step every ten milliseconds;
 the heavy one, at 127.0.0.2 and in a process of its own, repeats one request as fast as it is answered and waits where
-the server tells it to (`Retry-After`). Alone and beside each kind of request are measured in turns; the table has
-medians over the rounds.
+the server tells it to (`Retry-After`). The quiet client is measured in turns, alone and next to each
+kind of request; the table has medians over the rounds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.speed.ray_workers [--actors 1 2 4] [--seconds 3] [--rounds 3] [--out benchmarks/results/ray]
 
 It reports steps per second and the processor time of a step in all processes together (this one, the actors, Ray's
-own), which shows Ray's cost even if other work disturbs the clock. Every actor owns 64 episodes of the hard task,
+own), which shows Ray's cost even if other work disturbs the clock. Every actor owns 64 episodes of task 3,
 played by the naive agent: the cheapest agent, so that Ray's share of the cost is largest. Fragments are sent whole to
 this process, as to a learner. Needs Ray (`make dev`, the extra `ray`); without it the script prints a message and
 measures nothing.

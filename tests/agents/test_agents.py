@@ -636,6 +636,14 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_evaluate_says_what_it_clamped(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = (own_folder / "my_lab" / "agents.py").read_text()
+    (own_folder / "my_lab" / "flipper.py").write_text(own.replace("64 if task.task_id == 3 else 16", "4096"))
+    assert main(["evaluate", "--task", "3", "--agent", "my_lab.flipper:Still", "--seeds", "2"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "my_lab.flipper:Still: batch_size clamped to 1 to 512 in 400 of 400 rows"
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_an_agent_of_ones_own_is_evaluated_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     own, twin = "my_lab.agents:Still", 'constant:{"batch_size": 64}'

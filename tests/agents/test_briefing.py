@@ -48,6 +48,14 @@ def check(
     assert not re.search(r"GET /|POST /|\binfo\.|config\.", built)
 
 
+@pytest.mark.parametrize(("reward", "told"), [("grade", "the mean"), ("score", "sum to it")])
+def test_the_briefing_tells_how_the_rewards_of_an_episode_give_its_score(reward: str, told: str) -> None:
+    text = serving_briefing(describe_task(get_task(3)), RULES, TEXT, {"reward": reward})
+    (line,) = (line for line in text.splitlines() if line.startswith("Rewarded each second:"))
+    assert told in line
+    assert "score" in line
+
+
 def test_the_briefing_tells_goal_objectives_floods_restarts_first_knobs_and_how_many_steps_are_left() -> None:
     text = serving_briefing(describe_task(get_task(3)), RULES, TEXT, HELD)
     for told in (

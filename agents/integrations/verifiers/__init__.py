@@ -69,7 +69,7 @@ class FleetTaskset(vf.Taskset[FleetTask, FleetTasksetConfig]):  # type: ignore[m
 
 
 class FleetEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """Agent for models without tool calling; it runs in a process beside this one."""
+    """Agent for models without tool calling; it runs in another process."""
 
     operator: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
