@@ -21,6 +21,9 @@ TESTS ?= tests
 BASE ?= HEAD
 QUICK := not slow and not soak and not engine
 
+# Modules are compiled once: where this is set, each start of the server would compile many of them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
 STAMPS := $(VENV)/.stamps
@@ -118,12 +121,13 @@ test: test-servers $(STAMPS)/rl $(STAMPS)/package
 test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile
 
-# The quick tests nearest to what has changed since the last commit (BASE=main: since main): seconds, not all that a
-# change may break.
-test-changed: $(STAMPS)/rl $(STAMPS)/package
-	@tests=$$($(PYTHON) -m scripts.changed_tests --base $(BASE)) || exit 1; \
+# The quick tests nearest to what has changed since the last commit (BASE=main: since main): a minute or two, not all
+# that a change may break. Nothing is installed where there is none.
+test-changed:
+	@tests=$$(python3 -m scripts.changed_tests --base $(BASE)) || exit 1; \
 	[ -n "$$tests" ] || { echo 'No test is near what has changed; `make test-fast` runs all that are quick'; exit 0; }; \
-	$(PYTHON) -m pytest $$tests -m '$(QUICK)' || [ $$? = 5 ]
+	$(MAKE) --no-print-directory $(STAMPS)/rl $(STAMPS)/package || exit 1; \
+	$(PYTHON) -m pytest $$tests -m '$(QUICK)' -n 2 || [ $$? = 5 ]
 
 # They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.
 soak: test-servers $(STAMPS)/rl $(STAMPS)/package

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--agent",
         action="append",
         help="an agent's name (a wrong one lists them), some with an argument: random[:SEED], ppo[:FILE], "
-        "best_static[:FOLDER], best_adaptive[:FOLDER], constant:'{\"batch_size\": 256}' (other knobs as naive); one of "
-        "your own, package.module:Class; or all; may be given several times (default: all)",
+        "best_static[:FOLDER], best_adaptive[:FOLDER], constant:'{\"batch_size\": 256}' (other knobs as fixed-32); "
+        "one of your own, package.module:Class; or all; may be given several times (default: all)",
     )
     parser.add_argument("--seeds", type=seed_count(2), default=30, help="number of held-out seeds (default: 30)")
     parser.add_argument(
@@ -165,6 +165,7 @@ def _table(result: dict[str, Any]) -> str:
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
         label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
         lines.append(f"{label:<16}" + "".join(f"{_cell(entry[name]):>{width}}" for name, width in shown.items()))
+    lines += [f"{entry['agent']}: {said}" for entry in result["agents"] for said in entry.get("clamped", ())]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "--buildable", action="store_true", help="ask the operator times: system x model x engine x TP (extra hardware)"
+        "--buildable", action="store_true", help="list what build-table can build: system x model x engine x TP"
     )
     parser.add_argument("--systems", action="store_true", help="list the names of systems, models and precisions")
     parser.add_argument("--system", action="append", help="with --buildable: only this system; may be repeated")

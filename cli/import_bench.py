@@ -107,7 +107,7 @@ def _own_times(args: argparse.Namespace, runs: list[BenchRun]) -> MeasuredEngine
             "--profile, --quant and --replicas out"
         )
     if args.kv_bytes_per_token is None:
-        raise InvalidConfigError("--kv-pool-tokens needs --kv-bytes-per-token beside it", "kv_bytes_per_token")
+        raise InvalidConfigError("--kv-pool-tokens also needs --kv-bytes-per-token", "kv_bytes_per_token")
     untimed = [run.name for run in runs if run.timed is None]
     if untimed:
         raise DataFormatError(

@@ -45,7 +45,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="QUANTITY=COLUMN,...",
         help="columns of a table that have no usual name, as in arrival=ts:ms,prompt=tokens_in,output=tokens_out; "
         "quantities: arrival (unit after a colon: s, ms, us, ns), prompt, output, class, priority, reused, status, "
-        "blocks, id, model",
+        "blocks, session, id, model",
     )
     parser.add_argument(
         "--run",
@@ -171,4 +171,6 @@ def _print(written: Any) -> None:
         print(f"  best constant action scores {solved.best_static['training_score']:.3f} (training seeds)")
     task_id = written.task_file.stem
     print(f"wrote {written.trace_file} and {written.task_file}; play it with")
+    if written.solved is None:
+        print(f"  INFERENCEGYM_TASKS={written.task_file} inferencegym calibrate --task {task_id}")
     print(f"  INFERENCEGYM_TASKS={written.task_file} inferencegym evaluate --task {task_id}")

@@ -1,4 +1,4 @@
-"""``inferencegym live``: a policy beside a running engine, which it observes or controls."""
+"""``inferencegym live``: a policy that observes or controls a running engine."""
 
 from __future__ import annotations
 

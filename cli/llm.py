@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options; the model's endpoint is set by INFERENCEGYM_LLM_URL, _KEY and _MODEL."""
     parser.add_argument("--server", default="http://localhost:7860", help="URL of the InferenceGym server")
-    parser.add_argument("--family", choices=("serving", "traffic"), default="serving")
+    parser.add_argument(
+        "--family", choices=("serving", "traffic"), default="serving", help="environment to play (default serving)"
+    )
     parser.add_argument("--task", help="task id (default 1, or task_easy)")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=42, help="seed of the episode (default 42)")
     parser.add_argument("--model", help="name of the model (default: INFERENCEGYM_LLM_MODEL)")
     parser.add_argument("--every", type=int, help="seconds that an answer holds, at most 60 (default 10; traffic: 1)")
     parser.add_argument("--no-tools", action="store_true", help="ask for JSON in the reply text instead of tool calls")
     parser.add_argument(
         "--max-tokens", type=int, default=4096, help="most tokens of a reply, thinking included (default %(default)s)"
     )
-    parser.add_argument("--temperature", type=float, help="default: the endpoint's own, the only one of many models")
+    parser.add_argument("--temperature", type=float, help="sampling temperature (default: the endpoint's own)")
     parser.add_argument("--transcript", type=Path, metavar="FILE", help="write what was said, as Markdown")
 
 

@@ -32,7 +32,7 @@ COMMANDS: Final[dict[str, str]] = {
     "plan": "find the GPUs and settings that serve a request log within objectives",
     "shadow": "compare policies on a request log",
     "live": "let a policy observe or control a running engine",
-    "hardware": "list the lookup tables that ship, and what others can be built from",
+    "hardware": "list the lookup tables that ship, and those that can be built",
     "build-table": "build the lookup table of a card and model from measured operator times",
     "serve": "start the HTTP and WebSocket server",
 }

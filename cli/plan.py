@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.import_trace import add_log_arguments, print_log, read_log
+from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
     from ops.plan import PlanReport
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ttft_p99=500",
-        help="bound (ms) of ttft or tpot (p50, p90, p95, p99, mean); may be given several times",
+        help="bound (ms) of ttft, tpot, itl or e2e (p50, p90, p95, p99, mean); may be given several times",
     )
     parser.add_argument(
         "--share-met",
@@ -41,10 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of requests whose first token must come within the objective (default: that of its percentile)",
     )
     parser.add_argument(
+        "--windows-met",
+        type=float,
+        metavar="S",
+        help="judge objectives in each five minutes of the log: the share of these windows in which they must hold, 1 "
+        "for all (default: judge the whole log)",
+    )
+    parser.add_argument(
         "--hardware",
         action="append",
         metavar="NAME[,NAME]",
-        help="tables or cards to plan with, see `inferencegym hardware` (default all, or none beside --table)",
+        help="tables or cards to plan with, see `inferencegym hardware` (default all, or none with --table)",
     )
     parser.add_argument(
         "--table",
@@ -63,11 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafts", action="store_true", help="also settings with draft tokens, for which you need a draft model"
     )
     parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="precision of the KV cache; fp8 holds twice as many tokens (default: that of the tables)",
+    )
+    parser.add_argument(
         "--replicas-min",
         type=int,
         default=1,
         metavar="N",
         help="fewest replicas of a plan; with 2, one may fail (default 1)",
+    )
+    parser.add_argument(
+        "--router",
+        choices=ROUTERS,
+        default="shared",
+        help="play fleets with replicas that share a queue or have one each behind a router (default %(default)s)",
     )
     parser.add_argument(
         "--prices",
@@ -102,6 +122,10 @@ def run(args: argparse.Namespace) -> int:
     objectives = [parse_objective(text) for text in args.objective]
     if args.share_met is not None and not 0 < args.share_met < 1:
         raise InvalidConfigError(f"--share-met={short_repr(args.share_met)} is not allowed: it must be between 0 and 1")
+    if args.windows_met is not None and not 0 < args.windows_met <= 1:
+        raise InvalidConfigError(
+            f"--windows-met={short_repr(args.windows_met)} is not allowed: it must be above 0 and at most 1"
+        )
     if not 1 <= args.replicas_min <= MAX_GPUS:
         raise InvalidConfigError(
             f"--replicas-min={args.replicas_min} is not allowed: it must be from 1 to {MAX_GPUS}", "replicas_min"
@@ -127,9 +151,12 @@ def run(args: argparse.Namespace) -> int:
             tables,
             prices=prices,
             share_met=args.share_met,
+            windows_met=args.windows_met,
             precisions=names(args.quant),
             drafts=args.drafts,
+            kv_cache_fp8=args.kv_cache_dtype == "fp8",
             replicas_min=args.replicas_min,
+            router=args.router,
             progress=progress,
         )
     first = report.plans[0] if report.plans else None
@@ -176,7 +203,7 @@ def _plan_sessions(args: argparse.Namespace) -> int:
 
 
 def names(given: list[str] | None) -> list[str] | None:
-    """Names of an option that may be given several times and has several at commas; None where it is not given."""
+    """Names of an option that may be repeated and separates names by commas; None if it is not given."""
     return None if given is None else [name.strip() for text in given for name in text.split(",")]
 
 

@@ -21,13 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--agent",
         action="append",
         metavar="NAME",
-        help="policy to compare (default heuristic); several at commas or by several --agent; constant:{...} is one",
+        help="policy to compare (default heuristic), constant:{...} included; several separated by commas or "
+        "by several --agent",
     )
     parser.add_argument(
         "--baseline",
         default="{}",
         metavar="JSON",
-        help="your own configuration, 'fixed' in the report; knobs left out are those of the agent naive (default {})",
+        help="your own configuration, 'fixed' in the report; knobs left out are vLLM's defaults (default {})",
     )
     parser.add_argument("--task", help="take the number of GPUs, objectives and stored policies from this task")
     parser.add_argument(
@@ -56,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
     from agents.registry import load_own_agents
     from cli.figures import print_report
     from inferencegym.files import require_matplotlib, require_writable, write_text
-    from inferencegym.models import ServeAction
     from inferencegym.tasks import get_task
     from ops.export import EXPORTS, settings_of
     from ops.prices import load_prices
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     report = shadow(
         imported.log,
         agents,
-        fixed=ServeAction.from_dict(_object(args.baseline)),
+        fixed=_object(args.baseline),
         n_gpus=args.gpus,
         slo_ms=args.slo_ms,
         task=get_task(args.task) if args.task else None,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cli.import_trace import add_log_arguments, print_log, read_log
 from cli.tables import add_table_arguments, chosen_tables
+from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
     from ops.objectives import Objective
+    from ops.played import PlayedLoad
     from simulator.load.requests import RequestLog
-    from simulator.whatif import Served
 
 SWEEP_POINTS: Final = 12
 SWEEP_S: Final = 60.0
@@ -45,6 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--quant", help="precision, of those of the table (default: its first)")
     fleet.add_argument(
         "--disagg", action="store_true", help="prefill on separate GPUs, one more per replica (default: together)"
+    )
+    fleet.add_argument(
+        "--prefill-replicas",
+        type=int,
+        metavar="N",
+        help="prefill on N more replicas, which all others share (default: as --disagg says)",
+    )
+    fleet.add_argument(
+        "--router",
+        choices=ROUTERS,
+        default="shared",
+        help="replica of a request: the first with room, out of one queue, or that of a router (default %(default)s)",
     )
     add_table_arguments(fleet)
     load = parser.add_argument_group("load")
@@ -83,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ttft_p99=500",
-        help="check ttft or tpot (p50, p90, p95, p99, mean) against a limit in ms; may be given several times",
+        help="check ttft, tpot, itl or e2e (p50, p90, p95, p99, mean) against a limit in ms (repeatable)",
     )
     out.add_argument("--per-request", type=Path, metavar="FILE", help="write every request (.csv, .parquet, .json)")
     out.add_argument("--out", type=Path, metavar="FILE", help="write the sweep's table (.csv, .parquet, .json)")
@@ -107,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep is not None:
         return _sweep(args, objectives, serve)
     served = serve(None)
-    result = served.report().to_dict()
+    result = served.figures()
     verdicts = _verdicts(objectives, result)
     if args.per_request is not None:
         _write_requests(served, args.per_request)
@@ -130,18 +143,18 @@ def _check(args: argparse.Namespace) -> None:
     from inferencegym.files import require_matplotlib, require_writable
     from simulator.load.requests import MAX_REQUESTS
 
-    for name, low, high in (("gpus", 1, 4096), ("closed", 0, MAX_REQUESTS)):
+    limits = (("gpus", 1, 4096), ("prefill_replicas", 1, 4096), ("closed", 0, MAX_REQUESTS))
+    for name, low, high in limits:
         value = getattr(args, name)
-        if not low <= value <= high:
-            raise InvalidConfigError(f"--{name}={short_repr(value)} is not allowed: it must be from {low} to {high}")
+        if value is not None and not low <= value <= high:
+            option = f"--{name.replace('_', '-')}={short_repr(value)}"
+            raise InvalidConfigError(f"{option} is not allowed: it must be from {low} to {high}")
     if args.requests is not None and args.requests < 1:
         raise InvalidConfigError(f"--requests={short_repr(args.requests)} is not allowed: it must be at least 1")
     if args.sweep is None and (args.out or args.png):
         raise InvalidConfigError("--out and --png write a sweep: give --sweep qps=LOW:HIGH")
     if args.sweep is not None and (args.per_request or args.closed):
         raise InvalidConfigError("--sweep goes neither with --per-request nor with --closed: a sweep has many loads")
-    if args.per_request is not None and args.closed:
-        raise InvalidConfigError("--per-request goes without --closed: a closed loop's requests have no arrival times")
     for path in filter(None, (args.per_request, args.out)):
         check_table(path)
         require_writable(path)
@@ -154,7 +167,8 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
     """A function that serves the load at a rate (None: the rate of the options or the log)."""
     from cli.figures import progress_line
     from inferencegym.models import ServeAction
-    from simulator.whatif import serve_requests, steady_requests
+    from ops.played import PlayedLoad
+    from simulator.whatif import steady_requests
 
     tables = chosen_tables(args)
     action = ServeAction.from_dict(
@@ -162,7 +176,7 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
             "kv_budget": args.kv_budget,
             "spec_length": args.spec_length,
             "batch_size": args.batch_size,
-            "prefill_disagg": args.disagg,
+            "prefill_disagg": args.disagg or args.prefill_replicas is not None,
             "quant_tier": 0 if args.quant is None else tables.tier_index(args.quant),
         }
     )
@@ -185,16 +199,12 @@ def _server(args: argparse.Namespace, log: RequestLog | None) -> Any:
             args.seed,
         )
 
-    def serve(qps: float | None) -> Served:
+    def serve(qps: float | None) -> PlayedLoad:
         requests = requests_at(qps)
         what = "simulating" if qps is None else f"simulating {qps:.3g} requests/s"
         with progress_line(what) as progress:
-            return serve_requests(
-                action,
-                requests,
-                tables,
-                n_replicas=args.gpus,
-                closed_clients=args.closed,
+            return PlayedLoad(
+                *(action, requests, tables, args.router, args.gpus, args.prefill_replicas, args.closed),
                 progress=partial(progress, what),
             )
 
@@ -226,7 +236,7 @@ def _sweep(args: argparse.Namespace, objectives: list[Objective], serve: Any) ->
 
     rows: list[dict[str, Any]] = []
     for qps in sweep_rates(args.sweep):
-        result = serve(qps).report().to_dict()
+        result = serve(qps).figures()
         row = {"qps": round(qps, 4), "completed_per_s": result["completed"] / result["makespan_s"], **result}
         rows.append({**row, "objectives_met": margin(objectives, result) >= 0} if objectives else row)
     best = max((row["qps"] for row in rows if row.get("objectives_met")), default=None)
@@ -251,7 +261,7 @@ def _verdicts(objectives: list[Objective], result: dict[str, Any]) -> dict[str, 
     return {str(o): result[o.figure] <= o.limit_ms for o in objectives}
 
 
-def _write_requests(served: Served, path: Path) -> None:
+def _write_requests(served: PlayedLoad, path: Path) -> None:
     import pandas as pd
 
     from cli.figures import write_table

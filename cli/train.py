@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--task", default="3", help="task id (default 3)")
-    parser.add_argument("--steps", type=int, default=600_000, help="decisions in all (default 600000)")
+    parser.add_argument("--steps", type=int, default=600_000, help="steps in all (default 600000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the learner and of its episodes (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="directory for policy, checkpoints, curve and events")
     parser.add_argument("--envs", type=int, help="episodes played in parallel (default 64; 128 where the task scales)")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward",
         choices=get_args(RewardKind),
         default="grade",
-        help="reward of a step (default: its share of the grade)",
+        help="reward of a step (default: grade, its contribution to the score)",
     )
     parser.add_argument("--url", help="train against this server instead of in process")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")

@@ -9,7 +9,7 @@ from typing import Any
 
 EPILOG = """A log is JSON, {"task": 3, "seed": 11, "config": {...}, "steps": [...]}, as POST /grader accepts it; a file
 holds one, an array of them, or one per line (JSON Lines). Every step is replayed and every number compared, floats
-within a relative 1e-9, integers and booleans exactly; the score printed is that of the replay. A log may name the
+within a relative 1e-6, integers and booleans exactly; the score printed is that of the replay. A log may name the
 simulator that played it (release, table_sha256, constants_sha256). Exit status: 0 if all logs are verified; 1 if one is
 forged (its first differing step and field are named), or differs and does not name its simulator; 2 if one cannot be
 read, or names another simulator."""

@@ -56,7 +56,7 @@ class ServingBatch:
     with those of ``SCALING_FIELDS`` where the task scales),
     ``reward`` (B,), ``reward_terms`` (P, B), ``done`` (B,) and ``metric[name]`` (B,) are overwritten by every step;
     copy what you keep. ``reward`` and its terms are sums over the step's seconds. ``term_names`` (P,) are T, L, V, C of
-    the plan's reward, or the parts of the grade. With ``n_loads`` < B, rows share workloads: row b has the seed
+    the reward "plan", or the parts of the grade. With ``n_loads`` < B, rows share workloads: row b has the seed
     ``seeds[b % n_loads]``, so that many actions can be compared on the same requests. Each row records the latencies of
     its first ``record`` admissions (:func:`simulator.whatif.ttft_samples` reads them). A large batch is split over at
     most ``n_threads`` threads (None: as many as there are cores); the result is the same.
@@ -103,7 +103,7 @@ class ServingBatch:
         self._all_rows: list[RowRange] = [(0, n_rows)]
         self._observe = self._observation_kernel()
         shares = None
-        if self.config.reward == "grade":
+        if self.config.reward != "plan":
             shares = self._shares()
         self.term_names = PLAN_TERMS if shares is None else shares.parts
         self.reward_terms = np.zeros((len(self.term_names), n_rows))
@@ -126,7 +126,7 @@ class ServingBatch:
     def follow_grade(self) -> tuple[GradeRewardKernel, tuple[str, ...]]:
         """Keep the grade of the seconds so far, from the next reset on: the kernel that tells it, and the parts' names.
 
-        The reward "grade" keeps it anyway.
+        The rewards "grade" and "score" keep it anyway.
         """
         shares = self._shares()
         if isinstance(self._reward, GradeRewardKernel):
@@ -233,7 +233,7 @@ class ServingBatch:
             out[lo:hi, OBSERVATION_SIZE:] = self.fleet_numbers[lo:hi]
 
     def full_observation(self) -> FloatArray:
-        """Observations with the numbers of the fleets beside them, (B, 21); a new array."""
+        """Observations, followed by the numbers of the fleets, (B, 21); a new array."""
         return np.concatenate([self.observation, self.fleet_numbers], axis=1)
 
     def advance_rows(self, rows: NDArray[np.bool_] | None = None) -> None:
@@ -297,7 +297,7 @@ class ServingBatch:
             raise EpisodeDoneError(f"row {row}: {said}; reset it to start the next one")
 
     def _write_first(self, rows: Iterable[int]) -> None:
-        """Write the first observations: before any request, with the naive knobs."""
+        """Write the first observations: before any request, with the default knobs."""
         index = np.fromiter(rows, dtype=np.int64)
         self.fleet.metrics[:, index] = 0.0
         for name, value in self.fleet.idle().items():
@@ -347,6 +347,7 @@ class ServingBatch:
             "shares": shares.constants,
             "factors": shares.factors,
             "lowest": shares.lowest,
+            "pays_score": self.config.reward == "score",
             "of_episode": np.array([float(name in OF_EPISODE) for name in QUANTITIES]),
             "start_replicas": float(self.task.fleet.n_replicas),
             "min_billed_ktokens_per_s": CONVENTIONS.min_billed_ktokens_per_s,

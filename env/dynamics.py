@@ -68,7 +68,7 @@ class Dynamics(Protocol):
         ...
 
     def idle(self) -> Mapping[str, float]:
-        """Metrics before the first second, with the naive knobs; missing ones are 0."""
+        """Metrics before the first second, with the default knobs; missing ones are 0."""
         ...
 
     def step(self, lo: int = 0, hi: int | None = None) -> None:
@@ -97,7 +97,7 @@ class FluidFleet(ServingFleet):
             self.set_load(loads[some], self._source.draw(seeds[some], self.n_steps))
 
     def idle(self) -> Mapping[str, float]:
-        """Latencies of a request alone, and the memory of the naive knobs."""
+        """Latencies of a request alone, and the memory of the default knobs."""
         return idle_metrics(self.params)
 
 
@@ -184,7 +184,7 @@ def memory_gb(params: ServingParams, kv_budget: float, drafts: bool, batch_size:
 
 
 def idle_metrics(params: ServingParams) -> dict[str, float]:
-    """Latencies of one request at a time on an idle fleet with the naive knobs, and the memory that it takes."""
+    """Latencies of one request at a time on an idle fleet with the default knobs, and the memory that it takes."""
     stats, constants = params.stats, params.constants
     share = stats.shares / stats.shares.sum()
     alone = float((stats.work_mean_ms[:, 0] * constants["alone_ratio"][:, 0]) @ share)

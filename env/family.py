@@ -161,8 +161,8 @@ class GymFaces:
 
     scalar: str
     vector: str | None = None
-    learner: Mapping[str, Any] | None = None
-    """Arguments of a second id, ``-v2``, with which a learner needs no tuning; tasks have no such id with None."""
+    learner: Callable[[TaskId], Mapping[str, Any]] | None = None
+    """Arguments of a task's second id, ``-v2``, with which a learner needs no tuning; tasks have none with None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class HttpShape:
     observation_key: str = "observation"
     """Name of the observation in answers of /reset and /step."""
     reset_fields: tuple[str, ...] = ("episode_length", "config", "reward", "done")
-    """Further fields in answers of /reset, beside session_id, task_id, seed and the observation."""
+    """Further fields in answers of /reset, besides session_id, task_id, seed and the observation."""
     state_has_observation: bool = True
     """Whether GET /state nests the observation; otherwise its fields are fields of the state."""
     session_is_optional: bool = False
@@ -241,7 +241,7 @@ class Family:
     gym: GymFaces | GymCodec | None = None
     http: HttpShape = HttpShape()
     info: Callable[[], Mapping[str, Any]] = dict
-    """Fields of GET /info beside the schemas: formula of the reward, calibration, provenance of data."""
+    """Fields of GET /info besides the schemas: formula of the reward, calibration, provenance of data."""
     reward_range: tuple[float | None, float | None] = (None, None)
     manifest: Path | None = None
     about: Path | None = None
@@ -289,11 +289,12 @@ class Family:
         """
         if self.short_action is not None and not isinstance(action, Mapping):
             action = {self.short_action: action}
-        elif before is not None and isinstance(action, Mapping) and len(action) < len(self.action_fields):
-            required = _required(self.action_model)
-            action = {**{name: value for name, value in before.items() if name not in required}, **action}
         message = read(self.action_model, action, InvalidActionError, whole="action")
         values = message.__dict__
+        given = message.model_fields_set
+        if before is not None and len(given) < len(values):
+            # Checked in the step before, so only the given values are checked here.
+            values.update({name: value for name, value in before.items() if name not in given})
         # Copied, because orjson's own bytes keep the 4 KB of its write buffer for as long as they live.
         return self.action_of(message), bytes(memoryview(orjson.dumps([*values.values()]))), values
 
@@ -350,11 +351,6 @@ class Family:
 @cache
 def _fields(model: type[BaseModel]) -> tuple[str, ...]:
     return tuple(model.model_fields)
-
-
-@cache
-def _required(model: type[BaseModel]) -> frozenset[str]:
-    return frozenset(name for name, field in model.model_fields.items() if field.is_required())
 
 
 @dataclass(slots=True)

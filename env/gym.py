@@ -5,9 +5,9 @@
     envs = gymnasium.make_vec("InferenceGym/AdversarialMultiTenant-v1", num_envs=64)
 
 One id per task: ``InferenceGym/<gym_id>-v1``, tasks of user files included. Serving tasks have a second one, ``-v2``,
-with other defaults, for learners without tuning (:data:`env.serving.family.LEARNER`). With ``inferencegym.gym:`` before
-it, an id makes Gymnasium import this module itself (worker processes of RLlib need that). ``make_vec`` steps the native
-batch. See :mod:`inferencegym.spaces.formats` for the formats of observations and actions,
+with other defaults, for learners without tuning (:func:`env.serving.family.learner_defaults`). With
+``inferencegym.gym:`` before it, an id makes Gymnasium import this module itself (worker processes of RLlib need that).
+``make_vec`` steps the native batch. See :mod:`inferencegym.spaces.formats` for the formats of observations and actions,
 :mod:`inferencegym.vector_env` for the autoreset modes and :mod:`inferencegym.seeds` for seeds. ``HTTPGymEnv`` and
 ``HTTPVectorEnv`` (:mod:`inferencegym.client.gym`) play the same episodes on a server.
 """
@@ -75,8 +75,8 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
             task_id=task_id, config=config, reward=kind, hold=hold, tables=tables, calibration=calibration
         )
         self.task, self.config = self._episode.task, self._episode.config
-        self._actions = action_codec(action, self.task.fleet.max_replicas)
         constants = calibration or get_calibration(self.task.task_id)
+        self._actions = action_codec(action, self.task.fleet.max_replicas, constants.replica_knobs)
         self._observations = ObservationCodec(self.task, self.config, constants, observation)
         self._series = SeedSeries(1)
         self.observation_space = self._observations.space
@@ -89,6 +89,11 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
     def episode_log(self) -> list[dict[str, Any]]:
         """Seconds of the episode so far, as graders and ``POST /grader`` accept them."""
         return self._episode.episode_log
+
+    @property
+    def agent_observation(self) -> FloatArray:
+        """What the agents of :mod:`agents.protocol` read, in any format: (1, 21), or (1, 24) where the task scales."""
+        return self._episode.observation_row(fleet=True)[None]
 
     def grade(self) -> Grade:
         """Grade of the steps played so far: ``score``, ``breakdown``, ``detail`` and ``feedback``."""
@@ -276,7 +281,9 @@ def _register_task(family: Family, task: TaskEntry) -> None:
         register(env_id, family.gym.scalar, family.gym.vector, task_id=task.task_id)
         if family.gym.learner is not None:
             second = registered_id(task.gym_id, version=2)
-            register(second, family.gym.scalar, family.gym.vector, task_id=task.task_id, **family.gym.learner)
+            register(
+                second, family.gym.scalar, family.gym.vector, task_id=task.task_id, **family.gym.learner(task.task_id)
+            )
     elif family.gym is not None:
         register(env_id, "env.gym:EpisodeGymEnv", "env.gym:EpisodeVectorEnv", family=family.name, task_id=task.task_id)
 

@@ -18,7 +18,8 @@ cdef class RewardKernel:
 cdef class GradeRewardKernel:
     cdef public double n_steps, memory_limit_gb, memory_slope_gb, start_replicas, min_billed_ktokens_per_s
     cdef public double[::1] weights, shares, lowest, of_episode, parts
-    cdef public double[:, ::1] factors, terms, sums
+    cdef public double[:, ::1] factors, terms, sums, earned
+    cdef public bint pays_score
     cdef public long long[::1] time
     cdef public double[::1] tokens_per_sec, ttft_p50_ms, slo_violations, cost_per_1k, gpu_memory_gb
     cdef public double[::1] batch_size, kv_budget, replicas, replicas_before, reward
@@ -27,8 +28,12 @@ cdef class GradeRewardKernel:
 
     @cython.locals(b=Py_ssize_t)
     cpdef void compute(self, Py_ssize_t lo, Py_ssize_t hi)
-    @cython.locals(p=Py_ssize_t, k=Py_ssize_t, grade=double, part=double, over=double)
+    @cython.locals(p=Py_ssize_t, grade=double)
     cpdef double grade_so_far(self, Py_ssize_t b)
+    @cython.locals(k=Py_ssize_t, part=double, over=double)
+    cdef double _part_so_far(self, Py_ssize_t p, Py_ssize_t b) noexcept nogil
+    @cython.locals(p=Py_ssize_t, n_parts=Py_ssize_t, played=double, grade=double, part=double)
+    cdef void _pay_score(self, Py_ssize_t b, bint first) noexcept nogil
     @cython.locals(p=Py_ssize_t, k=Py_ssize_t, first=bint, loss_before=double, variance_before=double, beyond=double, growth=double,
         variance_growth=double, violations=double, gpu_cost=double, before=double, changes=double, total=double,
         share=double)

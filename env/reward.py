@@ -8,7 +8,9 @@ the action; C is one half when the step spends just its share of the budget. Wit
 negative side, R lies in [-1, 1] without clipping.
 
 The grade's is what :mod:`grader.rule` says that a step adds to the grade: its mean over a whole episode is the grade
-before parts that are sums are cut to [0, 1]. It has no bounds. The same shares give the grade of the seconds so far.
+before parts that are sums are cut to [0, 1]. It has no bounds. The same shares give the grade of the seconds so far,
+and with it the reward "score": how far the step raises the share of the episode played times that grade. The rewards of
+a whole episode sum to its score.
 
 Plain Python that the build compiles to C (types in ``reward.pxd``).
 """
@@ -84,6 +86,9 @@ class GradeRewardKernel:
     (B,) are only read. ``weights`` and ``shares`` (P,) and ``factors`` (P, 8) are those of
     :class:`grader.rule.StepShares`, ``shares`` its constants.
 
+    With ``pays_score`` rewards and terms are instead what the step adds to the score and to its parts, all of which are
+    cut as the score is.
+
     The arrays of :data:`RUNNING` (B,) are what parts that are no sums need of the steps before, ``sums`` (8, B) the
     quantities of :data:`grader.rule.QUANTITIES`, summed over the steps so far; ``of_episode`` (8,) says of which the
     grade has the sum. The first step of an episode starts them anew, whatever was played in the row before.
@@ -98,6 +103,7 @@ class GradeRewardKernel:
             setattr(self, name, np.zeros(len(arrays["reward"])))
         self.sums = np.zeros((self.factors.shape[1], len(arrays["reward"])))
         self.parts = np.zeros(self.weights.shape[0])
+        self.earned = np.zeros((self.weights.shape[0] + 1, len(arrays["reward"])))
 
     def compute(self, lo: int, hi: int) -> None:
         """Write the rewards of rows ``lo`` (included) to ``hi`` (excluded)."""
@@ -130,6 +136,9 @@ class GradeRewardKernel:
         self.sums[5, b] += variance_growth
         self.sums[6, b] += gpu_cost
         self.sums[7, b] += changes
+        if self.pays_score:
+            self._pay_score(b, first)
+            return
         total = 0.0
         for p in range(self.weights.shape[0]):
             share = (
@@ -154,13 +163,29 @@ class GradeRewardKernel:
         """
         grade = 0.0
         for p in range(self.weights.shape[0]):
-            part = self.shares[p]
-            for k in range(self.sums.shape[0]):
-                over = self.n_steps if self.of_episode[k] > 0.0 else self.time[b]
-                part += self.factors[p, k] * self.sums[k, b] / over
-            self.parts[p] = min(max(part, self.lowest[p]), 1.0)
+            self.parts[p] = self._part_so_far(p, b)
             grade += self.weights[p] * self.parts[p]
         return min(max(grade, 0.0), 1.0)
+
+    def _part_so_far(self, p: int, b: int) -> float:
+        part = self.shares[p]
+        for k in range(self.sums.shape[0]):
+            over = self.n_steps if self.of_episode[k] > 0.0 else self.time[b]
+            part += self.factors[p, k] * self.sums[k, b] / over
+        return min(max(part, self.lowest[p]), 1.0)
+
+    def _pay_score(self, b: int, first: bool) -> None:
+        """Write what the step adds to the score and its parts; ``earned`` (P + 1, B) keeps them, the score last."""
+        n_parts = self.weights.shape[0]
+        played, grade = self.time[b] / self.n_steps, 0.0
+        for p in range(n_parts):
+            part = self._part_so_far(p, b)
+            grade += self.weights[p] * part
+            self.terms[p, b] = played * part - (0.0 if first else self.earned[p, b])
+            self.earned[p, b] = played * part
+        grade = played * min(max(grade, 0.0), 1.0)
+        self.reward[b] = grade - (0.0 if first else self.earned[n_parts, b])
+        self.earned[n_parts, b] = grade
 
     def _add_change(self, b: int, first: bool) -> None:
         """Add the change of the knobs since the last step to the action variance (Welford's recurrence)."""

@@ -30,8 +30,8 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
     :func:`inferencegym.seeds.episode_seed`. An episode lasts a fixed number of steps, which is part of the task (its
     budget is an episode's, and the step is observed), so its end is ``terminated``; ``max_episode_steps`` truncates.
 
-    ``reward`` ("plan" or "grade") and ``hold`` (seconds of a step) may be given here or in ``config``, "scaled" only
-    here (:func:`inferencegym.spaces.formats.reward_format`).
+    ``reward`` ("plan", "grade" or "score") and ``hold`` (seconds of a step) may be given here or in ``config``,
+    "scaled" only here (:func:`inferencegym.spaces.formats.reward_format`).
 
     ``info`` holds ``metrics`` (name -> (B,), see :data:`simulator.kernel.arrays.METRICS`; put together by
     :data:`simulator.kernel.arrays.OVER_SECONDS` where a step has several seconds), ``cost`` (B,), the requests that
@@ -64,7 +64,7 @@ class VectorInferenceEnv(AutoresetVectorEnv, ArrayVectorEnv):
         self._made_of = (self.task, num_envs, self.config, tables, calibration)
         self._n_threads = n_threads
         self._make_batch()
-        self._actions = action_codec(action, self.task.fleet.max_replicas)
+        self._actions = action_codec(action, self.task.fleet.max_replicas, self.batch.calibration.replica_knobs)
         self._observations = ObservationCodec(self.task, self.config, self.batch.calibration, observation)
         super().__init__(num_envs, self._observations.space, self._actions.space, autoreset_mode, max_episode_steps)
 

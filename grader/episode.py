@@ -93,6 +93,11 @@ def _read_step(i: int, step: object) -> list[float]:
     return [*values, float(parsed.batch_size), parsed.kv_budget, float(parsed.replicas or 0)]
 
 
+def empty_grade() -> dict[str, Any]:
+    """Grade of an episode without a step."""
+    return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
+
+
 def checked_metric(i: int, name: str, value: object, high: float = MAX_METRIC, first: int = 0) -> float:
     """A metric of step ``i`` as a number from 0 to ``high``; raises :class:`MalformedLogError` naming both.
 

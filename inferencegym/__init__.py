@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "1.0.0"
+__version__ = "1.1.0.dev0"
 __author__ = "InferenceGym contributors"
 __url__ = "https://github.com/inferencegym/inferencegym"
 

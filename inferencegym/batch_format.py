@@ -1,6 +1,6 @@
 """Binary format of ``POST /step/batch``: a header of 40 bytes, then arrays; little-endian, without padding.
 
-A request is the header :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) with :data:`HOLD`. Its header::
+A request is a header and the actions (K, N, 5), or (1, N, 5) with HOLD. Its header::
 
     offset  type      meaning
     0       4 bytes   the letters IGB1
@@ -11,7 +11,7 @@ A request is the header :data:`REQUEST` and the actions (K, N, 5), or (1, N, 5) 
     16      uint64    number of the first of these steps since the session's reset, from 1; 0 means the next step
     24      16 bytes  the session id, from its 32 hexadecimal digits
 
-An answer is the header :data:`ANSWER`, the observations (K, N, W), or (1, N, W) with LAST, the rewards (K, N), and one
+An answer is a header, the observations (K, N, W), or (1, N, W) with LAST, the rewards (K, N), and one
 byte for each of the K steps: 1 where it ended the episodes. W is 14, or 21 where the session's reset asked for the
 numbers of the fleets. Its header::
 

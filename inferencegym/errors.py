@@ -239,6 +239,13 @@ class CapacityError(InferenceGymError, RuntimeError):
     http_status = 503
 
 
+class UnauthorizedError(InferenceGymError, PermissionError):
+    """The API key is missing or wrong. (HTTP 401)"""
+
+    code = "unauthorized"
+    http_status = 401
+
+
 class RemoteError(InferenceGymError, RuntimeError):
     """Another server refused a request or cannot be reached. (HTTP 502)
 

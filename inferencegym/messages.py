@@ -138,7 +138,7 @@ def explain(
         found = missing
     if not path and not at:
         return refusal(whole, found, allowed_object(model))
-    return refusal(_path(at, path), found, _allowed(model, loc))
+    return refusal(_path(at, path), found, allowed_words(model, loc))
 
 
 _UNKNOWN: Final = ("extra_forbidden", "invalid_key")
@@ -206,11 +206,11 @@ def _path(at: str, loc: Sequence[int | str]) -> str:
     return text
 
 
-def _inner_models(annotation: Any) -> list[type[BaseModel]]:
+def inner_models(annotation: Any) -> list[type[BaseModel]]:
     """The message classes that an annotation such as ``list[Row] | None`` may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _inner_models(part)]
+    return [model for part in get_args(annotation) for model in inner_models(part)]
 
 
 def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tuple[int, FieldInfo | None]]:
@@ -229,7 +229,7 @@ def _fields_along(model: type[BaseModel], loc: Sequence[int | str]) -> list[tupl
             field = one.model_fields.get(part)
             if field is not None:
                 found.append((at, field))
-                models = _inner_models(field.annotation)
+                models = inner_models(field.annotation)
                 break
         else:
             models = [one for one in models if part in _tags(one)] or models
@@ -243,7 +243,7 @@ def _known_part(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[int |
 def _model_at(model: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel]:
     """The message class of the object at ``loc``."""
     for _, field in _fields_along(model, loc):
-        inner = [] if field is None else _inner_models(field.annotation)
+        inner = [] if field is None else inner_models(field.annotation)
         if inner:
             model = next((one for one in inner if _tags(one) & set(loc)), inner[0])
     return model
@@ -256,7 +256,7 @@ def _tags(model: type[BaseModel]) -> set[int | str]:
 
 
 @lru_cache(maxsize=1024)
-def _allowed(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+def allowed_words(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     """Words for what the value at pydantic's ``loc`` must be."""
     along = _fields_along(model, loc)
     fields = [(at, field) for at, (_, field) in enumerate(along) if field is not None]

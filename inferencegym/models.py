@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import pydantic
 from pydantic import BeforeValidator, WithJsonSchema
@@ -53,6 +53,13 @@ PRIORITY_CLASSES: Final = ("interactive", "batch", "best_effort")
 PROMPT_BUCKET_EDGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 """Edges, in tokens, between the buckets 0-7 of prompt lengths (as ``numpy.digitize`` counts them)."""
 PHASES: Final = ("warmup", "steady", "burst", "cooldown")
+Router = Literal["shared", "round-robin", "least-loaded", "prefix-affinity"]
+"""Replica that serves a request: the first with room, out of a shared queue; the next in turn; the one with the fewest
+unanswered requests; the one that computed its prefix, unless it is overloaded (then the least loaded)."""
+ROUTERS: Final[tuple[Router, ...]] = get_args(Router)
+
+QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+"""Quantiles of a latency that reports give and objectives bound."""
 
 ACTION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
@@ -64,24 +71,24 @@ ACTION_FIELDS: Final[dict[str, Field]] = {
         Field("quant_tier", 0, 2, "tier", "precision: 0 FP16, 1 INT8, 2 INT4", 0, (0, 1, 2)),
     )
 }
-"""The five knobs in the order of :class:`ServeAction`; defaults are those of the naive baseline."""
+"""The five knobs in the order of :class:`ServeAction`; defaults are the action of the agent ``naive`` (fixed-32)."""
 
 OBSERVATION_FIELDS: Final[dict[str, Field]] = {
     f.name: f
     for f in (
         Field("queue_depth", 0, 512, "requests", "requests waiting in the queue"),
         Field("mean_prompt_len", 32, 8192, "tokens", "mean prompt length of the last ten seconds' arrivals"),
-        Field("arrival_rate", 0, 1000, "requests/s", "arrivals, exponential moving average over ten steps"),
+        Field("arrival_rate", 0, 1000, "requests/s", "arrivals, exponential moving average over ten seconds"),
         Field("kv_cache_occupancy", 0, 1, "share", "share of the KV pool in use"),
-        Field("ttft_p50", 0, 5000, "ms", "median time to first token of the step's admissions"),
+        Field("ttft_p50", 0, 5000, "ms", "median time to first token of the last second's admissions"),
         Field("tpot_p50", 0, 500, "ms", "median time per output token"),
-        Field("slo_violation_rate", 0, 1, "share", "share of the step's requests that missed their SLO"),
+        Field("slo_violation_rate", 0, 1, "share", "share of the last second's requests that missed their SLO"),
         Field("gpu_memory_used_gb", 0, 320, "GB", "memory in use on one card of a replica (decimal GB)"),
         Field("spec_accept_rate", 0, 1, "share", "accepted draft tokens / drafted tokens"),
-        Field("priority_interactive", 0, 1, "share", "interactive share of the last 50 steps' arrivals"),
-        Field("priority_batch", 0, 1, "share", "batch share of the last 50 steps' arrivals"),
-        Field("priority_best_effort", 0, 1, "share", "best-effort share of the last 50 steps' arrivals"),
-        Field("timestep", 0, math.inf, "steps", "steps taken in this episode"),
+        Field("priority_interactive", 0, 1, "share", "interactive share of the last 50 seconds' arrivals"),
+        Field("priority_batch", 0, 1, "share", "batch share of the last 50 seconds' arrivals"),
+        Field("priority_best_effort", 0, 1, "share", "best-effort share of the last 50 seconds' arrivals"),
+        Field("timestep", 0, math.inf, "s", "seconds played in this episode"),
         Field("cost_so_far", 0, math.inf, "cost units", "cumulative cost of this episode"),
     )
 }
@@ -178,7 +185,7 @@ class ServeAction:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServeAction:
-        """Read the JSON form; missing fields take the naive defaults.
+        """Read the JSON form; missing fields take the defaults.
 
         ``quant_tier`` may be a :class:`QuantTier`, 0-2 or a name; ``prefill_disagg`` a bool or 0/1. Raises
         :class:`InvalidActionError` on an unknown key, a wrong type, a non-finite number or a value out of range.
@@ -219,7 +226,7 @@ def _described(field: Field) -> Any:
 NAIVE_ACTION: Final = ServeAction(
     kv_budget=1.0, spec_length=0, batch_size=32, prefill_disagg=False, quant_tier=QuantTier.FP16
 )
-"""Default knob values: the naive baseline plays them, and missing fields of an action take them."""
+"""Default knob values: the agent ``naive`` (fixed-32) plays them, and missing fields of an action take them."""
 
 
 class ServeActionMessage(Message):

@@ -33,7 +33,7 @@ class RewardOverrides(Message):
     delta: Annotated[Weight | None, Field(description="weight of cost; beta + gamma + delta is at most 1")] = None
 
 
-RewardKind = Literal["plan", "grade"]
+RewardKind = Literal["plan", "grade", "score"]
 MAX_HOLD_S: Final = 60
 HoldSeconds = Annotated[int, Field(ge=1, le=MAX_HOLD_S), WHOLE]
 HardwareName = Annotated[
@@ -49,8 +49,9 @@ class ConfigOverrides(RewardOverrides):
     reward: Annotated[
         RewardKind | None,
         Field(
-            description='"plan" (default): R = alpha*T - beta*L - gamma*V - delta*C; "grade": what the step adds to '
-            "the grade, without weights to set"
+            description='"plan" (default): R = alpha*T - beta*L - gamma*V - delta*C; "grade": the contribution of '
+            'the step to the score, unclipped, so that their mean is the score; "score": what the step adds to the '
+            "score, so that the rewards of an episode sum to it; neither has weights to set"
         ),
     ] = None
     hold: Annotated[
@@ -164,6 +165,15 @@ class CalibrationEntry(Message):
     optimal_tps: Annotated[float, Field(ge=1e-12, le=1e12)]
     max_throughput_tps: Annotated[float, Field(ge=1e-12, le=1e12)]
     price: Annotated[float, Field(ge=1e-12, le=1e12)]
+    replica_knobs: (
+        Annotated[
+            tuple[float, float, float, float, float],
+            Field(strict=False),  # a list of the file becomes a tuple
+            Allowed("the five knobs of an action, in order, as numbers"),
+        ]
+        | None
+    ) = None
+    fingerprint: str | None = None
 
 
 # ---------------------------------------------------------------- a task's entry
@@ -296,7 +306,7 @@ class TaskEntry(Message):
         return per_class(self.output_mean_tokens)
 
     def baseline_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest score that the naive baseline is expected to reach."""
+        """The lowest and the highest score that fixed-32 (``naive``) is expected to reach."""
         return None if self.expected_baseline is None else (self.expected_baseline[0], self.expected_baseline[1])
 
     def _require_order(self, low: str, high: str) -> None:

@@ -71,16 +71,21 @@ def task_registry(paths: Iterable[Path], load: Callable[[Path], list[Named]]) ->
     """The tasks of these files by their ids; raises :class:`InvalidConfigError` where two share an id."""
     registry: dict[str, Named] = {}
     by_gym_id: dict[str, Named] = {}
+    held_by: dict[str, Path] = {}
     for path in paths:
         for task in load(path):
             if str(task.task_id) in registry:
-                raise InvalidConfigError(f"{path}: task id {task.task_id!r} is already taken; choose another")
+                raise InvalidConfigError(
+                    f"{path}: task id {task.task_id!r} is already taken by {held_by[str(task.task_id)]}; choose "
+                    "another, or leave one of these files out"
+                )
             if task.gym_id in by_gym_id:
                 raise InvalidConfigError(
                     f"{path}: task {str(task.task_id)!r}: gym_id={task.gym_id!r} is already used by task "
                     f"{str(by_gym_id[task.gym_id].task_id)!r}; give it another"
                 )
             registry[str(task.task_id)] = by_gym_id[task.gym_id] = task
+            held_by[str(task.task_id)] = path
     return registry
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the serving family: their traffic, fleet, live knobs, reward and grade, as data.
+"""Tasks of the serving family: their traffic, fleet, knobs, reward and grade, as data.
 
 A task is one entry of ``simulator/data/workload_configs.json`` or of a user's file of the same form (setting
 ``INFERENCEGYM_TASKS``: paths separated by ``:``), or of a plugin's (:mod:`inferencegym.plugins`). Nothing else in the
@@ -7,25 +7,25 @@ code names a task.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, short_repr
 from inferencegym.installation import room_folder
-from inferencegym.messages import Message, read
+from inferencegym.messages import read
 from inferencegym.models import PRIORITY_CLASSES
 from inferencegym.plugins import plugins
 from inferencegym.task_files import (
     CalibrationEntry,
     ConfigOverrides,
-    HardwareName,
     RewardKind,
     RewardOverrides,
     TaskEntry,
@@ -164,11 +164,11 @@ class Fleet:
     queue_limit: int = 512
     base_accept_rate: float = 0.65
     restart_s: float = 2.0
-    """Seconds a replica needs to restart, beside loading its weights."""
+    """Seconds that a replica takes to restart, without loading its weights."""
     load_gb_per_s: float = 4.0
     """Weight loading bandwidth of a restarting or new replica, decimal GB/s."""
     start_s: float = 2.0
-    """Seconds a new replica needs to start, beside loading its weights."""
+    """Seconds that a new replica takes to start, without loading its weights."""
     max_replicas: int | None = None
 
 
@@ -184,7 +184,7 @@ class RewardWeights:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """Settings of an episode: weights of the plan's reward, length in seconds, which reward is paid, seconds of a step.
+    """Settings of an episode: weights of the reward "plan", length in seconds, which reward is paid, seconds of a step.
 
     With ``hold`` above 1 a step plays that many seconds with one action, and the last step the rest.
     """
@@ -243,10 +243,10 @@ class TaskSpec:
     recorded: bool = field(default=False)
     hidden: bool = False
     """Whether task lists leave it out by default, like the tasks of recorded traffic."""
-    calibration: Calibration | None = None
+    calibration: Measured | None = None
     """Constants in the task's own entry; those in ``calibration_file`` take precedence."""
     calibration_file: str = str(CALIBRATION_FILE)
-    """File of the task's measured constants; for user tasks it lies beside the task file."""
+    """File of the task's measured constants; for user tasks it lies next to the task file."""
 
     def __deepcopy__(self, _memo: object) -> TaskSpec:
         return self  # compared by identity, and nothing changes it
@@ -284,11 +284,11 @@ def episode_config(task: TaskSpec, overrides: Mapping[str, Any] | ConfigOverride
         return EpisodeConfig(task.reward, task.episode_length)
     wanted = _overrides(overrides)
     length = task.episode_length if wanted.episode_length is None else wanted.episode_length
-    if wanted.reward == "grade":
+    if wanted.reward in ("grade", "score"):
         for name in RewardOverrides.model_fields:
             if getattr(wanted, name) is not None:
                 raise refusal(
-                    f"config.{name}", getattr(wanted, name), 'left out with reward "grade", which has no weights'
+                    f"config.{name}", getattr(wanted, name), f'left out with reward "{wanted.reward}", without weights'
                 )
     return EpisodeConfig(_weights("config", task.reward, wanted), length, wanted.reward or "plan", wanted.hold or 1)
 
@@ -346,6 +346,17 @@ def table_index() -> dict[str, dict[str, Any]]:
     return loaded
 
 
+def table_entry(name: str) -> dict[str, Any]:
+    """Description of the table of this name; raises :class:`InvalidConfigError` listing the names."""
+    if name not in table_index():
+        raise InvalidConfigError(
+            f"hardware={short_repr(name)} is not in the catalogue: choose one of {', '.join(table_index())}; others "
+            "are built with `inferencegym build-table`",
+            "hardware",
+        )
+    return table_index()[name]
+
+
 def card_memory_gb(task: TaskSpec) -> float:
     """Memory limit in decimal GB of the card that a task is played on: of the default table's if it names none."""
     index = table_index()
@@ -362,7 +373,7 @@ def task_of(task: TaskSpec, config: Mapping[str, Any] | ConfigOverrides | None) 
 @lru_cache(maxsize=256)
 def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
     """A task on another table, with constants of its own."""
-    read_entry(_OnHardware, {"hardware": hardware})
+    table_entry(hardware)  # refuses a name that is not in the catalogue
     task = _registry(user_files)[own]
     constants = Path(task.calibration_file)
     shipped = constants == CALIBRATION_FILE
@@ -402,10 +413,6 @@ def load_task_file(path: str | Path) -> list[TaskSpec]:
     return list(load_entries(path, "task file", parse).values())
 
 
-class _OnHardware(Message):
-    hardware: HardwareName
-
-
 def _ids(registry: Mapping[str, TaskSpec]) -> list[TaskId]:
     return [t.task_id for t in registry.values()]
 
@@ -438,6 +445,8 @@ def _registry(user_files: str) -> dict[str, TaskSpec]:
 def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
     """Build a :class:`TaskSpec` from one JSON entry; raises :class:`InvalidConfigError` naming the key at fault."""
     entry = read_entry(TaskEntry, raw)
+    if entry.hardware is not None:
+        table_entry(entry.hardware)  # refuses a name that is not in the catalogue
     return TaskSpec(
         task_id=int(key) if key.isdecimal() else key,
         name=entry.name,
@@ -475,7 +484,7 @@ def parse_task(key: str, raw: object, base: Path = DATA_DIR) -> TaskSpec:
         trace_speed=entry.trace_speed,
         recorded=entry.recorded,
         hidden=entry.hidden,
-        calibration=None if entry.calibration is None else Calibration(**entry.calibration.model_dump()),
+        calibration=None if entry.calibration is None else _measured(entry.calibration),
     )
 
 
@@ -561,13 +570,26 @@ class Calibration:
 
     ``floor_tps`` is the throughput without batching (batch_size 1), ``optimal_tps`` the best throughput that the solver
     reached, ``max_throughput_tps`` normalises the reward, and ``price`` is the cost of a thousand tokens on one GPU at
-    1,000 tokens/s.
+    1,000 tokens/s. ``replica_knobs`` are the five knobs, in order, that the capacity plan gives a replica; None where
+    the task does not scale, or was calibrated on another table than its own.
     """
 
     floor_tps: float
     optimal_tps: float
     max_throughput_tps: float
     price: float
+    replica_knobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Constants as they are stored, with the :func:`fingerprint` of the task that they were measured for.
+
+    The fingerprint is None in files of release 1.0, and where an engine was measured.
+    """
+
+    constants: Calibration
+    fingerprint: str | None
 
 
 UNCALIBRATED: Final = Calibration(0.0, 1.0, 1.0, 1.0)
@@ -575,7 +597,9 @@ UNCALIBRATED: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 
 
 def get_calibration(task_id: TaskId) -> Calibration:
-    """Measured constants of a task; raises :class:`InvalidConfigError` if they do not suit its grade.
+    """Measured constants of a task; raises :class:`InvalidConfigError` where the task has changed since.
+
+    It also raises it for a task without constants, and for constants that do not suit the grade.
 
     They lie in ``simulator/data/calibration.json``, beside the task's own file, or in its entry (key ``calibration``).
     """
@@ -585,26 +609,65 @@ def get_calibration(task_id: TaskId) -> Calibration:
     path = Path(CALIBRATION_FILE if task is None else task.calibration_file)
     measured = _calibrations(str(path), path.stat().st_mtime_ns) if path.exists() else {}
     found = measured.get(key) or (None if task is None else task.calibration)
+    command = f"run `inferencegym calibrate --task {task_id}`"
     if found is None:
-        raise InvalidConfigError(f"task {task_id!r} is not calibrated: run `inferencegym calibrate --task {task_id}`")
-    if task is not None and task.grade["kind"] == "throughput" and found.optimal_tps <= found.floor_tps:
+        raise InvalidConfigError(f"task {task_id!r} is not calibrated: {command}")
+    if task is not None and found.fingerprint not in (None, _registered_fingerprint(task)):
+        raise InvalidConfigError(f"task {task_id!r} has changed since it was calibrated: {command}")
+    constants = found.constants
+    if task is not None and task.grade["kind"] == "throughput" and constants.optimal_tps <= constants.floor_tps:
         raise refusal(
             "calibration.optimal_tps",
-            found.optimal_tps,
-            f"above floor_tps, which is {found.floor_tps:g}: where batching gains nothing, grade something else than "
-            "throughput, or offer more load",
+            constants.optimal_tps,
+            f"above floor_tps, which is {constants.floor_tps:g}: where batching gains nothing, grade something else "
+            "than throughput, or offer more load",
         )
-    return found
+    return constants
+
+
+def _measured(entry: CalibrationEntry) -> Measured:
+    return Measured(Calibration(**entry.model_dump(exclude={"fingerprint"})), entry.fingerprint)
 
 
 @lru_cache(maxsize=4)
-def _calibrations(path: str, version: int) -> dict[str, Calibration]:
+def _calibrations(path: str, version: int) -> dict[str, Measured]:
     """Constants in a calibration file; ``version`` is its modification time, so that a changed file is read again."""
-
-    def parse(_: str, entry: object) -> Calibration:
-        return Calibration(**read_entry(CalibrationEntry, entry).model_dump())
-
     try:
-        return load_entries(Path(path), "calibration file", parse)
+        return load_entries(
+            Path(path), "calibration file", lambda _, entry: _measured(read_entry(CalibrationEntry, entry))
+        )
     except InvalidConfigError as error:
         raise InvalidConfigError(f"{error}; measure again with `inferencegym calibrate`") from error
+
+
+_NOT_MEASURED: Final[dict[str, Any]] = {
+    **dict.fromkeys(("task_id", "name", "gym_id", "difficulty", "description"), ""),
+    **dict.fromkeys(("expected_baseline", "adaptive_gap", "trace", "log", "calibration", "calibration_file")),
+    **dict.fromkeys(("recorded", "hidden"), False),
+    "reward": RewardWeights(),
+}
+"""Fields of a task that its constants do not depend on; of the trace, the contents count."""
+
+
+def fingerprint(task: TaskSpec) -> str:
+    """Twelve hex digits that change with whatever a task's constants and policies are measured from."""
+    played = _as_data(replace(task, **_NOT_MEASURED))
+    trace = None if task.trace is None else hashlib.sha256(Path(task.trace).read_bytes()).hexdigest()
+    text = json.dumps([played, trace], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# Registered tasks never change; others, which may hold a whole log, are not kept.
+_registered_fingerprint = lru_cache(maxsize=1024)(fingerprint)
+
+
+def _as_data(value: Any) -> Any:
+    """A value as JSON without defaults, so that a new field with one leaves old fingerprints as they are."""
+    if is_dataclass(value):
+        return {f.name: _as_data(v) for f in fields(value) if (v := getattr(value, f.name)) != f.default}
+    if isinstance(value, Mapping):
+        return {name: _as_data(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_data(inner) for inner in value]
+    # Processors differ in the last bit of a logarithm.
+    return float(f"{value:.9g}") if isinstance(value, float) else value

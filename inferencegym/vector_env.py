@@ -46,8 +46,8 @@ class AutoresetVectorEnv(ArrayVectorEnv):
     observation and info of the old one, valid where ``info["_final_obs"]`` is set. ``DISABLED``: ended rows are
     restarted only by ``reset(options={"reset_mask": mask})``.
 
-    ``max_episode_steps`` truncates episodes after so many steps, as Gymnasium's ``TimeLimit`` does. Subclasses name
-    :data:`ArrayVectorEnv` as a base beside this class: skrl recognises environments by their direct bases.
+    ``max_episode_steps`` truncates episodes after so many steps, as Gymnasium's ``TimeLimit`` does. Subclasses also
+    name :data:`ArrayVectorEnv` as a base: skrl recognises environments by their direct bases.
     """
 
     # Some versions of Gymnasium close environments in __del__, so one whose __init__ failed must count as closed.

@@ -1,4 +1,4 @@
-"""A policy beside a running engine: observes its metrics each second and says what it would set, or sets it.
+"""A policy on a running engine: observes its metrics each second and says what it would set, or sets it.
 
 Arrivals, prompts and latencies come from the engine's own counters and histograms, so they are coarser than those that
 :class:`live.env.EngineEnv` measures with its own traffic.

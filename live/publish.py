@@ -1,4 +1,4 @@
-"""Prometheus page of a policy beside an engine: observations, current setting, wanted setting, expected result."""
+"""Prometheus page of a policy on an engine: observations, current setting, wanted setting, expected result."""
 
 from __future__ import annotations
 

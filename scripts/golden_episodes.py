@@ -3,8 +3,8 @@
 An episode holds each of its random actions for some seconds, so that fleets restart, queues overflow and memory runs
 out. ``tests/golden/episodes.json`` keeps its actions and the numbers of every step: metrics, reward and its terms,
 observation, workload, state, and grades of the log so far. ``tests/env/test_golden_episodes.py`` replays the actions.
-Without ``--write`` the command prints the differences; with it the file is rewritten, and its new digest needs a line
-with the reason in ``tests/golden/CHANGES.md``.
+Without ``--write`` the command prints the differences; with it these values are recorded anew, and the file's new
+digest needs a line with the reason in ``tests/golden/CHANGES.md``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby, product
+from itertools import groupby, product, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,6 +64,7 @@ NORMALISED_EVERY_STEPS: Final = 20
 
 Row = dict[str, Any]
 Episode = dict[str, Any]
+_NO_ROW: Final[Row] = {}
 
 
 # ---------------------------------------------------------------- playing
@@ -261,14 +263,62 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
 
 
-def write(path: Path = EPISODES_FILE) -> None:
-    """Draw the actions, play them, and write the file, one line per column."""
+def write(path: Path = EPISODES_FILE) -> str:
+    """Draw the actions, play them, and write the file, one line per column; returns a summary of what changed.
+
+    A value that is the same within the tolerances stays as it was recorded, so that a diff shows changes alone,
+    whatever processor plays.
+    """
+    recorded = {_name(episode): episode for episode in load(path)} if path.exists() else {}
     texts = []
+    changes: Counter[str] = Counter()
     for episode in planned():
         rows, grades = play(episode)
-        rounded = {n: rounded_row(grade) for n, grade in grades.items()}
-        texts.append(_text({**episode, "grades": rounded, "reset": rounded_row(rows[0]), "columns": pack(rows[1:])}))
+        before = recorded.pop(_name(episode), {})
+        old_rows = [before["reset"], *unpack(before["columns"])] if before else []
+        old_grades = before.get("grades", {})
+        rows = [_kept(old, row) for old, row in zip_longest(old_rows[: len(rows)], rows, fillvalue=_NO_ROW)]
+        grades = {n: _kept(old_grades.get(n, {}), grade) for n, grade in grades.items()}
+        if before:
+            changes += _column_changes([*old_rows, *old_grades.values()], [*rows, *grades.values()])
+        changes["episodes added"] += not before
+        texts.append(_text({**episode, "grades": grades, "reset": rows[0], "columns": pack(rows[1:])}))
+    changes["episodes removed"] += len(recorded)
     path.write_text('{"episodes": [\n' + ",\n".join(texts) + "\n]}\n", encoding="utf-8")
+    kinds = [f"{what} {how}" for what in ("columns", "episodes") for how in ("added", "removed")]
+    return ", ".join(f"{changes[kind]} {kind}" for kind in ("columns changed", *kinds))
+
+
+def _name(episode: Episode) -> str:
+    return json.dumps([episode[key] for key in ("family", "task_id", "seed", "config")])
+
+
+def _kept(recorded: Row, row: Row) -> Row:
+    """The recorded values where the row's are the same, in recorded order; elsewhere the row's own, rounded."""
+    new = rounded_row(row)
+    in_order = [*(name for name in recorded if name in new), *(name for name in new if name not in recorded)]
+    return {
+        name: recorded[name] if name in recorded and _same(recorded[name], new[name]) else new[name]
+        for name in in_order
+    }
+
+
+def _column_changes(before: Sequence[Row], after: Sequence[Row]) -> Counter[str]:
+    """Number of columns of an episode that were added, removed, and changed in any step."""
+    old, new = ({name for row in rows for name in row} for rows in (before, after))
+    changed = {
+        name
+        for was, row in zip_longest(before, after, fillvalue=_NO_ROW)
+        for name in {*was, *row}
+        if was.get(name) != row.get(name)
+    }
+    return Counter(
+        {
+            "columns added": len(new - old),
+            "columns removed": len(old - new),
+            "columns changed": len(changed & old & new),
+        }
+    )
 
 
 def _text(episode: Episode) -> str:
@@ -355,7 +405,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the file anew")
     if parser.parse_args().write:
-        write()
+        print(write())
         name = digest()
         listed = CHANGES_FILE.exists() and name in CHANGES_FILE.read_text(encoding="utf-8")
         print(f"{EPISODES_FILE.name} is now {name}" + ("" if listed else f": give the reason in {CHANGES_FILE}"))

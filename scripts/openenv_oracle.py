@@ -2,9 +2,9 @@
 
     python scripts/openenv_oracle.py [--split train] [--seed 10000] [--url http://localhost:7860]
 
-Prints one JSON object per task: the mean reward and the grade of the oracle, and of the naive agent (the plan's
-baseline) on the same traffic. Plays in process, or with ``--url`` on a server, from observations received over HTTP.
-Exits with 1 if the baseline scores as high as the oracle on any task.
+Prints one JSON object per task: the mean reward and the score of the oracle, and of fixed-32 (``naive``) on the
+same traffic. Plays in process, or with ``--url`` on a server, from observations received over HTTP.
+Exits with 1 if fixed-32 scores as high as the oracle on any task.
 """
 
 from __future__ import annotations

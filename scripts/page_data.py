@@ -23,6 +23,7 @@ from benchmarks.fidelity.hardware_runs import HardwareComparison, hardware_compa
 from benchmarks.fidelity.static_batches import ErrorSummary, argonne_comparisons, argonne_errors, table_vs_argonne
 from inferencegym.tasks import get_task
 from simulator.coverage import LEVELS, coverage
+from simulator.hardware.catalogue import usual_name
 from simulator.hardware.tables import load_tables
 from simulator.load.recorded import load_trace
 
@@ -56,7 +57,7 @@ def fidelity() -> dict[str, Any]:
     tables = load_tables()
     served = hardware_comparisons()
     return {
-        "model": tables.meta["model"],
+        "model": usual_name(tables.meta["model"]),
         "hardware": tables.meta["hardware"],
         "table_sha256": tables.sha256,
         "batches": [_batch(comparison) for comparison in argonne_comparisons()],

@@ -37,7 +37,7 @@ compile() {
 # The largest first: what it settles on binds the others.
 server=(--extra serve --extra redis --extra tools)
 compile requirements-dev.txt --overrides scripts/pins/without-torch.txt "${server[@]}" \
-    --extra dev --extra hardware --extra openenv --extra report --extra ray --extra rl pyproject.toml scripts/pins/torch-needs.in
+    --extra dev --extra hardware --extra live --extra openenv --extra report --extra ray --extra rl pyproject.toml scripts/pins/torch-needs.in
 compile requirements.txt --generate-hashes --constraints requirements-dev.txt "${server[@]}" pyproject.toml
 compile requirements-build.txt --generate-hashes --constraints requirements-dev.txt scripts/pins/build.in
 # What it requires besides torch is in requirements-dev.txt.

@@ -186,7 +186,7 @@ def _write_film(frames: Sequence[tuple[int, bytes]], path: Path) -> None:
     height = round(images[0].height * FILM_WIDTH / images[0].width)
     small = [image.resize((FILM_WIDTH, height), Image.Resampling.LANCZOS) for image in images]
     # One palette for all frames, so that pixels that do not change are not stored again.
-    palette = small[-1].quantize(96, dither=Image.Dither.NONE)
+    palette = small[-1].quantize(255, dither=Image.Dither.NONE)
     indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in small]
     indexed[0].save(
         path, save_all=True, append_images=indexed[1:], duration=[1_000, *durations[1:], END_MS], loop=0, optimize=True
@@ -223,7 +223,7 @@ def card(browser: Browser, url: str, path: Path) -> Path:
 
 def opened(browser: Browser, url: str, size: dict[str, int], scheme: str) -> Page:
     """The page with the race loaded."""
-    context = browser.new_context(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+    context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     page = context.new_page()
     page.goto(f"{url}/web/#race?task={TASK}&seed={SEED}")
     page.wait_for_selector("#panel-race[data-ready=yes]")

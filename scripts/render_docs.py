@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,10 +22,13 @@ sys.path.insert(0, str(ROOT))
 DOCUMENTS = (
     "README.md",
     "ENVIRONMENT.md",
+    "TASK_AUTHORING.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 )
 RESULTS = ROOT / "benchmarks" / "results"
 OPENENV_PATHS = ("list_environments", "metadata", "schema", "mcp")
+DETAILS = "<!-- details -->"
+"""Line of a result file; documents have what stands before it, and a link to the rest."""
 BLOCK = re.compile(r"(<!-- begin: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end: (?P=name) -->)", re.DOTALL)
 
 
@@ -59,8 +62,9 @@ def task_table() -> str:
     from inferencegym.tasks import list_tasks
 
     lines = [
-        "| id | task | difficulty | arrivals/s | floods | replicas | objective TTFT | live knobs | adaptive gap |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| id | name | Gymnasium id | difficulty | arrivals/s | floods | replicas | objective TTFT | knobs offered "
+        "| adaptive gap |",
+        "|" + "---|" * 10,
     ]
     for t in list_tasks(include_recorded=True):
         burst = "none"
@@ -74,7 +78,7 @@ def task_table() -> str:
         gap = "" if t.adaptive_gap is None else adaptive_gap(t.adaptive_gap, bool(t.static))
         rate = "recorded" if t.recorded else f"{t.arrival_rate_rps:g}"
         lines.append(
-            f"| `{t.task_id}` | {t.name} | {difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
+            f"| `{t.task_id}` | {t.name} | `{t.gym_id}` | {difficulty} | {rate} | {burst} | {t.fleet.n_replicas} |"
             f" {t.slo_target_ms:g} ms | {knobs} | {gap} |"
         )
     return "\n".join(lines)
@@ -92,7 +96,10 @@ def adaptive_gap(gain: float, static: bool) -> str:
 
 
 def quality() -> str:
-    """What each task rewards: a row per report."""
+    """What each task rewards: a row per report, with the timetable of the longest search that was run."""
+    from benchmarks.policies.tasks import timetables
+
+    timetable = timetables()
     lines = [
         "| task | random | naive | vLLM's defaults | rules | best constant | best timetable | best that observes "
         "| adaptive gap | ceiling over best | serves few: score, unserved |",
@@ -100,18 +107,20 @@ def quality() -> str:
     ]
     for report in quality_reports():
         separation, floor, game = report["difficulty_separation"], report["adversarial_floor"], report["gameability"]
+        observing = (separation["rules"], report["adaptive_gap"]["policy"])
         policies = (
             floor["random"],
             separation["naive"],
             game["vllm_defaults"],
             separation["rules"],
             game["best_constant"],
-            game["best_timetable"],
-            report["adaptive_gap"]["policy"],
+            {"score": timetable[str(report["task"])]},
+            max(observing, key=lambda each: float(each["score"]["mean"])),
         )
         few = floor["serves_few"]
         refusing = "none" if few is None else f"{few['score']['mean']:.3f}, {few['unserved_share']:.0%}"
         cells = [f"{each['score']['mean']:.3f}" for each in policies]
+        cells[3] += f" ({separation['rules']['policy']})" * (separation["rules"]["policy"] != "heuristic")
         cells[-1] += f" ({policies[-1]['policy']})"
         gap = report["adaptive_gap"]
         cells += [adaptive_gap(gap["over_constant"]["mean"], gap["static"]), f"{report['headroom']['gap']:.3f}"]
@@ -190,9 +199,13 @@ def engines() -> str:
         "output_delay": "output delay, iterations",
         "scheduler": "scheduler",
         "max_batched_tokens": "prompt tokens per iteration",
+        "async_scheduling": "asynchronous scheduling",
+        "request_ms": "server, ms per request",
+        "token_ms": "ms per output",
     }
     lines = ["| engine | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, engine in profiles()["engines"].items():
+        engine = {**engine, "async_scheduling": "yes" if engine.get("async_scheduling") else "no"}
         lines.append(f"| `{name}` | " + " | ".join(str(engine.get(key, 0.0)) for key in columns) + " |")
     return "\n".join(lines)
 
@@ -223,18 +236,62 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def metrics() -> str:
+    """What GET /metrics reports."""
+    from server.net.metrics import METRICS
+
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| `inferencegym_{name}` | {kind} | {text} |" for name, (kind, text) in METRICS.items())]
+    )
+
+
 def endpoints() -> str:
     """Paths of the HTTP interface, from the server's openapi.json."""
+    from env.families import FAMILIES, SERVING
     from server.app import create_app
     from server.settings import Settings
 
     described = create_app(Settings(store_url="memory://")).openapi()["paths"]
-    lines = ["| method | path | what it does |", "|---|---|---|"]
+    others = [f"/{name}" for name in FAMILIES if name != SERVING]
+    lines = ["| method | path | what it does | also under |", "|---|---|---|---|"]
     for path, methods in described.items():
         # OpenEnv's own interface is documented by OpenEnv.
-        if "{env_name}" in path or path.rsplit("/", 1)[1] in OPENENV_PATHS:
+        if "{env_name}" in path or path.rsplit("/", 1)[1] in OPENENV_PATHS or path.startswith(tuple(others)):
             continue
-        lines += [f"| {method.upper()} | `{path}` | {told['summary']} |" for method, told in methods.items()]
+        also = ", ".join(f"`{other}`" for other in others if other + path in described)
+        lines += [f"| {method.upper()} | `{path}` | {told['summary']} | {also} |" for method, told in methods.items()]
+    return "\n".join(lines)
+
+
+def task_keys() -> str:
+    """Every key of a task file's entry with what is allowed and its default; the keys of an object follow it."""
+    from pydantic import BaseModel
+
+    from inferencegym.messages import allowed_words, inner_models
+    from inferencegym.task_files import CalibrationEntry, TaskEntry
+
+    lines = ["| key | allowed | default |", "|---|---|---|"]
+
+    def add(model: type[BaseModel], loc: tuple[int | str, ...], at: str = "", note: str = "") -> None:
+        for name, field in model.model_fields.items():
+            here, default = (*loc, name), field.default
+            if isinstance(default, BaseModel):
+                default = default.model_dump(exclude_none=True) or None
+            shown = "required" if field.is_required() else "" if default is None else f"`{json.dumps(default)}`"
+            allowed = allowed_words(TaskEntry, here)
+            if allowed.startswith("[lowest, highest]"):
+                allowed += f"; each {allowed_words(TaskEntry, (*here, 0))}"
+            if name != "kind":
+                lines.append(f"| `{at}{name}`{note} | {allowed} | {shown} |")
+            # The measured constants are not written by hand.
+            for inner in inner_models(field.annotation) if field.annotation != CalibrationEntry | None else ():
+                kind = get_args(inner.model_fields["kind"].annotation) if field.discriminator else ()
+                entry = (0,) if allowed.startswith("an array") else ()
+                within = f"{at}{name}{'[]' * len(entry)}."
+                add(inner, (*here, *kind, *entry), within, "".join(f" (`{each}`)" for each in kind))
+
+    add(TaskEntry, ())
     return "\n".join(lines)
 
 
@@ -280,52 +337,82 @@ def exact(row: dict[str, Any], key: str) -> str:
 
 SCORE_ROWS = {
     "random": "random",
-    "naive": "fixed-32 (`naive`: batch 32, FP16, whole pool)",
+    "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
     "vllm_defaults": "vLLM's defaults (256 slots, 90 % of the memory)",
-    "hill_climb": "hill climbing",
-    "heuristic": "heuristic",
-    "random_search": "random search (250 episodes)",
     "best_static": "best constant setting",
-    "ppo": "PPO, from scratch",
-    "best_adaptive": "best adaptive policy",
+    "rules": "a rule: the heuristic; on `autoscale-mix` HPA",
+    "ppo": "PPO, from scratch (one training run)",
+    "best_adaptive": "best adaptive policy of a search",
 }
 
 
 def scores() -> str:
-    """Mean held-out score of every agent on every task with its interval, and its score in the reference."""
-    from benchmarks.policies.tasks import cell, timetables
+    """Mean held-out scores with their intervals: `autoscale-mix`, then tasks 3 to 1."""
+    from benchmarks.policies.tasks import cell
     from inferencegym.tasks import get_task
 
-    measured = json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]
-    by_task = [{agent["agent"]: agent["score"] for agent in task["agents"]} for task in measured]
-    learned = RESULTS / "learning.json"
-    if learned.exists():
-        results = json.loads(learned.read_text(encoding="utf-8"))["tasks"]
-        for task, scored in zip(measured, by_task, strict=True):
-            scored["ppo"] = results[str(task["task"])]["table"]["shipped"]["score"]
-    played = json.loads((RESULTS / "policy_fidelity.json").read_text(encoding="utf-8"))["tasks"]
-    heads = [f"{get_task(t['task']).heading} | reference" for t in measured]
-    lines = [f"| agent | {' | '.join(heads)} |", "|---|" + "---|" * (2 * len(measured))]
+    learned = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    quality_of = {str(report["task"]): report for report in quality_reports()}
+    columns = {}
+    for task in json.loads((RESULTS / "autoscalers.json").read_text(encoding="utf-8"))["tasks"]:
+        if task["task"] == "autoscale-mix":
+            scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
+            scored["random"] = quality_of["autoscale-mix"]["adversarial_floor"]["random"]["score"]
+            scored["vllm_defaults"] = quality_of["autoscale-mix"]["gameability"]["vllm_defaults"]["score"]
+            columns["`autoscale-mix`"] = scored | {"rules": scored["hpa"]}
+    for task in reversed(json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]):
+        name = str(task["task"])
+        scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
+        scored |= {"ppo": learned[name]["table"]["shipped"]["score"], "rules": scored["heuristic"]}
+        refusing = ": refusing pays" if quality_of[name]["gameability"]["refusing_pays"] else ""
+        columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
+    lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, title in SCORE_ROWS.items():
-        references = [played[str(task["task"])]["agents"] for task in measured]
-        if not all(name in known for known in (*by_task, *references)):
-            continue
-        cells = []
-        for task, scored in zip(measured, by_task, strict=True):
-            cells.append(cell(scored[name]))
-            cells.append(f"{played[str(task['task'])]['agents'][name]['reference']['score']:.3f}")
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    blind = timetables()
-    cells = [f"{cell(blind[str(task['task'])])} |" for task in measured]
-    lines.append(f"| best timetable (by the clock, observes nothing) | {' | '.join(cells)} |")
+        lines.append(f"| {title} | {' | '.join(cell(scored[name]) for scored in columns.values())} |")
     return "\n".join(lines)
 
 
+def fidelity_in_short() -> str:
+    """Held-out median errors against a real A100 with vLLM, and how much of the default table was measured."""
+    result = json.loads((RESULTS / "fidelity.json").read_text(encoding="utf-8"))
+    groups = {
+        "0.20.1 BF16, held out": "vLLM 0.20.1, BF16",
+        "0.7.3 BF16, held out": "vLLM 0.7.3, BF16",
+        "0.20.1 quantised (eager)": "vLLM 0.20.1, quantised (ran without CUDA graphs)",
+        "0.7.3 quantised, held out": "vLLM 0.7.3, quantised",
+    }
+    quantities = ("TTFT p50", "TTFT p99", "TPOT", "throughput")
+    medians = {
+        (e["group"], e["quantity"]): f"{e['median']:.1%} ({e['points']})".replace("%", " %")
+        for e in result["dynamics"]["Environment (1 s steps)"]["hardware"]
+    }
+    lines = [
+        f"| median error on held-out runs (points) | {' | '.join(quantities)} |",
+        "|---|" + "---|" * len(quantities),
+        *(f"| {title} | {' | '.join(medians[group, q] for q in quantities)} |" for group, title in groups.items()),
+    ]
+    cells = result["coverage"]
+    share = {kind: f"{value:.1%}".replace("%", " %") for kind, value in cells["all"].items()}
+    tiers = (f"{cells[tier]['measured']:.1%} of {tier}".replace("%", " %") for tier in cells if tier != "all")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Only {share['measured']} of the operator times in the default table are direct measurements "
+            f"({', '.join(tiers)}); {share['interpolated']} are interpolated between measurements, "
+            f"{share['modelled']} come from a model and {share['extrapolated']} are extrapolated.",
+        ]
+    )
+
+
 def written(name: str) -> Callable[[], str]:
-    """Block with the text of a benchmark's result file."""
+    """Block with the text of a benchmark's result file, up to its details."""
 
     def read() -> str:
-        return (RESULTS / f"{name}.md").read_text(encoding="utf-8").strip()
+        path = RESULTS / f"{name}.md"
+        text, cut, _ = path.read_text(encoding="utf-8").partition(DETAILS)
+        more = f"\n\n[Further tables](../{path.relative_to(ROOT)}) are in the results file." if cut else ""
+        return text.strip() + more
 
     return read
 
@@ -343,22 +430,26 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory": memory,
     "settings": settings,
     "endpoints": endpoints,
+    "metrics": metrics,
+    "task-keys": task_keys,
     "traffic-tasks": traffic_tasks,
     "traffic-scores": traffic_scores,
+    "fidelity-in-short": fidelity_in_short,
     "fidelity": written("fidelity"),
     "hardware-fidelity": written("hardware_fidelity"),
     "open-fidelity": written("open_fidelity"),
     "policy-fidelity": written("policy_fidelity"),
     "engine-fidelity": written("engine_fidelity"),
-    "rollouts-engine": written("rollouts_engine"),
     "rollouts-fidelity": written("rollouts_fidelity"),
     "rollouts-policies": written("rollouts_policies"),
     "live-first-come": written("live_first_come"),
     "live-policies": written("live_policies"),
     "live-drafts": written("live_drafts"),
+    "live-drafts-gpu": written("live_drafts_gpu"),
     "live-real-text": written("live_real_text"),
     "grpo": written("grpo"),
     "integrations": written("integrations"),
+    "routers": written("routers"),
     "results": written("tasks"),
     "learning": written("learning"),
     "plain-ppo": written("plain_ppo"),

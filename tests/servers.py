@@ -23,6 +23,7 @@ from inferencegym.errors import CapacityError
 
 if TYPE_CHECKING:
     from inferencegym.client.openenv import EpisodeClient
+    from server.sessions.store import SessionStore
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 60
@@ -149,6 +150,12 @@ class RunningServer:
         answer = self.client.get(path, params=params)
         assert answer.status_code == 200, f"{path} {params}: {answer.status_code} {answer.text}"
         return dict(answer.json())
+
+
+async def position(store: SessionStore, session_id: str) -> tuple[str, int] | None:
+    """Token and number of stored actions of a session; None for one that the store does not have."""
+    stored = await store.get(session_id)
+    return None if stored is None else (stored.token, len(stored.record.actions))
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from env.rollouts.tasks import (
     get_rollout_task,
     rollout_config,
 )
+from grader.episode import empty_grade
 from inferencegym.errors import EpisodeDoneError, NotResetError
 from inferencegym.rollouts import MAX_SESSIONS, OBSERVATION_FIELDS, parse_action
 from inferencegym.seeds import check_seed
@@ -257,7 +258,7 @@ class RolloutEnv:
     def grade(self) -> Grade:
         """Grade of the steps played so far: that of :attr:`episode_log`."""
         if not self.episode_log:
-            return {"score": 0.0, "breakdown": {}, "feedback": "No step has been taken."}
+            return empty_grade()
         return grade_metrics(self.row.workload.interactive, self.row.totals())
 
     def observation(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from env.rollouts.tasks import get_rollout_task
-from grader.episode import checked_metric
+from grader.episode import checked_metric, empty_grade
 from inferencegym.errors import InvalidActionError, MalformedLogError, short_repr
 from inferencegym.rollouts import parse_action
 from inferencegym.tasks import TaskId
@@ -66,7 +66,7 @@ def grade_rollout(task_id: TaskId, entries: Sequence[Mapping[str, Any]]) -> dict
     """
     task = get_rollout_task(task_id)
     if not entries:
-        return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
+        return empty_grade()
     metrics: dict[str, float] = {}
     for i, entry in enumerate(entries, 1):
         metrics = _checked(i, entry)

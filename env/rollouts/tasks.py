@@ -254,7 +254,7 @@ def _draw_arrivals(rng: np.random.Generator, users: InteractiveEntry) -> FloatAr
 
 
 def task_constants(task: RolloutTask) -> dict[str, Any]:
-    """All that a task's episodes depend on beside the seed."""
+    """Everything except the seed that a task's episodes depend on."""
     entry = task.entry.model_dump(exclude={"name", "gym_id", "difficulty", "description"})
     hardware = task.entry.workloads[0].hardware
     return {**entry, "tables": {name: tables_of(name).sha256 for name in hardware}, "rules": dict(ENGINE_RULES)}

@@ -38,7 +38,7 @@ from inferencegym.tasks import (
     task_of,
 )
 from simulator.coverage import coverage
-from simulator.hardware.catalogue import models, table_path, usual_name
+from simulator.hardware.catalogue import models, usual_name
 from simulator.hardware.tables import ServingTables, default_table_path, load_tables
 
 NAME: Final = "serving"
@@ -191,8 +191,6 @@ def _file_sha256(path: str, version: int) -> str:
 def _check_config(task_id: TaskId, config: Mapping[str, Any] | None) -> object:
     # The kind of reward and the hold do not change the score of the same seconds.
     task = task_of(get_task(task_id), config)
-    if task.hardware is not None:
-        table_path(task.hardware)  # refuses a name that is not in the catalogue
     return task.task_id, replace(task.config(config), reward="plan", hold=1)
 
 
@@ -211,7 +209,8 @@ def _info() -> Mapping[str, Any]:
         "reward": {
             "formula": "alpha*throughput - beta*latency - gamma*slo_violations - delta*cost, every term in [0, 1]",
             "range": [-1.0, 1.0],
-            "grade": 'config.reward "grade" pays what the step adds to the grade: the mean is the score; no bounds',
+            "grade": 'config.reward "grade" pays a share of the score, unclipped: the mean is the score; no bounds',
+            "score": 'config.reward "score" pays what the step adds to the score: the sum is the score',
             "weights": {str(task.task_id): asdict(task.reward) for task in tasks},
         },
         "calibration": {
@@ -240,8 +239,12 @@ def _manifest() -> Path:
     return next((place for place in places if place.exists()), places[-1])
 
 
-LEARNER: Final = {"observation": "full", "action": "discrete", "reward": "scaled", "hold": 5}
-"""Arguments of the ids of version 2; docs/learning.md says what each of them does for a learner."""
+def learner_defaults(task_id: TaskId) -> dict[str, Any]:
+    """Arguments of a task's id of version 2; docs/learning.md says what each of them does for a learner."""
+    scales = get_task(task_id).fleet.max_replicas is not None
+    action, hold = ("replicas", 5) if scales else ("discrete", 20)
+    return {"observation": "full", "action": action, "reward": "scaled", "hold": hold}
+
 
 FAMILY: Final = Family(
     name=NAME,
@@ -265,7 +268,7 @@ FAMILY: Final = Family(
     table_sha256=lambda: tables().sha256,
     arrivals=InferenceEnv.arrivals,
     score_so_far=lambda env: float(env.info()["grade_so_far"]["score"]),
-    gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv", LEARNER),
+    gym=GymFaces("env.gym:InferenceGymEnv", "env.vector:VectorInferenceEnv", learner_defaults),
     http=HttpShape(step_info=step_info_schema()),
     info=_info,
     manifest=_manifest(),

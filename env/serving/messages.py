@@ -40,7 +40,7 @@ class ObservationMessage(BaseModel):
         Field(
             min_length=len(PRIORITY_CLASSES),
             max_length=len(PRIORITY_CLASSES),
-            description="shares of the last 50 steps' arrivals: interactive, batch, best effort",
+            description="shares of the last 50 seconds' arrivals: interactive, batch, best effort",
         ),
     ]
     timestep: Annotated[int, bounds(_SEEN["timestep"])]
@@ -61,7 +61,7 @@ class WorkloadMessage(BaseModel):
     """The traffic of one step."""
 
     arrival_rate: Annotated[
-        float, Field(description="arrivals, exponential moving average over ten steps (requests/s)")
+        float, Field(description="arrivals, exponential moving average over ten seconds (requests/s)")
     ]
     mean_prompt_len: Annotated[
         float, Field(description="mean prompt length of the last ten seconds' arrivals (tokens)")
@@ -69,7 +69,7 @@ class WorkloadMessage(BaseModel):
     prompt_len_bucket: Annotated[int, Field(description="bucket of that length: 0 below 64 tokens, 7 from 4,096 on")]
     queue_depth: Annotated[int, Field(description="requests waiting in the queue (requests)")]
     priority_distribution: Annotated[
-        list[float], Field(description="shares of the last 50 steps' arrivals: interactive, batch, best effort")
+        list[float], Field(description="shares of the last 50 seconds' arrivals: interactive, batch, best effort")
     ]
     is_burst: Annotated[bool, Field(description="whether the second is in a flood")]
     phase: Annotated[
@@ -152,7 +152,7 @@ def log_entry_schema() -> dict[str, Any]:
         "required": ["action", "metrics"],
         "properties": {
             # Scores do not depend on these two; verification checks them.
-            "timestep": {"description": "number of the step, from 1"},
+            "timestep": {"description": "number of the second, from 1"},
             "action": action,
             "reward": {"description": "reward of the step"},
             "metrics": metrics,

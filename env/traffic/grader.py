@@ -9,7 +9,7 @@ import numpy as np
 
 from env.traffic.score import EpisodeTotals, final_score, latency_factor, short_queue_limit
 from env.traffic.tasks import TrafficTask, get_traffic_task
-from grader.episode import MAX_METRIC, checked_metric
+from grader.episode import MAX_METRIC, checked_metric, empty_grade
 from inferencegym.errors import InvalidActionError, MalformedLogError, short_repr
 from inferencegym.traffic import ACCEPT_SHARES, parse_action
 
@@ -33,13 +33,13 @@ def grade_traffic(task_id: str, episode_log: Sequence[Mapping[str, Any]]) -> dic
     """
     task = get_traffic_task(task_id)
     entries = traffic_log(episode_log)
-    if not entries:
-        return {"score": 0.0, "breakdown": {}, "feedback": "The log is empty: play the task, then grade its log."}
-    return grade_totals(task, _totals(task, entries))
+    return grade_totals(task, _totals(task, entries)) if entries else empty_grade()
 
 
 def grade_totals(task: TrafficTask, totals: EpisodeTotals) -> dict[str, Any]:
     """Grade of one episode from its sums (1,), as :func:`grade_traffic` gives it."""
+    if not totals.steps[0]:
+        return empty_grade()
     score = float(final_score(task.grade, totals, task.episode_length)[0])
     return {"score": score, "breakdown": _breakdown(task, totals), "feedback": _feedback(task, totals, score)}
 

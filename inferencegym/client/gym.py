@@ -55,8 +55,9 @@ class _RemoteTask:
         self.task = get_task(task_id)
         self.config = self.task.config(config)
         self.overrides = config
-        self.actions = action_codec(action, self.task.fleet.max_replicas)
-        self.observations = ObservationCodec(self.task, self.config, get_calibration(self.task.task_id), observation)
+        constants = get_calibration(self.task.task_id)
+        self.actions = action_codec(action, self.task.fleet.max_replicas, constants.replica_knobs)
+        self.observations = ObservationCodec(self.task, self.config, constants, observation)
         self._mask = action_mask(self.task.active_actions)
 
     def knobs(self, actions: NDArray[Any], n_rows: int) -> FloatArray:

@@ -7,6 +7,7 @@ same answer again. Sessions outlive the connection, the client and the server's 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -110,8 +111,9 @@ class _Client:
 class InferenceGymHTTP(_Client):
     """One serving episode on a server, over HTTP.
 
-    ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``'s. ``timeout_s`` bounds one
-    attempt; after a lost answer, a busy server or a restart there are up to ``retries`` more.
+    ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``'s. ``api_key`` is by default read
+    from the environment variable INFERENCEGYM_API_KEY. ``timeout_s`` bounds one attempt; after a lost answer, a busy
+    server or a restart there are up to ``retries`` more.
     """
 
     def __init__(
@@ -258,6 +260,7 @@ class AsyncInferenceGymHTTP(_Client):
         return json_of(answer)
 
 
-def key_header(api_key: str | None) -> dict[str, str]:
-    """HTTP headers that carry an API key."""
-    return {} if api_key is None else {"x-api-key": api_key}
+def key_header(api_key: str | None = None) -> dict[str, str]:
+    """HTTP headers that carry an API key; if it is None, the first key in INFERENCEGYM_API_KEY."""
+    key = api_key or os.environ.get("INFERENCEGYM_API_KEY", "").partition(",")[0].strip()
+    return {"x-api-key": key} if key else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from inferencegym.client.http import key_header
 from inferencegym.client.openenv_types import (
     InferenceGymAction,
     InferenceGymObservation,
@@ -42,7 +43,8 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
 
     ``reset`` takes ``task_id``, ``seed``, ``config``, ``episode_id`` (a random one is made if it is left out),
     ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (continue ``episode_id``). Errors
-    are the same as in local use (:mod:`inferencegym.errors`). All other arguments are those of OpenEnv's ``EnvClient``.
+    are the same as in local use (:mod:`inferencegym.errors`). All other arguments are those of OpenEnv's ``EnvClient``;
+    ``headers`` has by default the API key in the environment variable INFERENCEGYM_API_KEY.
     """
 
     reconnect_s: float = 60.0
@@ -56,7 +58,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     state_type: ClassVar[type[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"headers": key_header(), **kwargs})
         self.episode = Episode(self)
         """The episode and its connection, shared with the synchronous wrapper."""
         # Made now, as OpenEnv runs plain synchronous calls on the event loop of the first wrapper that it knows of.

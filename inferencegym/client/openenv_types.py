@@ -86,7 +86,7 @@ _STATE: Final = traffic.STATE_FIELDS
 
 
 class InferenceGymAction(models.ServeActionMessage, Action):  # type: ignore[misc]
-    """Action: the five knobs; a knob left out keeps its value, initially the naive baseline's.
+    """Action: the five knobs; a knob left out keeps its value, initially its default.
 
     ``quant_tier`` is 0, 1, 2 or "FP16", "INT8", "INT4". ``metadata["step"]`` may number the step, counting from 1: sent
     again, the same step with the same knobs gives the same answer and is not played twice.
@@ -110,7 +110,7 @@ class InferenceGymObservation(Observation):  # type: ignore[misc]
     spec_accept_rate: Annotated[float, _unchecked(_OBSERVATION["spec_accept_rate"])]
     priority_distribution: Annotated[
         list[float],
-        Field(description="shares of the last 50 steps' arrivals: " + ", ".join(models.PRIORITY_CLASSES)),
+        Field(description="shares of the last 50 seconds' arrivals: " + ", ".join(models.PRIORITY_CLASSES)),
     ]
     timestep: Annotated[int, _unchecked(_OBSERVATION["timestep"])]
     cost_so_far: Annotated[float, _unchecked(_OBSERVATION["cost_so_far"])]

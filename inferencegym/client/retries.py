@@ -75,9 +75,8 @@ class Retries:
 class Server:
     """JSON client of any HTTP server; errors are :class:`RemoteError` with the server's own message."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
         self._retries = Retries()
 

@@ -24,7 +24,7 @@ ACTION_SIZE: Final = len(ACTION_FIELDS)
 ACTION_LOW: Final = KNOB_LOW
 ACTION_HIGH: Final = KNOB_HIGH
 FORCED: Final = KNOB_DEFAULTS
-"""Values of knobs that a task does not offer: those of the naive baseline."""
+"""Values of knobs that a task does not offer: the defaults."""
 
 
 def action_mask(active_actions: Sequence[str]) -> NDArray[np.bool_]:

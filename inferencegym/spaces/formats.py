@@ -1,13 +1,15 @@
 """Formats of actions and observations for learners: Gymnasium spaces with declared bounds, for one row or many.
 
 Three action formats, each with all five knobs in the order of ``ACTION_FIELDS``, so that one policy fits every task;
-knobs that a task does not offer are ignored there. What a format decodes to is clamped and snapped by
-:func:`inferencegym.spaces.actions.snap`.
+knobs that a task does not offer are ignored there. A fourth is for tasks that scale. What a format decodes to is
+clamped and snapped by :func:`inferencegym.spaces.actions.snap`.
 
 - ``"box"``: five numbers in [-1, 1]. ``batch_size`` is on a logarithmic scale (0 is 23), the other knobs are spread
   evenly over the interval (``spec_length`` over its five choices, ``quant_tier`` over its three).
 - ``"natural"``: the knobs in their own units, from ``ACTION_LOW`` to ``ACTION_HIGH``.
 - ``"discrete"``: indices into :data:`LEVELS`.
+- ``"replicas"``: the number of replicas less one, a single choice; the five knobs stay as the task's capacity plan sets
+  them, as they do for autoscalers.
 
 Four observation formats: ``"raw"`` (14 numbers in their own units), ``"normalised"``
 (:func:`inferencegym.spaces.observations.normalise`), ``"scheduled"``, which adds the position of the next step in the
@@ -20,7 +22,7 @@ for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -166,6 +168,30 @@ class DiscreteCodec:
         return np.stack(nearest, axis=1)
 
 
+class ReplicasCodec:
+    """Choices among 1 to ``max_replicas`` replicas, each of which has the same five ``knobs``."""
+
+    def __init__(self, max_replicas: int, knobs: Sequence[float]) -> None:
+        self._most, self._knobs = max_replicas, np.array(knobs)
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        from gymnasium import spaces
+
+        return spaces.Discrete(self._most)
+
+    def decode(self, actions: NDArray[Any]) -> FloatArray:
+        """Knobs (B, 6) for actions (B,)."""
+        chosen = np.asarray(actions)
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or ((chosen < 0) | (chosen >= self._most)).any():
+            raise InvalidActionError("action", actions, f"an integer from 0 to below {self._most}")
+        return np.column_stack([np.tile(self._knobs, (len(chosen), 1)), chosen + 1.0])
+
+    def encode(self, knobs: FloatArray) -> NDArray[np.int64]:
+        """Actions (B,) for knobs (B, 6), whose first five are lost."""
+        return knobs[:, -1].astype(np.int64) - 1
+
+
 ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] = {
     "box": BoxCodec,
     "natural": NaturalCodec,
@@ -173,13 +199,19 @@ ACTION_CODECS: Final[dict[str, type[BoxCodec | NaturalCodec | DiscreteCodec]]] =
 }
 
 
-def action_codec(action: str, max_replicas: int | None = None) -> ActionCodec:
+def action_codec(
+    action: str, max_replicas: int | None = None, replica_knobs: Sequence[float] | None = None
+) -> ActionCodec:
     """Codec of an action format, with a sixth knob from 1 to ``max_replicas`` where the task scales.
 
-    Raises :class:`InvalidConfigError` listing the known formats.
+    ``replica_knobs`` are the five of :class:`inferencegym.tasks.Calibration`, for ``"replicas"``. Raises
+    :class:`InvalidConfigError` listing the formats that the task has.
     """
+    if action == "replicas" and max_replicas is not None and replica_knobs is not None:
+        return ReplicasCodec(max_replicas, replica_knobs)
     if action not in ACTION_CODECS:
-        raise refusal("action", action, f"one of {', '.join(ACTION_CODECS)}")
+        scaling = "" if max_replicas is None else ", replicas (once `inferencegym calibrate` has planned them)"
+        raise refusal("action", action, f"one of {', '.join(ACTION_CODECS)}{scaling}")
     return ACTION_CODECS[action](max_replicas)
 
 
@@ -268,7 +300,7 @@ class ObservationCodec:
             raise refusal("observation", observation, f"one of {', '.join(OBSERVATION_FORMATS)}")
         self._normalised = observation != "raw"
         self.needs_fleet = observation == "full"
-        """Whether :meth:`encode` needs the seven numbers of the fleet beside the 14 of the observation."""
+        """Whether :meth:`encode` needs the seven numbers of the fleet in addition to the 14 of the observation."""
         scheduled = observation in ("scheduled", "full")
         self._schedule = schedule_features(task, config.episode_length) if scheduled else None
         self._length = config.episode_length
@@ -337,8 +369,8 @@ def reward_format(reward: str | None) -> tuple[RewardFormat, str | None]:
     seconds), as s / sqrt(1 + s^2) in [-1, 1]: near 0 it is s, so that an episode without overload returns its score.
     Other kinds stay as they are. Raises :class:`InvalidConfigError` for an unknown one.
     """
-    if reward not in (None, "plan", "grade", "scaled"):
-        raise refusal("reward", reward, "one of plan, grade, scaled")
+    if reward not in (None, "plan", "grade", "score", "scaled"):
+        raise refusal("reward", reward, "one of plan, grade, score, scaled")
     return (_share, "grade") if reward == "scaled" else (_unchanged, reward)
 
 

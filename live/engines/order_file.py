@@ -1,4 +1,4 @@
-"""Control file of vLLM's scheduler class: one controller at a time, and the user's setting beside its orders."""
+"""Control file of vLLM's scheduler class: one controller at a time; it also keeps the user's setting."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class VllmServer:
 
     Requests are served by priority (:class:`live.driver.EngineApi` sends their class), as the simulator does. ``venv``
     is the environment that vLLM is installed in. ``options`` are further options of ``vllm serve``; ``drafts`` above 0
-    turns on n-gram drafting of at most that many tokens; ``speculation`` are further settings of vLLM's for it. Output
-    goes to ``log_file``.
+    turns on n-gram drafting of at most that many tokens; ``speculation`` are further settings of vLLM's for it. Without
+    ``eager`` vLLM compiles the model and captures CUDA graphs, as it does by default. Output goes to ``log_file``.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class VllmServer:
         max_model_len: int = 1024,
         kv_blocks: int | None = None,
         drafts: int = 0,
+        eager: bool = True,
         speculation: Mapping[str, Any] | None = None,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -62,9 +63,9 @@ class VllmServer:
         scheduler = "LiveScheduler" if drafts else "LiveAsyncScheduler"
         self._command = [
             "nice", str(self._program), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
-            "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(max_model_len),
+            "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len),
             "--max-num-seqs", str(max_num_seqs), "--scheduling-policy", "priority",
-            "--scheduler-cls", f"inferencegym_scheduler.{scheduler}",
+            "--scheduler-cls", f"inferencegym_scheduler.{scheduler}", *(["--enforce-eager"] if eager else []),
             *(["--num-gpu-blocks-override", str(kv_blocks)] if kv_blocks else []), *options,
         ]  # fmt: skip
         if drafts:

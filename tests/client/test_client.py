@@ -13,7 +13,13 @@ import httpx
 import pytest
 
 from env.inference_env import InferenceEnv
-from inferencegym.client import AsyncInferenceGymHTTP, InferenceGymHTTP, ServerError, ServerUnavailableError
+from inferencegym.client import (
+    AsyncInferenceGymHTTP,
+    InferenceGymEnv,
+    InferenceGymHTTP,
+    ServerError,
+    ServerUnavailableError,
+)
 from inferencegym.errors import (
     EpisodeDoneError,
     ForgedLogError,
@@ -23,6 +29,7 @@ from inferencegym.errors import (
     MalformedLogError,
     NotResetError,
     StepConflictError,
+    UnauthorizedError,
     UnknownSessionError,
     UnknownTaskError,
 )
@@ -231,13 +238,19 @@ def test_an_episode_goes_on_when_the_server_was_killed_and_started_again(tmp_pat
             assert stranger.step(ACTION) == local.step(ACTION)
 
 
-def test_an_api_key_is_sent(tmp_path: Path) -> None:
+def test_an_api_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server(tmp_path, api_key="a-long-secret", store_url="memory://") as server:
         with InferenceGymHTTP(server.url, api_key="a-long-secret") as client:
             client.reset()
-        with InferenceGymHTTP(server.url) as client, pytest.raises(ServerError) as refused:
+        with InferenceGymHTTP(server.url) as client, pytest.raises(UnauthorizedError, match="set INFERENCEGYM_API_KEY"):
             client.reset()
-        assert (refused.value.code, refused.value.status) == ("unauthorized", 401)
+        with pytest.raises(ConnectionError, match="HTTP 401"), InferenceGymEnv(base_url=server.url).sync():
+            pass
+        monkeypatch.setenv("INFERENCEGYM_API_KEY", "a-long-secret,the-old-one")
+        with InferenceGymHTTP(server.url) as client, InferenceGymEnv(base_url=server.url).sync() as env:
+            assert client.reset().slo_violation_rate == env.reset().observation.slo_violation_rate == 0
+        with InferenceGymHTTP(server.url, api_key="wrong") as client, pytest.raises(UnauthorizedError):
+            client.reset()
 
 
 def test_the_http_client_needs_neither_the_simulator_nor_openenv() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from numpy.typing import NDArray
 
+from agents.policies.autoscalers import ReplicaPlan
 from env.batch import ServingBatch
 from env.dynamics import FluidFleet
 from env.gym import InferenceGymEnv
@@ -188,6 +190,23 @@ def test_gymnasium_environments_have_a_sixth_knob_that_codecs_keep(form: str) ->
     assert one.observation_space.contains(alone)
     assert seen.shape == (2, *one.observation_space.shape)  # type: ignore[misc]
     assert many.batch.fleet.replicas.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("task_id", SCALING)
+def test_an_action_of_replicas_alone_leaves_the_other_knobs_to_the_capacity_plan(task_id: Any) -> None:
+    one, many = InferenceGymEnv(task_id, action="replicas"), VectorInferenceEnv(2, task_id, action="replicas")
+    most = many.task.fleet.max_replicas
+    assert one.action_space == many.single_action_space == spaces.Discrete(most)
+    one.reset(seed=1)
+    many.reset(seed=1)
+    one.step(np.int64(1))
+    many.step(np.array([most - 1, 1]))
+    assert many.batch.fleet.replicas.tolist() == [most, 2.0]
+    plan = from_row(np.append(ReplicaPlan.of(get_task(task_id)).plan.row(), 2.0))
+    assert one.episode_log[0]["action"] == plan.to_dict()
+    for wrong in (np.array([most, 0]), np.array([-1, 0]), np.array([0.5, 0.0]), np.array([[0, 0]])):
+        with pytest.raises(InvalidActionError, match=f"an integer from 0 to below {most}"):
+            many.step(wrong)
 
 
 def test_the_forecast_is_right_on_average_and_wrong_in_an_episode() -> None:

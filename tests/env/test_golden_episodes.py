@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,22 @@ def test_a_packed_episode_is_the_episode() -> None:
     packed = golden.pack(rows)
     assert packed == {"a": [[3, 1.5], 2], "b": "= a", "c": [True, True, None, None]}
     assert golden.unpack(packed) == rows
+
+
+def test_writing_keeps_what_is_the_same_within_the_tolerance_and_counts_what_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    episode = next(one for one in EPISODES if one["family"] == "traffic")
+    rows, grades = golden.play(episode)
+    rows, grades = [golden.rounded_row(row) for row in rows], {n: golden.rounded_row(g) for n, g in grades.items()}
+    column = next(name for name, value in rows[1].items() if isinstance(value, float) and value > 1.0)
+    monkeypatch.setattr(golden, "planned", lambda: iter([{**episode}]))
+    monkeypatch.setattr(golden, "play", lambda _: (rows, grades))
+    path = tmp_path / "episodes.json"
+    assert golden.write(path).endswith("1 episodes added, 0 episodes removed")
+    recorded = path.read_bytes()
+    rows = [{**row, **({column: row[column] * (1 + 1e-8)} if column in row else {})} for row in rows]
+    assert golden.write(path).startswith("0 columns changed, 0 columns added, 0 columns removed, 0 episodes added")
+    assert path.read_bytes() == recorded
+    rows = [{**row, "new": 1.0, **({column: row[column] * 1.01} if column in row else {})} for row in rows]
+    assert golden.write(path).startswith("1 columns changed, 1 columns added, 0 columns removed, 0 episodes added")

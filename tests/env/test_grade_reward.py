@@ -102,7 +102,7 @@ def test_the_mean_reward_of_a_whole_episode_of_which_nothing_is_cut_is_its_grade
     seed=st.integers(0, 2**31),
     length=st.integers(1, 60),
     hold=st.integers(1, 20),
-    reward=st.sampled_from(["plan", "grade"]),
+    reward=st.sampled_from(["plan", "grade", "score"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_grade_so_far_is_the_grade_of_the_seconds_so_far_and_at_the_end_the_score(
@@ -119,6 +119,29 @@ def test_the_grade_so_far_is_the_grade_of_the_seconds_so_far_and_at_the_end_the_
             assert info["grade_so_far"]["score"] == pytest.approx(grade["score"], abs=1e-9)
             assert info["grade_so_far"]["breakdown"] == pytest.approx(grade["breakdown"], abs=1e-9)
         assert info["grade_so_far"]["score"] == pytest.approx(info["score"], abs=1e-9)
+
+
+@given(
+    task_id=st.sampled_from(TASKS),
+    seed=st.integers(0, 2**31),
+    length=st.integers(1, 60),
+    hold=st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_rewards_of_the_score_sum_to_it_whatever_is_cut(task_id: Any, seed: int, length: int, hold: int) -> None:
+    env = InferenceEnv(task_id=task_id, reward="score", hold=hold, config={"episode_length": length})
+    rng = np.random.default_rng(seed)
+    for episode in range(2):  # the second starts anew
+        env.reset(seed=seed + episode)
+        done, second, total, parts = False, 0, 0.0, dict[str, float]()
+        while not done:
+            _, reward, done, info = env.step(from_row(snap(random_knobs(rng, 1), np.ones(5, dtype=np.bool_))[0]))
+            second, total = min(second + hold, length), total + reward
+            parts = {name: parts.get(name, 0.0) + term for name, term in info["reward_terms"].items()}
+            assert abs(reward) <= 1.0
+            assert total == pytest.approx(info["grade_so_far"]["score"] * second / length, abs=1e-9)
+        assert total == pytest.approx(info["score"], abs=1e-9)
+        assert parts == pytest.approx(info["breakdown"], abs=1e-9)
 
 
 # ---------------------------------------------------------------- numbers by hand
@@ -277,7 +300,11 @@ def test_which_reward_is_paid_changes_nothing_but_the_reward() -> None:
 
 @pytest.mark.parametrize(
     ("config", "field"),
-    [({"reward": "score"}, "config.reward"), ({"reward": 1}, "config.reward"), ({**GRADE, "beta": 0.2}, "config.beta")],
+    [
+        ({"reward": "scores"}, "config.reward"),
+        ({"reward": 1}, "config.reward"),
+        ({**GRADE, "beta": 0.2}, "config.beta"),
+    ],
 )
 def test_an_unknown_reward_and_weights_of_the_grade_are_refused(config: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfigError) as refused:

@@ -57,7 +57,7 @@ from inferencegym.spaces.formats import (
     reward_format,
     schedule_features,
 )
-from inferencegym.tasks import get_calibration, get_task, list_tasks
+from inferencegym.tasks import TaskSpec, get_calibration, get_task, list_tasks
 from inferencegym.traffic import STATE_FIELDS
 from tests.servers import RunningServer, running_server
 
@@ -79,11 +79,15 @@ def test_every_task_has_a_versioned_id() -> None:
     assert named <= set(SERVING + TRAFFIC) <= set(gymnasium.registry)
 
 
-@pytest.mark.parametrize("gym_id", [task.gym_id for task in list_tasks(include_recorded=True)])
-def test_the_second_version_of_an_id_differs_in_the_defaults_for_learners_alone(gym_id: str) -> None:
-    usual = {"observation": "full", "action": "discrete", "reward": "grade", "hold": 5}
-    second, first = gymnasium.make(ig.registered_id(gym_id, 2)), gymnasium.make(ig.registered_id(gym_id), **usual)
-    rows = gymnasium.make_vec(ig.registered_id(gym_id, 2), num_envs=2)
+@pytest.mark.parametrize("task", list_tasks(include_recorded=True), ids=lambda task: str(task.task_id))
+def test_the_second_version_of_an_id_differs_in_the_defaults_for_learners_alone(task: TaskSpec) -> None:
+    scales = task.fleet.max_replicas is not None
+    usual: dict[str, Any] = {"observation": "full", "action": "discrete", "reward": "grade", "hold": 20}
+    if scales:
+        usual |= {"action": "replicas", "hold": 5}
+    second = gymnasium.make(ig.registered_id(task.gym_id, 2))
+    first = gymnasium.make(ig.registered_id(task.gym_id), **usual)
+    rows = gymnasium.make_vec(ig.registered_id(task.gym_id, 2), num_envs=2)
     length = second.unwrapped.config.episode_length
     assert second.observation_space == first.observation_space == rows.single_observation_space
     seen, _ = second.reset(seed=4)
@@ -296,6 +300,8 @@ def test_unknown_formats_are_refused_with_those_there_are() -> None:
         ig.InferenceGymEnv(1, action="boxes")
     assert refused.value.field == "action"
     assert "box, natural, discrete" in str(refused.value)
+    with pytest.raises(InvalidConfigError, match=r"one of box, natural, discrete$"):
+        ig.InferenceGymEnv(1, action="replicas")
     with pytest.raises(InvalidConfigError) as refused:
         ig.InferenceGymEnv(1, observation="scaled")
     assert refused.value.field == "observation"

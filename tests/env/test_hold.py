@@ -64,7 +64,7 @@ def played(task_id: Any, seed: int, config: dict[str, Any], actions: list[ServeA
     seed=st.integers(0, 2**31),
     hold=st.integers(1, 60),
     length=st.integers(1, 70),
-    pay=st.sampled_from(["plan", "grade"]),
+    pay=st.sampled_from(["plan", "grade", "score"]),
 )
 @settings(max_examples=8)
 def test_a_held_step_is_as_many_single_steps_with_the_same_action(

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,14 +20,18 @@ from inferencegym.grade_keys import Grade
 from inferencegym.models import ACTION_FIELDS
 from inferencegym.task_files import Knob
 from inferencegym.tasks import (
+    CALIBRATION_FILE,
     DATA_DIR,
+    HARDWARE_CALIBRATION_FILE,
     TASKS_ENV,
     AcceptanceStage,
     Burst,
     Calibration,
     Fleet,
     TaskSpec,
+    fingerprint,
     get_calibration,
+    get_task,
     list_tasks,
     load_task_file,
 )
@@ -152,6 +157,49 @@ def test_constants_measured_beside_a_file_come_before_those_of_its_entries(
     measured = {"floor_tps": 10, "optimal_tps": 20, "max_throughput_tps": 30, "price": 0.5}
     (tmp_path / "mine.calibration.json").write_text(json.dumps({"tasks": {"mine": measured}}), encoding="utf-8")
     assert get_calibration("mine") == Calibration(10, 20, 30, 0.5)
+
+
+def test_the_shipped_constants_were_measured_for_the_shipped_tasks() -> None:
+    for file in (CALIBRATION_FILE, HARDWARE_CALIBRATION_FILE):
+        entries = json.loads(file.read_text(encoding="utf-8"))["tasks"]
+        assert {key: entry["fingerprint"] for key, entry in entries.items()} == {
+            key: fingerprint(get_task(key)) for key in entries
+        }
+
+
+@pytest.mark.parametrize("where", ["beside the file", "in the entry"])
+def test_constants_of_a_task_that_has_changed_since_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    measured = {**CONSTANTS, "fingerprint": fingerprint(load(tmp_path))}
+
+    def define(name: str, **changes: Any) -> None:
+        inside = {"calibration": measured} if where == "in the entry" else {}
+        path = tmp_path / name
+        path.write_text(json.dumps({"tasks": {"mine": entry(**inside, **changes)}}), encoding="utf-8")
+        if not inside:
+            beside = json.dumps({"tasks": {"mine": measured}})
+            path.with_suffix(".calibration.json").write_text(beside, encoding="utf-8")
+        monkeypatch.setenv(TASKS_ENV, str(path))
+
+    define("worded.json", description="Another text.", adaptive_gap=0.1)
+    assert get_calibration("mine") == Calibration(1, 2, 3, 0.1)
+    for i, change in enumerate(({"n_replicas": 2}, {"slo_target_ms": 301}, {"cost_budget_episode": 6})):
+        define(f"changed-{i}.json", **change)
+        with pytest.raises(InvalidConfigError) as refused:
+            get_calibration("mine")
+        assert str(refused.value) == (
+            "task 'mine' has changed since it was calibrated: run `inferencegym calibrate --task mine`"
+        )
+
+
+def test_the_fingerprint_of_a_task_with_a_trace_is_that_of_its_requests(tmp_path: Path) -> None:
+    task = get_task("azure-conv")
+    moved = tmp_path / "moved.npz"
+    moved.write_bytes(Path(str(task.trace)).read_bytes())
+    assert fingerprint(replace(task, trace=str(moved))) == fingerprint(task)
+    other = str(get_task("azure-code").trace)
+    assert fingerprint(replace(task, trace=other)) != fingerprint(task)
 
 
 def test_a_grade_of_throughput_needs_an_optimum_above_its_floor(
@@ -313,6 +361,7 @@ def test_every_default_of_a_task_is_the_documented_one(tmp_path: Path) -> None:
         ({"max_replicas": 3, "n_replicas": 4}, "n_replicas=4 is not allowed: it must be at most max_replicas"),
         ({"day": {"relative_rates": [1]}}, "day.relative_rates=[1] is not allowed: it must be an array of 2 to 96"),
         ({**LOGNORMAL, "day": DAY, "trace": "gone.npz"}, "day='given' is not allowed: it must be left out with"),
+        ({"hardware": "nope"}, "hardware='nope' is not in the catalogue: choose one of a100-40gb, "),
         # Trace and constants
         ({"trace": "gone.npz"}, "trace='gone.npz' is not allowed: it must be a packed trace, as `inferencegym import-"),
         ({"trace": "mine.json"}, "trace='mine.json' is not allowed: it must be a packed trace, as `inferencegym impor"),
@@ -369,7 +418,10 @@ def test_what_is_not_a_task_file_is_refused_by_name(tmp_path: Path, text: str, w
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
-        ({"1": entry()}, "task id 1 is already taken; choose another"),
+        (
+            {"1": entry()},
+            r"mine\.json: task id 1 is already taken by .*workload_configs\.json; choose another, or leave",
+        ),
         ({"mine": entry(gym_id="StaticUniform")}, "gym_id='StaticUniform' is already used by task '1'"),
         ({"lunch-desk": entry(), "lunch_desk": entry()}, "gym_id='LunchDesk' is already used by task 'lunch-desk'"),
     ],
@@ -401,4 +453,5 @@ def test_a_mistake_stops_the_start_of_the_server_with_one_line(tmp_path: Path, w
     )
     assert started.returncode == 1
     (line,) = started.stderr.splitlines()
-    assert line.startswith(f"The server was not started. {path}: task 'mine': output_mean_tokens[0]='a' is not allowed")
+    said = json.loads(line)["message"]
+    assert said.startswith(f"The server was not started. {path}: task 'mine': output_mean_tokens[0]='a' is not allowed")

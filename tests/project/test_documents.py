@@ -34,7 +34,7 @@ from inferencegym.tasks import get_task
 from setup import whole_source
 from simulator.kernel.serving import EngineParams
 from tests.ops.test_import_bench import benchmark
-from tests.servers import RunningServer
+from tests.servers import RunningServer, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
@@ -93,7 +93,7 @@ def shell(script: str, folder: Path, **settings: str) -> str:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **settings},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MINARI_DATASETS_PATH": str(folder), **settings},
         capture_output=True,
         text=True,
         check=False,
@@ -120,6 +120,16 @@ def test_the_quickstart_is_five_lines_and_ends_with_a_verified_score(server: Run
     assert (graded["verified"], graded["done"], graded["steps"]) == (True, True, 200)
     played = evaluate('constant:{"batch_size": 128, "kv_budget": 0.9, "quant_tier": "INT8"}', get_task(3), [42])
     assert graded["score"] == pytest.approx(played.scores[0], abs=1e-6)
+
+
+def test_the_quickstart_plays_on_a_server_with_a_key_and_prints_what_is_missing_without_it(tmp_path: Path) -> None:
+    (block,) = (each for each in every("bash", "README.md") if "curl" in each.text)
+    with running_server(tmp_path, api_key="correct horse", store_url="memory://") as server:
+        # An interactive shell goes on after a command that failed.
+        script = "set +e\n" + block.text.replace("http://localhost:7860", server.url)
+        assert '"verified":true' in shell(script, tmp_path, INFERENCEGYM_API_KEY="correct horse")
+        refused = shell(script.replace("seq 199", "seq 1"), tmp_path)
+    assert refused.count('"code":"unauthorized","next":"set INFERENCEGYM_API_KEY') == 2, "of the step and of the grade"
 
 
 def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
@@ -284,16 +294,24 @@ def render_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("document", RENDERED)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_generated_blocks_are_what_code_and_measurements_give(document: str, render_docs: ModuleType) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "run `python scripts/render_docs.py`"
 
 
-def test_every_generated_block_stands_in_one_document(render_docs: ModuleType) -> None:
-    texts = [(ROOT / document).read_text(encoding="utf-8") for document in RENDERED]
+def test_every_generated_block_stands_in_one_document_and_the_errors_in_two(render_docs: ModuleType) -> None:
+    texts = [(ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS]
     found = [match["name"] for text in texts for match in render_docs.BLOCK.finditer(text)]
-    assert sorted(found) == sorted(render_docs.BLOCKS)
+    assert sorted(found) == sorted([*render_docs.BLOCKS, "fidelity-in-short"])  # README.md and docs/fidelity.md
+
+
+def test_the_tables_of_every_run_stay_in_the_results_file(render_docs: ModuleType) -> None:
+    whole = (render_docs.RESULTS / "learning.md").read_text(encoding="utf-8")
+    shown = render_docs.BLOCKS["learning"]()
+    assert "| training seed |" in whole
+    assert "| training seed |" not in shown
+    assert shown.endswith("[Further tables](../benchmarks/results/learning.md) are in the results file.")
 
 
 def test_the_constants_of_the_dynamics_are_those_of_the_engine() -> None:
@@ -316,14 +334,18 @@ def table_rows(document: str, block: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("agent", ["naive", "heuristic"])
 def test_the_scores_of_the_readme_are_measured_again(agent: str, render_docs: ModuleType) -> None:
     """All 30 held-out seeds, five in the reference: the numbers must come out as printed, stricter than intervals."""
-    shown = table_rows("README.md", "scores")[render_docs.SCORE_ROWS[agent]]
+    row = {"heuristic": "rules"}.get(agent, agent)
+    shown = table_rows("README.md", "scores")[render_docs.SCORE_ROWS[row]]
+    references = json.loads((render_docs.RESULTS / "policy_fidelity.json").read_text(encoding="utf-8"))["tasks"]
     measured = []
-    for task_id in (1, 2, 3):
+    for task_id in (3, 2, 1):
         task = get_task(task_id)
         score = interval(evaluate(agent, task).scores)
+        measured.append(f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]")
         played = run_episodes(task, make_agent(agent, task), HELD_OUT_SEEDS[:5], dynamics=ReferenceFleet)
-        measured += [f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]", f"{played.scores().mean():.3f}"]
-    assert measured == shown
+        listed = references[str(task_id)]["agents"][agent]["reference"]["score"]
+        assert f"{played.scores().mean():.3f}" == f"{listed:.3f}"
+    assert measured == shown[1:]
 
 
 def test_no_controller_of_the_documents_table_beats_the_exact_optimum() -> None:
@@ -347,3 +369,16 @@ def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: P
     assert text == (results / "performance.md").read_text(encoding="utf-8")
     for interface in ("InferenceEnv", "gymnasium.make", "gymnasium.make_vec", "HTTP", "WebSocket", "/step/batch"):
         assert interface in text
+
+
+# --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
+
+
+def test_the_agent_of_the_contributors_tour_plays(tmp_path: Path) -> None:
+    (block,) = every("python", "CONTRIBUTING.md")
+    (tmp_path / "queue_agent.py").write_text(block.text, encoding="utf-8")
+    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`(inferencegym evaluate --task 3 --agent [^`]+)`", tour)
+    (result,) = json.loads(shell(f"{command} --agent naive --seeds 2 --json", tmp_path))["results"]
+    own, naive = (agent["score"]["mean"] for agent in result["agents"])
+    assert own > naive

@@ -193,8 +193,9 @@ def test_the_tree_holds_no_symbolic_link() -> None:
     assert [str(path.relative_to(ROOT)) for path in tracked_files() if stat.S_ISLNK(path.lstat().st_mode)] == []
 
 
-def test_the_manifest_states_the_version_of_the_package() -> None:
-    manifest = yaml.safe_load((ROOT / "openenv.yaml").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("folder", ["", "env/traffic/", "env/rollouts/"])
+def test_each_manifest_states_the_version_of_the_package(folder: str) -> None:
+    manifest = yaml.safe_load((ROOT / f"{folder}openenv.yaml").read_text(encoding="utf-8"))
     assert manifest["version"] == inferencegym.__version__
 
 
@@ -461,4 +462,6 @@ def test_compose_serves_development_and_two_replicas_behind_a_proxy() -> None:
     assert services["replica"]["environment"]["INFERENCEGYM_STORE_URL"].startswith("redis://redis:")
     proxy = compose["configs"]["proxy"]["content"]
     assert "proxy_pass http://replicas;" in proxy
+    # With "consistent", nginx gives each client all addresses of a name in turn, and batch sessions are not found.
+    assert "hash $$remote_addr$$http_x_client_id;" in proxy
     assert re.search(r"proxy_set_header Upgrade \$\$http_upgrade;", proxy), "WebSocket needs the upgrade header"
