@@ -259,8 +259,9 @@ def test_seeds_are_described_as_integers_of_63_bits_and_a_log_is_verified_with_o
     reset, grader = paths[f"{at}/reset"]["post"], paths[f"{at}/grader"]["post"]
     assert seeds(reset["requestBody"])[0]["anyOf"] == either
     assert seeds(reset["responses"]["200"]) == [whole]
-    # Of a session, of a log, and of a log to verify
-    assert seeds(grader["requestBody"]) == [{"anyOf": either}, {"anyOf": either}, whole]
+    # Of a session, of a log, of a log to verify, and of the caller's latest episode, which /traffic grades too
+    latest = [{"anyOf": either}] if at == "/traffic" else []
+    assert seeds(grader["requestBody"]) == [{"anyOf": either}, {"anyOf": either}, whole, *latest]
 
 
 # ---------------------------------------------------------------- who may ask, how often
