@@ -1,8 +1,8 @@
 """How far measured latencies lie above those of the discrete-event reference, by card and band of load.
 
-``ops/data/margins.json`` holds quantiles of measured / simulated latency over public runs
-(``python -m benchmarks.fidelity.hardware --margins`` writes it). A figure times the 90th percentile of that ratio is
-reached by nine of ten measured runs like it.
+``ops/data/margins.json`` holds median and 90 % bound of measured / simulated latency over public runs
+(``python -m benchmarks.fidelity.hardware --margins`` writes it). The bound is the smallest ratio that a further run
+like them stays below with a probability of at least 90 %, as in split conformal prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT: Final = "not"
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Measured over simulated latency: median and 90th percentile over ``points`` figures of runs on ``card``.
+    """Measured over simulated latency: median and 90 % bound ``p90`` from ``points`` figures of runs on ``card``.
 
     Both are at least 1, so that an error in the user's favour excuses no missed limit. ``own`` is False if the card
     asked for was not measured: then it is the largest ratio of the others.

@@ -101,7 +101,7 @@ class Plan:
     ``meets`` says whether margin, share of requests in time and number of replicas are sufficient and the fleet never
     ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
     ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
-    ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if the 90th percentile of the errors is within the limits
+    ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if figures times the 90 % bound are within the limits
     too; otherwise ``"not"``. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware``
     is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and so has each of
     ``prefill_replicas``, which only prefill (0: replicas prefill themselves). ``tokens_per_s`` and

@@ -207,7 +207,7 @@ def print_widths() -> None:
 
 
 def write_margins() -> None:
-    """Write quantiles of measured latency / latency in the discrete-event reference, by quantity, card and band.
+    """Write median and 90 % bound of measured latency / latency in the reference, by quantity, card and band.
 
     The runs are AccelMark's, the *fit* runs of the open suite and, for TPOT only, the closed loops of
     ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits.
@@ -236,12 +236,21 @@ def write_margins() -> None:
 
 
 def _ratio(bands: Mapping[str, list[float]], band: str) -> dict[str, float]:
-    """Quantiles of a band, or of all bands if it has too few figures."""
+    """Median and :func:`bound_90` of a band, or of all bands if it has too few figures."""
     values = bands.get(band, [])
     if len(values) < LEAST_FIGURES:
         values = [each for more in bands.values() for each in more]
-    p50, p90 = np.quantile(values, (0.5, 0.9))
-    return {"p50": round(float(p50), 3), "p90": round(float(p90), 3), "points": len(values)}
+    return {"p50": round(float(np.median(values)), 3), "p90": round(bound_90(values), 3), "points": len(values)}
+
+
+def bound_90(values: Sequence[float]) -> float:
+    """Smallest of the values that a further one like them stays below with a probability of at least 90 %.
+
+    It is the k-th smallest of n with k = ceil(0.9 (n + 1)), as in split conformal prediction; an interpolated quantile
+    is too small for few values. With fewer than 9 no value is large enough, and it is the largest.
+    """
+    ordered, k = sorted(values), -(-9 * (len(values) + 1) // 10)
+    return float(ordered[min(k, len(ordered)) - 1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

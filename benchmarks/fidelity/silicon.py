@@ -108,6 +108,8 @@ def closed_loops() -> tuple[list[ClosedLoop], Counter[str]]:
             loop = _closed_loop(row)
             if isinstance(loop, str):
                 left_out[loop] += 1
+            elif loop in found:
+                left_out["listed twice"] += 1
             else:
                 found.append(loop)
     return found, left_out

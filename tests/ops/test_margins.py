@@ -36,8 +36,8 @@ def test_a_card_without_measurements_takes_the_largest_error_of_the_others() -> 
         assert own.p90 == stated["tpot"]["h100"][band]["p90"]
         assert not missing.own
         assert missing.p90 == max(bands[band]["p90"] for bands in stated["tpot"].values())
-    # TTFT was measured on two cards; on the H100 it lies further from the simulation.
-    assert ratio("ttft", "h200_sxm", "knee") == replace(ratio("ttft", "h100_sxm", "knee"), own=False)
+    # TTFT was measured on two cards; of a request alone it lies further from the simulation on the H100.
+    assert ratio("ttft", "h200_sxm", "light") == replace(ratio("ttft", "h100_sxm", "light"), own=False)
 
 
 def test_a_verdict_is_as_sure_as_the_errors_allow() -> None:

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("aiconfigurator_core", reason="the extra `hardware` is not installed")
 
 from benchmarks.fidelity import open_suite
+from benchmarks.fidelity.hardware import bound_90
 from benchmarks.fidelity.open_suite import (
     DATA,
     QUANTITIES,
@@ -63,3 +64,12 @@ def test_a_latency_is_covered_up_to_the_ratio_that_plans_allow_for() -> None:
     measured = {"TTFT p50": ttft - 0.1, "TTFT p99": ttft + 0.1, "TPOT p50": tpot - 0.1, "tokens/s": 1.0}
     run = Run("a source", "a100_sxm", "llama-3.1-70b", "a load", "light", measured, simulated)
     assert covered(run) == {"TTFT p50": True, "TTFT p99": False, "TPOT p50": True}
+
+
+def test_a_further_value_stays_below_the_bound_in_nine_of_ten_cases() -> None:
+    # Of n + 1 values in random order the last one has each rank equally often: 18 of 20, 44 of 48 are below.
+    assert bound_90([float(i) for i in range(19, 0, -1)]) == 18.0
+    assert bound_90([float(i) for i in range(1, 48)]) == 44.0
+    # Nine values are the fewest that suffice.
+    assert bound_90([float(i) for i in range(1, 10)]) == 9.0
+    assert bound_90([3.0, 1.0, 2.0]) == 3.0

@@ -117,7 +117,7 @@ class PlanTab {
       el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
-      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90th percentile. Green fleets meet all objectives." }),
+      el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Green fleets meet all objectives." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
       folded("All figures of these fleets", table("Figures", head, plans.map(row))));
     const other = [];
@@ -177,7 +177,7 @@ function verdict(report, priced) {
   return `Rent ${rent(plan)}, set to ${settingOf(plan)}${cost}: ${plan.verdict === "likely" ? "likely to meet" : "meets with 90 % certainty"} ${asked}.`;
 }
 
-/** Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines reach to the 90th percentile. */
+/** Cost of all fleets tried against a latency that an objective bounds (`ttft_p99=500`), at the median error of measured runs; lines reach to the 90 % bound. */
 function picture(report, priced, objective) {
   const [, quantity, statistic, limit] = objective.match(/^(\w+)_(\w+)=(.*)$/);
   const [width, height, left, bottom] = [560, 240, 56, 40];
