@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     profile = _profile(args.profile or source.card.engine)
     # Operators alone take seconds, less than starting processes.
     saturated = args.saturated or not args.system
-    path = build_table(out, source, profile, args.jobs if saturated else 1, progress=saturated, saturated=saturated)
+    jobs, notes = args.jobs if saturated else 1, source.listed_operators()
+    path = build_table(out, source, profile, jobs, progress=saturated, notes=notes, saturated=saturated)
     print(f"{path}: {path.stat().st_size} bytes, {', '.join(source.tiers)}, {time.perf_counter() - began:.1f} s")
     for warning in source.provenance(profile).get("warnings", []):
         print(f"warning: {warning}")

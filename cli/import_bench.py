@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(fit)
     if not args.fit_only:
-        notes = {"imported": fit.to_dict()}
+        notes = {"imported": fit.to_dict(), **fit.source.listed_operators()}
         # Cards of the measured files have all columns; those of the library's times are built in seconds without.
         full = isinstance(fit.source, MeasuredSource)
         path = build_table(

@@ -30,7 +30,7 @@ from aiconfigurator_core.sdk.perf_database import get_database_view
 
 from inferencegym.errors import InvalidConfigError
 from simulator.hardware.catalogue import hardware_data
-from simulator.hardware.kernel_times import KernelModel
+from simulator.hardware.kernel_times import KernelModel, operator_lists
 from simulator.hardware.operators import EXTRAPOLATED, INTERPOLATED, MEASURED, MODELLED, OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, Hardware
 from simulator.hardware.raw_keys import RawKeys
@@ -271,6 +271,10 @@ class AiconfiguratorSource(Source):
         parts = self._kernels[tier].support_ms(n_decode, prompt_tokens, rows, prompt_tokens)
         level = max(_level(part) for part in parts)
         return max(level, MODELLED) if draft_tokens else level
+
+    def listed_operators(self) -> dict[str, Any]:
+        """The operators of all precisions, because playing a table must not take this library."""
+        return {"operators": operator_lists(list(self._kernels.values()))}
 
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
         """Library, deployment, engine version, profile, shares of time by support, and warnings."""

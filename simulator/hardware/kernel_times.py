@@ -1,17 +1,17 @@
 """Iteration times composed of single operators, which are given one shape at a time or listed for a shipped table.
 
 :mod:`simulator.hardware.aiconfigurator` evaluates operators with its library. The catalogue's archive of operators
-lists the same times at the shapes that :class:`KernelModel` needs, so that shipped tables are played without the
-library.
+lists the same times at the shapes that :class:`KernelModel` needs, and so does the metadata of other tables that were
+built with it, so that tables are played without the library.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +210,47 @@ def listed_models(
             return None
         layers = archive[f"{digest}/layers"]
         found = {name: archive[f"{digest}/{name}"].astype(np.float64) for name in SHAPES}
+    return _models(tiers, layers, found, profile, kv_bytes_per_token)
+
+
+def operator_lists(tiers: Sequence[KernelTimes]) -> dict[str, Any]:
+    """Operator times of a table's precisions at all listed shapes, as its metadata states them (five digits)."""
+    every = [listed(kernels) for kernels in tiers]
+    stated = {name: [_rounded(one[name].tolist()) for one in every] for name in SHAPES}
+    return {"layers": [kernels.layers for kernels in tiers], **stated}
+
+
+def _rounded(times: Any) -> Any:
+    return [_rounded(each) for each in times] if isinstance(times, list) else float(f"{times:.5g}")
+
+
+def stated_models(
+    stated: Mapping[str, Any], tiers: tuple[str, ...], profile: EngineProfile, kv_bytes_per_token: float
+) -> tuple[OperatorModel, ...]:
+    """Operator models from :func:`operator_lists`; raises ValueError if these are not operator times."""
+    found = {name: np.array(stated.get(name), dtype=np.float64) for name in ("layers", *SHAPES)}
+    for name, shape in {"layers": (), **_LISTED}.items():
+        if found[name].shape != (len(tiers), *shape) or not ((found[name] >= 0.0) & (found[name] < 1e9)).all():
+            raise ValueError(f"operators.{name} must hold {(len(tiers), *shape)} times of at least 0 ms")
+    return _models(tiers, found.pop("layers"), found, profile, kv_bytes_per_token)
+
+
+_LISTED: Final = {
+    "linear": (len(ROWS),),
+    "head": (DENSE_ROWS,),
+    "attention": (len(ATTENTION_BATCHES), LAST_CONTEXT),
+    "prefill": (len(CHUNK_TOKENS), len(CHUNK_PREFIXES), len(CHUNK_BATCHES)),
+}
+"""Shape of each of :data:`SHAPES` for one precision."""
+
+
+def _models(
+    tiers: tuple[str, ...],
+    layers: FloatArray,
+    found: Mapping[str, FloatArray],
+    profile: EngineProfile,
+    kv_bytes_per_token: float,
+) -> tuple[OperatorModel, ...]:
     each = ({name: values[i] for name, values in found.items()} for i in range(len(tiers)))
     return tuple(
         KernelModel(tier, profile, ListedKernels(int(n), kv_bytes_per_token, times))

@@ -69,6 +69,10 @@ class Source(ABC):
     def provenance(self, profile: EngineProfile) -> dict[str, Any]:
         """Where the operator times come from, for the metadata of a table that is built with this profile."""
 
+    def listed_operators(self) -> dict[str, Any]:
+        """Metadata from which a table is played without this source; empty if the source needs no extra library."""
+        return {}
+
     def check_tier(self, tier: str) -> str:
         """Return the tier if it exists; raises :class:`InvalidConfigError` listing the tiers."""
         if tier not in self.tiers:

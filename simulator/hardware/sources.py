@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+from inferencegym.errors import TableError
 from simulator.hardware.engine_times import engine_source
-from simulator.hardware.kernel_times import listed_models
+from simulator.hardware.kernel_times import listed_models, stated_models
 from simulator.hardware.measured_model import MeasuredSource
 from simulator.hardware.operators import OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, engine, hardware, profiles
@@ -28,13 +30,33 @@ def source_of(meta: Mapping[str, Any]) -> Source:
 
 
 def operators_of(tables: ServingTables) -> tuple[OperatorModel, ...]:
-    """Operator models of a table by precision; those of shipped tables need no library."""
-    profile = engine_of(tables.meta)
-    found = listed_models(tables.sha256, tables.tiers, profile, float(tables.meta["kv_bytes_per_token"]))
-    if found is None:
-        source = source_of(tables.meta)
-        found = tuple(source.operators(tier, profile) for tier in tables.tiers)
-    return found
+    """Operator models of a table by precision, from the operators listed for it if there are any.
+
+    Raises :class:`TableError` if the table's metadata lists what cannot be operator times, or needs a library that is
+    not installed.
+    """
+    profile, bytes_per_token = engine_of(tables.meta), float(tables.meta["kv_bytes_per_token"])
+    found = listed_models(tables.sha256, tables.tiers, profile, bytes_per_token)
+    return _own_operators(tables) if found is None else found
+
+
+@lru_cache(maxsize=64)
+def _own_operators(tables: ServingTables) -> tuple[OperatorModel, ...]:
+    """Operator models of a table that does not ship."""
+    meta, profile = tables.meta, engine_of(tables.meta)
+    if "operators" in meta:
+        try:
+            return stated_models(meta["operators"], tables.tiers, profile, float(meta["kv_bytes_per_token"]))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TableError(f"{tables.path}: {error}; rebuild it with `inferencegym build-table`") from error
+    try:
+        source = source_of(meta)
+    except ModuleNotFoundError as error:
+        raise TableError(
+            f"{tables.path} was built by an earlier release and lists no operators: build it again with `inferencegym "
+            "build-table`, which also needs the extra 'hardware', or install that here"
+        ) from error
+    return tuple(source.operators(tier, profile) for tier in tables.tiers)
 
 
 def fleet_rules_of(tables: ServingTables) -> Mapping[str, Any]:

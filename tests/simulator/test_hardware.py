@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ pytest.importorskip("aiconfigurator_core", reason="the extra `hardware` is not i
 import aiconfigurator_core
 
 from cli.main import main
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InvalidConfigError, TableError
 from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment, kernels
 from simulator.hardware.catalogue import hardware_data, table_path
 from simulator.hardware.kernel_times import in_order
@@ -213,6 +215,34 @@ def test_listed_operators_give_the_librarys_iterations(name: str) -> None:
             for share, drafts in ((0.25, 0), (1.0, 2)):
                 stated = tables.kv_pool_tokens(at, share, drafts > 0)
                 assert stated == kv_capacity_tokens(source, tier_name, share, drafts)
+
+
+def test_a_built_table_is_played_without_the_library_and_gives_its_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "mine.parquet"
+    assert main(["build-table", "--system", "l40s", "--model", "qwen3-8b", "--out", str(out)]) == 0
+    tables = load_tables(out)
+    library = source_of(tables.meta).operators(tables.tiers[0], engine_of(tables.meta))
+    monkeypatch.setitem(sys.modules, "simulator.hardware.aiconfigurator", None)
+    assert main(["simulate", "--table", str(out), "--qps", "1"]) == 0
+    assert "ttft_p50_ms" in capsys.readouterr().out
+    listed = operators_of(tables)[0]
+    for n, context, chunks in ((1, 500, ()), (200, 900, ()), (20, 700, (Chunk(90), Chunk(2_500)))):
+        assert listed.step_ms(n, context, chunks) == pytest.approx(library.step_ms(n, context, chunks), rel=0.01)
+    halved = operators_of(tables.with_fp8_kv())[0]
+    assert halved.kv_bytes_per_token == listed.kv_bytes_per_token / 2
+
+
+def test_a_table_whose_operators_are_missing_or_damaged_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = load_tables(table_path("l40s-gpt-oss-20b"))
+    unknown = replace(tables, path="old.parquet", sha256="0" * 64)
+    damaged = replace(unknown, meta={**tables.meta, "operators": {"layers": [24]}})
+    monkeypatch.setitem(sys.modules, "simulator.hardware.aiconfigurator", None)
+    with pytest.raises(TableError, match=r"old\.parquet was built by an earlier release .* build it again"):
+        operators_of(unknown)
+    with pytest.raises(TableError, match=r"operators\.linear must hold .* rebuild it"):
+        operators_of(damaged)
 
 
 def test_a_table_of_any_deployment_is_built_with_ones_own_host_overheads(
