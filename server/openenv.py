@@ -41,6 +41,7 @@ from server.net.errors import InvalidJsonError, InvalidRequestError
 from server.net.json_io import SMALL, parse_object, to_json
 from server.net.limits import sender_of
 from server.net.slots import NoSlotError, Slot, Slots
+from server.net.websocket import PROTOCOL
 from server.schemas import EpisodeChoice, Seed, StepNumber, read_request
 from server.sessions.manager import LiveSession, StepResult
 from server.sessions.session import new_session_id
@@ -259,6 +260,8 @@ class PlayEndpoint(SlottedEndpoint):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, slot: Slot) -> None:
         connection = Connection(self._context, self._family, self._tools, scope, slot)
+        if (protocol := scope.get("state", {}).get(PROTOCOL)) is not None:
+            protocol.at_once = connection.at_once
         while (message := await receive())["type"] == "websocket.receive":
             answer = await connection.answer(message)
             if answer is None:
@@ -286,15 +289,29 @@ class Connection:
         self._taken = 0
         self._with_info = False
 
+    def at_once(self, text: bytes) -> str | None:
+        """Answer the episode's next step, if it needs no waiting; :meth:`answer` answers, or refuses, all else."""
+        # It meets the same errors.
+        with suppress(Exception):
+            sent = parse_object(text, "frame", SMALL)
+            data = sent["data"]
+            if sent["type"] == "step" and len(sent) == 2 and not data.pop("metadata", None) and self._shared is None:
+                assert self._live is not None
+                result = self._sessions.step_at_once(self._live, data, self._taken + 1, self._reset_id)
+                if result is not None:
+                    self._slot.played = time.monotonic()
+                    self._taken = result.number
+                    return self._stepped(result)
+        return None
+
     async def answer(self, message: AsgiMessage) -> str | None:
         """Answer a frame with a frame, which may be an error; None ends the connection."""
         try:
             sent = read_object_frame(message)
-            kind, data = sent.get("type"), sent.get("data")
-            # A step that is well formed needs no model, which takes as long as reading it.
-            if kind == "step" and isinstance(data, dict) and len(sent) == 2:
-                return await self._step(data)
             check_frame(sent)
+            kind, data = sent["type"], sent.get("data")
+            if kind == "step":
+                return await self._step(data or {})
             if kind == "reset":
                 return await self._reset(data or {})
             if kind == "state":

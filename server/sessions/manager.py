@@ -153,6 +153,7 @@ class SessionManager:
         self._max_waiting = settings.max_waiting_steps
         self._ttl_s = settings.session_ttl_s
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
+        self._touches: set[asyncio.Task[None]] = set()
         self._quota = UnfinishedQuota(store, settings.max_sessions_per_client)
         self._reopened = 0
         """Value of :meth:`SessionStore.reopened` when all sessions in memory were last known to be stored."""
@@ -233,6 +234,15 @@ class SessionManager:
         if not self.store.append_at_once(session_id, live.token, len(live.actions), wanted):
             return None
         return self._take(live, parsed, wanted)
+
+    def step_at_once(self, live: LiveSession, action: Any, number: int, reset_id: str) -> StepResult | None:
+        """:meth:`try_step`; a task marks the session as in use where that is due, after the result."""
+        result = self.try_step(live.session_id, action, number, reset_id=reset_id)
+        if result is not None and self._touch_is_due(live):
+            touch = asyncio.create_task(self._touch(live))
+            self._touches.add(touch)
+            touch.add_done_callback(self._touches.discard)
+        return result
 
     async def step(
         self,

@@ -169,6 +169,19 @@ def test_frames_cut_in_pieces_are_answered_in_their_order(server: RunningServer,
         assert [answer["data"]["observation"]["timestep"] for answer in answers] == list(range(21))
 
 
+def test_an_episode_that_ended_over_a_websocket_leaves_room_for_the_next_one(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_sessions_per_client="1") as server, dial(server) as peer:
+        client = opened(peer)
+        frames = [
+            b'{"type": "reset", "data": {"config": {"episode_length": 2}}}',
+            *[b'{"type": "step", "data": {}}'] * 2,
+        ]
+        for frame in frames * 5:
+            client.send_text(frame)
+            peer.sendall(b"".join(client.data_to_send()))
+            assert "observation" in texts(client, peer, 1)[0]["data"]
+
+
 def end_of(client: ClientProtocol, peer: socket.socket) -> int | None:
     """The code with which the server closes the connection; None without a close frame."""
     while client.close_rcvd is None and (data := peer.recv(65_536)):
