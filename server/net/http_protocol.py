@@ -14,6 +14,8 @@ MAX_INCOMPLETE_BYTES: Final = 524_288
 """Bytes that may arrive before a head, or a part of a body, is complete: the largest accepted head (64 KB) plus the
 largest read from a socket (256 KB), with some margin. httptools joins the pieces of an endless header again and again.
 """
+ARRIVED: Final = "inferencegym.arrived"
+"""Key of the scope's state that is set when the whole request has arrived."""
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +57,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self.incomplete_bytes = 0
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.scope["state"][ARRIVED] = True
+        super().on_message_complete()
 
 
 class OneWrite(asyncio.Transport):

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from inferencegym.messages import MAX_DEPTH
 from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError
+from server.net.http_protocol import ARRIVED
 
 REQUEST_ID_KEY: Final = "inferencegym.request_id"
 """Key of the ASGI scope for the request's id."""
@@ -94,8 +96,10 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise _too_large(limit)
     pieces, size = list[bytes](), 0
+    # A time limit costs more than reading a body that is there.
+    arrived = request.scope.get("state", {}).get(ARRIVED, False)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with nullcontext() if arrived else asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 pieces.append(piece)
                 size += len(piece)
