@@ -338,11 +338,11 @@ def exact(row: dict[str, Any], key: str) -> str:
 SCORE_ROWS = {
     "random": "random",
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
-    "vllm_defaults": "vLLM's defaults (256 slots, 90 % of the memory)",
-    "best_static": "best constant setting",
-    "rules": "a rule: the heuristic; on `autoscale-mix` HPA",
+    "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90 % of the memory)",
+    "best_static": "best constant",
+    "rules": "a rule: the heuristic; on `autoscale-mix` tuned HPA",
     "ppo": "PPO, from scratch (one training run)",
-    "best_adaptive": "best adaptive policy of a search",
+    "best_adaptive": "searched policy (`best_adaptive`)",
 }
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.policies.ceilings --task 3 --task autoscale-mix
 
 The timetable sets actions by the clock and observes nothing. It is searched on the training seeds, as the constant and
-the best adaptive policy are. The ceiling is the mean score of timetables that were searched on the very episode that
+the searched policy are. The ceiling is the mean score of timetables that were searched on the very episode that
 they play: a lower bound of what perfect foresight gives. All but the ceiling are means over 30 held-out seeds, with
 95 % intervals of the differences from the constant, paired by seed.
 """
@@ -36,9 +36,9 @@ CLAIRVOYANT_CHILDREN = 192
 
 def agents_of(task: TaskSpec) -> dict[str, str]:
     """Policies that observe, by the name that the table gives them."""
-    found = {"heuristic": "heuristic", "best adaptive": "best_adaptive"}
+    found = {"heuristic": "heuristic", "searched policy": "best_adaptive"}
     if task.fleet.max_replicas is not None:
-        found = {"HPA": "hpa", "planner": "planner", "best adaptive": "best_adaptive"}
+        found = {"HPA": "hpa", "planner": "planner", "searched policy": "best_adaptive"}
     return {**found, "PPO": "ppo"} if has_shipped_policy(task) else found
 
 
