@@ -19,6 +19,7 @@ requests, which run as long as real ones.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class ReplicaPlan:
         return cls(plan, capacity_rps, 0.5 * plan.batch_size, output, start_s)
 
 
-class Autoscaler:
+class Autoscaler(ABC):
     """Agent that keeps a plan's knobs and asks for the replicas of :meth:`wanted`."""
 
     def __init__(self, task: TaskSpec, replica: ReplicaPlan | None = None) -> None:
@@ -110,9 +111,9 @@ class Autoscaler:
         knobs = np.broadcast_to(self._knobs, (len(observation), len(self._knobs)))
         return np.column_stack([knobs, self.asked])
 
+    @abstractmethod
     def wanted(self, seen: Seen) -> FloatArray:
         """Replicas (B,) that it would like to have, before they are rounded up and clamped."""
-        raise NotImplementedError
 
 
 class HpaAgent(Autoscaler):
