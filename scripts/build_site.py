@@ -37,7 +37,14 @@ PARTS: Final = {
         "docs/deploy.md",
         "docs/performance.md",
     ],
-    "Operate": ["docs/operators.md", "docs/live.md", "docs/session-gate.md", "docs/autoscaling.md", "docs/hardware.md"],
+    "Operate": [
+        "docs/operators.md",
+        "docs/live.md",
+        "docs/live-results.md",
+        "docs/session-gate.md",
+        "docs/autoscaling.md",
+        "docs/hardware.md",
+    ],
     "Trust": ["docs/dynamics.md", "docs/fidelity.md", "docs/traffic.md"],
     "Contribute": ["docs/architecture.md", "CONTRIBUTING.md", "TASK_AUTHORING.md", "docs/decisions.md", "CHANGELOG.md"],
 }

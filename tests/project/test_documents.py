@@ -300,10 +300,10 @@ def test_the_generated_blocks_are_what_code_and_measurements_give(document: str,
     assert render_docs.render(text) == text, "run `python scripts/render_docs.py`"
 
 
-def test_every_generated_block_stands_in_one_document_and_the_errors_in_two(render_docs: ModuleType) -> None:
+def test_every_generated_block_stands_in_one_document(render_docs: ModuleType) -> None:
     texts = [(ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS]
     found = [match["name"] for text in texts for match in render_docs.BLOCK.finditer(text)]
-    assert sorted(found) == sorted([*render_docs.BLOCKS, "fidelity-in-short"])  # README.md and docs/fidelity.md
+    assert sorted(found) == sorted(render_docs.BLOCKS)
 
 
 def test_the_tables_of_every_run_stay_in_the_results_file(render_docs: ModuleType) -> None:
