@@ -8,7 +8,7 @@ like them stays below with a probability of at least 90 %, as in split conformal
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -52,16 +52,7 @@ def band_of(requests_per_replica: float) -> str:
 
 
 def ratio(quantity: str, card: str, band: str) -> Ratio:
-    """Ratio for a quantity on a table's card.
-
-    Inter-token latency has the ratio of TPOT; end-to-end latency, the sum of a first token and decoding, has the larger
-    of the ratios of TTFT and TPOT.
-    """
-    if quantity == "itl":
-        return ratio("tpot", card, band)
-    if quantity == "e2e":
-        ttft, tpot = ratio("ttft", card, band), ratio("tpot", card, band)
-        return replace(max(ttft, tpot, key=lambda each: each.p90), p50=max(ttft.p50, tpot.p50))
+    """Ratio for a quantity of objectives (``ttft``, ``tpot``, ``e2e``, ``itl``) on a table's card."""
     measured = _margins()[quantity]
     name = CARDS.get(card, "")
     own = name in measured

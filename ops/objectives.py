@@ -16,8 +16,8 @@ QUANTITIES: Final = {
     "itl": "inter-token latency, from one output of a request to its next",
     "e2e": "end-to-end latency, from arrival to the last token",
 }
-MEASURED: Final = ("ttft", "tpot")
-"""Quantities with errors against hardware of their own (:mod:`ops.margins`)."""
+ALWAYS: Final = ("ttft", "tpot")
+"""Quantities of which every plan states the errors (:mod:`ops.margins`), whatever its objectives."""
 STATISTICS: Final = (*QUANTILES, "mean")
 FIGURES: Final = tuple(f"{quantity}_{statistic}_ms" for quantity in QUANTITIES for statistic in STATISTICS)
 """Names of the figures that objectives bound."""

@@ -45,7 +45,7 @@ from ops.capacity import (
     screen,
 )
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
-from ops.objectives import MEASURED, Objective, margin
+from ops.objectives import ALWAYS, Objective, margin
 from ops.played import check_router
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
@@ -567,7 +567,7 @@ class _Card:
     def _plan(self, policy: str, outcome: PolicyOutcome, action: ServeAction | None) -> Plan:
         in_time = 1.0 - outcome.slo_miss_share
         band = band_of(outcome.requests_per_replica)
-        quantities = dict.fromkeys([*MEASURED, *(o.quantity for o in self._objectives)])
+        quantities = dict.fromkeys([*ALWAYS, *(o.quantity for o in self._objectives)])
         errors = {quantity: ratio(quantity, self._card, band) for quantity in quantities}
         left, holding = self._judged(outcome, {quantity: error.p50 for quantity, error in errors.items()})
         _, at_90 = self._judged(outcome, {quantity: error.p90 for quantity, error in errors.items()})

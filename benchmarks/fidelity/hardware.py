@@ -26,11 +26,13 @@ import pandas as pd
 from benchmarks.fidelity.accelmark import TIER_OF_PRECISION, accelmark_comparisons
 from benchmarks.fidelity.fluid import ORDER, QUANTITY
 from benchmarks.fidelity.hardware_runs import SYSTEM_40GB, SYSTEMS_80GB, hardware_comparisons, width_errors
+from benchmarks.fidelity.open_suite import LATENCIES, REFUSED, quantity_of
 from benchmarks.fidelity.open_suite import runs as open_runs
 from benchmarks.fidelity.silicon import ClosedLoop, closed_loops, played, referenced
 from inferencegym.files import write_text
 from ops.margins import BANDS as LOAD_BANDS
 from ops.margins import CARDS, MARGINS_PATH, SATURATED
+from ops.objectives import QUANTITIES
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BANDS = ("light", "knee", "saturated", "overload")
@@ -209,21 +211,22 @@ def print_widths() -> None:
 def write_margins() -> None:
     """Write median and 90 % bound of measured latency / latency in the reference, by quantity, card and band.
 
-    The runs are AccelMark's, the *fit* runs of the open suite and, for TPOT only, the closed loops of
+    The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite and, for TPOT only, the closed loops of
     ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits.
     """
-    ratios: dict[str, dict[str, dict[str, list[float]]]] = {"ttft": {"a100": {}}, "tpot": {"a100": {}}}
+    ratios: dict[str, dict[str, dict[str, list[float]]]] = {quantity: {} for quantity in QUANTITIES}
     for version, precision in (("0.20.1", "BF16"), *(("0.7.3", tier) for tier in TIER_OF_PRECISION)):
         for c in accelmark_comparisons(version, precision):
             quantity = c.metric.removeprefix("burst_")[:4]
             if quantity in ratios:
                 band = BAND_OF_LOAD[c.scenario].replace("overload", SATURATED)
-                ratios[quantity]["a100"].setdefault(band, []).append(c.measured / c.predicted)
+                ratios[quantity].setdefault("a100", {}).setdefault(band, []).append(c.measured / c.predicted)
     for run in open_runs():
         if run.split == "fit":
-            for name in ("TTFT p50", "TTFT p99", "TPOT p50"):
-                of_card = ratios[name[:4].lower()].setdefault(CARDS[run.card], {})
-                of_card.setdefault(run.band, []).append(run.measured[name] / run.simulated[name])
+            for name in LATENCIES:
+                if name in run.measured and run.band != REFUSED:
+                    of_card = ratios[quantity_of(name)].setdefault(CARDS[run.card], {})
+                    of_card.setdefault(run.band, []).append(run.measured[name] / run.simulated[name])
     for loop, tpot_ms in referenced(loop for loop in closed_loops()[0] if loop.engine == "vllm"):
         ratios["tpot"].setdefault(loop.card, {}).setdefault(loop.band, []).append(loop.tpot_ms / tpot_ms)
     found = {

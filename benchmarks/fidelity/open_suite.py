@@ -24,10 +24,11 @@ import numpy as np
 import pandas as pd
 
 from inferencegym.files import write_text
+from ops.capacity import gap_statistics
 from ops.margins import band_of, ratio
 from simulator.events.fleet import Fleet
-from simulator.events.requests import Outcome, Requests
-from simulator.events.simulation import serve, serve_closed
+from simulator.events.requests import IntArray, Outcome, Requests
+from simulator.events.simulation import Simulation
 from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
 from simulator.hardware.memory import kv_pool_gb
 from simulator.hardware.profiles import engine
@@ -39,6 +40,7 @@ SPLITS: Final = {
     ("a100_sxm", "llama-3.1-70b"): "fit",
     ("h100_sxm", "llama-3.1-70b"): "fit",
     ("h100_sxm", "qwen3-8b"): "fit",
+    ("h100_sxm", "gpt-oss-120b"): "fit",
     ("h100_sxm", "gpt-oss-20b"): "validation",
     ("h100_sxm", "qwen3-32b"): "held out",
     ("a100_sxm", "qwen3-32b"): "held out",
@@ -49,7 +51,8 @@ SERVER_LOADS: Final = ("64 clients, short", "128 clients, short")
 SERVER_SPLIT: Final = "server fit"
 REFUSED: Final = "refused"
 """Band of a run whose requests are longer than the simulated KV pool: it has no simulated figures."""
-LATENCIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50")
+LATENCIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "ITL p50", "ITL p99")
+"""Each source states some of them: those of single requests have no inter-token latency, the others no end-to-end."""
 QUANTITIES: Final = (*LATENCIES, "tokens/s")
 BUDGETS: Final = {"a100_sxm": (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
 """Sequences, and tokens of an iteration: vLLM's defaults on A100 and H100, and what the H200 was started with."""
@@ -80,6 +83,15 @@ class Run:
         """Relative errors, positive where the simulation is larger."""
         return {name: self.simulated[name] / self.measured[name] - 1.0 for name in self.measured}
 
+    def allowed_ms(self, name: str) -> float:
+        """The simulated latency times the 90 % bound of plans."""
+        return self.simulated[name] * ratio(quantity_of(name), self.card, self.band).p90
+
+
+def quantity_of(name: str) -> str:
+    """Quantity of one of :data:`LATENCIES`, as objectives name it."""
+    return name.split()[0].lower()
+
 
 def runs() -> Iterator[Run]:
     """All runs of all sources."""
@@ -94,10 +106,9 @@ def _llm_d() -> Iterator[Run]:
     frame = pd.read_csv(DATA / "llm_d_llama_70b.csv")
     for (card, replicas, load, qps), rows in frame.groupby(["card", "replicas", "load", "qps"], sort=False):
         fleet = _fleet(card, model, "BF16", tp, 0.95, int(replicas))
-        outputs = rows["output_tokens"].to_numpy()
-        outcome = serve(fleet, Requests(rows["arrival_s"].to_numpy(), rows["prompt_tokens"].to_numpy(), outputs))
+        simulated = Simulation(fleet, _requests(rows, rows["arrival_s"].to_numpy()))
         name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
-        yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), outcome)
+        yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), simulated)
 
 
 def _gpustack() -> Iterator[Run]:
@@ -106,25 +117,26 @@ def _gpustack() -> Iterator[Run]:
         fleet = _fleet(row["card"], row["model"], row["precision"], 1, 0.9, 1)
         n = int(row["requests"])
         if np.isnan(row["clients"]):
-            prompts, outputs = (np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens"))
-            outcome = serve(fleet, Requests(np.zeros(n), prompts, outputs))
-            load = f"{n} at once, {row['prompt_tokens']:g} + {row['output_tokens']:g} tokens"
+            lengths = [np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens")]
+            clients, load = None, f"{n} at once, {row['prompt_tokens']:g} + {row['output_tokens']:g} tokens"
         else:
             rng, clients = np.random.default_rng(0), int(row["clients"])
             spread = rng.uniform(1.0 - LENGTH_SPREAD, 1.0 + LENGTH_SPREAD, (2, n))
-            prompts, outputs = (
+            lengths = [
                 np.maximum(2, np.rint(row[name] * factor)).astype(np.int64)
                 for name, factor in zip(("prompt_tokens", "output_tokens"), spread, strict=True)
-            )
-            outcome = serve_closed(fleet, prompts, outputs, clients)
+            ]
             load = f"{clients} client{'s' if clients > 1 else ''}"
+        simulated = Simulation(fleet, Requests(np.zeros(n), *lengths), clients=clients)
         measured = {
             "TTFT p50": float(row["ttft_p50_ms"]),
             "TTFT p99": float(row["ttft_p99_ms"]),
             "TPOT p50": float(row["tpot_p50_ms"]),
+            "ITL p50": float(row["itl_p50_ms"]),
+            "ITL p99": float(row["itl_p99_ms"]),
             "tokens/s": float(row["output_tokens_per_s"]),
         }
-        yield _run("GPUStack", row["card"], row["model"], load, 1, measured, outcome)
+        yield _run("GPUStack", row["card"], row["model"], load, 1, measured, simulated)
 
 
 def _own(**changes: float) -> Iterator[Run]:
@@ -135,40 +147,52 @@ def _own(**changes: float) -> Iterator[Run]:
     if changes:
         frame = frame[frame["load"].isin(SERVER_LOADS)]
     for load, rows in frame.groupby("load", sort=False):
-        prompts, outputs = rows["prompt_tokens"].to_numpy(), rows["output_tokens"].to_numpy()
-        clients = rows["clients"].iloc[0]
-        if np.isnan(clients):
-            outcome = serve(fleet, Requests(rows["arrival_s"].to_numpy(), prompts, outputs))
-        else:
-            outcome = serve_closed(fleet, prompts, outputs, int(clients))
-        yield _run("InferenceGym", card, model, str(load), 1, _measured(rows), outcome)
+        closed = rows["clients"].notna().all()
+        sent_s = np.zeros(len(rows)) if closed else rows["arrival_s"].to_numpy()
+        simulated = Simulation(fleet, _requests(rows, sent_s), clients=int(rows["clients"].iloc[0]) if closed else None)
+        yield _run("InferenceGym", card, model, str(load), 1, _measured(rows), simulated)
+
+
+def _requests(rows: pd.DataFrame, sent_s: FloatArray) -> Requests:
+    """The requests of a run, sent at these times."""
+    return Requests(sent_s, rows["prompt_tokens"].to_numpy(), rows["output_tokens"].to_numpy())
 
 
 def _measured(rows: pd.DataFrame) -> dict[str, float]:
     """Figures of a run that was recorded request by request."""
     outputs, ttft, tpot = (rows[name].to_numpy() for name in ("output_tokens", "ttft_ms", "tpot_ms"))
-    finish_s = rows["arrival_s"] + (ttft + tpot * (outputs - 1)) / 1e3
+    e2e = ttft + tpot * (outputs - 1)
+    return {**_figures(ttft, tpot, e2e), "tokens/s": float(outputs.sum() / (rows["arrival_s"] + e2e / 1e3).max())}
+
+
+def _figures(ttft_ms: FloatArray, tpot_ms: FloatArray, e2e_ms: FloatArray) -> dict[str, float]:
+    """Quantiles over the requests that were served."""
     return {
-        "TTFT p50": float(np.median(ttft)),
-        "TTFT p99": float(np.quantile(ttft, 0.99)),
-        "TPOT p50": float(np.median(tpot)),
-        "tokens/s": float(outputs.sum() / finish_s.max()),
+        "TTFT p50": float(np.nanmedian(ttft_ms)),
+        "TTFT p99": float(np.nanquantile(ttft_ms, 0.99)),
+        "TPOT p50": float(np.nanmedian(tpot_ms)),
+        "E2E p50": float(np.nanmedian(e2e_ms)),
+        "E2E p99": float(np.nanquantile(e2e_ms, 0.99)),
     }
 
 
 def _run(
-    source: str, card: str, model: str, load: str, replicas: int, measured: dict[str, float], outcome: Outcome
+    source: str, card: str, model: str, load: str, replicas: int, measured: dict[str, float], simulation: Simulation
 ) -> Run:
+    """Play a run; of the simulated figures those that were measured count."""
+    outcome = simulation.run()
     if outcome.rejected.all():
         return Run(source, card, model, load, REFUSED, measured, dict.fromkeys(measured, np.nan))
-    ttft, tpot = outcome.ttft_ms(), outcome.tpot_ms()
+    gaps: IntArray = simulation.arrays["gaps"]
+    itl = gap_statistics(gaps)
     simulated = {
-        "TTFT p50": float(np.nanmedian(ttft)),
-        "TTFT p99": float(np.nanquantile(ttft, 0.99)),
-        "TPOT p50": float(np.nanmedian(tpot)),
+        **_figures(outcome.ttft_ms(), outcome.tpot_ms(), outcome.e2e_ms()),
+        "ITL p50": itl["itl_p50_ms"],
+        "ITL p99": itl["itl_p99_ms"],
         "tokens/s": float(outcome.output_tokens.sum() / outcome.makespan_s()),
     }
-    return Run(source, card, model, load, band_of(_at_once(outcome) / replicas), measured, simulated)
+    band = band_of(_at_once(outcome) / replicas)
+    return Run(source, card, model, load, band, measured, {name: simulated[name] for name in measured})
 
 
 def _at_once(outcome: Outcome) -> float:
@@ -219,8 +243,7 @@ def _server_misfit(request_ms: float, token_ms: float) -> float:
 
 def covered(run: Run) -> dict[str, bool]:
     """Whether each measured latency is at most the simulated one times the 90 % bound of plans."""
-    allowed = {name: ratio(name.split()[0].lower(), run.card, run.band).p90 for name in LATENCIES}
-    return {name: run.measured[name] <= allowed[name] * run.simulated[name] for name in allowed}
+    return {name: run.measured[name] <= run.allowed_ms(name) for name in LATENCIES if name in run.measured}
 
 
 def summary(played: Sequence[Run]) -> dict[str, Any]:
@@ -229,15 +252,16 @@ def summary(played: Sequence[Run]) -> dict[str, Any]:
     groups = []
     for split, card, model, band in sorted(keys):
         mine = [r for r in played if (r.split, r.card, r.model, r.band) == (split, card, model, band)]
-        errors = {name: _errors(np.array([r.errors()[name] for r in mine])) for name in QUANTITIES}
+        errors = {name: _errors(np.array([r.errors()[name] for r in mine])) for name in mine[0].measured}
         groups.append({"split": split, "card": card, "model": model, "band": band, "runs": len(mine), **errors})
     shares = {}
     for split in (*dict.fromkeys(SPLITS.values()), SERVER_SPLIT):
         hits = [covered(r) for r in played if r.split == split and r.band != REFUSED]
-        shares[split] = {name: {"covered": sum(hit[name] for hit in hits), "figures": len(hits)} for name in LATENCIES}
+        of_names = {name: [hit[name] for hit in hits if name in hit] for name in LATENCIES}
+        shares[split] = {name: {"covered": sum(each), "figures": len(each)} for name, each in of_names.items()}
     each = [
         {"split": r.split, "source": r.source, "card": r.card, "model": r.model, "load": r.load, "band": r.band}
-        | {name: [r.measured[name], None if r.band == REFUSED else r.simulated[name]] for name in QUANTITIES}
+        | {name: [value, None if r.band == REFUSED else r.simulated[name]] for name, value in r.measured.items()}
         for r in played
     ]
     return {"groups": groups, "covered": shares, "runs": each}
@@ -252,17 +276,22 @@ def markdown(found: dict[str, Any]) -> str:
     head = ("split", "card", "model", "band", "runs", *QUANTITIES)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found["groups"]:
-        cells = [f"{100 * row[q]['median']:.0f} %, {100 * row[q]['bias']:+.0f} %" for q in QUANTITIES]
+        cells = [
+            f"{100 * row[q]['median']:.0f} %, {100 * row[q]['bias']:+.0f} %" if q in row else "" for q in QUANTITIES
+        ]
         lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
     within = ["| " + " | ".join(("split", *LATENCIES, "all")) + " |", "|" + "---|" * (2 + len(LATENCIES))]
     for split, counts in found["covered"].items():
         total = {part: sum(count[part] for count in counts.values()) for part in ("covered", "figures")}
-        cells = [f"{count['covered']} of {count['figures']}" for count in (*counts.values(), total)]
+        cells = [
+            f"{count['covered']} of {count['figures']}" if count["figures"] else ""
+            for count in (*counts.values(), total)
+        ]
         within.append("| " + " | ".join([split, *cells]) + " |")
     head = ("split", "card", "model", "load", *QUANTITIES)
     each = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found["runs"]:
-        cells = [" / ".join(map(_text, row[q])) for q in QUANTITIES]
+        cells = [" / ".join(map(_text, row[q])) if q in row else "" for q in QUANTITIES]
         each.append("| " + " | ".join([*(str(row[name]) for name in head[:4]), *cells]) + " |")
     return "\n".join(
         [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from inferencegym.tasks import table_index
 from ops.margins import BANDS, CARDS, MARGINS_PATH, SATURATED, band_of, ratio
-from ops.objectives import parse_objective
+from ops.objectives import QUANTITIES, parse_objective
 from ops.plan import make_plan, registered_tables
 from ops.report import notes
 from tests.ops.test_plan_verdicts import gamma_log
@@ -22,7 +22,7 @@ def test_every_card_and_band_has_an_error_that_never_helps() -> None:
     assert set(CARDS) <= cards
     for card in (*cards, "my-own-card"):
         for band in (*BANDS, SATURATED):
-            for quantity in ("ttft", "tpot"):
+            for quantity in QUANTITIES:
                 found = ratio(quantity, card, band)
                 assert 1.0 <= found.p50 <= found.p90
                 assert found.points >= 10

@@ -48,7 +48,14 @@ def test_the_written_results_are_those_of_the_runs(played: list[Run]) -> None:
 def test_a_run_longer_than_the_pool_has_no_simulated_figures(played: list[Run]) -> None:
     refused = [run for run in played if run.band == REFUSED]
     assert {run.model for run in refused} == {"qwen3-32b"}
-    assert all(np.isnan(run.simulated[name]) for run in refused for name in QUANTITIES)
+    assert all(np.isnan(list(run.simulated.values())).all() for run in refused)
+
+
+def test_a_measured_request_ends_after_its_first_token_and_the_gaps_to_its_last() -> None:
+    columns = {"arrival_s": [0.0, 1.0], "output_tokens": [3, 11], "ttft_ms": [100.0, 200.0], "tpot_ms": [10.0, 80.0]}
+    found = open_suite._measured(pd.DataFrame(columns))  # noqa: SLF001
+    assert found["E2E p50"] == (120.0 + 1_000.0) / 2
+    assert found["tokens/s"] == 14 / 2.0
 
 
 def test_requests_at_once_count_those_that_a_request_decodes_beside() -> None:
