@@ -21,12 +21,13 @@ from inferencegym.models import FLEET_FIELDS, NAIVE_ACTION, OBSERVATION_FIELDS, 
 from inferencegym.spaces.actions import action_mask, from_row, snap, to_row
 from inferencegym.tasks import TaskSpec
 from live.engines.engine import ACTION_KNOBS, Engine, Orders, Reading
+from ops.played import PlayedLoad
 from simulator.hardware.tables import ServingTables
 from simulator.load.source import EMA_WEIGHT
-from simulator.whatif import serve_requests, steady_requests
+from simulator.whatif import steady_requests
 
 EXPECTED_S: Final = 20.0
-"""Seconds of steady load that the simulator plays to predict the result of a setting."""
+"""Seconds of steady load that the discrete-event reference plays to predict the result of a setting."""
 _AT: Final = {name: i for i, name in enumerate(OBSERVATION_FIELDS)}
 
 
@@ -151,9 +152,9 @@ class Advice:
 class Adviser:
     """Asks a policy once a second what it would set on an engine, and sets nothing.
 
-    ``tables`` are those of the engine, if it was measured (`inferencegym measure`): with them the simulator predicts
-    the result of the wanted setting at the current rate and lengths. The engine is one of ``replicas`` replicas;
-    policies of a task that scales also say how many replicas they want.
+    ``tables`` are those of the engine, if it was measured (`inferencegym measure`): with them the discrete-event
+    reference predicts the result of the wanted setting at the current rate and lengths. The engine is one of
+    ``replicas`` replicas; policies of a task that scales also say how many replicas they want.
     """
 
     def __init__(
@@ -201,7 +202,9 @@ class Adviser:
         )
         if not len(load.arrival_s):
             return {}
-        report = serve_requests(wanted, load, self._tables, wanted.replicas or self._replicas).report()
+        report = PlayedLoad(wanted, load, self._tables, "shared", wanted.replicas or self._replicas).report()
+        if not report.completed:
+            return {}  # all requests are longer than the engine's pool
         return {
             "ttft_p50_ms": report.ttft_p50_ms,
             "tpot_p50_ms": report.tpot_p50_ms,

@@ -1,10 +1,10 @@
 """Fit an engine profile to benchmark results, and judge it on runs that were held out.
 
 Five numbers are fitted by least squares on log ratios of predicted to measured latencies and throughput: overhead per
-iteration and per sequence, the GEMM scale, the scale of memory bandwidth, and the TTFT offset. Predictions come from
-the serving dynamics on step times of the operator model, so the fit minimises the errors that users will see. A weak
-pull towards the starting profile keeps numbers that the runs cannot separate where they were. Memory bandwidth is
-fitted only if the source of operator times can be scaled with it.
+iteration and per sequence, the GEMM scale, the scale of memory bandwidth, and the TTFT offset. The discrete-event
+reference predicts each run with the operator model, as it plays plans, so the fit minimises the errors that users will
+see. A weak pull towards the starting profile keeps numbers that the runs cannot separate where they were. Memory
+bandwidth is fitted only if the source of operator times can be scaled with it.
 
 The fit starts from the table with the nearest predictions, unless one is named. It is kept if it predicts the held-out
 runs better than its start does. It is refused if it is still far off, or needs scales that no such card can have.
@@ -22,24 +22,19 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from inferencegym.errors import DataFormatError, InvalidConfigError, refusal, short_repr
-from inferencegym.models import QuantTier, ServeAction
 from inferencegym.tasks import table_index
 from ops.log.bench import METRICS, BenchRun
+from simulator.events.fleet import Fleet
+from simulator.events.requests import Requests
+from simulator.events.simulation import Simulation
 from simulator.hardware.catalogue import table_path
 from simulator.hardware.measured_model import MeasuredSource
+from simulator.hardware.memory import kv_pool_gb
 from simulator.hardware.operators import OperatorModel, Source
 from simulator.hardware.profiles import EngineProfile, engine
-from simulator.hardware.sources import engine_of, source_of
-from simulator.hardware.tables import MAX_TIERS, VALUE_COLUMNS, FloatArray, ServingTables, load_tables
-from simulator.offline.table import (
-    BATCH_SIZES,
-    ITERATION_BATCHES,
-    KV_BUDGETS,
-    PROMPT_TOKENS,
-    SPEC_LENGTHS,
-    table_metadata,
-)
-from simulator.whatif import serve_requests
+from simulator.hardware.sources import engine_of, operators_of, source_of
+from simulator.hardware.tables import FloatArray, load_tables
+from simulator.offline.table import table_metadata
 
 WEIGHT: Final[Mapping[str, float]] = {
     "ttft_p50_ms": 1 / 0.15,
@@ -123,16 +118,15 @@ class Setup:
         """The benchmarked precision, by default the first of ``tiers``."""
         return tiers[0] if self.tier is None else self.tier
 
-    def action(self, meta: Mapping[str, Any]) -> ServeAction:
-        """The deployment as an action, with the largest KV pool that fits on the card with that many sequences."""
-        batch = min(512, self.max_num_seqs)
-        memory = meta["memory_gb"]
-        tiers = list(meta["weights_gb"])
-        tier = self.tier_of(tiers)
-        fixed = float(meta["weights_gb"][tier]) + float(memory["activations_gb"])
-        pool_gb = float(meta["memory_budget_gb"]) - fixed - float(memory["workspace_gb"])
-        room_gb = float(meta["memory_limit_gb"]) - fixed - float(memory["per_sequence_gb"]) * batch - 0.01
-        return ServeAction(min(1.0, max(0.1, room_gb / pool_gb)), 0, batch, False, QuantTier(tiers.index(tier)))
+    def fleet(self, model: OperatorModel, meta: Mapping[str, Any]) -> Fleet:
+        """The deployment with the largest KV pool that fits on the card with that many sequences."""
+        memory, weights_gb = meta["memory_gb"], float(meta["weights_gb"][model.tier])
+        budget_gb, limit_gb = float(meta["memory_budget_gb"]), float(meta["memory_limit_gb"])
+        largest_gb = kv_pool_gb(memory, budget_gb, weights_gb, 1.0, drafts=False)
+        fixed_gb = weights_gb + memory["activations_gb"] + memory["per_sequence_gb"] * self.max_num_seqs
+        share = min(1.0, max(0.1, (limit_gb - fixed_gb - 0.01) / largest_gb))
+        pool_tokens = int(share * largest_gb * 1e9 / float(meta["kv_bytes_per_token"]))
+        return Fleet(model, self.max_num_seqs, pool_tokens, replicas=self.replicas, server=True)
 
 
 def fit_engine(
@@ -194,10 +188,16 @@ def nearest_table(runs: Sequence[BenchRun], setup: Setup) -> str:
     for name, entry in table_index().items():
         if setup.tier is None or setup.tier in entry["tiers"]:
             tables = load_tables(table_path(name))
-            ratios = [r for run in some for r in _ratios(_predicted(setup, tables, run), run)]
+            fleet = setup.fleet(operators_of(tables)[tables.tier_index(setup.tier_of(tables.tiers))], tables.meta)
+            try:
+                ratios = [r for run in some for r in _ratios(_predicted(fleet, run), run)]
+            except DataFormatError:
+                continue  # its KV pool is smaller than a request that the engine served
             misfit[name] = math.fsum(abs(r) for r in ratios)
     if not misfit:
-        raise InvalidConfigError(f"precision {short_repr(setup.tier)} is in no table of the catalogue", "tier")
+        raise InvalidConfigError(
+            f"no table of the catalogue has precision {short_repr(setup.tier)} and a KV pool for all requests", "tier"
+        )
     return min(misfit, key=misfit.__getitem__)
 
 
@@ -262,7 +262,8 @@ def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
         ]
         return np.array([*parts, *(PRIOR_WEIGHT * (u - 1.0))])
 
-    # Parameters are in units of their scale, around 1, so that finite differences take steps of equal size.
+    # Parameters are in units of their scale, around 1, so that finite differences take steps of equal size. The steps
+    # are wide because a figure jumps where two requests change their order.
     bounds = ((low - start) / scale + 1.0, (high - start) / scale + 1.0)
     inside = np.clip(np.ones(len(scale)), bounds[0] + 1e-6, bounds[1] - 1e-6)
     free = np.array([p.name != "log_bandwidth_scale" or model.fits_bandwidth for p in _PARAMETERS])
@@ -277,7 +278,7 @@ def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
         inside[free],
         bounds=(bounds[0][free], bounds[1][free]),
         loss="soft_l1",
-        diff_step=0.02,
+        diff_step=0.4,
         max_nfev=25,
     )
     solution: FloatArray = start + (full(found.x) - 1.0) * scale
@@ -285,14 +286,14 @@ def _least_squares(model: _Predictor, runs: Sequence[BenchRun]) -> FloatArray:
 
 
 class _Predictor:
-    """Predictions of the serving dynamics for a run, given the numbers of a profile."""
+    """Predictions of the discrete-event reference for a run, given the numbers of a profile."""
 
     def __init__(self, source: Source, profile: EngineProfile, setup: Setup) -> None:
         self._source, self._profile, self._setup = source, profile, setup
         self._tier = setup.tier_of(source.tiers)
         self._meta = table_metadata(source, profile)
         self.fits_bandwidth = source.with_bandwidth(1.0) is not None
-        self._tables: tuple[bytes, ServingTables] | None = None
+        self._fleet: tuple[bytes, Fleet] | None = None
 
     def start(self) -> FloatArray:
         """The starting profile's numbers."""
@@ -307,10 +308,6 @@ class _Predictor:
             sequence_overhead_ms=round(float(x[1]), 5),
             gemm_scale=round(math.exp(float(x[2])), 4),
             ttft_offset_ms=round(float(x[4]), 3),
-            # The fluid model has no server, so its waits are part of the fitted offset.
-            async_scheduling=False,
-            request_ms=0.0,
-            token_ms=0.0,
         )
 
     def source(self, x: FloatArray) -> Source:
@@ -319,57 +316,32 @@ class _Predictor:
 
     def predict(self, x: FloatArray, run: BenchRun) -> dict[str, float]:
         """The metrics that the run states."""
-        return _predicted(self._setup, self._tables_for(x), run)
-
-    def _tables_for(self, x: FloatArray) -> ServingTables:
         key = x.tobytes()
-        if self._tables is None or self._tables[0] != key:
-            tables = step_tables(self.source(x).operators(self._tier, self.profile(x)), self._meta)
-            self._tables = (key, tables)
-        return self._tables[1]
+        if self._fleet is None or self._fleet[0] != key:
+            model = self.source(x).operators(self._tier, self.profile(x))
+            self._fleet = (key, self._setup.fleet(model, self._meta))
+        return _predicted(self._fleet[1], run)
 
 
-def _predicted(setup: Setup, tables: ServingTables, run: BenchRun) -> dict[str, float]:
-    """A table's predictions of the metrics that the run states."""
-    served = serve_requests(
-        setup.action(tables.meta), run.requests, tables, n_replicas=setup.replicas, closed_clients=run.clients
-    ).report()
+def _predicted(fleet: Fleet, run: BenchRun) -> dict[str, float]:
+    """The fleet's metrics of a run, of those that the run states; raises DataFormatError if it refuses a request."""
+    log = run.requests
+    sent_s = np.zeros_like(log.arrival_s) if run.clients else log.arrival_s
+    requests = Requests(sent_s, log.prompt_tokens.astype(np.int64), log.output_tokens.astype(np.int64))
+    outcome = Simulation(fleet, requests, clients=run.clients or None).run()
+    if outcome.rejected.any():
+        longest = int((requests.prompt_tokens + requests.output_tokens).max())
+        raise DataFormatError(
+            f"{run.name} has a request of {longest:,} tokens, and the KV pool holds {fleet.kv_pool_tokens:,}"
+        )
+    ttft, tpot = outcome.ttft_ms(), outcome.tpot_ms()
     said = {
-        "ttft_p50_ms": served.ttft_p50_ms,
-        "ttft_p99_ms": served.ttft_p99_ms,
-        "tpot_ms": served.tpot_p50_ms,
-        "output_tokens_per_s": served.output_tokens_per_s,
+        "ttft_p50_ms": float(np.median(ttft)),
+        "ttft_p99_ms": float(np.quantile(ttft, 0.99)),
+        "tpot_ms": float(np.nanmedian(tpot)),
+        "output_tokens_per_s": float(outcome.output_tokens.sum()) / outcome.makespan_s(),
     }
     return {name: max(said[name], 1e-6) for name in METRICS if name in run.measured}
-
-
-def step_tables(model: OperatorModel, meta: Mapping[str, Any]) -> ServingTables:
-    """Step times of an operator model as the dynamics read them: one precision, no drafts, no saturated columns.
-
-    Other precisions and draft lengths repeat these times and must not be used.
-    """
-    shape = (MAX_TIERS, len(SPEC_LENGTHS), len(KV_BUDGETS), len(BATCH_SIZES), len(PROMPT_TOKENS))
-    columns = {name: np.zeros(shape) for name in VALUE_COLUMNS}
-    columns["decode_ms"][:] = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in BATCH_SIZES]
-    columns["prefill_ms"][:] = [model.prefill_ms(p) for p in PROMPT_TOKENS]
-    for name, cost in (
-        ("prefill_marginal_ms", model.prefill_marginal_ms),
-        ("prefill_saturated_ms", model.prefill_saturated_ms),
-    ):
-        columns[name][:] = [[cost(p, n, p) for p in PROMPT_TOKENS] for n in BATCH_SIZES]
-    iteration = [[model.decode_ms(n, x) for x in PROMPT_TOKENS] for n in ITERATION_BATCHES]
-    axes = {
-        "quant_tier": np.arange(len(meta["weights_gb"]), dtype=np.float64),
-        "spec_length": np.array(SPEC_LENGTHS, dtype=np.float64),
-        "kv_budget": np.array(KV_BUDGETS),
-        "batch_size": np.array(BATCH_SIZES, dtype=np.float64),
-        "prompt_len_bucket": np.array(PROMPT_TOKENS, dtype=np.float64),
-    }
-    own = {
-        "tau_ms": model.profile.ttft_offset_ms,
-        "iteration_ms": np.tile(np.array(iteration), (MAX_TIERS, len(SPEC_LENGTHS), 1, 1)),
-    }
-    return ServingTables("", "", axes, columns, {**meta, **own})
 
 
 def _errors(

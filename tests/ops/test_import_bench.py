@@ -98,8 +98,8 @@ def test_a_fit_shrinks_the_error_on_runs_that_it_never_saw(results: list[Path]) 
     assert len(fit.held_out) == 2
     held_out = by_metric(fit.errors, "held out")
     assert held_out["tpot_ms"].before_median > 0.25
-    assert held_out["tpot_ms"].after_worst < 0.07
-    assert held_out["output_tokens_per_s"].after_worst < 0.07
+    assert held_out["tpot_ms"].after_worst < 0.02
+    assert held_out["output_tokens_per_s"].after_worst < 0.02
     assert held_out["ttft_p50_ms"].after_median < min(0.2, held_out["ttft_p50_ms"].before_median)
     # Parameters that the runs can separate come out near the truth.
     assert fit.engine.ttft_offset_ms == pytest.approx(40.0, abs=15.0)
@@ -112,6 +112,13 @@ def test_one_run_alone_is_fitted_with_nothing_held_out(results: list[Path]) -> N
     fit = fit_engine(read_runs(results[4]), "a100-40gb")
     assert (len(fit.fitted), fit.held_out) == (1, [])
     assert by_metric(fit.errors, "held out") == {}
+
+
+def test_a_table_whose_pool_holds_less_than_a_request_is_not_fitted(results: list[Path]) -> None:
+    (run,) = read_runs(results[4])
+    longer = dataclasses.replace(run.requests, prompt_tokens=run.requests.prompt_tokens + 2_000_000)
+    with pytest.raises(DataFormatError, match=r"has a request of 2,001,[0-9]{3} tokens, and the KV pool holds 163,238"):
+        fit_engine([dataclasses.replace(run, requests=longer)], "a100-40gb")
 
 
 def test_settings_out_of_range_are_refused(results: list[Path]) -> None:
