@@ -372,6 +372,38 @@ def scores() -> str:
     return "\n".join(lines)
 
 
+def ppo_settings() -> str:
+    """Hyperparameters of PPO's runs, one column for tasks 1 to 3 and one for tasks that scale."""
+    tasks = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["tasks"]
+    columns = [tasks["3"]["settings"], tasks["autoscale-mix"]["settings"]]
+    titles = {
+        "hidden": "hidden layers",
+        "n_envs": "environments",
+        "rollout_steps": "steps of a rollout, all environments",
+        "n_minibatches": "minibatches of a rollout",
+        "n_epochs": "epochs",
+        "gamma_per_second": "discount per second",
+        "gae_lambda": "GAE lambda",
+        "learning_rate": "learning rate at first",
+        "final_learning_rate": "learning rate at the end of the schedule",
+        "clip_range": "clip range",
+        "reward_scale": "rewards times",
+        "schedule_steps": "steps of the schedule",
+    }
+    lines = ["| setting | tasks 1 to 3 | tasks that scale |", "|---|---|---|"]
+    for key, title in titles.items():
+        lines.append(f"| {title} | {' | '.join(_value(settings[key]) for settings in columns)} |")
+    of_stages = {"hold": "seconds of a step", "share": "share of the schedule", "ent_coef": "entropy bonus"}
+    for key, title in of_stages.items():
+        cells = (", ".join(f"{stage[key]:g}" for stage in settings["stages"]) for settings in columns)
+        lines.append(f"| {title}, in three stages | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _value(value: float | list[int]) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else f"{value:,}"
+
+
 def fidelity_in_short() -> str:
     """Held-out median errors against a real A100 with vLLM, and how much of the default table was measured."""
     result = json.loads((RESULTS / "fidelity.json").read_text(encoding="utf-8"))
@@ -452,6 +484,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "routers": written("routers"),
     "results": written("tasks"),
     "learning": written("learning"),
+    "ppo-settings": ppo_settings,
     "plain-ppo": written("plain_ppo"),
     "transfer": written("transfer"),
     "autoscalers": written("autoscalers"),

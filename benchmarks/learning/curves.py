@@ -147,12 +147,13 @@ def curves(results: dict[str, Any], path: Path) -> None:
         for colour, kind in zip(("C0", "C1", "C2"), (SCRATCH, PLAN, WARM), strict=True):
             runs = [run for run in result["runs"] if run["kind"] == kind]
             for i, run in enumerate(runs):
-                label = f"PPO, {kind}, {len(runs)} seeds" if i == 0 else None
+                label = f"PPO, {kind}, {len(runs)} seed{'s' * (len(runs) > 1)}" if i == 0 else None
                 axis.plot(*np.array(run["curve"]).T, color=colour, alpha=0.8, linewidth=1.2, label=label)
         levels = [rival for rival in LEVELS if rival in result["table"]["rivals"]]
-        for style, rival in zip(("--", ":", "-.", (0, (1, 4))), levels, strict=False):
+        for style, rival in zip(("--", ":", "-.", (0, (8, 3, 1, 3, 1, 3))), levels, strict=False):
             axis.axhline(result["table"]["rivals"][rival]["mean"], color="black", linestyle=style, label=rival)
-        axis.set(title=get_task(task_id).name, xlabel="steps", ylabel="mean score, held-out seeds")
+        task = get_task(task_id)
+        axis.set(title=f"{task.heading}: {task.name}", xlabel="steps", ylabel="mean score, held-out seeds")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=120)
@@ -161,10 +162,27 @@ def curves(results: dict[str, Any], path: Path) -> None:
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = [
-        "Written by `python -m benchmarks.learning.curves`. Scores are means over 30 held-out seeds with 95 %",
-        "intervals over them. Each PPO row is one training run, chosen on the validation seeds. Those from scratch",
-        "on tasks 1 to 3 are the shipped policies; on the others they are second runs, and the shipped policies are in",
-        "`docs/autoscaling.md`.",
+        "Written by `python -m benchmarks.learning.curves`: PPO from scratch over its training seeds. Scores are means",
+        "over 30 held-out seeds; differences are those of the mean of the runs, paired by held-out seed.",
+        "",
+        "| task | runs | mean | lowest to highest run | over " + " | over ".join(LEVELS) + " |",
+        "|" + "---|" * (4 + len(LEVELS)),
+    ]
+    for task_id, result in results.items():
+        means = [run["score"]["mean"] for run in result["runs"] if run["kind"] == SCRATCH]
+        over = result["table"]["mean_run_over"]
+        cells = [spread(over[rival], "+") if rival in over else "" for rival in LEVELS]
+        lines.append(
+            f"| {task_id} | {len(means)} | {np.mean(means):.3f} | {min(means):.3f} to {max(means):.3f} "
+            f"| {' | '.join(cells)} |"
+        )
+    lines += [
+        "",
+        "<!-- details -->",
+        "",
+        "All agents, with 95 % intervals over the held-out seeds. Each PPO row is one training run, the one that the",
+        "validation seeds chose. Those from scratch on tasks 1 to 3 are the shipped policies; on the others they are",
+        "second runs, and the shipped policies are in `docs/autoscaling.md`.",
         "",
         "| task | agent | score | 95 % interval | PPO over it, paired |",
         "|---|---|---|---|---|",
@@ -185,24 +203,6 @@ def report(results: dict[str, Any]) -> str:
                 f"| {task_id} | {name} | {i['mean']:.3f} | [{i['ci95_low']:.3f}, {i['ci95_high']:.3f}] | {gap} |"
             )
     lines += [
-        "",
-        "PPO from scratch over its training seeds; differences are those of the mean of the runs, paired by held-out",
-        "seed.",
-        "",
-        "| task | runs | mean | lowest to highest run | over " + " | over ".join(LEVELS) + " |",
-        "|" + "---|" * (4 + len(LEVELS)),
-    ]
-    for task_id, result in results.items():
-        means = [run["score"]["mean"] for run in result["runs"] if run["kind"] == SCRATCH]
-        over = result["table"]["mean_run_over"]
-        cells = [spread(over[rival], "+") if rival in over else "" for rival in LEVELS]
-        lines.append(
-            f"| {task_id} | {len(means)} | {np.mean(means):.3f} | {min(means):.3f} to {max(means):.3f} "
-            f"| {' | '.join(cells)} |"
-        )
-    lines += [
-        "",
-        "<!-- details -->",
         "",
         "Every run; the score is that of the policy that the validation seeds chose.",
         "",
