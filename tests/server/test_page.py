@@ -263,7 +263,12 @@ def test_the_first_flood_stops_a_visitor_who_moved_nothing_and_the_slider_it_nam
     mine, defaults = (float(text) for text in page.locator(".versus .value").all_inner_texts())
     assert mine > defaults + 0.1
     page.get_by_role("button", name=re.compile("^Next: beat")).click()
+    expect(page.locator(".lead")).to_have_text(re.compile("^Set your sliders, then start. Move Precision up: "))
+    expect(page.locator(".knob.hinted")).to_have_text(re.compile("^Precision"))
+    start = page.get_by_role("button", name="Start the race")
+    expect(start).to_be_enabled(timeout=PATIENCE_MS)
     page.get_by_label("Speed").select_option("25")
+    start.click()
     expect(page.locator(".readings")).to_contain_text(re.compile(r"[4-9]\d of 200"), timeout=PATIENCE_MS)
 
 
@@ -280,15 +285,17 @@ FLOODED = """
 
 
 def test_only_floods_that_a_task_announces_are_shaded_before_they_come(visit: Visit, server: RunningServer) -> None:
-    assert "burst" in server.post("/play", {"task_id": "autoscale", "seed": 5, "agent": "hpa"})["phase"]
+    assert "burst" in server.post("/play", {"task_id": "autoscale", "seed": 20261126, "agent": "hpa"})["phase"]
     page = visit().open("race?task=3&seed=5")
     assert page.evaluate(FLOODED) > 0
     visitor = visit()
     visitor.allowed_errors.append("Canvas2D: Multiple readback operations")
-    page = visitor.open("race?task=autoscale&seed=5")
+    page = visitor.open("race?task=autoscale&seed=20261126")
     assert page.evaluate(FLOODED) == 0
-    race_to_the_end(page)
+    assert race_to_the_end(page) == 0.0
     assert page.evaluate(FLOODED) > 0
+    expect(page.locator(".result")).to_contain_text("Next time: move Replicas up: the load needs more")
+    expect(page.get_by_role("button", name="Challenge a friend")).to_have_count(0)
 
 
 @pytest.mark.parametrize("tab", ["race", "rollouts"])
@@ -339,7 +346,7 @@ def test_a_reload_takes_the_run_up_where_it_was(visit: Visit) -> None:
     page = visit().open("race?task=1&seed=6")
     page.get_by_label("Batch size").fill("13")
     sessions: list[str] = []
-    page.on("request", lambda r: sessions.append(r.post_data_json["session_id"]) if "/step" in r.url else None)
+    page.on("request", lambda r: sessions.append(r.post_data_json["session_id"]) if r.url.endswith("/step") else None)
     page.get_by_role("button", name="Start the race").click()
     expect(page.locator(".readings")).to_contain_text(re.compile(r"\d\d of 200"))
     page.reload()
@@ -351,6 +358,53 @@ def test_a_reload_takes_the_run_up_where_it_was(visit: Visit) -> None:
     assert len(set(sessions)) == 1
     page.get_by_role("button", name="Verify it").click()
     expect(page.locator("#panel-verify h2.good")).to_contain_text("Verified: all 200 seconds")
+
+
+def test_a_reload_keeps_the_result_the_opponent_and_what_is_said_of_the_sliders(visit: Visit) -> None:
+    page = visit().open("race?task=3&seed=6")
+    page.get_by_label("Batch size").press("End")
+    score = race_to_the_end(page)
+    result = page.locator(".result")
+    expect(result).to_contain_text("Next time: ", timeout=PATIENCE_MS)
+    before = result.inner_text(), page.locator(".places").inner_text()
+    page.reload()
+    expect(result).to_contain_text("Next time: ", timeout=PATIENCE_MS)
+    assert (result.inner_text(), page.locator(".places").inner_text()) == before
+    assert "Challenger" not in _scores(page)
+    page.get_by_role("button", name=re.compile("^Next: beat")).click()
+    goal = page.locator(".goal")
+    start = page.get_by_role("button", name="Start the race")
+    expect(start).to_be_enabled(timeout=PATIENCE_MS)
+    to_beat = goal.inner_text()
+    assert float(to_beat.removeprefix("Beat ")) > score
+    page.get_by_label("Speed").select_option("2")
+    start.click()
+    expect(page.locator(".readings")).to_contain_text(re.compile("[2-9] of 200"))
+    page.reload()
+    expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=PATIENCE_MS)
+    expect(goal).to_have_text(to_beat)
+    page.get_by_role("button", name="Start over").click()
+    expect(page.locator(".lead")).not_to_contain_text("vLLM's defaults")
+    expect(goal).to_have_text(to_beat)
+
+
+def test_advice_after_a_race_gains_what_it_says_if_it_is_followed(visit: Visit) -> None:
+    page = visit().open("race?task=3&seed=6")
+    page.get_by_label("Batch size").press("End")
+    score = race_to_the_end(page)
+    result = page.locator(".result")
+    expect(result).to_contain_text("Next time: move Precision up: INT8 is faster", timeout=PATIENCE_MS)
+    advice = re.search(r"With INT8 and nothing else moved, you score ([\d.]+) here", result.inner_text())
+    assert advice
+    page.get_by_label("Precision").press("ArrowRight")
+    page.get_by_role("button", name="Race again").click()
+    expect(result).to_be_empty()
+    expect(result).to_contain_text("Next time: ", timeout=PATIENCE_MS)
+    assert float(result.locator("h2 strong").inner_text()) == float(advice[1]) > score
+    page = visit().open("race?task=1&seed=6")
+    with page.expect_response("**/close/batch"):
+        race_to_the_end(page)
+    expect(page.locator(".result")).not_to_contain_text("Next time")
 
 
 SLOW_STEPS = """

@@ -20,6 +20,9 @@ export function link(tab, params = {}) {
 
 const NAMES = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier", "replicas"];
 
+/** An action as the numbers of a batch. */
+export const numbers = (action) => NAMES.filter((name) => name in action).map((name) => Number(action[name]));
+
 /** Encode actions as a short text: only the seconds with a change, as `second.kv-spec-batch-disagg-tier`, and `-replicas` where the task scales. */
 export function packActions(actions) {
   const parts = [];

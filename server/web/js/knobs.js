@@ -23,16 +23,14 @@ const REASONS = {
 const CHEAPER = ["replicas", "quant_tier", "spec_length", "prefill_disagg"]; // what lowers the cost
 const FAR = 0.04; // of a knob's range: less than a step of its slider
 
-/** The first of the task's knobs that is far from where `goal` has it: its name, and the way to move it and why as `text`; undefined if all are near. */
-export function hint(action, goal, { max_replicas: most, ...task }, part) {
+/** The task's knobs that are far from where `goal` has them: name, value to reach, and the way to move it and why as `text`. */
+export function hints(action, goal, { max_replicas: most, ...task }, part) {
   const gap = (name) => LEVELS[name](Number(goal[name]), most) - LEVELS[name](Number(action[name]), most);
   const offered = knobsOf({ ...task, max_replicas: most });
-  const name = Object.keys(REASONS).find((knob) => offered.includes(knob) && (part !== "cost" || CHEAPER.includes(knob)) && Math.abs(gap(knob)) > FAR);
-  return name && { name, text: `Move ${TEXTS[name][0]} ${gap(name) > 0 ? "up" : "down"}: ${REASONS[name][Number(gap(name) > 0)]}.` };
+  return Object.keys(REASONS).filter((name) => offered.includes(name) && (part !== "cost" || CHEAPER.includes(name)) && Math.abs(gap(name)) > FAR)
+    .map((name) => ({ name, value: goal[name], text: `Move ${TEXTS[name][0]} ${gap(name) > 0 ? "up" : "down"}: ${REASONS[name][Number(gap(name) > 0)]}.` }));
 }
 
-/** A text of the server with the sliders' names in place of fields. */
-export const inSliders = (text) => Object.entries(TEXTS).reduce((told, [name, [title]]) => told.replaceAll(name, title), text);
 const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
 /** The knobs that a task offers. */
@@ -119,6 +117,11 @@ export class Knobs {
     const text = shown(name, value, this.tiers);
     knob.output.textContent = text;
     knob.slider.setAttribute("aria-valuetext", text);
+  }
+
+  /** An action with each value where its slider can come nearest to it. */
+  reach(action) {
+    return Object.fromEntries(Object.entries(action).map(([name, value]) => [name, this.knobs[name].list[nearest(this.knobs[name].list, value)]]));
   }
 
   /** The action as POST /step accepts it; replicas only where the task scales. */

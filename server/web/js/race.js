@@ -5,11 +5,11 @@ import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
 import { MAX_SEED, announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, words } from "./format.js";
-import { Knobs, hint, inSliders, knobsOf } from "./knobs.js";
+import { Knobs, hints, knobsOf } from "./knobs.js";
 import { handed } from "./log.js";
 import { SHARED, player } from "./players.js";
 import { explained, placeOf, scoreBoard } from "./score.js";
-import { Strip } from "./strip.js";
+import { Strip, shown } from "./strip.js";
 
 const YOU = { key: "you", label: "You", colour: "you", width: 2.5 };
 const HIDDEN = ["hill_climb", "random", "random_search", "vllm_defaults", "naive", "kpa"]; // until the visitor asks for them
@@ -19,9 +19,12 @@ const PACE_SECONDS = 10; // over which the speed that the connection allows is t
 const NOTICE_S = 15; // before a flood, hints prepare for it
 const TREND_S = 5; // over which a part of the score rises or falls, and a hint stays
 const LATE = 0.2; // of the requests: as the first flood makes so many late, the race stops for a visitor who has moved no slider
+const RACE_S = 45; // a race lasts at most so long at the preset speed
 const FOLLOWED = 25; // times the clock: faster races are not watched
 const RETRY_MS = 1000;
-const KEPT = "race"; // in the session storage: the run that a reload takes up again
+const GAIN = 0.005; // in score: advice that gains less is not given
+const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
+const KEPT = "race"; // in the session storage: the run that a reload shows again
 
 /** The seed of the day (UTC), such as 20260131: everybody gets the same traffic. */
 const today = () => Number(new Date().toISOString().slice(0, 10).replaceAll("-", ""));
@@ -44,11 +47,10 @@ class Race {
     this.finished = new Set(); // ids of the tasks that the visitor has raced to the end
     this.phase = "idle"; // idle, running, paused, over
     this.generation = 0;
-    this.speed = 5;
     this.knobs = new Knobs(info.action.properties);
     this.knobs.node.addEventListener("input", () => {
       this.taught = true;
-      this.hintOf = null; // a hint that was followed goes
+      this.hintOf = this.advised = null; // a hint that was followed goes
       if (this.phase === "paused") this.coach();
       this.startsAs = "Your sliders are where you left them.";
       if (this.phase === "idle" && this.target) this.tellScores();
@@ -105,7 +107,7 @@ class Race {
       this.seedInput.value = String(Math.floor(Math.random() * 100_000));
       this.choose();
     } } });
-    this.speedSelect = select(SPEEDS, this.speed, (value) => { this.speed = Number(value); });
+    this.speedSelect = select(SPEEDS, 5, (value) => { this.speed = this.ownSpeed = Number(value); });
     this.story = el("p", { class: "story" });
     this.formula = el("p", { class: "note" });
     this.controls = el("div", { class: "controls" },
@@ -114,6 +116,13 @@ class Race {
 
   /** Called whenever the tab is opened or its address changes. */
   async show(params) {
+    const kept = this.task ? null : takeKept();
+    if (kept) {
+      this.taskSelect.value = kept.task;
+      this.seedInput.value = kept.seed;
+      await this.choose(kept.shared && address.unpackActions(kept.shared), kept);
+      return;
+    }
     const asked = params.get("task") ?? String(this.task?.id ?? this.first.id);
     const seed = params.get("seed") ?? this.seedInput.value;
     const shared = params.has("you") ? address.unpackActions(params.get("you")) : null;
@@ -127,14 +136,14 @@ class Race {
     else if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "start the race to play this episode yourself" }));
   }
 
-  /** Load the policies' episodes for the chosen task and seed, and draw them; `shared` are the actions of a link. */
-  async choose(shared = null) {
+  /** Load the policies' episodes for the chosen task and seed, and draw them; `shared` are the actions of a link, `kept` is what `keep` kept. */
+  async choose(shared = null, kept = null) {
     const generation = ++this.generation;
     this.phase = "idle";
     this.waiting = false;
     this.shared = shared;
     const task = this.tasks.find(({ id }) => String(id) === this.taskSelect.value);
-    if (task !== this.task) this.aim = this.defaults = null;
+    if (task !== this.task) [this.aim, this.defaults, this.advised] = [kept?.aim, null, null];
     this.task = task;
     this.startButton.disabled = true;
     try {
@@ -144,7 +153,7 @@ class Race {
       return;
     }
     const { seed } = this;
-    if (!shared) address.write("race", { task: task.id, seed });
+    if (!shared && !kept) address.write("race", { task: task.id, seed });
     fill(this.trouble);
     for (const box of [this.result, this.onward, this.places]) fill(box);
     this.board.classList.add("stale"); // until the charts are those of this episode
@@ -160,7 +169,7 @@ class Race {
       const { policies } = await once(`policies?task_id=${encodeURIComponent(task.id)}`);
       const everyone = policies.map(player).reverse(); // the server begins with the baselines
       const oneOf = (names) => names.map((name) => everyone.find(({ key }) => key === name)).find(Boolean) ?? everyone[0];
-      const goal = oneOf([this.aim, ...STARTS]);
+      const base = oneOf(STARTS), goal = oneOf([this.aim, base.key]);
       const playing = new Map();
       const play = ({ key }) => {
         if (!playing.has(key)) playing.set(key, post("play", { task_id: task.id, seed, agent: key }));
@@ -169,15 +178,17 @@ class Race {
       const episode = await play(goal);
       if (generation !== this.generation) return;
       this.length = episode.steps;
-      this.formula.textContent = `The score adds up its parts, each at most 1. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
+      if (!this.ownSpeed) this.setSpeed(SPEEDS.slice(1).find(([times]) => this.length / times <= RACE_S)[0]);
+      this.formula.textContent = `The score adds up its parts, each at most 1, and is at least 0. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
       this.parts.title = this.formula.textContent;
       this.phases = episode.phase;
       this.arrivals = episode.arrivals;
       this.target = shared ? { ...SHARED, episode: { ...newRun(), score: this.claimed } } : { ...goal, episode };
       if (!this.defaults) {
-        const vllm = goal.key === "vllm_defaults";
-        this.defaults = { action: first(episode.action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${goal.called} starts.` };
-        this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${goal.called} starts`;
+        const vllm = base.key === "vllm_defaults", { action } = await play(base);
+        if (generation !== this.generation) return;
+        this.defaults = { action: first(action), text: vllm ? "Your sliders are at vLLM's defaults." : `Your sliders are where ${base.called} starts.` };
+        this.defaultsButton.textContent = vllm ? "vLLM's defaults" : `Where ${base.called} starts`;
         this.defaultsButton.disabled = false;
         this.useDefaults();
       }
@@ -188,7 +199,7 @@ class Race {
       this.replayed = shared && this.replay(this.target.episode, shared, generation);
       this.startButton.disabled = false;
       this.updateButtons();
-      this.takeUp();
+      if (kept) this.takeUp(kept);
       const episodes = await this.loaded;
       if (generation !== this.generation) return;
       const rivals = everyone.map((rival, i) => ({ ...rival, episode: episodes[i] }));
@@ -201,6 +212,7 @@ class Race {
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.buildBoard();
       this.draw();
+      if (kept?.phase === "over") await this.finish(generation);
       await this.replayed;
     } catch (error) {
       if (generation !== this.generation) return;
@@ -244,7 +256,7 @@ class Race {
     this.nameTarget();
     const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
     const { floods: known } = this.task;
-    const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
+    const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? "The load rises and falls: move Replicas before it does. Late requests can cost the whole score." : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
     const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
     const scores = !untouched ? `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.` : `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. If you touch nothing, you score this on ${traffic}.`;
     this.introduction = `${scores} ${kind}${bands}`;
@@ -388,7 +400,7 @@ class Race {
     const played = this.mine.reward.length, { floods: known } = this.task;
     if (!played) {
       this.about.textContent = this.introduction;
-      this.knobs.point();
+      this.knobs.point(this.advised?.name);
       return;
     }
     let clock = "", soon = false;
@@ -411,18 +423,24 @@ class Race {
     const advice = this.hinted ? `${this.falling}${this.hinted.text}` : "";
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
-    else fill(this.about, el("strong", { class: soon ? "soon" : "", text: clock }), advice);
+    else {
+      const late = this.mine.observation.slo_violation_rate.at(-1), many = advice && late > LATE;
+      fill(this.about, el("strong", { class: soon || many ? "soon" : "", text: `${clock}${many ? `${percent(late)} of the requests are late now. ` : ""}` }), advice);
+    }
   }
 
-  /** Which slider of an action to move towards the best constant setting, and the replicas towards those of the best policy in this second. */
+  /** Which slider of an action to move now towards the best constant setting, and the replicas towards those of the best policy in this second. */
   hint(action, part) {
-    const setting = this.built === this.generation && this.rivals.find(({ key }) => key === "best_static")?.episode;
-    if (!setting) return undefined;
-    const second = Math.max(0, this.mine.reward.length - 1), { action: best } = this.best.episode;
-    const goal = Object.fromEntries(Object.entries(setting.action).map(([name, column]) => [name, (name === "replicas" ? best.replicas : column)[second]]));
-    const found = hint(action, goal, this.task, part);
+    const goal = this.goalOf((column) => column[Math.max(0, this.mine.reward.length - 1)]);
+    const [found] = goal ? hints(action, goal, this.task, part) : [];
     // A new precision restarts the GPUs: at high load the queue fills meanwhile, so it is for the next race, as is what comes after it.
-    return found?.name === "quant_tier" && this.phase !== "over" ? undefined : found;
+    return found?.name === "quant_tier" ? undefined : found;
+  }
+
+  /** The best constant setting, with `replicas` picked from those of the best policy; undefined before the policies are there. */
+  goalOf(replicas) {
+    const setting = this.built === this.generation && this.rivals.find(({ key }) => key === "best_static")?.episode.action;
+    return setting ? { ...first(setting), ...(this.task.max_replicas ? { replicas: replicas(this.best.episode.action.replicas) } : {}) } : undefined;
   }
 
   tellReadings() {
@@ -440,6 +458,11 @@ class Race {
     ];
     if (this.task.max_replicas) entries.push(["Replicas", at < 0 ? "–" : `${last(this.mine.fleet.replicas_ready)} of ${last(this.mine.fleet.replicas)} ready`, false]);
     fill(this.readings, ...entries.map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
+  }
+
+  setSpeed(times) {
+    this.speed = times;
+    this.speedSelect.value = String(times);
   }
 
   // ---------------------------------------------------------------- playing
@@ -569,40 +592,37 @@ class Race {
 
   // ---------------------------------------------------------------- a reload
 
-  /** Keep a run that is not over, for a reload. Storage may be denied, as within a frame: the reload then starts anew. */
+  /** Keep the run for a reload. Storage may be denied, as within a frame: the reload then starts anew. */
   keep() {
-    const on = this.phase === "running" || (this.phase === "paused" && this.mine.reward.length > 0);
     try {
-      if (!on) sessionStorage.removeItem(KEPT);
-      else sessionStorage.setItem(KEPT, JSON.stringify({ hash: location.hash, phase: this.phase, speed: this.speed, action: this.knobs.action(), mine: this.mine }));
+      if (!this.mine?.reward.length) sessionStorage.removeItem(KEPT);
+      else sessionStorage.setItem(KEPT, JSON.stringify({ hash: location.hash, task: this.task.id, seed: this.seed, aim: this.aim, shared: this.shared && address.packActions(this.shared), phase: this.phase, speed: this.speed, action: this.knobs.action(), startsAs: this.startsAs, mine: this.mine }));
     } catch { /* denied or full */ }
   }
 
-  /** Take up the run that was kept for this address, if there is one. */
-  takeUp() {
-    let kept = null;
-    try {
-      kept = JSON.parse(sessionStorage.getItem(KEPT));
-      sessionStorage.removeItem(KEPT);
-    } catch { /* denied */ }
-    if (kept?.hash !== location.hash || !kept.mine.session) return;
-    this.mine = oldRun(kept.mine);
-    this.knobs.set(kept.action);
-    this.speed = kept.speed;
-    this.speedSelect.value = String(kept.speed);
+  /** Take up the run that was kept. */
+  takeUp({ mine, action, startsAs, speed, phase }) {
+    this.mine = oldRun(mine);
+    this.knobs.set(action);
+    this.taught = true;
+    this.startsAs = startsAs;
+    this.setSpeed(speed);
     this.phase = "paused";
     this.draw();
+    if (phase === "over") return; // its result needs the other players
     this.updateButtons();
-    if (kept.phase === "running") this.run(this.generation);
+    if (phase === "running") this.run(this.generation);
   }
 
   async finish(generation) {
-    const [grade] = await Promise.all([post("grader", { session_id: this.mine.session }), this.loaded, this.replayed]);
+    const [grade] = await Promise.all([this.mine.grade ?? post("grader", { session_id: this.mine.session }), this.loaded, this.replayed]);
     if (generation !== this.generation) return;
+    this.mine.grade = grade;
     this.phase = "over";
     this.finished.add(this.task.id);
     this.hide();
     this.knobs.point();
+    this.advised = null;
     const { called, episode } = this.target;
     const score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat);
     const params = { task: this.task.id, seed: this.seed, beat: score, you: address.packActions(rows(this.mine.action)) };
@@ -612,14 +632,15 @@ class Race {
     const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
     const next = places.findLast((rival) => rival.score > grade.score && rival.key !== "shared");
     const url = new URL(address.link("race", params), location.href).href;
-    const share = el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
-    share.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet; ${this.shared ? "my challenger" : called} has ${toBeat}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
+    const share = Number(score) === 0 ? null : el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
+    share?.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet; ${this.shared ? "my challenger" : called} has ${toBeat}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
     const onward = won && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
+    const advice = el("p");
+    this.advise(grade).then((text) => text && fill(advice, el("strong", { text: "Next time: " }), text), () => {}); // what cannot be checked is not advised
     this.result.className = `result ${won ? "won" : ""}`;
     fill(this.result,
       el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
-      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}.` }),
-      el("p", {}, el("strong", { text: "Next time: " }), this.advise(grade)));
+      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.lateness()}` }), advice);
     fill(this.onward, onward, share);
     fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
@@ -629,14 +650,49 @@ class Race {
     this.duel.scrollIntoView({ block: "nearest" });
   }
 
-  /** What to do in the next race, which begins with the sliders where they are now. */
-  advise({ feedback }) {
-    const { called, episode: { action } } = this.best;
-    const settings = (name) => new Set(action[name]).size;
+  /**
+   * What to do in the next race, which begins with the sliders where they are now: the first slider whose move gains, as the server
+   * plays this episode with it; and what the best policy does that no slider that stays can.
+   */
+  async advise({ score }) {
+    const action = this.knobs.action(), setting = this.rivals.find(({ key }) => key === "best_static")?.episode.action;
+    const moves = setting ? hints(action, this.knobs.reach(first(setting)), this.task) : [];
+    const scores = await this.scoresOf([...moves.map(({ name, value }) => ({ ...action, [name]: value })), action]);
+    const found = scores.findIndex((each) => each > score + GAIN), reached = found < 0 ? score : scores[found];
+    const start = found < moves.length ? moves[found] : { text: "start as your sliders are now. They began elsewhere in this race." };
+    this.advised = found < moves.length ? moves[found] : undefined;
+    const slider = found < 0 ? "" : `${start.text.replace("Move", "move")} ${start.name ? `With ${shown(start.name, start.value, this.tiers)} and` : "With"} nothing else moved, you score ${shownScore(reached)} here.`;
+    const { called, episode } = this.best, settings = (name) => new Set(episode.action[name]).size;
     const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
-    return this.hint(this.knobs.action())?.text.replace("Move", "move")
-      ?? (this.hint(first(this.mine.action)) && "start as your sliders are now. They began elsewhere in this race.")
-      ?? (settings(moved) > 1 ? `move ${this.knobs.title(moved)} during the race, as ${called} does; see Decisions below.` : inSliders(feedback));
+    const adapts = episode.score > reached + GAIN && settings(moved) > 1 && (!slider || this.task.max_replicas);
+    return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${this.knobs.title(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
+  }
+
+  /** Scores of this episode under constant settings, as the server plays them. */
+  async scoresOf(settings) {
+    const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: settings.map(() => this.seed), config: { reward: "score" } });
+    const scores = settings.map(() => 0), most = Math.floor(BATCH_SECONDS / settings.length), actions = [settings.map(address.numbers)];
+    try {
+      for (let left = this.length; left > 0; left -= most) {
+        const { rewards } = await post("step/batch", { session_id, actions, repeat: Math.min(left, most), last: true });
+        for (const row of rewards) row.forEach((reward, i) => { scores[i] += reward; });
+      }
+    } finally {
+      await post("close/batch", { session_id });
+    }
+    return scores;
+  }
+
+  /** When most requests were late, in words. */
+  lateness() {
+    const late = this.mine.observation.slo_violation_rate.slice(1);
+    let [from, to] = [0, 0];
+    late.forEach((share, i) => {
+      if (share <= LATE) return;
+      const since = late.findLastIndex((each, before) => before < i && each <= LATE) + 1;
+      if (i + 1 - since > to - from) [from, to] = [since, i + 1];
+    });
+    return to - from >= TREND_S ? `Worst from second ${from + 1} to ${to}: ${percent(mean(late.slice(from, to)))} of the requests were late. ` : "";
   }
 
   /** How a race went, in ten squares: green where at most one request in ten was late, red where half of them were. */
@@ -645,11 +701,11 @@ class Race {
     return Array.from({ length: 10 }, (_, i) => mean(late.slice(Math.round(i * step), Math.round((i + 1) * step)))).map((share) => (share <= 0.1 ? "🟩" : share < 0.5 ? "🟨" : "🟥")).join("");
   }
 
-  /** Race against another policy on the same traffic. */
+  /** Prepare a race against another policy on the same traffic. */
   async raceAgainst(key) {
     this.aim = key;
+    this.startsAs = `Set your sliders, then start. ${this.advised?.text ?? ""}`;
     await this.choose();
-    this.press();
   }
 }
 
@@ -664,6 +720,17 @@ function newRun(begun) {
   const run = { session: begun?.session_id, observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], score_so_far: [], parts: [] };
   if (begun) append(run.observation, begun.observation);
   return run;
+}
+
+/** What `keep` kept for this address; null if it kept nothing. */
+function takeKept() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT));
+    sessionStorage.removeItem(KEPT);
+    return kept?.hash === location.hash ? kept : null;
+  } catch {
+    return null; // denied
+  }
 }
 
 /** A run as JSON had it. */

@@ -14,8 +14,9 @@ const PARTS = {
   gpus: "how few replicas were paid",
   churn: "how seldom replicas were added or removed",
 };
+const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for time goes below 0
 /** The parts of a score in words, with their weights where they differ. */
-export const explained = (breakdown, { weights = [] }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}`).join("; ");
+export const explained = (breakdown, { weights = [], kind }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many came later" : ""}`).join("; ");
 
 /** Rank of a row, 1 for the best; scores that are shown as equal share their rank. */
 export function placeOf(row, rows) {
