@@ -17,11 +17,11 @@ const LINES = {
   random: { colour: "naive", dash: [6, 3] },
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
-  planner: { called: "the capacity planner", colour: "ppo", dash: [8, 3] },
+  planner: { called: "the capacity planner", colour: "search", dash: [6, 2, 1, 2] },
 };
 
 /** The run of a link that the visitor followed. */
-export const SHARED = { key: "shared", label: "Challenger", called: "your challenger", title: "The run of the link that you followed.", colour: "ink", dash: [7, 4], width: 2 };
+export const SHARED = { key: "shared", label: "Challenger", called: "your challenger", title: "The run of the link that you followed.", colour: "shared", dash: [7, 4], width: 2 };
 
 /** Key, label and line of a policy; `called` is its name in a sentence, `title` what it does. */
 export function player({ name, description = "" }) {

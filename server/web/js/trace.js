@@ -11,8 +11,9 @@ import { Strip } from "./strip.js";
 
 const BASELINES = {
   fixed: { label: "Your configuration", colour: "naive", dash: [1, 3] },
-  best_constant: { label: "Best constant", colour: "ink", dash: [3, 3] },
+  best_constant: { label: "Best constant", colour: "ink" },
 };
+const UNFINISHED = 0.01; // share of requests beyond which a 99th percentile is named after those that it is of
 const UNCHECKED = ["random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
@@ -114,7 +115,7 @@ class Trace {
 
   report(report, tiers, own) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
-    players[0].label = own;
+    if (own !== players[0].label) Object.assign(players[0], player({ name: "vllm_defaults" }), { key: "fixed" });
     const said = report.undecided ?? verdict(report, players, tiers), { log } = report;
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
     const late = `Later than ${compact(report.slo_ms)} ms`;
@@ -122,13 +123,13 @@ class Trace {
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
       report.refused ? el("p", { class: "bad", text: `${report.refused}.` }) : "",
-      table("Results of each policy, all on the same GPUs", ["Policy", late, "TTFT p99 ms", "GPU s /1k tokens"],
-        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), compact(o.ttft_p99_ms), o.gpu_s_per_1k_tokens.toFixed(2)])),
-      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy. Simulated: the Fidelity tab shows the errors.` }),
+      table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
+        players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), `${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)])),
+      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
-      folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "TPOT ms", "Restarts"],
-        players.map(({ outcome: o, ...each }) => [chip(each), o.n_gpus, o.goodput_rps.toFixed(2), compact(o.ttft_p50_ms), o.tpot_mean_ms.toFixed(1), o.restarts])),
+      folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
+        players.map(({ outcome: o, ...each }) => [chip(each), o.n_gpus, o.goodput_rps.toFixed(2), compact(o.ttft_p50_ms), o.restarts])),
       ...report.notes.map((text) => el("p", { text: inTheForm(text) }))),
     ].filter(Boolean));
     for (const draw of this.later) draw();
@@ -164,10 +165,15 @@ class Trace {
   settings(report, players) {
     const choice = select(players.map(({ key, label }) => [key, label]), report.best, () => shown.show());
     const shown = new EngineSettings({ title: "Engine settings to try, to copy or download", label: "Engine settings", engineLabel: "Engine", downloadLabel: "Download", choices: [field("Policy", choice)],
-      textOf: (engine) => report.export[choice.value][engine], report: { text: "Download the report", name: "shadow.json", data: report } });
+      textOf: (engine) => report.export[choice.value][engine].replace(/the policy '\w+'/, inSentence(players.find(({ key }) => key === choice.value))), report: { text: "Download the report", name: "shadow.json", data: report } });
     return shown.node;
   }
 }
+
+const inSentence = ({ label }) => label.replace("Your", "your").replace("Best", "the best");
+
+/** Share of the requests that were refused, or not served by the end. */
+const lost = ({ completed, rejected, unserved }) => (rejected + unserved) / (completed + rejected + unserved);
 
 /** The recommendation in one sentence: the setting, its cost, and how many requests are late beside the baselines. */
 function verdict({ best, n_gpus: gpus, hardware, slo_ms: slo }, players, tiers) {
@@ -175,7 +181,10 @@ function verdict({ best, n_gpus: gpus, hardware, slo_ms: slo }, players, tiers) 
   const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
   const what = action ? setting(action, tiers[action.quant_tier]) : "";
   const found = `on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
-  if (one === fixed) return `Keep ${fixed.label.replace("Your", "your")} (${what}) ${found}, and nothing else here is better by more than chance explains.`;
-  const others = [...(one === constant ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${label.replace("Your", "your").replace("Best", "the best")}`);
+  if (one === fixed) {
+    const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
+    return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Not judged: the best constant writes a token in ${compact(pace)} ms instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
+  }
+  const others = [...(one === constant ? [] : [constant]), fixed].map(({ label, outcome }) => `${percent(outcome.slo_miss_share, 1)} under ${inSentence({ label })}`);
   return `${one === constant ? `Set ${what}` : `Let ${one.called} set the knobs`} ${found}, against ${others.join(" and ")}, more than chance explains.`;
 }
