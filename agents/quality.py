@@ -3,7 +3,7 @@
 Five figures, each from episodes that anybody can play again: difficulty separation (naive, rules, best), headroom (from
 the best known policy to a clairvoyant ceiling), adversarial floor (random actions, a constant that serves few),
 gameability (what a constant or a timetable earns that observes nothing, and whether refusing requests beats an engine's
-defaults) and the adaptive gap (the best policy that observes over the best constant).
+defaults) and the adaptive gap (score of the best policy that observes, minus that of the best constant).
 
 Agents that observe are chosen on validation seeds, timetables are searched on training seeds, and all are scored on
 held-out seeds. The best constant is chosen with hindsight: adapting gains at least the gap. The searches are short, so

@@ -168,7 +168,7 @@ register(
 register(
     "vllm_defaults",
     lambda task, _: VllmDefaultsAgent(tables_of(task.hardware)),
-    "What vLLM does by default: 256 slots, 90 % of the memory, FP16, never changed.",
+    "What vLLM does by default on an A100: 256 slots, 90 % of the memory, FP16, never changed.",
 )
 register(
     "random_search",
@@ -201,7 +201,7 @@ register("best_static", _best_static, "The best constant setting that a search f
 register(
     "best_adaptive",
     _best_adaptive,
-    "Hand-written rules that switch between settings, with numbers that a search found for the task.",
+    "Searched policy: rules with numbers that a search found for the task.",
     stored=True,
 )
 

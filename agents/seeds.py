@@ -14,7 +14,7 @@ VALIDATION_SEEDS: Final = range(3_000, 3_016)
 """For choosing among fitted policies."""
 
 HELD_OUT_SEEDS: Final = range(10_000, 10_030)
-"""For every score that is reported."""
+"""For reported scores; :func:`held_out_seeds` continues the range where more seeds are played."""
 
 CONFIRMATION_SEEDS: Final = range(40_000, 40_030)
 """For confirming the held-out scores: tasks were still tuned after those had been seen, but not after these."""

@@ -12,7 +12,8 @@ from simulator.hardware.tables import ServingTables
 
 MAX_NUM_SEQS: Final = 256
 """Sequences at once: ``EngineArgs.get_batch_defaults`` in ``vllm/engine/arg_utils.py`` (vLLM 0.9 and later) has 256 for
-an A100, and 1,024 for other cards of 70 GiB and more."""
+an A100, and 1,024 for other cards of 70 GiB and more. This agent keeps those of an A100 on every card, because the knob
+ends at 512."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """Share of the card's memory: ``gpu_memory_utilization`` of ``vllm/config/cache.py``."""
 
@@ -25,7 +26,7 @@ class VllmDefaultsAgent(ConstantAgent):
 
 
 def vllm_defaults(tables: ServingTables) -> ServeAction:
-    """Knobs that are vLLM's defaults: 256 slots, 90 % of the memory, FP16, no drafts, prefill on the same GPUs.
+    """Knobs that are vLLM's defaults on an A100: 256 slots, 90 % of the memory, FP16, no drafts, prefill on decoding GPUs.
 
     ``kv_budget`` is the share of the KV pool with which weights, activations, slots and pool take 90 % of what the card
     reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.
