@@ -26,7 +26,7 @@ class VllmDefaultsAgent(ConstantAgent):
 
 
 def vllm_defaults(tables: ServingTables) -> ServeAction:
-    """vLLM's defaults on an A100 as knobs: 256 slots, 90 % of the memory, FP16, no drafts, no separate prefill GPUs.
+    """Knobs of vLLM's defaults on an A100: 256 slots, 90 % of the memory, FP16, no drafts, no separate prefill GPUs.
 
     ``kv_budget`` is the share of the KV pool with which weights, activations, slots and pool take 90 % of what the card
     reports, which is what the engine measures at its start; :mod:`ops.export` converts the other way.
