@@ -138,7 +138,9 @@ class Settings(BaseModel):
         "`Authorization: Bearer KEY` or `X-API-Key: KEY`; a browser asks for it as the password, with any user name.",
     )
     api_key_file: Annotated[Path | None, Allowed("a file of such keys")] = Field(
-        None, description="File with more of these keys, such as a secret that Docker or Kubernetes mounts; read once."
+        None,
+        description="File with more of these keys, one a line, such as a secret that Docker or Kubernetes mounts; read "
+        "once. Lines that begin with # are left out.",
     )
     trusted_proxies: Annotated[tuple[Network, ...], Allowed("addresses or networks, or *")] = Field(
         (),
@@ -291,7 +293,8 @@ def load_settings(**overrides: Any) -> Settings:
     given |= overrides
     if file := given.get("api_key_file"):
         try:
-            given["api_key"] = f"{given.get('api_key', '')},{Path(file).read_text(encoding='utf-8')}"
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            given["api_key"] = ",".join([given.get("api_key", ""), *(line for line in lines if line[:1] != "#")])
         except (OSError, UnicodeDecodeError) as error:
             variable = _variable("api_key_file")
             raise InvalidConfigError(f"{variable}: {file!r} cannot be read: {error}", variable) from error

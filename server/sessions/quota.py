@@ -11,7 +11,7 @@ from typing import Final
 from server.net.errors import RateLimitedError
 from server.sessions.store import IDLE_S, SessionStore, client_of
 
-RETRY_AFTER_S: Final = 1.0
+RETRY_AFTER_S: Final = 60.0
 MAX_CLIENTS: Final = 10_000
 
 

@@ -132,6 +132,7 @@ class SqliteStore:
         """A read that is left unfinished; as long as it is, steps need no snapshot of their own."""
         self._snapshot_from_s = 0.0
         self._reopened = 0
+        self._down = False
         self.stored = 0
         self._checkpoints: threading.Thread | None = None
         self._closed = threading.Event()
@@ -317,7 +318,11 @@ class SqliteStore:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return operation(self._connected())
+                answer = operation(self._connected())
+                if self._down:
+                    log.warning("the session store %s can be used again", self.path)
+                self._down = False
+                return answer
             except (sqlite3.Error, BlockingIOError) as error:
                 self._check(error)
                 left_s = deadline - time.monotonic()
@@ -356,6 +361,9 @@ class SqliteStore:
         if code in _DAMAGED:
             _set_aside_if_damaged(self.path)
             return
+        if not self._down:
+            log.error("the session store %s cannot be used: %s", self.path, error)
+        self._down = True
         raise StoreError(f"the session store cannot be used now: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:

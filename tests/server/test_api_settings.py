@@ -86,11 +86,11 @@ def test_keys_come_from_the_variable_and_from_a_file_and_an_empty_file_opens_no_
     file.write_text("\n")
     with pytest.raises(InvalidConfigError, match="INFERENCEGYM_API_KEY: its value is not allowed"):
         load_settings()
-    file.write_text("from a file\n")
-    assert [key.get_secret_value() for key in load_settings().api_key or ()] == ["from a file"]
+    file.write_text("# of the trainers\nfrom a file\nfrom it too\n")
+    assert [key.get_secret_value() for key in load_settings().api_key or ()] == ["from a file", "from it too"]
     monkeypatch.setenv("INFERENCEGYM_API_KEY", "correct horse, battery staple")
     keys = [key.get_secret_value() for key in load_settings().api_key or ()]
-    assert keys == ["correct horse", "battery staple", "from a file"]
+    assert keys == ["correct horse", "battery staple", "from a file", "from it too"]
 
 
 def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

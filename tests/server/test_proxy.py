@@ -59,6 +59,39 @@ def compose_proxy(directory: Path, realip: str = "") -> Iterator[tuple[str, list
             yield url, [one, two]
 
 
+def test_the_documents_nginx_keeps_a_client_on_one_of_several_machines_under_its_host_name(tmp_path: Path) -> None:
+    deploy = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (site,) = re.findall(r"```nginx\n# /etc/nginx/conf.d/inferencegym.conf\n(.*?)```", deploy, re.DOTALL)
+    (upstream,) = re.findall(r"```nginx\n(upstream inferencegym \{\n.*?)```", deploy, re.DOTALL)
+    folders = [tmp_path / name for name in ("one", "two", "proxy")]
+    for folder in folders:
+        folder.mkdir()
+    given = {"trusted_proxies": "127.0.0.1", "allowed_hosts": "gym.example,localhost,127.0.0.1"}
+    with running_server(folders[0], **given) as one, running_server(folders[1], **given) as two:
+        port, plain = free_port(), free_port()
+        for pattern, here in {
+            r"upstream inferencegym \{.*?\}": upstream,
+            r" *listen \[::\].*?;\n": "",
+            r" *ssl_certificate.*?;\n": "",
+            r"listen 80;": f"listen 127.0.0.1:{plain};",
+            r"listen 443 ssl;": f"listen 127.0.0.1:{port};",
+            r"(server 10\.0\.0\.1\d:7860;\s*)+": f"server 127.0.0.1:{one.port}; server 127.0.0.1:{two.port};",
+        }.items():
+            site, found = re.subn(pattern, here, site, flags=re.DOTALL)
+            assert found, pattern
+        with nginx(folders[2], site, port) as url:
+            for client in range(N_CLIENTS):
+                headers = {"Host": "gym.example", "X-Client-Id": f"learner-{client}", "Connection": "close"}
+                session = httpx.post(f"{url}/reset/batch", json={"task_id": 1, "n": 1}, headers=headers).json()
+                for _ in range(4):
+                    body = {"session_id": session["session_id"], "actions": [[[0.5, 2, 64, 0, 0]]]}
+                    assert httpx.post(f"{url}/step/batch", json=body, headers=headers).status_code == 200
+            moved = httpx.get(f"http://127.0.0.1:{plain}/web", headers={"Host": "gym.example"})
+            assert moved.headers["location"] == "https://gym.example/web"
+            assert httpx.get(f"{url}/metrics", headers={"Host": "localhost"}).status_code == 200
+            assert httpx.get(f"{url}/metrics", headers={"Host": "other.example"}).status_code == 403
+
+
 def test_a_client_behind_the_proxy_keeps_its_batch_session(tmp_path: Path) -> None:
     with compose_proxy(tmp_path) as (url, replicas):
         for client in range(N_CLIENTS):

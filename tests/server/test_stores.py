@@ -274,6 +274,8 @@ asyncio.run(main())
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split(":")[1]) > 0
+    # The log has the reason, not once per request: refused steps in a row are one outage.
+    assert run.stderr.count("cannot be used") == run.stderr.count("can be used again") > 0
 
 
 def test_what_has_expired_counts_towards_the_room_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
