@@ -3,6 +3,7 @@
     python -m benchmarks.fidelity.open_suite           writes results/open_fidelity.json and .md
     python -m benchmarks.fidelity.open_suite --json    prints the JSON and writes nothing
     python -m benchmarks.fidelity.open_suite --server  fits the times of the API server to :data:`SERVER_LOADS`
+    python -m benchmarks.fidelity.open_suite --knee    prints what the errors of TTFT p50 at the knee look like
 
 ``data/README.md`` has sources and licences. Runs are split by card and model (:data:`SPLITS`): the errors of the *fit*
 runs go into the verdicts of plans (``benchmarks.fidelity.hardware --margins``), the others test these verdicts. Every
@@ -29,8 +30,10 @@ from ops.margins import band_of, ratio
 from simulator.events.fleet import Fleet
 from simulator.events.requests import IntArray, Outcome, Requests
 from simulator.events.simulation import Simulation
-from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment
+from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment, kernels
+from simulator.hardware.kernel_times import KernelModel
 from simulator.hardware.memory import kv_pool_gb
+from simulator.hardware.operators import Chunk
 from simulator.hardware.profiles import engine
 from simulator.hardware.tables import FloatArray
 
@@ -60,6 +63,11 @@ REPORTED_GB: Final = {"a100_sxm": 85.1, "h100_sxm": 85.1, "h200_sxm": 150.8}
 """Memory that the driver reports, of which vLLM takes its share."""
 LENGTH_SPREAD: Final = 0.2
 """Half width of the lengths of a closed loop whose source states only their mean."""
+
+
+LOAD_FACTORS: Final = tuple(round(0.7 + 0.05 * i, 2) for i in range(13))
+PROMPT_MS: Final = (0.0, 1.0, 2.0, 4.0)
+"""Times that iterations with prompt tokens might take in addition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +108,13 @@ def runs() -> Iterator[Run]:
     yield from _own()
 
 
-def _llm_d() -> Iterator[Run]:
-    """Llama-3.1-70B on two cards per replica, request by request, at the times at which the requests were sent."""
+def _llm_d(load_factor: float = 1.0) -> Iterator[Run]:
+    """Llama-3.1-70B on two cards per replica, request by request, as the requests were sent or this much faster."""
     model, tp = "llama-3.1-70b", 2
     frame = pd.read_csv(DATA / "llm_d_llama_70b.csv")
     for (card, replicas, load, qps), rows in frame.groupby(["card", "replicas", "load", "qps"], sort=False):
         fleet = _fleet(card, model, "BF16", tp, 0.95, int(replicas))
-        simulated = Simulation(fleet, _requests(rows, rows["arrival_s"].to_numpy()))
+        simulated = Simulation(fleet, _requests(rows, rows["arrival_s"].to_numpy() / load_factor))
         name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
         yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), simulated)
 
@@ -241,6 +249,57 @@ def _server_misfit(request_ms: float, token_ms: float) -> float:
     )
 
 
+def knee() -> str:
+    """TTFT p50 at the knee, of runs that test no verdict.
+
+    The load factor is the one at which the simulation of a *fit* run has the measured TTFT p50. In a closed loop all
+    first requests come at once, so :data:`SERVER_LOADS` are split into these and the later ones; an iteration with
+    prompt tokens takes 0 ms or more in addition, which the TTFT offset is less.
+    """
+    name = "TTFT p50"
+    at = {factor: {(r.card, r.load): r.simulated[name] for r in _llm_d(factor)} for factor in LOAD_FACTORS}
+    lines = ["| card | load | measured | simulated | load factor with the measured |", "|---|---|---|---|---|"]
+    for r in _llm_d():
+        if r.band == "knee":
+            distance = {f: abs(np.log(found[r.card, r.load] / r.measured[name])) for f, found in at.items()}
+            best = min(distance, key=distance.__getitem__)
+            cells = (r.card, r.load, _text(r.measured[name]), _text(r.simulated[name]), f"{best:g}")
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| load | ms in addition | first TTFT p50 | later TTFT p50 | TPOT p50 |", "|---|---|---|---|---|"]
+    for prompt_ms in PROMPT_MS:
+        for load, figures in _by_wave(prompt_ms):
+            lines.append(
+                "| " + " | ".join([load, f"{prompt_ms:g}", *(" / ".join(map(_text, f)) for f in figures)]) + " |"
+            )
+    return "\n".join(lines)
+
+
+class _SlowerPrompts(KernelModel):
+    """Iterations with prompt tokens take ``prompt_ms`` longer."""
+
+    prompt_ms = 0.0
+
+    def prefill_attention_ms(self, chunks: Sequence[Chunk]) -> float:
+        return float(super().prefill_attention_ms(chunks)) + self.prompt_ms
+
+
+def _by_wave(prompt_ms: float) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Of :data:`SERVER_LOADS`, (measured, simulated) TTFT p50 of first and of later requests, and TPOT p50."""
+    card, model, tier = "h200_sxm", "llama-3.1-8b", "BF16"
+    fleet = _fleet(card, model, tier, 1, 0.92, 1, async_scheduling=True)
+    profile = replace(fleet.model.profile, ttft_offset_ms=fleet.model.profile.ttft_offset_ms - prompt_ms)
+    slower = _SlowerPrompts(tier, profile, kernels(Deployment(card, model), tier))
+    slower.prompt_ms = prompt_ms
+    frame = pd.read_csv(DATA / "vllm_h200_llama_8b.csv")
+    for load in SERVER_LOADS:
+        rows = frame[frame["load"] == load]
+        n = int(rows["clients"].iloc[0])
+        outcome = Simulation(replace(fleet, model=slower), _requests(rows, np.zeros(len(rows))), clients=n).run()
+        ttft, tpot = (rows["ttft_ms"].to_numpy(), outcome.ttft_ms()), (rows["tpot_ms"].to_numpy(), outcome.tpot_ms())
+        parts = [[each[:n] for each in ttft], [each[n:] for each in ttft], tpot]
+        yield load, [(float(np.median(measured)), float(np.median(simulated))) for measured, simulated in parts]
+
+
 def covered(run: Run) -> dict[str, bool]:
     """Whether each measured latency is at most the simulated one times the 90 % bound of plans."""
     return {name: run.measured[name] <= run.allowed_ms(name) for name in LATENCIES if name in run.measured}
@@ -322,7 +381,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the reference on published runs, by split and regime.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     parser.add_argument("--server", action="store_true", help="fit the API server's times, write nothing")
+    parser.add_argument("--knee", action="store_true", help="print errors of TTFT p50 at the knee, write nothing")
     options = parser.parse_args(arguments)
+    if options.knee:
+        print(knee())
+        return
     if options.server:
         print("request_ms={:.1f}, token_ms={:.2f}".format(*fit_server()))
         return

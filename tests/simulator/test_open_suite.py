@@ -80,3 +80,13 @@ def test_a_further_value_stays_below_the_bound_in_nine_of_ten_cases() -> None:
     # Nine values are the fewest that suffice.
     assert bound_90([float(i) for i in range(1, 10)]) == 9.0
     assert bound_90([3.0, 1.0, 2.0]) == 3.0
+
+
+def test_the_knee_shows_the_same_figures_without_additional_time(played: list[Run]) -> None:
+    (run,) = [run for run in played if run.load == "64 clients, short"]
+    (_, (first, later, tpot)), *_ = open_suite._by_wave(0.0)  # noqa: SLF001
+    assert tpot == (run.measured["TPOT p50"], pytest.approx(run.simulated["TPOT p50"]))
+    # Half of the requests are first ones.
+    assert later[1] < run.simulated["TTFT p50"] < first[1]
+    slower = next(open_suite._by_wave(4.0))[1]  # noqa: SLF001
+    assert slower[2][1] > tpot[1] + 0.5
