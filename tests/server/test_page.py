@@ -150,7 +150,7 @@ def test_a_race_is_played_with_the_keyboard_alone_and_scored_by_the_server(visit
     rivals = {name: float(score) for name, score in _scores(page).items()}
     assert rivals["Heuristic"] == _rounded(server, "heuristic", 3, 5)
     assert rivals["Best constant"] == _rounded(server, "best_static", 3, 5)
-    assert rivals["Best hand-written"] == _rounded(server, "best_adaptive", 3, 5)
+    assert rivals["Searched policy"] == _rounded(server, "best_adaptive", 3, 5)
     assert "INT8" in page.locator(".strip").first.inner_text()
 
 
@@ -164,7 +164,7 @@ def test_arrivals_are_drawn_as_they_came_and_not_as_an_average(visit: Visit, ser
 def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Visit) -> None:
     page = visit().open("race?task=autoscale&seed=5")
     replicas = page.locator("#panel-race .stage figure.chart", has_text="Replicas requested")
-    expect(replicas.locator("p.unseen")).to_contain_text("Best hand-written: now")
+    expect(replicas.locator("p.unseen")).to_contain_text("Searched policy: now")
     slider = page.get_by_label("Replicas", exact=True)
     expect(slider).to_have_attribute("aria-valuetext", "3 replicas")
     slider.fill("3")

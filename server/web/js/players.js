@@ -5,7 +5,7 @@ import { words } from "./format.js";
 // Lines of the policies that ship, and their names in a sentence; another one is drawn in ink and called by its name.
 const LINES = {
   heuristic: { called: "the heuristic", colour: "heuristic" },
-  best_adaptive: { label: "Best hand-written", called: "the best hand-written policy", colour: "adaptive" },
+  best_adaptive: { label: "Searched policy", called: "the searched policy", colour: "adaptive" },
   ppo: { label: "PPO", called: "the network trained with PPO", colour: "ppo", dash: [8, 3] },
   best_static: { label: "Best constant", called: "the best constant setting", colour: "static", dash: [3, 3] },
   random_search: { called: "random search", colour: "search", dash: [6, 2, 1, 2] },
