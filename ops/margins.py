@@ -36,7 +36,7 @@ class Ratio:
     """Measured over simulated latency: median and 90 % bound ``p90`` from ``points`` figures of runs on ``card``.
 
     Both are at least 1, so that an error in the user's favour excuses no missed limit. ``own`` is False if the card
-    asked for was not measured: then it is the largest ratio of the others.
+    asked for was not measured: then each is the largest of the others, and ``card`` is that of the bound.
     """
 
     p50: float
@@ -58,7 +58,8 @@ def ratio(quantity: str, card: str, band: str) -> Ratio:
     own = name in measured
     candidates = {name: measured[name]} if own else measured
     worst, found = max(((each, bands[band]) for each, bands in candidates.items()), key=lambda pair: pair[1]["p90"])
-    return Ratio(max(1.0, found["p50"]), max(1.0, found["p90"]), int(found["points"]), worst, own)
+    p50 = max(bands[band]["p50"] for bands in candidates.values())
+    return Ratio(max(1.0, p50), max(1.0, found["p90"]), int(found["points"]), worst, own)
 
 
 @cache
