@@ -17,6 +17,8 @@ const LINES = {
   random: { colour: "naive", dash: [6, 3] },
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
+  constant: { colour: "static", dash: [3, 3] },
+  budget: { colour: "climb" },
   planner: { called: "the capacity planner", colour: "search", dash: [6, 2, 1, 2] },
 };
 

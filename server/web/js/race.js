@@ -6,6 +6,7 @@ import { TimeChart, floods } from "./charts.js";
 import { MAX_SEED, announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, words } from "./format.js";
 import { Knobs, hints, knobsOf } from "./knobs.js";
+import { keep, takeKept } from "./kept.js";
 import { handed } from "./log.js";
 import { SHARED, player } from "./players.js";
 import { explained, placeOf, scoreBoard } from "./score.js";
@@ -116,7 +117,7 @@ class Race {
 
   /** Called whenever the tab is opened or its address changes. */
   async show(params) {
-    const kept = this.task ? null : takeKept();
+    const kept = this.task ? null : takeKept(KEPT);
     if (kept) {
       this.taskSelect.value = kept.task;
       this.seedInput.value = kept.seed;
@@ -592,12 +593,10 @@ class Race {
 
   // ---------------------------------------------------------------- a reload
 
-  /** Keep the run for a reload. Storage may be denied, as within a frame: the reload then starts anew. */
+  /** Keep the run for a reload. */
   keep() {
-    try {
-      if (!this.mine?.reward.length) sessionStorage.removeItem(KEPT);
-      else sessionStorage.setItem(KEPT, JSON.stringify({ hash: location.hash, task: this.task.id, seed: this.seed, aim: this.aim, shared: this.shared && address.packActions(this.shared), phase: this.phase, speed: this.speed, action: this.knobs.action(), startsAs: this.startsAs, mine: this.mine }));
-    } catch { /* denied or full */ }
+    const { task, seed, aim, shared, phase, speed, startsAs, mine } = this;
+    keep(KEPT, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed, action: this.knobs.action(), startsAs, mine } : null);
   }
 
   /** Take up the run that was kept. */
@@ -720,17 +719,6 @@ function newRun(begun) {
   const run = { session: begun?.session_id, observation: columns(), metrics: columns(), fleet: columns(), action: columns(), reward: [], score_so_far: [], parts: [] };
   if (begun) append(run.observation, begun.observation);
   return run;
-}
-
-/** What `keep` kept for this address; null if it kept nothing. */
-function takeKept() {
-  try {
-    const kept = JSON.parse(sessionStorage.getItem(KEPT));
-    sessionStorage.removeItem(KEPT);
-    return kept?.hash === location.hash ? kept : null;
-  } catch {
-    return null; // denied
-  }
 }
 
 /** A run as JSON had it. */

@@ -5,6 +5,7 @@ import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { MAX_SEED, announce, copy, el, field, fill, problem, seedOf, select } from "./dom.js";
 import { compact, percent, score as shownScore } from "./format.js";
+import { keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
 import { scoreBoard } from "./score.js";
 
@@ -15,6 +16,9 @@ const ORACLE = "oracle_constant"; // plays each episode many times, and a visito
 const TICK_S = 10; // between two drawings
 const PACES = [[10, "10×"], [30, "30×"], [160, "as fast as possible"]];
 const WINDOW_S = 30, FIRST_CAP = 12; // the window is the hit rate's
+const FULL = 1, ROOM = 0.75; // shares of the KV pool: above the one, hints say down, below the other up
+const QUESTION = "How many agent sessions should one engine run at a time?";
+const KEPT = "rollouts";
 
 export async function start(panel) {
   const { tasks } = await once("tasks", "rollouts");
@@ -69,11 +73,16 @@ class Rollouts {
     this.taskSelect = select(tasks.map(({ task_id, name, difficulty }) => [task_id, `${name} (${difficulty})`]), tasks[0].task_id, () => this.choose());
     this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: "42", on: { change: () => this.choose() } });
     this.play = el("button", { type: "button", class: "main", text: "Start", on: { click: () => this.press() } });
-    this.pace = select(PACES, 160);
+    this.pace = select(PACES, 30);
     this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose(this.shared) } });
-    this.goal = el("h2", { class: "goal", text: "How many agent sessions should one engine run at a time?" });
+    this.goal = el("h2", { class: "goal", text: QUESTION });
     this.slider = el("input", { type: "range", id: "max-sessions", min: "1", max: "96", step: "1", value: String(FIRST_CAP), "aria-describedby": "max-sessions-hint", on: { input: () => this.putCap() } });
     this.output = el("output", { for: "max-sessions" });
+    this.lead = el("p", { class: "lead" });
+    this.knob = el("div", { class: "knob" },
+      el("div", { class: "knob-head" }, el("label", { for: "max-sessions", text: "Sessions in flight, at most" }), this.output),
+      this.slider,
+      el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache: keep the share of the pool below 100 %." }));
     [this.story, this.readings] = [el("p", { class: "story" }), el("dl", { class: "readings" })];
     [this.trouble, this.scores] = [el("div"), el("div")];
     this.who = el("details", {});
@@ -83,19 +92,22 @@ class Rollouts {
       this.goal,
       el("div", { class: "race" },
         el("div", { class: "controls" }, field("Task", this.taskSelect), field("Seed", this.seedInput), field("Pace", this.pace), this.play, this.again),
-        el("aside", { class: "side" }, this.story,
-          el("div", { class: "knob" },
-            el("div", { class: "knob-head" }, el("label", { for: "max-sessions", text: "Sessions in flight, at most" }), this.output),
-            this.slider,
-            el("small", { id: "max-sessions-hint", text: "Move it while the sessions run. With too few the engine idles; with too many they evict each other's contexts from the prefix cache." })),
+        el("aside", { class: "side" }, this.story, this.knob,
           this.readings),
-        el("div", { class: "stage" }, this.trouble, this.out, this.legend, this.who, this.board,
+        el("div", { class: "stage" }, this.trouble, this.lead, this.out, this.legend, this.who, this.board,
           el("p", { class: "note", text: "Computed for nothing: prompt tokens computed beyond what the most economical policy computes for each token written. During an episode this is an estimate, because first prompts are all new." }),
           this.scores)));
     this.putCap();
+    addEventListener("pagehide", () => keep(KEPT, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
   }
 
   async show(params) {
+    const kept = this.task ? null : takeKept(KEPT);
+    if (kept) {
+      [this.taskSelect.value, this.seedInput.value, this.pace.value] = [kept.task, kept.seed, kept.pace];
+      this.choose(kept.shared && unpackCaps(kept.shared), kept);
+      return;
+    }
     const task = params.get("task"), seed = params.get("seed"), you = params.get("you");
     if (this.task && !you && (!task || task === this.task.task_id) && (!seed || seed === this.seedInput.value)) return;
     if (this.tasks.some(({ task_id }) => task_id === task)) this.taskSelect.value = task;
@@ -112,37 +124,46 @@ class Rollouts {
     this.slider.setAttribute("aria-valuetext", `${this.cap} ${this.cap === 1 ? "session" : "sessions"}`);
   }
 
-  /** Start an episode, and play its policies; `shared` are the caps of a link, which play beside the visitor's. */
-  async choose(shared = null) {
+  /** Start an episode, and play its policies; `shared` are the caps of a link, which play beside the visitor's; `kept` is the run that a reload takes up. */
+  async choose(shared = null, kept = null) {
     const generation = ++this.generation;
     this.shared = shared;
     this.task = this.tasks.find(({ task_id }) => task_id === this.taskSelect.value);
     const { task_id, description, sessions } = this.task;
-    if (!shared) address.write("rollouts", { task: task_id, seed: this.seedInput.value });
+    if (!shared && !kept) address.write("rollouts", { task: task_id, seed: this.seedInput.value });
     this.pause("Start");
     this.play.disabled = true;
     this.story.textContent = description;
     this.slider.max = String(sessions);
     this.putCap();
-    for (const part of [this.out, this.trouble, this.scores]) fill(part);
+    for (const part of [this.out, this.trouble, this.scores, this.lead]) fill(part);
+    this.goal.textContent = QUESTION;
+    this.board.classList.add("stale"); // until the charts are those of these sessions
     try {
       const seed = seedOf(this.seedInput);
       announce("The policies play this seed.");
       const reset = () => post("reset", { task_id, seed }, "rollouts");
-      const [begun, other, { policies }] = await Promise.all([reset(), shared ? reset() : null, get(`policies?task_id=${task_id}`, "rollouts")]);
+      const [begun, other, { policies }] = await Promise.all([kept ? null : reset(), shared && !kept ? reset() : null, get(`policies?task_id=${task_id}`, "rollouts")]);
       const shown = policies.filter(({ name }) => name !== ORACLE);
       const episodes = await Promise.all(shown.map(({ name }) => post("play", { task_id, seed, agent: name }, "rollouts")));
       if (generation !== this.generation) return;
-      this.mine = newRun(begun);
-      this.ghost = other && { ...newRun(other), ...SHARED };
+      this.mine = kept?.mine ?? newRun(begun);
+      this.ghost = kept?.ghost ?? (other && { ...newRun(other), ...SHARED });
       this.least = Math.min(...episodes.map(({ metrics }) => sum(metrics.computed_tokens) / sum(metrics.generated_tokens)));
       this.rivals = shown.map((policy, i) => ({ ...player(policy), ...DRAWN[policy.name], score: episodes[i].score, columns: episodes[i].metrics }));
       this.target = this.ghost ?? this.rivals.find(({ key }) => key === TARGET);
       const beaten = this.ghost ? this.claimed ?? "it" : shownScore(this.target.score);
       fill(this.goal, "Beat ", el("strong", { class: `ink-${this.target.colour}`, text: beaten }), this.ghost ? ", the score of your challenger on these sessions" : `, the score of ${this.target.label} on these sessions`);
+      this.board.classList.remove("stale");
       this.buildBoard();
       this.rank();
       this.play.disabled = false;
+      if (!kept) return;
+      this.slider.value = String(kept.cap);
+      this.putCap();
+      if (kept.mine.score !== undefined) await this.finish();
+      else if (kept.playing) this.run();
+      else this.pause();
     } catch (error) {
       if (generation === this.generation) fill(this.trouble, problem(error));
     }
@@ -172,12 +193,23 @@ class Rollouts {
     }
     const mine = this.mine.columns, now = (name) => mine[name].at(-1) ?? 0, second = mine.time_s.length;
     const hit = hitRate(mine, Math.max(0, second - WINDOW_S), second);
+    this.coach(second, now);
     fill(this.readings, ...[
       ["Second", String(second)], ["Hit rate", hit === null ? "–" : percent(hit), hit !== null && hit < 0.5],
       ["For nothing", compact(wasted(mine, this.least, second))], ["Finished", `${now("sessions_finished")} of ${this.task.sessions}`],
       ["In flight", String(now("sessions_in_flight") + now("interactive_in_flight"))],
       ["Share of pool", percent(now("context_share")), now("context_share") > 1],
     ].map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
+  }
+
+  /** During a run: who has finished more sessions by now, and which way to move the cap. */
+  coach(second, now) {
+    const { columns, label } = this.target, on = second > 0 && this.mine.score === undefined;
+    const theirs = columns.sessions_finished[Math.min(second, columns.sessions_finished.length) - 1] ?? 0, share = now("context_share"), settled = on && second > WINDOW_S;
+    const down = settled && share > FULL, up = settled && share < ROOM && now("sessions_waiting") > 0;
+    this.knob.classList.toggle("hinted", down || up);
+    const hint = down ? "Move the cap down: the conversations no longer fit into the KV pool and evict each other." : up ? `Move the cap up: ${percent(1 - share)} of the KV pool is idle, and ${now("sessions_waiting")} sessions wait.` : "";
+    this.lead.textContent = on ? `${now("sessions_finished")} sessions finished, ${label} has ${theirs} at this second. ${hint}` : second ? "" : `${label}: ${this.target.title.replace(/^./, (letter) => letter.toLowerCase())}`;
   }
 
   /** The table of scores, best first. */
@@ -251,7 +283,10 @@ class Rollouts {
     const verdict = score === other ? `You are level with ${called}, with ${score}` : mine.score > target.score ? `You beat ${called} (${other}) with ${score}` : `Not yet: ${called} has ${other}, you finish with ${score}`;
     const share = el("button", { type: "button", class: "main", text: `Challenge a friend: beat my ${score}` });
     share.addEventListener("click", () => copy(new URL(address.link("rollouts", params), location.href).href, share));
-    fill(this.out, el("h2", { text: `${verdict}, after ${mine.caps.length} seconds.` }), el("div", { class: "buttons" }, share));
+    const nothing = ({ columns }) => compact(wasted(columns, this.least)), hits = ({ columns }) => percent(hitRate(columns, 0) ?? 0);
+    this.lead.textContent = "";
+    fill(this.out, el("h2", { text: `${verdict}, after ${mine.caps.length} seconds.` }),
+      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), el("div", { class: "buttons" }, share));
     announce(this.out.textContent);
   }
 }
