@@ -182,6 +182,9 @@ def test_a_task_that_scales_has_a_sixth_slider_and_a_chart_of_replicas(visit: Vi
     assert float(_scores(again)["Challenger"]) == score
 
 
+LOOKS = "chips => chips.map((chip) => getComputedStyle(chip, '::before').borderTop)"
+
+
 def test_an_autoscaling_race_is_against_autoscalers_and_names_those_that_score_nothing(
     visit: Visit, server: RunningServer
 ) -> None:
@@ -192,6 +195,9 @@ def test_an_autoscaling_race_is_against_autoscalers_and_names_those_that_score_n
     expect(page.locator(".goal")).to_have_text(f"Beat {_rounded(server, 'hpa', 'autoscale', 20261125):.3f}")
     assert _rounded(server, "heuristic", "autoscale", 20261125) == 0.0
     expect(legend.get_by_label("Heuristic")).to_have_count(0)
+    expect(legend.get_by_label("HPA")).to_be_checked()
+    looks = legend.locator("label").evaluate_all(LOOKS)
+    assert len(looks) == len(set(looks))
     expect(page.get_by_text("Left out, because they score 0")).to_contain_text("Heuristic")
 
 
@@ -574,10 +580,10 @@ def test_a_link_that_holds_no_run_says_so(visit: Visit) -> None:
 def test_the_page_says_which_tasks_are_static(visit: Visit) -> None:
     page = visit().open("race?task=2&seed=3")
     expect(page.locator(".about")).to_contain_text("Static: a well-tuned constant setting scores as much")
-    labels = page.locator("#panel-race").get_by_label("Task").locator("option").all_text_contents()
-    static = {label for label in labels if label.endswith(", static)")}
-    assert {"2: Bursty ShareGPT (medium, static)", "Recorded: Azure Code (recorded, static)"} <= static
-    assert {"1: Static Uniform (warm-up)", "3: Adversarial Multi-Tenant (hard)"} <= set(labels) - static
+    tasks = page.locator("#panel-race").get_by_label("Task")
+    adaptive, static = (tasks.locator("optgroup").nth(i).locator("option").all_text_contents() for i in range(2))
+    assert {"Bursty ShareGPT", "Azure Code (recorded)", "Static Uniform (warm-up)"} <= set(static)
+    assert {"Adversarial Multi-Tenant", "Autoscaled Chat"} <= set(adaptive)
 
 
 def test_the_log_of_a_race_is_downloaded_and_verified(visit: Visit, tmp_path: Path) -> None:
@@ -1236,6 +1242,36 @@ def test_what_each_slider_does_is_read_on_a_phone_without_a_pointer(visit: Visit
     expect(shown).to_have_count(0)
     page = visit(viewport={"width": 360, "height": 740}, is_mobile=True).open("rollouts")
     expect(page.locator("#panel-rollouts .knob small")).to_be_visible()
+
+
+def test_a_race_waits_while_another_tab_is_open_and_is_not_thrown_away_by_accident(visit: Visit) -> None:
+    page = visit().open("race?task=3&seed=1")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".readings")).to_contain_text(re.compile("[2-9] of 200"))
+    fields = [page.locator("#panel-race").get_by_label(name, exact=True) for name in ("Task", "Seed")]
+    fields += [page.get_by_role("button", name=name) for name in ("Today's seed", "Another seed")]
+    for each in fields:
+        expect(each).to_be_disabled()
+    page.locator("#tab-code").click()
+    page.locator("#tab-race").click()
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    page.get_by_role("button", name="Start over").click()
+    for each in fields:
+        expect(each).to_be_enabled()
+
+
+def test_a_challenge_on_a_phone_leaves_the_sliders_in_view(visit: Visit) -> None:
+    page = visit(viewport=PHONE, is_mobile=True, has_touch=True).open("race?task=3&seed=1&you=200_0.913-0-256-0-0")
+    strip = page.locator(".score-chart .strip")
+    expect(strip).to_be_visible()
+    page.get_by_role("button", name="Start the race").tap()
+    expect(strip).to_be_hidden()
+    page.get_by_role("button", name="Pause").tap()
+    for name in ("KV cache", "Batch size", "Precision"):
+        slider = page.get_by_label(name)
+        before = slider.input_value()
+        slider.tap()  # in its middle, which no other box may cover
+        expect(slider).not_to_have_value(before)
 
 
 def test_a_race_on_a_phone_keeps_pause_and_sliders_in_reach(visit: Visit) -> None:

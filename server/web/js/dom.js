@@ -29,9 +29,10 @@ export function field(label, control, hint) {
   return el("div", { class: "field" }, ...parts);
 }
 
-/** A select over [value, text] pairs. */
+/** A select over [value, text] pairs, or over [name of a group, its pairs]. */
 export function select(pairs, chosen, onChange) {
-  const options = pairs.map(([value, text]) => el("option", { value: String(value), text, selected: String(value) === String(chosen) }));
+  const option = ([value, text]) => (Array.isArray(text) ? el("optgroup", { label: value }, ...text.map(option)) : el("option", { value: String(value), text, selected: String(value) === String(chosen) }));
+  const options = pairs.map(option);
   return el("select", { on: { change: (event) => onChange?.(event.target.value) } }, ...options);
 }
 
@@ -101,6 +102,7 @@ export function wrongNumber(node) {
 /** Copy text to the clipboard; in a frame without that permission, select it so that the visitor can copy it. */
 export async function copy(text, button) {
   const said = button.dataset.said ??= button.textContent; // a second click finds "Copied"
+  button.style.minWidth = `${button.offsetWidth}px`; // its neighbours stay where they are
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";

@@ -6,6 +6,7 @@ export class DropBox {
   /** `onText(text, name)` is called with the whole text whenever it changes. */
   constructor({ label, hint, placeholder, accept, rows = 9, limitBytes, onText, onProblem }) {
     Object.assign(this, { limitBytes, onText, onProblem });
+    this.from = el("span", { class: "note", text: "or drop it here" });
     this.area = el("textarea", { rows, placeholder, spellcheck: "false", on: { input: () => onText(this.area.value, "") } });
     const file = el("input", { type: "file", accept, class: "unseen" });
     file.addEventListener("change", () => {
@@ -15,7 +16,7 @@ export class DropBox {
     const choose = el("button", { type: "button", text: "Choose a file", on: { click: () => file.click() } });
     file.setAttribute("aria-label", `${label}: choose a file`);
     file.tabIndex = -1;
-    this.node = el("div", { class: "drop" }, field(label, this.area, hint), el("div", { class: "buttons" }, choose, file, el("span", { class: "note", text: "or drop it here" })));
+    this.node = el("div", { class: "drop" }, field(label, this.area, hint), el("div", { class: "buttons" }, choose, file, this.from));
     this.node.addEventListener("dragover", (event) => { event.preventDefault(); this.node.classList.add("over"); });
     this.node.addEventListener("dragleave", () => this.node.classList.remove("over"));
     this.node.addEventListener("drop", (event) => {
@@ -38,6 +39,8 @@ export class DropBox {
 
   put(text, name = "") {
     this.area.value = text;
+    this.from.textContent = name || "or drop it here";
+    this.node.closest("[role=tabpanel]")?.querySelector(".problem")?.remove(); // it was about another text
     this.onText(text, name);
   }
 }

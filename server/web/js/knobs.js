@@ -33,8 +33,8 @@ export function hints(action, goal, { max_replicas: most, ...task }, part) {
 
 const BATCHES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
-/** The knobs that a task offers. */
-export const knobsOf = (task) => (task.max_replicas ? [...task.active_actions, "replicas"] : task.active_actions);
+/** The knobs that a task offers, in the order of the sliders. */
+export const knobsOf = ({ active_actions: active, max_replicas: most }) => Object.keys(TEXTS).filter((name) => (name === "replicas" ? most : active.includes(name)));
 
 const counted = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 

@@ -29,8 +29,9 @@ async function open(name, params) {
     tab.setAttribute("aria-selected", String(on));
     tab.tabIndex = on ? 0 : -1;
     panelOf(nameOf(tab)).hidden = !on;
-    if (on) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (on) tab.scrollIntoView({ block: "nearest", inline: "center" });
   }
+  for (const [other, part] of opened) if (other !== name) part.then((left) => left?.leave?.(), () => {});
   const panel = panelOf(name);
   if (!opened.has(name)) {
     const missing = () => { throw { message: "This part of the page could not be loaded", next: "check the connection, then open the tab again" }; };

@@ -95,6 +95,7 @@ class PlanTab {
     try {
       const body = this.request();
       this.tell(el("p", { text: "Searching…" }));
+      this.out.scrollIntoView({ block: "nearest" });
       this.report(await post("plan", body));
     } catch (error) {
       this.tell(refusal(error));
@@ -119,7 +120,7 @@ class PlanTab {
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
       el("p", { class: "note", text: "Each point is a fleet, with its number of GPUs, at the median error of measured runs; its line reaches to the 90 % bound. Green fleets meet all objectives." }),
       ...report.objectives.map((objective) => picture(report, priced, objective)), table("Fleets that no other one beats in both", head, report.front.map(row))),
-      folded("All figures of these fleets", table("Figures", head, plans.map(row))));
+      folded("All figures of these fleets", el("p", { class: "note", text: "Latencies as simulated; above, they are at the median error of measured runs." }), table("Figures", head, plans.map(row))));
     const other = [];
     if (report.adaptive.length) other.push(table("Adaptive policies on as many GPUs and on fewer", ["Policy", "GPUs", "Verdict", "In time"],
       report.adaptive.map((plan) => [plan.policy, plan.n_gpus, plan.verdict, percent(plan.share_in_time, 2)])));

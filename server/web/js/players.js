@@ -12,14 +12,14 @@ const LINES = {
   hill_climb: { label: "Hill climbing", called: "hill climbing", colour: "climb" },
   vllm_defaults: { label: "vLLM's defaults", colour: "vllm", dash: [4, 4] },
   naive: { label: "Fixed-32", colour: "naive", dash: [1, 3] },
-  hpa: { label: "HPA", called: "Kubernetes' HPA", colour: "heuristic" },
+  hpa: { label: "HPA", called: "Kubernetes' HPA", colour: "hpa" },
   kpa: { label: "KPA", called: "Knative's KPA", colour: "climb" },
-  random: { colour: "naive", dash: [6, 3] },
+  random: { colour: "random", dash: [6, 3] },
   aimd: { label: "AIMD", colour: "vllm" },
   kv_target: { label: "KV target", colour: "search" },
   constant: { colour: "static", dash: [3, 3] },
   budget: { colour: "climb" },
-  planner: { called: "the capacity planner", colour: "search", dash: [6, 2, 1, 2] },
+  planner: { called: "the capacity planner", colour: "planner", dash: [8, 3] },
 };
 
 /** The run of a link that the visitor followed. */

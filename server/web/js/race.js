@@ -97,14 +97,15 @@ class Race {
   }
 
   buildControls() {
-    const described = this.tasks.map((task) => [task.id, `${task.recorded ? "Recorded" : task.id}: ${task.name} (${task.difficulty === "easy" ? "warm-up" : task.difficulty + (task.static ? ", static" : "")})`]);
+    const named = (tasks) => tasks.map(({ id, name, difficulty, recorded }) => [id, `${name}${difficulty === "easy" ? " (warm-up)" : recorded ? " (recorded)" : ""}`]);
+    const described = [["Where adapting pays", named(this.tasks.filter((task) => !task.static))], ["Static: one good setting is enough", named(this.tasks.filter((task) => task.static))]].filter(([, tasks]) => tasks.length);
     this.taskSelect = select(described, this.first.id, () => this.choose());
     this.seedInput = el("input", { type: "number", min: "0", max: String(MAX_SEED), step: "1", value: String(today()), on: { change: () => this.choose() } });
-    const daily = el("button", { type: "button", class: "quiet", text: "Today's", "aria-label": "Today's seed", on: { click: () => {
+    this.daily = el("button", { type: "button", class: "quiet", text: "Today's", "aria-label": "Today's seed", on: { click: () => {
       this.seedInput.value = String(today());
       this.choose();
     } } });
-    const dice = el("button", { type: "button", class: "quiet", text: "Another", "aria-label": "Another seed", on: { click: () => {
+    this.dice = el("button", { type: "button", class: "quiet", text: "Another", "aria-label": "Another seed", on: { click: () => {
       this.seedInput.value = String(Math.floor(Math.random() * 100_000));
       this.choose();
     } } });
@@ -112,7 +113,7 @@ class Race {
     this.story = el("p", { class: "story" });
     this.formula = el("p", { class: "note" });
     this.controls = el("div", { class: "controls" },
-      field("Task", this.taskSelect), el("div", { class: "pair" }, field("Seed", this.seedInput), daily, dice), field("Speed", this.speedSelect));
+      field("Task", this.taskSelect), el("div", { class: "pair" }, field("Seed", this.seedInput), this.daily, this.dice), field("Speed", this.speedSelect));
   }
 
   /** Called whenever the tab is opened or its address changes. */
@@ -193,6 +194,7 @@ class Race {
         this.defaultsButton.disabled = false;
         this.useDefaults();
       }
+      this.hidden.delete(this.target.key);
       this.scale = "Scores go from 0 to 1.";
       this.showTarget();
       // The race can start; the other players follow.
@@ -208,7 +210,7 @@ class Race {
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
       this.best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
-      this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.`;
+      this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
       this.buildBoard();
@@ -307,7 +309,7 @@ class Race {
     fill(this.who, el("summary", { text: "Who are they?" }), el("dl", {}, ...this.rivals.filter(({ title }) => title).flatMap(({ label, title }) => [el("dt", { text: label }), el("dd", { text: title })])));
     fill(this.legend, ...players.map((player) => this.legendEntry(player)), el("span", { class: "chip flood", text: "flood" }));
     const lanes = this.lanesOf.map((name) => this.knobs.title(name)).join(", ");
-    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}. The other players' decisions appear here after your first finished race.`;
+    this.lanes.textContent = `One column per second, one lane per knob; stronger colour is a higher setting. From the top: ${lanes}.`;
     this.hide();
     this.board.classList.remove("stale");
     this.built = this.generation;
@@ -385,7 +387,7 @@ class Race {
     const trend = (name) => (!before || Math.abs(parts[name] - before[name]) < 0.005 ? "" : parts[name] > before[name] ? " ↑" : " ↓");
     // A server on the same machine is a little late too, so only a half counts as slow.
     const slow = this.phase === "running" && this.speed <= FOLLOWED && this.pace < this.speed / 2 ? `Running at ${compact(this.pace, 2)}×: the connection allows no more. ` : "";
-    this.parts.textContent = parts ? slow + Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}${trend(name)}`).join(" · ") : this.scale;
+    this.parts.textContent = parts ? `${slow}So far: ` + Object.entries(parts).map(([name, value]) => `${words(name)} ${compact(value)}${trend(name)}`).join(" · ") : this.scale;
     const [you, other] = scores, by = Math.abs(you - other);
     if (Number.isNaN(by)) this.lead.textContent = this.startsAs;
     else this.lead.textContent = by < 0.0005 ? "Level." : `You are ${shownScore(by)} ${you > other ? "ahead" : "behind"}.`;
@@ -482,7 +484,15 @@ class Race {
     this.node.dataset.phase = this.phase;
     this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: "Pause", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
-    for (const control of [this.taskSelect, this.seedInput]) control.disabled = this.phase === "running";
+    // A race is thrown away by "Start over" alone.
+    for (const control of [this.taskSelect, this.seedInput, this.daily, this.dice]) control.disabled = this.phase === "running" || this.phase === "paused";
+  }
+
+  /** Called when another tab is opened: the race waits. */
+  leave() {
+    if (this.phase !== "running") return;
+    this.phase = "paused";
+    this.updateButtons();
   }
 
   async begin() {
@@ -631,16 +641,16 @@ class Race {
     const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
     const next = places.findLast((rival) => rival.score > grade.score && rival.key !== "shared");
     const url = new URL(address.link("race", params), location.href).href;
-    const share = Number(score) === 0 ? null : el("button", { type: "button", text: `Challenge a friend: beat my ${score}` });
-    share?.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet; ${this.shared ? "my challenger" : called} has ${toBeat}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
+    const share = Number(score) === 0 ? null : el("button", { type: "button", text: "Challenge a friend" });
+    share?.addEventListener("click", () => copy(`I scored ${score} at running an LLM fleet, against the ${toBeat} of ${this.shared ? "my challenger" : called}. In time: ${this.squares()}\nBeat me on the same traffic: ${url}`, share));
     const onward = won && next ? el("button", { type: "button", class: "main", text: `Next: beat ${next.called}, ${shownScore(next.score)}`, on: { click: () => this.raceAgainst(next.key) } }) : null;
     const advice = el("p");
     this.advise(grade).then((text) => text && fill(advice, el("strong", { text: "Next time: " }), text), () => {}); // what cannot be checked is not advised
-    this.result.className = `result ${won ? "won" : ""}`;
+    this.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : score === toBeat ? "level" : ""}`;
     fill(this.result,
       el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
       el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.lateness()}` }), advice);
-    fill(this.onward, onward, share);
+    fill(this.onward, share, onward);
     fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
       el("button", { type: "button", text: "Verify it", on: { click: () => verify(log) } })));

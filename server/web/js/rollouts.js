@@ -118,6 +118,11 @@ class Rollouts {
     if (you !== null && !shared) chosen.then(() => fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "press Start to play these sessions yourself" })));
   }
 
+  /** Called when another tab is opened. */
+  leave() {
+    if (this.playing) this.pause();
+  }
+
   putCap() {
     this.cap = this.slider.valueAsNumber;
     this.output.textContent = String(this.cap);

@@ -106,6 +106,7 @@ class Trace {
     try {
       const body = this.request();
       this.tell(el("p", { text: "Simulating…" }));
+      this.out.scrollIntoView({ block: "nearest" });
       this.report(await post("shadow", body), tiers, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
       this.tell(refusal(error));

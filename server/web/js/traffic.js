@@ -26,7 +26,7 @@ class Traffic {
   constructor(tasks) {
     this.tasks = tasks;
     this.generation = 0;
-    this.taskSelect = select(tasks.map(({ id, difficulty }) => [id, `${id} (${difficulty})`]), tasks[0].id, () => this.choose());
+    this.taskSelect = select(tasks.map(({ id, difficulty }) => [id, difficulty.replace(/^./, (letter) => letter.toUpperCase())]), tasks[0].id, () => this.choose());
     this.buttons = ACTIONS.map(([name, text], i) => el("button", { type: "button", class: "main", text: `${i + 1}  ${text}`, "data-action": name, on: { click: () => this.act(name) } }));
     this.again = el("button", { type: "button", text: "Start over", on: { click: () => this.choose() } });
     this.now = el("p", { class: "now", "aria-live": "polite" });

@@ -59,6 +59,7 @@ class Verify {
     for (const chart of this.charts) chart.destroy();
     this.charts = [];
     fill(this.out, ...nodes);
+    if (nodes.length) nodes[0].scrollIntoView({ block: "nearest" });
   }
 
   read(text) {
