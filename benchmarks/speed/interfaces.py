@@ -481,7 +481,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"`make bench`, or `python -m benchmarks.speed.interfaces` alone. {machine['cpus']} processors, Python "
         f"{machine['python']}, load {machine['load']:.1f} at the time; medians, all contenders in turns.",
         "",
-        "| interface | ours | peer | | ratio | bar | |",
+        "| interface | ours | peer | | ratio | goal | |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (ours, peer) in beside_peers(report).items():

@@ -375,7 +375,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"processors, Python {machine['python']}, load {machine['load']:.1f} at the time: "
         "read the ratios, not the rates.",
         "",
-        "| | " + " | ".join(servers) + " | ours : stock | bar | |",
+        "| | " + " | ".join(servers) + " | ours : stock | goal | |",
         "|---" * (len(servers) + 4) + "|",
     ]
     for row in compared(report):
