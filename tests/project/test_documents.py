@@ -141,6 +141,14 @@ def test_the_two_commands_of_the_readme_are_targets_of_make() -> None:
         assert planned.returncode == 0, planned.stderr
 
 
+def test_the_plan_of_the_readme_prints_the_lines_that_it_shows() -> None:
+    (command,) = (each.text for each in every("bash", "README.md") if "inferencegym plan" in each.text)
+    (shown,) = (each.text.splitlines() for each in every("text", "README.md"))
+    printed = shell(command, ROOT).splitlines()
+    assert len(shown) == 4
+    assert [line for line in shown if not any(each.startswith(line) for each in printed)] == []
+
+
 def readme_commands() -> list[tuple[Snippet, str]]:
     (block,) = (each for each in every("bash", "docs/first-steps.md") if "inferencegym simulate" in each.text)
     return [(block, line.partition("  #")[0].strip()) for line in block.reduced().splitlines()]
