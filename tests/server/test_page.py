@@ -278,6 +278,29 @@ def test_the_first_flood_stops_a_visitor_who_moved_nothing_and_the_slider_it_nam
     expect(page.locator(".readings")).to_contain_text(re.compile(r"[4-9]\d of 200"), timeout=PATIENCE_MS)
 
 
+HINTED = """
+() => {
+  const knobs = document.querySelector(".knobs");
+  window.hinted = [];
+  const note = () => knobs.querySelectorAll(".hinted label").forEach((label) => window.hinted.push(label.textContent));
+  new MutationObserver(note).observe(knobs, { subtree: true, attributes: true, attributeFilter: ["class"] });
+}
+"""
+
+
+@pytest.mark.parametrize(("task", "hinted"), [("mooncake", set()), ("2", {"KV cache"})])
+def test_hints_name_only_sliders_on_which_the_score_depends(visit: Visit, task: str, hinted: set[str]) -> None:
+    visitor = visit()
+    page = visitor.page
+    with page.expect_response("**/close/batch"):
+        page.goto(f"{visitor.url}/web/#race?task={task}&seed=20261126")
+    page.evaluate(HINTED)
+    page.get_by_label("Speed").select_option("25")
+    page.get_by_role("button", name="Start the race").click()
+    expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
+    assert set(page.evaluate("() => window.hinted")) == hinted
+
+
 FLOODED = """
 () => {
   const canvas = document.querySelector(".score-chart canvas");

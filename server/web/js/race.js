@@ -213,9 +213,11 @@ class Race {
       this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
+      this.idle = new Set();
       this.buildBoard();
       this.draw();
       if (kept?.phase === "over") await this.finish(generation);
+      await this.findIdle(generation);
       await this.replayed;
     } catch (error) {
       if (generation !== this.generation) return;
@@ -435,7 +437,7 @@ class Race {
   /** Which slider of an action to move now towards the best constant setting, and the replicas towards those of the best policy in this second. */
   hint(action, part) {
     const goal = this.goalOf((column) => column[Math.max(0, this.mine.reward.length - 1)]);
-    const [found] = goal ? hints(action, goal, this.task, part) : [];
+    const [found] = goal ? hints(action, goal, this.task, part).filter(({ name }) => !this.idle.has(name)) : [];
     // A new precision restarts the GPUs: at high load the queue fills meanwhile, so it is for the next race, as is what comes after it.
     return found?.name === "quant_tier" ? undefined : found;
   }
@@ -675,6 +677,16 @@ class Race {
     const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
     const adapts = episode.score > reached + GAIN && settings(moved) > 1 && (!slider || this.task.max_replicas);
     return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${this.knobs.title(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
+  }
+
+  /** Find the sliders on which the score does not depend: hints during the race leave them out. */
+  async findIdle(generation) {
+    const constant = this.rivals.find(({ key }) => key === "best_static")?.episode;
+    if (!constant) return;
+    const setting = first(constant.action), moves = hints(this.defaults.action, setting, this.task);
+    if (!moves.length) return;
+    const scores = await this.scoresOf(moves.map(({ name }) => ({ ...setting, [name]: this.defaults.action[name] }))).catch(() => []); // not known: hints name all
+    if (generation === this.generation) this.idle = new Set(moves.filter((_, i) => scores[i] > constant.score - GAIN).map(({ name }) => name));
   }
 
   /** Scores of this episode under constant settings, as the server plays them. */

@@ -50,7 +50,7 @@ export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => t
 
 /** An alert with an error of a form, or of the API in the form's words. */
 export function refusal({ message, code = "", next }) {
-  return problem({ message: inTheForm(message).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") ? "change it in the form" : next });
+  return problem({ message: inTheForm(message).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || message.includes(" from second ") ? "change it in the form" : next });
 }
 
 /** A part of a result that is folded up. */
