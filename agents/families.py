@@ -116,6 +116,8 @@ def compare_policies(family: Family, task_id: TaskId, names: Sequence[str], seed
     from agents.evaluate import interval
 
     asked = list(players_of(family).policies()) if "all" in names else list(dict.fromkeys(names))
+    if not asked:
+        raise InvalidConfigError(f"nothing to evaluate: the {family.name} environment has no built-in policies")
     agents = []
     for name in asked:
         episodes = [run_policy(family, name, task_id, seed)[0] for seed in seeds]

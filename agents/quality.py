@@ -158,7 +158,9 @@ def text(report: dict[str, Any]) -> str:
     if few is not None:
         share = f"{few['unserved_share']:.0%} of the requests unserved"
         refusing = f"serving few {_named(few)}, {share}"
-    verdict = "static (tuning, not control)" if gap["static"] else "adapting pays"
+    significant = gap["over_constant"]["ci95_low"] > 0.0
+    pays = "adapting pays" if significant else "adapting pays, but not significantly"
+    verdict = "static (tuning, not control)" if gap["static"] else pays
     lines = [
         f"task {report['task']}: {n} held-out episodes, searches of {report['generations']} generations",
         f"  difficulty separation  naive {_mean(separation['naive'])}, rules {_named(separation['rules'])}, "

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--task", action="append", help="task id; may be given several times (default: all tasks)")
-    parser.add_argument("--quick", action="store_true", help="coarse sweep and short search: a tenth of the time")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="coarse sweep and short search: a tenth of the time (tasks that scale: no shorter)",
+    )
     parser.add_argument("--out", type=Path, help="calibration file to update (default: the one the task reads)")
     parser.add_argument(
         "--policies",

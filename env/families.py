@@ -33,6 +33,9 @@ for _plugin in plugins("families"):
     _family = _plugin.load(Family)
     if _family.name in FAMILIES:
         raise _plugin.error(f"has a family whose name is taken: {_family.name}")
+    _ids = {str(task.task_id) for family in FAMILIES.values() for task in family.tasks()}
+    if _taken := sorted(_ids & {str(task.task_id) for task in _family.tasks()}):
+        raise _plugin.error(f"has tasks whose ids are taken: {', '.join(_taken)}")
     FAMILIES[_family.name] = _family
 
 

@@ -6,11 +6,11 @@ A package names what it adds in its ``pyproject.toml``; nothing is imported befo
     mine = "my_package:TASKS"
     [project.entry-points."inferencegym.agents"]    # a class as for --agent, under this name
     careful = "my_package.agents:Careful"
-    [project.entry-points."inferencegym.families"]  # an env.family.Family
+    [project.entry-points."inferencegym.families"]  # a Family of inferencegym.families
     thermostat = "my_package.thermostat:FAMILY"
-    [project.entry-points."inferencegym.players"]   # the agents.families.Players of the family of this name
+    [project.entry-points."inferencegym.players"]   # the Players (inferencegym.players) of the family of this name
     thermostat = "my_package.thermostat:PLAYERS"
-    [project.entry-points."inferencegym.engines"]   # a live.engines.engine.Engine, made of a live.driver.EngineApi
+    [project.entry-points."inferencegym.engines"]   # an Engine, made of an EngineApi (inferencegym.engines)
     triton = "my_package.engines:Triton"
 """
 

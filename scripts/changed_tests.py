@@ -4,8 +4,8 @@ They are the files that import a changed module, and those named after it (``tes
 Where no test imports it, those of the modules that import it count, and so on; where nothing does, as with commands,
 the tests that have its name in quotes. A file that is no module, such as a task file, counts as the modules whose text
 names it, or its folder. Of those that import a module, the tests of its own room count alone where there are any:
-``tests/agents`` for ``agents``. This finds what most probably fails, in a minute or two; `make test-fast` finds all
-that does.
+``tests/agents`` for ``agents``. This finds what most probably fails, in a minute or two, or more after a change
+of what many tests import; `make test-fast` finds all that does.
 
 Tools that trace which lines a test runs find nothing here: they see neither compiled modules nor servers that tests
 start.

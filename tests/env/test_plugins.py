@@ -23,13 +23,16 @@ def installed(project: Path, site: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
 
 
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def example(folder: Path) -> dict[str, str]:
     """The example package, with the thermostat as its family, installed."""
-    folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PLUGIN, folder / "project")
     shutil.copy(ROOT / "tests" / "thermostat" / "__init__.py", folder / "project" / "night_shift" / "thermostat.py")
     return installed(folder / "project", folder / "site")
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return example(tmp_path_factory.mktemp("plugin"))
 
 
 def python(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,6 +93,7 @@ def test_a_server_serves_a_plugins_task_agent_and_family(
         ("agents", "naive", "broken_plugin:Agent", "has the name of another agent"),
         ("families", "mine", "broken_plugin:NUMBER", "is of the type int, not Family"),
         ("players", "serving", "broken_plugin:NUMBER", "has the name of a family that has players"),
+        ("families", "twin", "twin_plugin:TWIN", "has tasks whose ids are taken: rollout-"),
     ],
 )
 def test_a_broken_plugin_is_named_with_its_package(
@@ -98,6 +102,10 @@ def test_a_broken_plugin_is_named_with_its_package(
     """The metadata of an installed package are enough here: what pip writes of it is tested above."""
     code = "NUMBER = 1\nTEXT = 'none.json'\nclass Nothing: ...\nclass Agent:\n    reset = act = print\n"
     (tmp_path / "broken_plugin.py").write_text(code, encoding="utf-8")
+    code = (
+        "import dataclasses, env.rollouts.family\nTWIN = dataclasses.replace(env.rollouts.family.FAMILY, name='twin')"
+    )
+    (tmp_path / "twin_plugin.py").write_text(code, encoding="utf-8")
     metadata = tmp_path / "broken_plugin-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 0.1\n", encoding="utf-8")

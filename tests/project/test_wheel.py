@@ -30,6 +30,7 @@ from packaging.utils import canonicalize_name
 import inferencegym
 from inferencegym import plain_cython
 from tests.checkout import PACKAGES, ROOMS, ROOT, copy_of_the_tree, declared_modules, pins
+from tests.env.test_plugins import example
 from tests.servers import START_TIMEOUT_S, RunningServer, free_port, wait_for_health
 
 INFO = f"openenv_inferencegym-{inferencegym.__version__}.dist-info"
@@ -369,6 +370,15 @@ def test_the_installed_command_simulates_and_evaluates_as_the_clone_does(complet
         )
         assert json.loads(done.stdout) == json.loads(clones.stdout)
         assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_installed_command_plays_the_tasks_agents_and_family_of_a_package(complete: Fresh, tmp_path: Path) -> None:
+    site = example(tmp_path)["PYTHONPATH"].split(os.pathsep)[0]
+    for task, agent in (("night-shift", "sleeper"), ("frosty-night", "two_point")):
+        names = ["--task", task, "--agent", agent, "--seeds", "2", "--json"]
+        (result,) = json.loads(complete.run("inferencegym", "evaluate", *names, PYTHONPATH=site).stdout)["results"]
+        assert result["agents"][0]["score"]["mean"] > 0
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 import numpy as np
 from pydantic import BaseModel, Field
 
-from env.family import Entry, EpisodeEnv, Family, Grade, GymCodec, Policy, TaskEntry, outcome
 from inferencegym.errors import EpisodeDoneError, InvalidConfigError, MalformedLogError, NotResetError, UnknownTaskError
+from inferencegym.families import Entry, EpisodeEnv, Family, Grade, GymCodec, Policy, TaskEntry, outcome
 from inferencegym.messages import WHOLE, Message, read
 from inferencegym.tasks import TaskId
 

@@ -12,7 +12,7 @@ def __getattr__(name: str) -> object:
     """``PLAYERS``: imported when they are asked for, because a client needs neither agents nor numpy."""
     if name != "PLAYERS":
         raise AttributeError(name)
-    from agents.families import Players
+    from inferencegym.players import Players
     from night_shift.thermostat import POLICIES, make_policy
 
     return Players(lambda: POLICIES, make_policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from live.engines.sglang import SglangEngine
+from inferencegym.engines import SglangEngine
 
 
 class HalfEngine(SglangEngine):
