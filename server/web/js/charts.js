@@ -115,13 +115,15 @@ export class TimeChart {
     for (const { value, label, atStart = false } of this.limits) {
       const y = u.valToPos(value, "y", true);
       line(left, y, left + width, y);
-      // A series may run through the label: it stands on the card's colour.
       const wide = ctx.measureText(label).width, base = y > top + 16 * ratio ? y - 5 * ratio : y + 14 * ratio;
       const right = atStart ? left + wide + 4 * ratio : left + width - 4 * ratio;
-      ctx.fillStyle = colour("card");
-      ctx.fillRect(right - wide - 3 * ratio, base - 10 * ratio, wide + 6 * ratio, 12.5 * ratio);
-      ctx.fillStyle = colour("limit");
       ctx.textAlign = "right";
+      // A series may run through the label: its letters have a rim of the card's colour.
+      ctx.save();
+      Object.assign(ctx, { strokeStyle: colour("card"), lineWidth: 3 * ratio, lineJoin: "round" });
+      ctx.setLineDash([]);
+      ctx.strokeText(label, right, base);
+      ctx.restore();
       ctx.fillText(label, right, base);
     }
     for (const { x, label } of this.marks) {

@@ -37,11 +37,12 @@ function batchScatter(rows) {
 }
 
 function servedScatter(rows) {
-  const inks = ["naive", "heuristic", "static", "ppo", "you"];
-  // Fitted groups are grey and hollow, so that colour means a prediction.
-  const names = [...new Set(rows.map(({ group }) => group))];
-  const predicted = names.filter((name) => !name.includes("calibration"));
-  const groups = names.map((name) => ({ key: name, label: name, colour: inks[1 + predicted.indexOf(name)] ?? "ink", fitted: !predicted.includes(name) }));
+  // Fitted groups are hollow and without colour, so that colour means a prediction.
+  const inks = { true: ["naive", "ink"], false: ["heuristic", "static", "ppo", "you"] };
+  const groups = [...new Set(rows.map(({ group }) => group))].map((name) => {
+    const fitted = name.includes("calibration");
+    return { key: name, label: name, colour: inks[fitted].shift() ?? "ink", fitted };
+  });
   const points = rows.filter(({ metric }) => /^T(TFT|POT)/.test(metric)).map((row) => ({ ...row, key: row.group, name: `${row.group} ${row.precision}, ${row.scenario}, ${row.metric}` }));
   return new Scatter({ title: "Served loads: TTFT and TPOT", unit: "ms", groups, points });
 }
