@@ -340,7 +340,7 @@ SCORE_ROWS = {
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
     "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90 % of the memory)",
     "best_static": "best constant",
-    "rules": "a rule: the heuristic; on `autoscale-mix` tuned HPA",
+    "rules": "a rule: capacity planning (`heuristic`); on `autoscale-mix` tuned HPA",
     "ppo": "PPO, from scratch (one training run)",
     "best_adaptive": "searched policy (`best_adaptive`)",
 }
