@@ -124,7 +124,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     def _turn(self) -> None:
         """Pass the next piece to uvicorn, unless a message waits or the peer does not read."""
         self._turn_is_due = False
-        if self._unread and self.queue.empty() and self.writable.is_set() and not self.transport.is_closing():
+        if self._unread and self._takes_more() and self.writable.is_set() and not self.transport.is_closing():
             piece = bytes(self._unread[:PIECE_BYTES])
             del self._unread[:PIECE_BYTES]
             self._without_message += len(piece)
@@ -137,12 +137,16 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             super().data_received(piece)
         self._go_on()
 
+    def _takes_more(self) -> bool:
+        """Whether no message waits; after the application has closed, the peer's answer to that must be read."""
+        return self.close_sent or self.queue.empty()
+
     def _go_on(self) -> None:
         """Continue reading, after the pending data. Other connections get a turn between two pieces."""
         if self.transport.is_closing():
             self._unread.clear()
             self._end_in_time()
-        elif not self.writable.is_set() or (self._unread and not self.queue.empty()):
+        elif not self.writable.is_set() or (self._unread and not self._takes_more()):
             # A client that waits for its answer sends nothing that would have to wait, and is not paused.
             self.transport.pause_reading()
         elif not self._unread:

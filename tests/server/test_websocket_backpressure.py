@@ -222,3 +222,17 @@ def test_a_client_that_sends_more_while_a_message_waits_is_paused_until_it_is_ta
         return [*found, wire.reads]
 
     assert asyncio.run(connection()) == [False, True]
+
+
+def test_the_answer_to_a_close_is_read_although_the_application_takes_no_more(pieces: list[bytes]) -> None:
+    """Otherwise each client that the server closes waits until the server's time for that is over."""
+
+    async def connection() -> None:
+        protocol = upgraded(Wire())
+        # What uvicorn does when the application closes.
+        protocol.queue.put_nowait({"type": "websocket.disconnect", "code": 1000, "reason": ""})
+        protocol.close_sent = True
+        protocol.data_received(b"the answer")
+
+    asyncio.run(connection())
+    assert pieces == [b"the answer"]
