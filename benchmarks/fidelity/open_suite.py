@@ -307,12 +307,15 @@ def covered(run: Run) -> dict[str, bool]:
 
 def summary(played: Sequence[Run]) -> dict[str, Any]:
     """Errors by split, card, model and band, the share of latencies that verdicts cover by split, and every run."""
-    keys = {(r.split, r.card, r.model, r.band) for r in played if r.band != REFUSED}
+    by_key: dict[tuple[str, str, str, str], list[Run]] = {}
+    for run in (r for r in played if r.band != REFUSED):
+        for key in ((run.split, run.card, run.model, run.band), (run.split, "all", "all", "all")):
+            by_key.setdefault(key, []).append(run)
     groups = []
-    for split, card, model, band in sorted(keys):
-        mine = [r for r in played if (r.split, r.card, r.model, r.band) == (split, card, model, band)]
-        errors = {name: _errors(np.array([r.errors()[name] for r in mine])) for name in mine[0].measured}
-        groups.append({"split": split, "card": card, "model": model, "band": band, "runs": len(mine), **errors})
+    for (split, card, model, band), mine in sorted(by_key.items()):
+        errors = {q: np.array([r.errors()[q] for r in mine if q in r.measured]) for q in QUANTITIES}
+        found = {name: _errors(values) for name, values in errors.items() if len(values)}
+        groups.append({"split": split, "card": card, "model": model, "band": band, "runs": len(mine), **found})
     shares = {}
     for split in (*dict.fromkeys(SPLITS.values()), SERVER_SPLIT):
         hits = [covered(r) for r in played if r.split == split and r.band != REFUSED]
