@@ -8,7 +8,7 @@
 ``data/README.md`` has sources and licences. Runs are split by card and model (:data:`SPLITS`): the errors of the *fit*
 runs go into the verdicts of plans (``benchmarks.fidelity.hardware --margins``), the others test these verdicts. Every
 run is played with the engine profile of the shipped tables, as a plan plays it, but for asynchronous scheduling where
-its vLLM is older than that default. Needs the extra ``hardware``.
+its vLLM is older than that default, and for the slower memory of :data:`A100_40GB`. Needs the extra ``hardware``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from simulator.hardware.aiconfigurator import AiconfiguratorSource, Deployment, 
 from simulator.hardware.kernel_times import KernelModel
 from simulator.hardware.memory import kv_pool_gb
 from simulator.hardware.operators import Chunk
-from simulator.hardware.profiles import engine
+from simulator.hardware.profiles import engine, hardware
 from simulator.hardware.tables import FloatArray
 
 DATA: Final = Path(__file__).with_name("data")
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
+A100_40GB: Final = "a100-40gb"
+"""A card without tables: it is played with those of the 80 GB card, and reads its weights more slowly."""
 SPLITS: Final = {
     ("a100_sxm", "llama-3.1-70b"): "fit",
     ("h100_sxm", "llama-3.1-70b"): "fit",
@@ -47,6 +49,7 @@ SPLITS: Final = {
     ("h100_sxm", "gpt-oss-20b"): "validation",
     ("h100_sxm", "qwen3-32b"): "held out",
     ("a100_sxm", "qwen3-32b"): "held out",
+    (A100_40GB, "llama-3.1-70b"): "held out",
     ("h200_sxm", "llama-3.1-8b"): "held out",
 }
 SERVER_LOADS: Final = ("64 clients, short", "128 clients, short")
@@ -57,9 +60,9 @@ REFUSED: Final = "refused"
 LATENCIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "ITL p50", "ITL p99")
 """Each source states some of them: those of single requests have no inter-token latency, the others no end-to-end."""
 QUANTITIES: Final = (*LATENCIES, "tokens/s")
-BUDGETS: Final = {"a100_sxm": (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
+BUDGETS: Final = {"a100_sxm": (256, 2048), A100_40GB: (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
 """Sequences, and tokens of an iteration: vLLM's defaults on A100 and H100, and what the H200 was started with."""
-REPORTED_GB: Final = {"a100_sxm": 85.1, "h100_sxm": 85.1, "h200_sxm": 150.8}
+REPORTED_GB: Final = {"a100_sxm": 85.1, A100_40GB: 42.5, "h100_sxm": 85.1, "h200_sxm": 150.8}
 """Memory that the driver reports, of which vLLM takes its share."""
 LENGTH_SPREAD: Final = 0.2
 """Half width of the lengths of a closed loop whose source states only their mean."""
@@ -105,6 +108,7 @@ def runs() -> Iterator[Run]:
     """All runs of all sources."""
     yield from _llm_d()
     yield from _gpustack()
+    yield from _llm_k8s()
     yield from _own()
 
 
@@ -147,6 +151,28 @@ def _gpustack() -> Iterator[Run]:
         yield _run("GPUStack", row["card"], row["model"], load, 1, measured, simulated)
 
 
+def _llm_k8s() -> Iterator[Run]:
+    """Llama-3.3-70B, of Llama-3.1-70B's shape, on eight cards: the later loads repeat the prompts of the first one."""
+    card, model, tier, tp = A100_40GB, "llama-3.1-70b", "BF16", 8
+    overhead_ms = engine("vllm_v1_8k").step_overhead_ms + _slower_weights_ms(model, tier, tp)
+    fleet = _fleet(card, model, tier, tp, 0.9, 1, step_overhead_ms=overhead_ms)
+    for qps, rows in pd.read_csv(DATA / "llm_k8s_llama_70b.csv").groupby("qps", sort=False):
+        cached = rows["cached_tokens"].to_numpy()
+        requests = replace(_requests(rows, rows["arrival_s"].to_numpy()), reused_tokens=cached)
+        simulated = Simulation(fleet, requests)
+        simulated.state.prefix_hit = 1.0
+        load = f"{len(rows)} at once" if np.isinf(qps) else f"sharegpt, {qps:g}/s"
+        name = f"{load}, prompts cached" if cached.any() else load
+        yield _run("llm-k8s", card, model, name, 1, _measured(rows), simulated)
+
+
+def _slower_weights_ms(model: str, tier: str, tp: int) -> float:
+    """How much longer (ms) the 40 GB card takes to read a model's weights than the 80 GB card, once per iteration."""
+    source = _source(A100_40GB, model, tier, tp)
+    seconds = [source.weights_gb[tier] / hardware(name).bandwidth_gb_s for name in (A100_40GB, "a100-80gb")]
+    return 1e3 * (seconds[0] - seconds[1])
+
+
 def _own(**changes: float) -> Iterator[Run]:
     """Closed loops and open loads of Llama-3.1-8B's shape on one H200, request by request; changes of the profile."""
     card, model = "h200_sxm", "llama-3.1-8b"
@@ -169,7 +195,7 @@ def _requests(rows: pd.DataFrame, sent_s: FloatArray) -> Requests:
 def _measured(rows: pd.DataFrame) -> dict[str, float]:
     """Figures of a run that was recorded request by request."""
     outputs, ttft, tpot = (rows[name].to_numpy() for name in ("output_tokens", "ttft_ms", "tpot_ms"))
-    e2e = ttft + tpot * (outputs - 1)
+    e2e = ttft + np.nan_to_num(tpot) * (outputs - 1)
     return {**_figures(ttft, tpot, e2e), "tokens/s": float(outputs.sum() / (rows["arrival_s"] + e2e / 1e3).max())}
 
 
@@ -213,7 +239,8 @@ def _at_once(outcome: Outcome) -> float:
 
 @cache
 def _source(card: str, model: str, tier: str, tp: int) -> AiconfiguratorSource:
-    return AiconfiguratorSource(Deployment(card, model, "vllm", tp, (tier,)))
+    system = "a100_sxm" if card == A100_40GB else card
+    return AiconfiguratorSource(Deployment(system, model, "vllm", tp, (tier,)))
 
 
 @cache

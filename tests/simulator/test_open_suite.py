@@ -32,10 +32,10 @@ def played() -> list[Run]:
 
 
 def test_every_run_is_played_and_has_a_split(played: list[Run]) -> None:
-    files = ("llm_d_llama_70b.csv", "gpustack.csv", "vllm_h200_llama_8b.csv")
-    llm_d, gpustack, own = (pd.read_csv(DATA / name) for name in files)
-    loads = llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack) + own["load"].nunique()
-    assert len(played) == loads
+    files = ("llm_d_llama_70b.csv", "gpustack.csv", "llm_k8s_llama_70b.csv", "vllm_h200_llama_8b.csv")
+    llm_d, gpustack, llm_k8s, own = (pd.read_csv(DATA / name) for name in files)
+    loads = llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack)
+    assert len(played) == loads + llm_k8s["qps"].nunique() + own["load"].nunique()
     assert {(run.card, run.model) for run in played} == set(SPLITS)
     assert {run.split for run in played} == {*SPLITS.values(), SERVER_SPLIT}
 
@@ -56,6 +56,21 @@ def test_a_measured_request_ends_after_its_first_token_and_the_gaps_to_its_last(
     found = open_suite._measured(pd.DataFrame(columns))  # noqa: SLF001
     assert found["E2E p50"] == (120.0 + 1_000.0) / 2
     assert found["tokens/s"] == 14 / 2.0
+
+
+def test_arrivals_drawn_again_give_the_published_figures(played: list[Run]) -> None:
+    # Median TTFT, median TPOT (ms) and output tokens/s as llm-k8s's benchmark_results.md states them.
+    published = ((56.3722, 24.5413, 208.177), (49.5001, 27.3485, 673.918), (58.1, 31.6757, 1354.37))
+    found = [run.measured for run in played if run.source == "llm-k8s"]
+    for measured, (ttft, tpot, rate) in zip(found, (*published, (349.846, 36.9731, 1780.36)), strict=True):
+        assert (measured["TTFT p50"], measured["TPOT p50"]) == pytest.approx((ttft, tpot), abs=0.01)
+        assert measured["tokens/s"] == pytest.approx(rate, rel=0.005)
+
+
+def test_the_40_gb_card_reads_a_models_weights_more_slowly() -> None:
+    # 70.6e9 parameters of two bytes on eight cards: 17.64 GB at 1555 and at 2039 GB/s.
+    by_hand_ms = 17.64e3 / 1555 - 17.64e3 / 2039
+    assert open_suite._slower_weights_ms("llama-3.1-70b", "BF16", 8) == pytest.approx(by_hand_ms, rel=0.01)  # noqa: SLF001
 
 
 def test_requests_at_once_count_those_that_a_request_decodes_beside() -> None:
