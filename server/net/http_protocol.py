@@ -8,14 +8,14 @@ from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.net.json_io import ARRIVED_KEY
+
 MAX_HEAD_BYTES: Final = 65_536
 """Most bytes of path, query and headers of a request; uvicorn with httptools does not limit them."""
 MAX_INCOMPLETE_BYTES: Final = 524_288
 """Bytes that may arrive before a head, or a part of a body, is complete: the largest accepted head (64 KB) plus the
 largest read from a socket (256 KB), with some margin. httptools joins the pieces of an endless header again and again.
 """
-ARRIVED: Final = "inferencegym.arrived"
-"""Key of the scope's state that is set when the whole request has arrived."""
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +59,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.scope["state"][ARRIVED] = True
+        self.scope["state"][ARRIVED_KEY] = True
         super().on_message_complete()
 
 

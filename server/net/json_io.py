@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from inferencegym.messages import MAX_DEPTH
 from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError
-from server.net.http_protocol import ARRIVED
 
+ARRIVED_KEY: Final = "inferencegym.arrived"
+"""Key of the ASGI scope's state, set when the whole request has arrived."""
 REQUEST_ID_KEY: Final = "inferencegym.request_id"
 """Key of the ASGI scope for the request's id."""
 SESSION_KEY: Final = "inferencegym.session"
@@ -97,7 +98,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
             raise _too_large(limit)
     pieces, size = list[bytes](), 0
     # A time limit costs more than reading a body that is there.
-    arrived = request.scope.get("state", {}).get(ARRIVED, False)
+    arrived = request.scope.get("state", {}).get(ARRIVED_KEY, False)
     try:
         async with nullcontext() if arrived else asyncio.timeout(timeout_s):
             async for piece in request.stream():
