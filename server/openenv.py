@@ -291,17 +291,19 @@ class Connection:
 
     def at_once(self, text: bytes) -> str | None:
         """Answer the episode's next step, if it needs no waiting; :meth:`answer` answers, or refuses, all else."""
+        if self._live is None or self._shared is not None:
+            return None
         # It meets the same errors.
         with suppress(Exception):
             sent = parse_object(text, "frame", SMALL)
             data = sent["data"]
-            if sent["type"] == "step" and len(sent) == 2 and not data.pop("metadata", None) and self._shared is None:
-                assert self._live is not None
+            if sent["type"] == "step" and len(sent) == 2 and not data.pop("metadata", None):
                 result = self._sessions.step_at_once(self._live, data, self._taken + 1, self._reset_id)
                 if result is not None:
-                    self._slot.played = time.monotonic()
-                    self._taken = result.number
-                    return self._stepped(result)
+                    answer = self._stepped(result)
+                    # Counted last: if this failed, answer() asks for the same step, which is not played again.
+                    self._slot.played, self._taken = time.monotonic(), result.number
+                    return answer
         return None
 
     async def answer(self, message: AsgiMessage) -> str | None:
