@@ -105,6 +105,13 @@ def cached_tokens(s: Run, r: int) -> int:
     return tokens
 
 
+def reusable_tokens(s: Run, request: int) -> int:
+    """Cached tokens of a session's prompt, all but one at most; negative: to be computed in addition to the prompt."""
+    if s.queried_tokens == 0:
+        return -s.shared_tokens  # the very first turn computes the shared prompt
+    return min(s.free_blocks[s.session[request]], (s.length[request] - 1) // s.block_tokens) * s.block_tokens
+
+
 def note_peak(s: Run, r: int) -> None:
     """Update the peak number of cached tokens."""
     s.peak_tokens = max(s.peak_tokens, cached_tokens(s, r))

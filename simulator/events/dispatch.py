@@ -30,7 +30,7 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
         remove,
     )
     from simulator.events.records import Run
-    from simulator.events.routing import SHARED, route, takes_requests
+    from simulator.events.routing import SHARED, route, takes_requests, uncached_tokens
 
 READ_TOLERANCE_MS = 1e-6
 """A request may be read this much early, because its time is a sum of rounded numbers."""
@@ -185,7 +185,7 @@ def has_room(s: Run, r: int, request: int) -> bool:
     other = s.line_first[line_of(s, r, ASSIGNED)]
     while other >= 0 and s.priority[other] <= s.priority[request]:
         slots += 1
-        promised_tokens += s.length[other]
+        promised_tokens += uncached_tokens(s, r, other)
         promised_blocks += prompt_blocks(s, other)
         other = s.after[other]
     if slots >= s.batch_size:
@@ -215,7 +215,7 @@ def prefill_tokens(s: Run, r: int) -> int:
             request = s.after[request]
         request = s.line_first[line_of(s, other, ASSIGNED)] if other != r else -1
         while request >= 0:
-            tokens += s.length[request]
+            tokens += uncached_tokens(s, other, request)
             request = s.after[request]
     return tokens
 

@@ -36,7 +36,7 @@ if not cython.compiled:  # compiled, these names are declared in loop.pxd
     )
     from simulator.events.records import Run
     from simulator.events.rollout import leave, roll_out
-    from simulator.events.routing import repeated_tokens
+    from simulator.events.routing import found_tokens, uncached_tokens
     from simulator.events.sessions import end_turn, free_context, reuse_context, take_free_blocks
     from simulator.events.times import iteration_ms
 
@@ -205,10 +205,11 @@ def take_chunks(s: Run, r: int, starting: bool) -> None:
         line = first_head_line(s, r)
         if line < 0 or s.queued_ms[s.line_first[line]] > latest_ms:
             break
+        fed = (line - s.n_classes) // LINES_OF_REPLICA
         # Whole prompts only: a prompt longer than the budget runs alone.
-        if not s.chunked and n > 0 and s.length[s.line_first[line]] > budget:
+        if not s.chunked and n > 0 and uncached_tokens(s, fed, s.line_first[line]) > budget:
             break
-        request = start_prefill(s, (line - s.n_classes) // LINES_OF_REPLICA, line)
+        request = start_prefill(s, fed, line)
         s.prefiller[request] = r
         tokens = s.need[request] - s.done[request]
         if s.chunked:
@@ -259,15 +260,13 @@ def start_prefill(s: Run, r: int, line: int) -> int:
     request = s.line_first[line]
     remove(s, line, request)
     s.need[request] = s.length[request]
-    s.done[request] = 0
+    s.done[request] = found_tokens(s, r, request)
     s.held_blocks[request] = prompt_blocks(s, request)
     if s.start_ms[request] != s.start_ms[request]:
         s.start_ms[request] = s.now_ms
         s.n_started += 1
-        hit = cython.cast(cython.Py_ssize_t, s.prefix_hit * repeated_tokens(s, r, request))
-        s.done[request] = min(hit, s.need[request] - 1)
     if s.session[request] >= 0:
-        s.done[request] = reuse_context(s, request)
+        reuse_context(s, request)
     append(s, line_of(s, r, PREFILLING), request)
     if s.session[request] >= 0:
         take_free_blocks(s, r)  # the next request's look-up sees only the blocks that remain

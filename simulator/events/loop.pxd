@@ -286,6 +286,8 @@ cdef bint fits(Run s, Py_ssize_t r, Py_ssize_t request, Py_ssize_t promised_bloc
 @cython.locals(request=Py_ssize_t, tokens=Py_ssize_t)
 cdef Py_ssize_t cached_tokens(Run s, Py_ssize_t r) noexcept nogil
 
+cdef Py_ssize_t reusable_tokens(Run s, Py_ssize_t request) noexcept nogil
+
 cdef void note_peak(Run s, Py_ssize_t r) noexcept nogil
 
 cdef Py_ssize_t in_flight(Run s, Py_ssize_t r) noexcept nogil
@@ -329,6 +331,11 @@ cdef bint takes_requests(Run s, Py_ssize_t r) noexcept nogil
 
 @cython.locals(other=Py_ssize_t, tokens=Py_ssize_t)
 cdef Py_ssize_t repeated_tokens(Run s, Py_ssize_t r, Py_ssize_t request) noexcept nogil
+
+cdef Py_ssize_t uncached_tokens(Run s, Py_ssize_t r, Py_ssize_t request) noexcept nogil
+
+@cython.locals(hit=Py_ssize_t)
+cdef Py_ssize_t found_tokens(Run s, Py_ssize_t r, Py_ssize_t request) noexcept nogil
 
 cdef void arrive(Run s, Py_ssize_t request) noexcept nogil
 
@@ -475,8 +482,7 @@ cdef bint is_late(Run s, Py_ssize_t g) noexcept nogil
 
 cdef void free_context(Run s, Py_ssize_t g, Py_ssize_t tokens) noexcept nogil
 
-@cython.locals(g=Py_ssize_t, hit=Py_ssize_t)
-cdef Py_ssize_t reuse_context(Run s, Py_ssize_t request) noexcept nogil
+cdef void reuse_context(Run s, Py_ssize_t request) noexcept nogil
 
 @cython.locals(after=Py_ssize_t, before=Py_ssize_t)
 cdef void forget_context(Run s, Py_ssize_t g) noexcept nogil
@@ -571,7 +577,7 @@ cdef Py_ssize_t head_line(Run s, Py_ssize_t r) noexcept nogil
 @cython.locals(assigned=Py_ssize_t, preempted=Py_ssize_t)
 cdef Py_ssize_t next_line(Run s, Py_ssize_t r) noexcept nogil
 
-@cython.locals(hit=Py_ssize_t, request=Py_ssize_t)
+@cython.locals(request=Py_ssize_t)
 cdef Py_ssize_t start_prefill(Run s, Py_ssize_t r, Py_ssize_t line) noexcept nogil
 
 @cython.locals(i=Py_ssize_t)

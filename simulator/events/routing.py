@@ -5,7 +5,7 @@ from __future__ import annotations
 from inferencegym import plain_cython as cython
 
 if not cython.compiled:  # compiled, these names are declared in loop.pxd
-    from simulator.events.blocks import load_of
+    from simulator.events.blocks import load_of, reusable_tokens
     from simulator.events.lines import ROUTED, insert_by_arrival, line_of, remove
     from simulator.events.records import Run
 
@@ -89,3 +89,18 @@ def repeated_tokens(s: Run, r: int, request: int) -> int:
         tokens = min(tokens, s.reused[other])
         other = s.follows[other]
     return tokens
+
+
+def uncached_tokens(s: Run, r: int, request: int) -> int:
+    """Tokens that the replica computes if it starts a request now: vLLM's token budget counts no others."""
+    return s.length[request] - found_tokens(s, r, request)
+
+
+def found_tokens(s: Run, r: int, request: int) -> int:
+    """Tokens of a prompt that the replica finds in its cache; at least one is computed."""
+    if s.session[request] >= 0:
+        return reusable_tokens(s, request)
+    if s.start_ms[request] == s.start_ms[request]:
+        return 0  # recomputed after a preemption or a restart
+    hit = cython.cast(cython.Py_ssize_t, s.prefix_hit * repeated_tokens(s, r, request))
+    return min(hit, s.length[request] - 1)

@@ -197,20 +197,12 @@ def free_context(s: Run, g: int, tokens: int) -> None:
     s.is_freed[g] = 1
 
 
-def reuse_context(s: Run, request: int) -> int:
-    """Reuse a session's cached blocks for its request; returns the tokens that need not be computed.
-
-    At least one token is computed. A negative result means tokens to compute in addition to the prompt.
-    """
-    g = s.session[request]
-    hit = min(s.free_blocks[g], (s.need[request] - 1) // s.block_tokens) * s.block_tokens
-    if s.queried_tokens == 0:
-        hit = -s.shared_tokens  # the very first turn computes the shared prompt
+def reuse_context(s: Run, request: int) -> None:
+    """Let a request hold its session's cached blocks, of which it reuses ``done`` tokens."""
     if s.preemptions[request] == 0:  # vLLM counts a request's look-up once
         s.queried_tokens += s.need[request] + s.shared_tokens
-        s.hit_tokens += hit + s.shared_tokens
-    forget_context(s, g)
-    return hit
+        s.hit_tokens += s.done[request] + s.shared_tokens
+    forget_context(s, s.session[request])
 
 
 def forget_context(s: Run, g: int) -> None:
