@@ -84,6 +84,18 @@ def test_a_prefix_is_found_only_on_replicas_that_computed_it() -> None:
     assert prefilled == {SHARED: 1600, ROUND_ROBIN: 2400, LEAST_LOADED: 1600, PREFIX_AFFINITY: 1600}
 
 
+def test_cached_prompt_tokens_do_not_count_against_the_token_budget() -> None:
+    # vLLM's scheduler budgets the tokens that it computes: 8 prompts with 10 new tokens each fit one iteration of 2048.
+    load = dataclasses.replace(requests(*((0.0, 1000, 2),) * 8), reused_tokens=np.full(8, 990))
+    run = Simulation(Fleet(CHUNKED, 8, ROOMY), load)
+    run.state.prefix_hit = 1.0
+    out = run.run()
+    assert run.state.prefilled_tokens == 80
+    assert np.ptp(out.first_token_s) == 0.0
+    # Without the cache 8,000 tokens need four iterations.
+    assert len(np.unique(serve(Fleet(CHUNKED, 8, ROOMY), load).first_token_s)) == 4
+
+
 @settings(max_examples=25)
 @given(
     router=st.sampled_from(ROUTERS[1:]),
