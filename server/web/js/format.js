@@ -17,7 +17,7 @@ export function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
 }
 
-const PARTS = { slo: "in time", ttft: "first token", cost: "low cost", gpus: "few replicas", churn: "few changes" }; // of a score
+const PARTS = { slo: "few violations", ttft: "first token", cost: "low cost", gpus: "few replicas", churn: "few changes" }; // of a score
 
 /** A field name as words: `mean_ttft_ms` becomes `mean ttft ms`. */
 export const words = (name) => PARTS[name] ?? name.replaceAll("_", " ");

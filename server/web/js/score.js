@@ -6,7 +6,7 @@ import { compact, percent, score, words } from "./format.js";
 // What the parts of a score measure; all go up to 1.
 const PARTS = {
   throughput: "tokens written per second",
-  slo: "requests whose first token came before their time limit",
+  slo: "how few requests were late, each counted in every second of its delay",
   cost: "how much of the budget for GPU time per token is left",
   stability: "how little Batch size and KV cache were moved",
   ttft: "how soon first tokens came",
@@ -14,9 +14,9 @@ const PARTS = {
   gpus: "how few replicas were paid",
   churn: "how seldom replicas were added or removed",
 };
-const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for time goes below 0
+const BELOW = ["autoscaling", "objectives_memory"]; // grades whose part for violations goes below 0
 /** The parts of a score in words, with their weights where they differ. */
-export const explained = (breakdown, { weights = [], kind }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many came later" : ""}`).join("; ");
+export const explained = (breakdown, { weights = [], kind }) => Object.keys(breakdown).filter((part) => part in PARTS).map((part, i) => `${weights[i] ? `${percent(weights[i])} ` : ""}${words(part)}: ${PARTS[part]}${part === "slo" && BELOW.includes(kind) ? ", down to −1 if many were late" : ""}`).join("; ");
 
 /** Rank of a row, 1 for the best; scores that are shown as equal share their rank. */
 export function placeOf(row, rows) {
