@@ -27,7 +27,7 @@ from scripts.check_links import LINK
 ROOT: Final = Path(__file__).resolve().parent.parent
 INDEX: Final = "README.md"
 PARTS: Final = {
-    "Start": ["README.md", "docs/first-steps.md", "ENVIRONMENT.md"],
+    "Start": ["README.md", "docs/first-steps.md", "ENVIRONMENT.md", "docs/cli.md"],
     "Learn": [
         "docs/learning.md",
         "docs/rollouts.md",

@@ -9,12 +9,16 @@ other block is out of date.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -225,6 +229,37 @@ def memory() -> str:
     return "\n".join(lines)
 
 
+def commands() -> str:
+    """Options of every command, as its ``--help`` prints them."""
+    from cli.main import COMMANDS
+
+    lines: list[str] = []
+    for name, line in COMMANDS.items():
+        said = command_help(name)
+        lines += [f"## {name}", "", f"{line[0].upper()}{line[1:]}.", ""]
+        for action in re.findall(r"(?m)^    ([a-z-]+)  ", said):
+            lines += [f"### {name} {action}", "", *fenced(command_help(name, action)), ""]
+        if f"### {name} " not in "\n".join(lines):
+            lines += [*fenced(said), ""]
+    return "\n".join(lines).rstrip()
+
+
+def command_help(*command: str) -> str:
+    """What ``--help`` prints below the description."""
+    from cli.main import main
+
+    with mock.patch.dict(os.environ, COLUMNS="110"), contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+    below = re.search(r"(?ms)^(?:positional arguments|options):.*", out.getvalue())
+    assert below is not None, command
+    return re.sub(r"(?m)^  -h, --help .*\n", "", below.group())
+
+
+def fenced(text: str) -> list[str]:
+    return ["```text", text.rstrip(), "```"]
+
+
 def settings() -> str:
     """The server's settings with default, range and meaning."""
     from server.settings import describe_settings
@@ -340,7 +375,8 @@ SCORE_ROWS = {
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
     "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90 % of the memory)",
     "best_static": "best constant",
-    "rules": "a rule: capacity planning (`heuristic`); on `autoscale-mix` tuned HPA",
+    "heuristic": "a rule: capacity planning (`heuristic`)",
+    "hpa": "a rule: Kubernetes' autoscaler (`hpa`, tuned)",
     "ppo": "PPO, from scratch (one training run)",
     "best_adaptive": "searched policy (`best_adaptive`)",
 }
@@ -359,16 +395,17 @@ def scores() -> str:
             scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
             scored["random"] = quality_of["autoscale-mix"]["adversarial_floor"]["random"]["score"]
             scored["vllm_defaults"] = quality_of["autoscale-mix"]["gameability"]["vllm_defaults"]["score"]
-            columns["`autoscale-mix`"] = scored | {"rules": scored["hpa"]}
+            columns["`autoscale-mix`"] = scored
     for task in reversed(json.loads((RESULTS / "tasks.json").read_text(encoding="utf-8"))["tasks"]):
         name = str(task["task"])
         scored = {agent["agent"]: agent["score"] for agent in task["agents"]}
-        scored |= {"ppo": learned[name]["table"]["shipped"]["score"], "rules": scored["heuristic"]}
+        scored |= {"ppo": learned[name]["table"]["shipped"]["score"]}
         refusing = ": refusing pays" if quality_of[name]["gameability"]["refusing_pays"] else ""
         columns[get_task(name).heading.replace(")", f"{refusing})")] = scored
     lines = [f"| agent | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, title in SCORE_ROWS.items():
-        lines.append(f"| {title} | {' | '.join(cell(scored[name]) for scored in columns.values())} |")
+        cells = (cell(scored[name]) if name in scored else "–" for scored in columns.values())
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -460,6 +497,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "held_back": held_back,
     "engines": engines,
     "memory": memory,
+    "commands": commands,
     "settings": settings,
     "endpoints": endpoints,
     "metrics": metrics,
