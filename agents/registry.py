@@ -168,7 +168,7 @@ register(
 register(
     "vllm_defaults",
     lambda task, _: VllmDefaultsAgent(tables_of(task.hardware)),
-    "What vLLM does by default on an A100: 256 slots, 90 % of the memory, FP16, never changed.",
+    "What vLLM does by default on an A100: 256 slots, 90% of the memory, FP16, never changed.",
 )
 register(
     "random_search",

@@ -161,7 +161,7 @@ def _table(result: dict[str, Any]) -> str:
     shown = {name: width for name, width in columns.items() if name in result["agents"][0]}
     best = f"; best known: {result['best_known']['agent']}" if "best_known" in result else ""
     heads = "".join(f"{name.replace('_', ' '):>{width}}" for name, width in shown.items())
-    lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95 % CI]{best}", f"{'agent':<16}{heads}"]
+    lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95% CI]{best}", f"{'agent':<16}{heads}"]
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
         label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
         lines.append(f"{label:<16}" + "".join(f"{_cell(entry[name]):>{width}}" for name, width in shown.items()))

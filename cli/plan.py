@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         caption = (
             "All fleets tried, each with its number of GPUs: cost against the latencies that the objectives (dashed) "
-            "bound, times the median error of measured runs; the lines reach to the 90 % bound. Filled: meets all."
+            "bound, times the median error of measured runs; the lines reach to the 90% bound. Filled: meets all."
         )
         figures = {caption: plan_figure(report)}
         files = {} if first is None else engine_files(first, tables[first.hardware], report)

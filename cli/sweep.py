@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     evaluations = evaluate_jobs(jobs, args.workers, args.ray)
     wall_s = time.perf_counter() - started
-    print(f"{'task':<14}{'agent':<20}{'score':>8}  95 % CI")
+    print(f"{'task':<14}{'agent':<20}{'score':>8}  95% CI")
     for e in evaluations:
         i = interval(e.scores)
         print(f"{e.task.task_id!s:<14}{e.agent:<20}{i.mean:>8.3f}  [{i.low:.3f}, {i.high:.3f}]")

@@ -271,7 +271,7 @@ def _error_lines(report: PlanReport) -> list[str]:
             f"{'' if error.own else ', the largest errors measured elsewhere'})"
             for quantity, error in plan.errors.items()
         ]
-        lines.append(f"Errors for {plan.card} at {plan.band} load, median and 90 % bound: {'; '.join(told)}.")
+        lines.append(f"Errors for {plan.card} at {plan.band} load, median and 90% bound: {'; '.join(told)}.")
     return list(dict.fromkeys(lines))
 
 
@@ -306,7 +306,7 @@ def growth_lines(report: PlanReport) -> list[str]:
 def plan_figure(report: PlanReport) -> Figure:
     """Cost against every latency that an objective bounds: all fleets tried, marked with their GPUs.
 
-    A point is the latency times the median error of measured runs, the line above it reaches to the 90 % bound.
+    A point is the latency times the median error of measured runs, the line above it reaches to the 90% bound.
     """
     objectives = [parse_objective(text) for text in report.objectives]
     unit = report.currency or "GPU hours"

@@ -248,9 +248,10 @@ def command_help(*command: str) -> str:
     """What ``--help`` prints below the description."""
     from cli.main import main
 
-    with mock.patch.dict(os.environ, COLUMNS="110"), contextlib.redirect_stdout(io.StringIO()) as out:
-        with contextlib.suppress(SystemExit):
-            main([*command, "--help"])
+    out = io.StringIO()
+    width = mock.patch.dict(os.environ, COLUMNS="110")
+    with width, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*command, "--help"])
     below = re.search(r"(?ms)^(?:positional arguments|options):.*", out.getvalue())
     assert below is not None, command
     return re.sub(r"(?m)^  -h, --help .*\n", "", below.group())
@@ -373,7 +374,7 @@ def exact(row: dict[str, Any], key: str) -> str:
 SCORE_ROWS = {
     "random": "random",
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
-    "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90 % of the memory)",
+    "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90% of the memory)",
     "best_static": "best constant",
     "heuristic": "a rule: capacity planning (`heuristic`)",
     "hpa": "a rule: Kubernetes' autoscaler (`hpa`, tuned)",
@@ -452,7 +453,7 @@ def fidelity_in_short() -> str:
     }
     quantities = ("TTFT p50", "TTFT p99", "TPOT", "throughput")
     medians = {
-        (e["group"], e["quantity"]): f"{e['median']:.1%} ({e['points']})".replace("%", " %")
+        (e["group"], e["quantity"]): f"{e['median']:.1%} ({e['points']})"
         for e in result["dynamics"]["Environment (1 s steps)"]["hardware"]
     }
     lines = [
@@ -461,8 +462,8 @@ def fidelity_in_short() -> str:
         *(f"| {title} | {' | '.join(medians[group, q] for q in quantities)} |" for group, title in groups.items()),
     ]
     cells = result["coverage"]
-    share = {kind: f"{value:.1%}".replace("%", " %") for kind, value in cells["all"].items()}
-    tiers = (f"{cells[tier]['measured']:.1%} of {tier}".replace("%", " %") for tier in cells if tier != "all")
+    share = {kind: f"{value:.1%}" for kind, value in cells["all"].items()}
+    tiers = (f"{cells[tier]['measured']:.1%} of {tier}" for tier in cells if tier != "all")
     return "\n".join(
         [
             *lines,

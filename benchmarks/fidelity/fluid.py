@@ -58,9 +58,9 @@ TARGETS = {
 }
 # Median errors that other simulators publish about themselves, on their own hardware and loads; not measured here.
 CLAIMS = (
-    ("BLIS", "17.6 %", "7.1 %", "end to end 6.7 %"),
-    ("aiconfigurator", "42 %", "11 %", ""),
-    ("Vidur", "", "", "under 9 %; its users report more"),
+    ("BLIS", "17.6%", "7.1%", "end to end 6.7%"),
+    ("aiconfigurator", "42%", "11%", ""),
+    ("Vidur", "", "", "under 9%; its users report more"),
 )
 HELD_OUT = "0.20.1 BF16, held out"
 ALL_LOADS = "all loads"
@@ -292,7 +292,7 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}%"
 
 
 # ---------------------------------------------------------------- figures
@@ -319,7 +319,7 @@ def draw_scatter(cases: Sequence[Point], runs: Sequence[Point], path: Path) -> N
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=quantity)
     panels[1, 0].set(xlabel="measured, or served iteration by iteration", ylabel="simulated")
     panels[0, 0].legend(fontsize=7, loc="upper left")
-    figure.suptitle("Serving dynamics: every load, with a band of 15 % (ms, tokens/s, s)")
+    figure.suptitle("Serving dynamics: every load, with a band of 15% (ms, tokens/s, s)")
     figure.savefig(path, dpi=100)
 
 

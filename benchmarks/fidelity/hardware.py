@@ -54,8 +54,8 @@ GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
 TTFT_GOALS = {"TTFT p50": 0.25, "TTFT p99": 0.25}
 """Goals for engines whose host overhead is known."""
 CLAIM = (
-    "For comparison: NVIDIA states for its own simulator, AISimulate, a mean absolute error of 30.1 % for TPOT and of "
-    "76.1 % for TTFT on 759 measured points ([accuracy overview](https://github.com/ai-dynamo/aisimulate/pull/216), "
+    "For comparison: NVIDIA states for its own simulator, AISimulate, a mean absolute error of 30.1% for TPOT and of "
+    "76.1% for TTFT on 759 measured points ([accuracy overview](https://github.com/ai-dynamo/aisimulate/pull/216), "
     "second-hand, of other rows and models, and a mean is larger than a median)."
 )
 
@@ -181,7 +181,7 @@ def _table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 def _cell(e: dict[str, float] | None) -> str:
     if e is None:
         return ""
-    return f"{100 * e['median']:.1f} % / {100 * e['p90']:.1f} %, {e['bias']:+.0%} ({e['points']:.0f})"
+    return f"{100 * e['median']:.1f}% / {100 * e['p90']:.1f}%, {e['bias']:+.0%} ({e['points']:.0f})"
 
 
 def _goals(rows: Sequence[dict[str, Any]], goals: dict[str, float]) -> str:
@@ -193,7 +193,7 @@ def _goals(rows: Sequence[dict[str, Any]], goals: dict[str, float]) -> str:
             if row[quantity] is not None:
                 median = row[quantity]["median"]
                 verdict = "reached" if median <= goal else "MISSED"
-                said.append(f"{quantity} {100 * median:.1f} % (goal {100 * goal:.0f} %: {verdict})")
+                said.append(f"{quantity} {100 * median:.1f}% (goal {100 * goal:.0f}%: {verdict})")
         lines.append(f"- *{row['card']}*: " + "; ".join(said) + ".")
     return "\n".join(lines)
 
@@ -209,7 +209,7 @@ def print_widths() -> None:
 
 
 def write_margins() -> None:
-    """Write median and 90 % bound of measured latency / latency in the reference, by quantity, card and band.
+    """Write median and 90% bound of measured latency / latency in the reference, by quantity, card and band.
 
     The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite and, for TPOT only, the closed loops of
     ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits.
@@ -247,7 +247,7 @@ def _ratio(bands: Mapping[str, list[float]], band: str) -> dict[str, float]:
 
 
 def bound_90(values: Sequence[float]) -> float:
-    """Smallest of the values that a further one like them stays below with a probability of at least 90 %.
+    """Smallest of the values that a further one like them stays below with a probability of at least 90%.
 
     It is the k-th smallest of n with k = ceil(0.9 (n + 1)), as in split conformal prediction; an interpolated quantile
     is too small for few values. With fewer than 9 no value is large enough, and it is the largest.

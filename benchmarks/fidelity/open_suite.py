@@ -95,7 +95,7 @@ class Run:
         return {name: self.simulated[name] / self.measured[name] - 1.0 for name in self.measured}
 
     def allowed_ms(self, name: str) -> float:
-        """The simulated latency times the 90 % bound of plans."""
+        """The simulated latency times the 90% bound of plans."""
         return self.simulated[name] * ratio(quantity_of(name), self.card, self.band).p90
 
 
@@ -328,7 +328,7 @@ def _by_wave(prompt_ms: float) -> Iterator[tuple[str, list[tuple[float, float]]]
 
 
 def covered(run: Run) -> dict[str, bool]:
-    """Whether each measured latency is at most the simulated one times the 90 % bound of plans."""
+    """Whether each measured latency is at most the simulated one times the 90% bound of plans."""
     return {name: run.measured[name] <= run.allowed_ms(name) for name in LATENCIES if name in run.measured}
 
 
@@ -366,7 +366,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found["groups"]:
         cells = [
-            f"{100 * row[q]['median']:.0f} %, {100 * row[q]['bias']:+.0f} %" if q in row else "" for q in QUANTITIES
+            f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES
         ]
         lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
     within = ["| " + " | ".join(("split", *LATENCIES, "all")) + " |", "|" + "---|" * (2 + len(LATENCIES))]
@@ -389,7 +389,7 @@ def markdown(found: dict[str, Any]) -> str:
             "",
             *lines,
             "",
-            "Measured latencies within the simulated one times the 90 % bound of plans:",
+            "Measured latencies within the simulated one times the 90% bound of plans:",
             "",
             *within,
             "",

@@ -180,11 +180,11 @@ def report(results: dict[str, Any]) -> str:
         "",
         "<!-- details -->",
         "",
-        "All agents, with 95 % intervals over the held-out seeds. Each PPO row is one training run, the one that the",
+        "All agents, with 95% intervals over the held-out seeds. Each PPO row is one training run, the one that the",
         "validation seeds chose. Those from scratch on tasks 1 to 3 are the shipped policies; on the others they are",
         "second runs, and the shipped policies are in `docs/autoscaling.md`.",
         "",
-        "| task | agent | score | 95 % interval | PPO over it, paired |",
+        "| task | agent | score | 95% interval | PPO over it, paired |",
         "|---|---|---|---|---|",
     ]
     blind = timetables()

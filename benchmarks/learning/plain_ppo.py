@@ -114,7 +114,7 @@ def stored() -> dict[str, Any]:
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = [
-        "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95 % intervals. Differences are",
+        "`python -m benchmarks.learning.plain_ppo`: scores on 30 held-out seeds with 95% intervals. Differences are",
         "those of the mean of the runs, paired by held-out seed.",
         "",
         "| task | environments | runs | mean | lowest to highest run | over " + " | over ".join(RIVALS) + " |",
@@ -131,7 +131,7 @@ def report(results: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "| task | environments | training seed | steps | score | 95 % interval | highest on the way | seconds |",
+        "| task | environments | training seed | steps | score | 95% interval | highest on the way | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for task_id, result in results.items():

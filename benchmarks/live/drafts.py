@@ -795,7 +795,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/live/drafts.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {repeats} draws of each workload. Latency per token is a geometric mean over all "
-        "requests; differences are from the fastest constant here, with 95 % intervals over the draws. The yardstick, "
+        "requests; differences are from the fastest constant here, with 95% intervals over the draws. The yardstick, "
         f"four requests without drafts, took {min(yards):.{digits - 1}f} to {max(yards):.{digits - 1}f} ms a token, "
         f"{float(np.median(yards)):.{digits - 1}f} at the median. InferenceGym's `heuristic` is constant "
         f"{result['heuristic_drafts']} here: it plans for full batches and does not see the acceptance.",
@@ -860,7 +860,7 @@ def paired(ours: Columns, theirs: Columns) -> tuple[Columns, Columns]:
 
 
 def points(difference: FloatArray) -> str:
-    """Mean difference of shares, in percentage points, with its 95 % interval."""
+    """Mean difference of shares, in percentage points, with its 95% interval."""
     if len(difference) < 2:
         return f"{100.0 * difference[0]:+.1f}"
     found = interval(100.0 * difference)

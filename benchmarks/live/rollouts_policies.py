@@ -221,7 +221,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/live/rollouts_policies.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {result['workloads']} workloads drawn anew; PPO learned from {result['steps']:,} "
-        f"steps. Differences are from {best}, the best constant here, with 95 % intervals over the workloads.",
+        f"steps. Differences are from {best}, the best constant here, with 95% intervals over the workloads.",
         "",
         "| controller | time | tokens computed | tokens computed for each written one (simulator) | in the cache "
         "| preemptions | mean cap | score in the simulator |",
@@ -254,7 +254,7 @@ def by_controller(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Floa
 
 
 def less(ours: FloatArray, theirs: FloatArray) -> str:
-    """How much less or more, as a geometric mean over pairs with its 95 % interval."""
+    """How much less or more, as a geometric mean over pairs with its 95% interval."""
     if len(ours) < 2:
         return f"{float((ours / theirs)[0]) - 1.0:+.0%}"
     found = interval(np.log(ours / theirs))

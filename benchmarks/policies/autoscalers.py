@@ -121,7 +121,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines = ["<!-- written by benchmarks/policies/autoscalers.py; do not edit -->"]
     for one in found["tasks"]:
         lines += [
-            f"`{one['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds, 95 % intervals; reference: mean of "
+            f"`{one['task']}`, {len(HELD_OUT_SEEDS)} held-out seeds, 95% intervals; reference: mean of "
             f"{one['reference_seeds']} of them, and the fluid model's on the same:",
             "",
             "| agent | score | over the best constant | objectives | GPUs | churn | replicas | reference / fluid |",

@@ -4,7 +4,7 @@ of rewards and grades.
     python -m benchmarks.policies.tasks                       everything: results/tasks.json, tasks.md, figures/
     python -m benchmarks.policies.tasks --skip-ablation       without the slow ablation (a search for each knob)
 
-Agents play 30 held-out seeds; intervals are 95 % Student t intervals over seeds, differences are paired by seed. A
+Agents play 30 held-out seeds; intervals are 95% Student t intervals over seeds, differences are paired by seed. A
 task's free parameters were chosen after its held-out scores had been seen, so the claims are confirmed on 30 further
 seeds. Figures need the extra `report` (matplotlib).
 """
@@ -110,7 +110,7 @@ def markdown(result: dict[str, Any]) -> str:
 def scores_table(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(e["agent"] for t in result["tasks"] for e in t["agents"]))
     lines = [
-        "Mean score over 30 held-out seeds [95 % CI].",
+        "Mean score over 30 held-out seeds [95% CI].",
         "",
         "| agent | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),
@@ -144,7 +144,7 @@ DIFFERENCES = {
 
 def differences_table(result: dict[str, Any]) -> str:
     lines = [
-        "Paired differences [95 % CI], and rank correlation of episode return and score over a spread of policies.",
+        "Paired differences [95% CI], and rank correlation of episode return and score over a spread of policies.",
         "",
         "| | " + " | ".join(get_task(t["task"]).heading for t in result["tasks"]) + " |",
         "|---|" + "---|" * len(result["tasks"]),
@@ -180,7 +180,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
         f"Task {ABLATED_TASK} without one knob: frozen at its best constant value, or left at its default value.",
         "A new policy is searched each time; costs are relative to the best policy of all these searches.",
         "",
-        "| knob | best constant value | cost of freezing it there [95 % CI] | default | cost of leaving it there |",
+        "| knob | best constant value | cost of freezing it there [95% CI] | default | cost of leaving it there |",
         "|---|---|---|---|---|",
     ]
     for r in rows:
@@ -190,7 +190,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(x: dict[str, float]) -> str:
-    """A mean and its 95 % interval in tables."""
+    """A mean and its 95% interval in tables."""
     return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
 
 
@@ -219,7 +219,7 @@ def draw_scores(result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"Task {task['task']}", fontsize=10)
         axis.set_ylim(0, 1)
         axis.grid(axis="y", alpha=0.3)
-    axes[0].set_ylabel("score, 30 held-out seeds, 95 % CI", fontsize=8)
+    axes[0].set_ylabel("score, 30 held-out seeds, 95% CI", fontsize=8)
     save(figure, path)
 
 

@@ -120,9 +120,9 @@ TRAFFIC_AGENTS: Final[dict[str, Callable[[], TrafficAgent]]] = {
 
 POLICIES: Final[Mapping[str, str]] = {
     "allow_all": "Lets everything through.",
-    "throttle_70": "Always lets 70 % through.",
-    "throttle_40": "Always lets 40 % through.",
-    "drop_aggressive": "Always lets 20 % through.",
+    "throttle_70": "Always lets 70% through.",
+    "throttle_40": "Always lets 40% through.",
+    "drop_aggressive": "Always lets 20% through.",
     "random": "Every action drawn anew each second.",
     "adaptive": "Admits as many requests as the server can handle.",
     "planner": "The optimal sequence of actions, planned from the first step.",

@@ -157,5 +157,5 @@ def _feedback(task: TrafficTask, totals: EpisodeTotals, score: float) -> str:
         ending = f"All {length} steps survived."
     return (
         f"{ending} Mean latency {float(totals.mean_latency_ms()[0]):.0f} ms, "
-        f"{100 * float(totals.throughput()[0]):.0f} % of the requests served. Score {score:.3f}."
+        f"{100 * float(totals.throughput()[0]):.0f}% of the requests served. Score {score:.3f}."
     )

@@ -37,7 +37,7 @@ def report(
         "optimal_tokens_per_sec": calibration.optimal_tps,
     }
     return detail, (
-        f"{mean_tps:.0f} tokens/s on average: {100 * parts['throughput']:.0f} % of the way from no batching "
+        f"{mean_tps:.0f} tokens/s on average: {100 * parts['throughput']:.0f}% of the way from no batching "
         f"({calibration.floor_tps:.0f}) to the best known ({calibration.optimal_tps:.0f})."
     )
 
