@@ -365,9 +365,7 @@ def markdown(found: dict[str, Any]) -> str:
     head = ("split", "card", "model", "band", "runs", *QUANTITIES)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found["groups"]:
-        cells = [
-            f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES
-        ]
+        cells = [f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES]
         lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
     within = ["| " + " | ".join(("split", *LATENCIES, "all")) + " |", "|" + "---|" * (2 + len(LATENCIES))]
     for split, counts in found["covered"].items():

@@ -221,7 +221,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "<!-- written by benchmarks/live/rollouts_policies.py; do not edit -->",
         "",
         f"vLLM {result['engine']}, {result['workloads']} workloads drawn anew; PPO learned from {result['steps']:,} "
-        f"steps. Differences are from {best}, the best constant here, with 95% intervals over the workloads.",
+        f"steps. Differences are from {best}, the best constant of these very runs, which favours it, with 95% "
+        "intervals over the workloads.",
         "",
         "| controller | time | tokens computed | tokens computed for each written one (simulator) | in the cache "
         "| preemptions | mean cap | score in the simulator |",

@@ -101,7 +101,10 @@ def markdown(result: Mapping[str, Any]) -> str:
         ]
         ranked = sorted(task["agents"].items(), key=lambda item: -item[1]["score"]["mean"])
         for name, agent in ranked:
-            lines.append(f"| {name} | {_cell(agent['score'])} | {_cell(agent['minus_best_constant'], sign='+')} |")
+            favoured = ", chosen on these seeds, which favours it" if name.startswith("best constant") else ""
+            lines.append(
+                f"| {name}{favoured} | {_cell(agent['score'])} | {_cell(agent['minus_best_constant'], sign='+')} |"
+            )
         gaps = ", ".join(f"{name} {gap:+.3f}" for name, gap in task["held_out_minus_training"].items())
         lines += ["", f"PPO minus fit {_cell(task['ppo_minus_fit'], sign='+')}; held-out minus training seeds: {gaps}."]
     lines += [

@@ -4,10 +4,10 @@
     python -m benchmarks.speed.interfaces --again scalar   # one environment alone; the rest of the results stays
 
 Vector and single environments against EnvPool's and Gymnasium's CartPole (whose step is six lines of arithmetic; ours
-simulates a serving fleet), HTTP and WebSocket against a stock OpenEnv echo server, many steps per request, the cost of
-durability, start and memory, and the cost of a step late in an episode and among many sessions. The loads take turns;
-results are medians of the rounds. Bars are ratios to a peer of the same run (:data:`BARS`). EnvPool is in the extra
-`bench` (`make peers`); without it its row is left out.
+simulates a serving fleet), many steps per request against a stock OpenEnv echo server, the cost of durability, and the
+cost of a step late in an episode and among many sessions. The loads take turns; results are medians of the rounds. Bars
+are ratios to a peer of the same run (:data:`BARS`). EnvPool is in the extra `bench` (`make peers`); without it its row
+is left out. `benchmarks.speed.openenv_server` compares single connections, memory and start with the stock server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ import gymnasium
 import numpy as np
 
 from benchmarks.speed.openenv_server import (
-    RATIO_BARS,
     SERVE_ECHO,
     Figures,
     Load,
@@ -45,7 +43,6 @@ from benchmarks.speed.openenv_server import (
     http_steps,
     measure,
     running,
-    start_times_s,
 )
 from env.autoreset import AutoresetBatch
 from env.batch import ServingBatch
@@ -78,8 +75,6 @@ class Bar(NamedTuple):
     interface: str
     peer: str
     ratio: float
-    more: bool = True
-    """True if the ratio must be at least this large; False if it must be at most this large."""
 
 
 BARS: dict[str, Bar] = {
@@ -87,16 +82,11 @@ BARS: dict[str, Bar] = {
     "gymnasium": Bar("`gymnasium.make`", "CartPole, `gymnasium.make`", 0.3),
     "batch": Bar(f"`ServingBatch`, {ROWS:,} rows", "CartPole, EnvPool", 1.5),
     "vector": Bar(f"`gymnasium.make_vec`, {ROWS:,} rows", "CartPole, EnvPool", 1.5),
-    "http": Bar("HTTP, 1 connection", "echo, same load", RATIO_BARS["1 HTTP connection"]),
-    "socket": Bar("WebSocket, 1 client", "echo, same load", RATIO_BARS["1 WebSocket client"]),
-    "sockets": Bar("WebSocket, 8 clients", "echo, same load", RATIO_BARS["8 WebSocket clients"]),
     "few": Bar(f"`HTTPVectorEnv`, {FEW_ROWS} rows", "echo, 8 WebSocket clients", 2.0),
     "many": Bar(f"`HTTPVectorEnv`, {ROWS:,} rows", "echo, 8 WebSocket clients", 50.0),
     "arrays": Bar(f"`/step/batch`, {ROWS:,} rows x {STEPS_A_REQUEST} steps", "echo, 8 WebSocket clients", 100.0),
-    "memory": Bar("idle server, MiB", "idle echo, MiB", 1.0, more=False),
-    "start": Bar("first /health, s", "first /health of echo, s", 1.0, more=False),
 }
-"""Required ratio of each interface. Echo is OpenEnv's stock server; CartPole's step is six lines of arithmetic."""
+"""Least ratio of each interface. Echo is OpenEnv's stock server; CartPole's step is six lines of arithmetic."""
 
 # ---------------------------------------------------------------- in process
 
@@ -297,8 +287,6 @@ def remote_vector(target: Target, rows: int) -> Callable[[float], float]:
 def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str, Any]:
     echo = [sys.executable, "-m", "benchmarks.speed.openenv_server", SERVE_ECHO, "{port}", "plain"]
     with our_server() as ours, running(STOCK, echo, {"message": "hello"}, {}) as stock:
-        time.sleep(2)
-        idle = {target.name: target.resident_mib() for target in (ours, stock)}
         rates, costs = measure([ours, stock], seconds, rounds, loads=network_loads(pool))
         client = statistics.median(client_cost(ours, seconds) for _ in range(rounds))
         arrays = {"batched": batched(ours)}
@@ -306,7 +294,6 @@ def over_the_network(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> 
         together = in_turns(arrays, seconds, rounds)
         loaded = ours.resident_mib()
     return {
-        "idle": idle,
         "rates": rates,
         "costs": costs,
         "client_us": client,
@@ -320,12 +307,6 @@ def client_cost(target: Target, seconds: float) -> float:
     began = time.process_time()
     steps = _websocket_clients(target, seconds)
     return (time.process_time() - began) / steps * 1e6
-
-
-def first_health(rounds: int) -> dict[str, float]:
-    """Seconds from the start of the process to its first answer; the servers take turns."""
-    echo = [sys.executable, "-m", "benchmarks.speed.openenv_server", SERVE_ECHO, "{port}", "plain"]
-    return start_times_s([our_server, partial(running, STOCK, echo, {}, {})], rounds)
 
 
 def durability(seconds: float, rounds: int) -> Figures:
@@ -442,7 +423,6 @@ def measured(pool: ProcessPoolExecutor, seconds: float, rounds: int) -> dict[str
         "vector": in_turns(vectors, seconds, rounds),
         "scalar": in_turns(scalar_loads(), seconds, rounds),
         "network": network,
-        "first_health_s": first_health(rounds),
         "durability": durability(min(seconds, 1.0), rounds),
         "episode_length": by_episode_length(),
         "sessions": by_sessions(),
@@ -461,14 +441,9 @@ def beside_peers(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         "gymnasium": (scalar[SCALAR_GYMNASIUM], cartpole),
         "batch": (vector["ours, task 1"], pool),
         "vector": (vector[VECTOR_INTERFACE], pool),
-        "http": tuple(rates["1 HTTP connection"][name] for name in (OURS, STOCK)),
-        "socket": tuple(rates["1 WebSocket client"][name] for name in (OURS, STOCK)),
-        "sockets": tuple(rates["8 WebSocket clients"][name] for name in (OURS, STOCK)),
         "few": (arrays[f"remote vector, {FEW_ROWS:,} rows"], echo),
         "many": (arrays[f"remote vector, {ROWS:,} rows"], echo),
         "arrays": (arrays["batched"], echo),
-        "memory": tuple(network["idle"][name] for name in (OURS, STOCK)),
-        "start": tuple(report["first_health_s"][name] for name in (OURS, STOCK)),
     }
     return {name: (ours, peer) for name, (ours, peer) in pairs.items() if peer is not None}
 
@@ -486,9 +461,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     for name, (ours, peer) in beside_peers(report).items():
         bar, ratio = BARS[name], ours / peer
-        good = ratio >= bar.ratio if bar.more else ratio <= bar.ratio
         cells = [bar.interface, number(ours), bar.peer, number(peer), f"{ratio:.3g}"]
-        lines.append("| " + " | ".join([*cells, f"{'>=' if bar.more else '<='} {bar.ratio:g}", _word(good)]) + " |")
+        lines.append("| " + " | ".join([*cells, f">= {bar.ratio:g}", _word(ratio >= bar.ratio)]) + " |")
     if "scalar_again" in report:
         load = report["scalar_again_load"]
         lines += ["", f"The first two rows were measured later than the rest (`--again scalar`), at load {load:.1f}."]
@@ -516,10 +490,6 @@ def markdown(report: Mapping[str, Any]) -> str:
         cost = report["network"]["costs"][load][OURS]
         lines.append(f"| {load} | {number(ours)} | {number(stock)} | {ours / stock:.2f} | {cost:.0f} |")
     lines += ["", shared_processors(report["network"], machine["cpus"])]
-    idle, first = report["network"]["idle"], report["first_health_s"]
-    lines += ["", "| | " + " | ".join(idle) + " |", "|---|---|---|"]
-    lines.append("| idle memory, MiB | " + " | ".join(f"{v:.0f}" for v in idle.values()) + " |")
-    lines.append("| first /health, s | " + " | ".join(f"{v:.2f}" for v in first.values()) + " |")
     return "\n".join(lines)
 
 
