@@ -33,7 +33,7 @@ COMMANDS: Final[dict[str, str]] = {
     "shadow": "compare policies on a request log",
     "live": "let a policy observe or control a running engine",
     "hardware": "list the lookup tables that ship, and those that can be built",
-    "build-table": "build the lookup table of a card and model from measured operator times",
+    "build-table": "build the lookup table of a card and model from measured kernel timings",
     "serve": "start the HTTP and WebSocket server",
 }
 """Commands and their one-line help; a command's module has its name, with ``_`` for ``-``."""

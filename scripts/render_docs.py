@@ -468,7 +468,7 @@ def fidelity_in_short() -> str:
         [
             *lines,
             "",
-            f"Only {share['measured']} of the operator times in the default table are direct measurements "
+            f"Only {share['measured']} of the kernel timings in the default table are direct measurements "
             f"({', '.join(tiers)}); {share['interpolated']} are interpolated between measurements, "
             f"{share['modelled']} come from a model and {share['extrapolated']} are extrapolated.",
         ]

@@ -204,7 +204,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"**{name}: against a real A100-80GB** (AccelMark: vLLM 0.20.1 and 0.7.3, Llama-3-8B, ShareGPT prompts)",
             _grid(layer["hardware"]),
             _verdict(layer["hardware"], HELD_OUT, TARGETS["hardware"]),
-            f"**{name}: against the discrete-event reference** (the same requests and operator times)",
+            f"**{name}: against the discrete-event reference** (the same requests and kernel timings)",
             _grid(layer["reference"]),
             _verdict(layer["reference"], ALL_LOADS, TARGETS["reference"]),
         ]
@@ -212,7 +212,7 @@ def markdown(result: dict[str, Any]) -> str:
         *layers.pop(ENVIRONMENT),
         "**The discrete-event reference against that hardware** (rows that its profiles were fitted to included)",
         _grid(result["reference_itself"]),
-        "**Operator model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
+        "**Kernel model against measured static batches** (LLM-Inference-Bench, A100-40GB; latency of the batch)",
         _operators(result["operators"]),
         "**Errors that other simulators publish** (medians, on their hardware and loads; not measured here)",
         _other_simulators(result["dynamics"]),

@@ -48,6 +48,14 @@ BAND_OF_LOAD = {
     "burst": "overload",
 }
 """A replica answers about 10 requests/s of this load, and with 256 slots admits 25/s for the length of a run."""
+SERVED_LOADS = {
+    "light": "1 or 8 clients, 5 requests/s",
+    "knee": "10 and 25 requests/s",
+    "saturated": "50 requests/s, offline",
+    "overload": "100 requests/s, burst",
+}
+CLOSED_LOOPS = {"light": "up to 8 clients", "knee": "9 to 64 clients", SATURATED: "more than 64 clients"}
+"""What the bands are in the two tables."""
 LEAST_FIGURES = 10
 """Fewest figures of a band whose quantiles are used."""
 GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
@@ -146,12 +154,11 @@ def markdown(found: dict[str, Any]) -> str:
         "<!-- written by benchmarks/fidelity/hardware.py; do not edit -->",
         "Each cell: median / 90th percentile of the absolute relative error, the bias (mean error), and the number of "
         "points. Steps of 0.25 s.",
-        "**Served loads (AccelMark, Llama-3-8B), rows that nothing was fitted to, by band of utilisation**",
-        _table(found["accelmark_by_band"], ("card", "band")),
+        "**Served loads (AccelMark, Llama-3-8B), rows that nothing was fitted to, by load**",
+        _table(_named(found["accelmark_by_band"], SERVED_LOADS), ("card", "load")),
         _goals(found["accelmark_by_card"], GOALS | TTFT_GOALS),
-        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted but the bits of the KV cache, by band of "
-        "utilisation**",
-        _table(found["silicon_by_band"], ("card", "band")),
+        "**Closed loops on other cards (`silicon_sample.csv`), nothing fitted but the bits of the KV cache, by load**",
+        _table(_named(found["silicon_by_band"], CLOSED_LOOPS), ("card", "load")),
         "Medians of the rows of vLLM, whose kernels the shipped tables have:",
         _goals(found["silicon_vllm_by_card"], GOALS),
         "Medians of all rows, TensorRT-LLM and SGLang included:",
@@ -167,6 +174,11 @@ def markdown(found: dict[str, Any]) -> str:
         + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _named(rows: Sequence[dict[str, Any]], loads: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rows with the load that their band is."""
+    return [{**row, "load": loads[row["band"]]} for row in rows if row["band"] in loads]
 
 
 def _table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

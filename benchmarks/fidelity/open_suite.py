@@ -52,6 +52,8 @@ SPLITS: Final = {
     (A100_40GB, "llama-3.1-70b"): "held out",
     ("h200_sxm", "llama-3.1-8b"): "held out",
 }
+SERVED: Final = {A100_40GB: "llama-3.3-70b"}
+"""The model that a card served, where it was played as another one of the same shape."""
 SERVER_LOADS: Final = ("64 clients, short", "128 clients, short")
 """Loads of our H200 to which ``request_ms`` and ``token_ms`` were fitted: those that keep its API server busiest."""
 SERVER_SPLIT: Final = "server fit"
@@ -362,9 +364,12 @@ def _errors(values: FloatArray) -> dict[str, float]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The report as Markdown."""
+    rows, runs = (
+        [{**row, "model": SERVED.get(row["card"], row["model"])} for row in found[part]] for part in ("groups", "runs")
+    )
     head = ("split", "card", "model", "band", "runs", *QUANTITIES)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in found["groups"]:
+    for row in rows:
         cells = [f"{100 * row[q]['median']:.0f}%, {100 * row[q]['bias']:+.0f}%" if q in row else "" for q in QUANTITIES]
         lines.append("| " + " | ".join([*(str(row[name]) for name in head[:5]), *cells]) + " |")
     within = ["| " + " | ".join(("split", *LATENCIES, "all")) + " |", "|" + "---|" * (2 + len(LATENCIES))]
@@ -377,13 +382,14 @@ def markdown(found: dict[str, Any]) -> str:
         within.append("| " + " | ".join([split, *cells]) + " |")
     head = ("split", "card", "model", "load", *QUANTITIES)
     each = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in found["runs"]:
+    for row in runs:
         cells = [" / ".join(map(_text, row[q])) if q in row else "" for q in QUANTITIES]
         each.append("| " + " | ".join([*(str(row[name]) for name in head[:4]), *cells]) + " |")
     return "\n".join(
         [
             "<!-- written by benchmarks/fidelity/open_suite.py; do not edit -->",
-            "Median of the absolute error, and bias (mean error, positive where the simulation is larger):",
+            "Median of the absolute error, and bias (mean error, positive where the simulation is larger). Bands count "
+            "the requests that a replica decodes at a time: *light* up to 8, *knee* 9 to 64, *saturated* more.",
             "",
             *lines,
             "",
