@@ -267,8 +267,8 @@ def _error_lines(report: PlanReport) -> list[str]:
     lines = []
     for plan in [*report.plans, *report.unmet]:
         told = [
-            f"{quantity.upper()} x{error.p50:.2f} and x{error.p90:.2f} ({error.points} figures of {error.card}"
-            f"{'' if error.own else ', the largest errors measured elsewhere'})"
+            f"{quantity.upper()} x{error.p50:.2f}{'' if error.own else ' (the largest of other cards)'} and "
+            f"x{error.p90:.2f} ({error.points} figures of {error.machine})"
             for quantity, error in plan.errors.items()
         ]
         lines.append(f"Errors for {plan.card} at {plan.band} load, median and 90% bound: {'; '.join(told)}.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -221,41 +221,59 @@ def print_widths() -> None:
 
 
 def write_margins() -> None:
-    """Write median and 90% bound of measured latency / latency in the reference, by quantity, card and band.
+    """Write measured latency / latency in the reference: medians and 90% bounds by band of load.
 
-    The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite and, for TPOT only, the closed loops of
-    ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits.
+    Medians are by card. Bounds are by machine, except for TTFT, which differs more from run to run than between
+    machines, so that its bounds are by card. The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite
+    and, for TPOT only, the closed loops of ``silicon_sample.csv``: TTFT among many clients depends on the spread of the
+    lengths, which that file omits. Where a source gives no end-to-end latency, its TPOT counts for it, of which long
+    answers mostly consist.
     """
-    ratios: dict[str, dict[str, dict[str, list[float]]]] = {quantity: {} for quantity in QUANTITIES}
+    ratios: dict[str, dict[tuple[str, str], dict[str, list[float]]]] = {quantity: {} for quantity in QUANTITIES}
+
+    def add(quantity: str, source: str, card: str, band: str, ratio: float) -> None:
+        ratios[quantity].setdefault((source, card), {}).setdefault(band, []).append(ratio)
+
     for version, precision in (("0.20.1", "BF16"), *(("0.7.3", tier) for tier in TIER_OF_PRECISION)):
         for c in accelmark_comparisons(version, precision):
             quantity = c.metric.removeprefix("burst_")[:4]
             if quantity in ratios:
                 band = BAND_OF_LOAD[c.scenario].replace("overload", SATURATED)
-                ratios[quantity].setdefault("a100", {}).setdefault(band, []).append(c.measured / c.predicted)
+                add(quantity, "AccelMark", "a100", band, c.measured / c.predicted)
     for run in open_runs():
         if run.split == "fit":
             for name in LATENCIES:
                 if name in run.measured and run.band != REFUSED:
-                    of_card = ratios[quantity_of(name)].setdefault(CARDS[run.card], {})
-                    of_card.setdefault(run.band, []).append(run.measured[name] / run.simulated[name])
+                    ratio = run.measured[name] / run.simulated[name]
+                    add(quantity_of(name), run.source, CARDS[run.card], run.band, ratio)
     for loop, tpot_ms in referenced(loop for loop in closed_loops()[0] if loop.engine == "vllm"):
-        ratios["tpot"].setdefault(loop.card, {}).setdefault(loop.band, []).append(loop.tpot_ms / tpot_ms)
-    found = {
-        quantity: {card: {band: _ratio(bands, band) for band in (*LOAD_BANDS, SATURATED)} for card, bands in of.items()}
-        for quantity, of in ratios.items()
-    }
+        add("tpot", "aiconfigurator", loop.card, loop.band, loop.tpot_ms / tpot_ms)
+    ratios["e2e"] = ratios["tpot"] | ratios["e2e"]
+    found = {}
+    for quantity, machines in ratios.items():
+        cards: dict[str, dict[str, list[float]]] = {}
+        for (_, card), bands in machines.items():
+            for band, values in bands.items():
+                cards.setdefault(card, {}).setdefault(band, []).extend(values)
+        bounded = cards if quantity == "ttft" else {f"{source}'s {card}": b for (source, card), b in machines.items()}
+        found[quantity] = {
+            "medians": {card: _by_band(bands, "p50", np.median) for card, bands in cards.items()},
+            "bounds": {name: _by_band(bands, "p90", bound_90) for name, bands in bounded.items()},
+        }
     text = json.dumps({"ratio": "measured / simulated", "quantities": found}, indent=1)
     write_text(MARGINS_PATH, text + "\n")
     print(text)
 
 
-def _ratio(bands: Mapping[str, list[float]], band: str) -> dict[str, float]:
-    """Median and :func:`bound_90` of a band, or of all bands if it has too few figures."""
-    values = bands.get(band, [])
-    if len(values) < LEAST_FIGURES:
-        values = [each for more in bands.values() for each in more]
-    return {"p50": round(float(np.median(values)), 3), "p90": round(bound_90(values), 3), "points": len(values)}
+def _by_band(bands: Mapping[str, list[float]], name: str, statistic: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """A statistic of each band's figures, or of those of all bands where it has too few."""
+    found = {}
+    for band in (*LOAD_BANDS, SATURATED):
+        values = bands.get(band, [])
+        if len(values) < LEAST_FIGURES:
+            values = [each for more in bands.values() for each in more]
+        found[band] = {name: round(float(statistic(values)), 3), "points": len(values)}
+    return found
 
 
 def bound_90(values: Sequence[float]) -> float:

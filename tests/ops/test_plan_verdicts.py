@@ -161,7 +161,7 @@ def test_an_end_to_end_objective_is_judged_on_every_request_from_arrival_to_last
     seen_ms = 1e3 * (outcome.finish_s - outcome.arrival_s) + outcome.ttft_offset_ms + outcome.output_delay_ms
     assert plan.figures["e2e_p99_ms"] == pytest.approx(np.quantile(seen_ms, 0.99))
     error = plan.errors["e2e"]
-    assert (error.card, error.own) == ("a100", True)
+    assert error.own
     assert plan.margin == pytest.approx(1.0 - plan.figures["e2e_p99_ms"] * error.p50 / 20_000)
     fastest_ms = float(seen_ms.min())
     # All tokens after the first one come a gap after another; with one prompt in ten iterations few gaps are long.
