@@ -183,21 +183,10 @@ def test_every_command_of_the_first_steps_does_what_it_says(command: str, reader
 # --- Python ---------------------------------------------------------------------------------------------------------
 
 
-def whole_script(snippet: Snippet, url: str) -> str:
-    """A script around lines that stand in an ``async`` function, and our server's address in place of the default."""
-    text = snippet.reduced().replace("http://localhost:7860", url)
-    if "async with" in text and "asyncio.run(" not in text:
-        imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-        body = [line for line in text.splitlines() if line not in imports]
-        inner = textwrap.indent("\n".join(body), "    ")
-        text = "\n".join(["import asyncio", *imports, "", "async def main():", inner, "", "asyncio.run(main())"])
-    return text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", every("python", *RENDERED), ids=lambda s: s.place)
 def test_every_python_snippet_runs(snippet: Snippet, server: RunningServer, tmp_path: Path) -> None:
-    python(whole_script(snippet, server.url), tmp_path)
+    python(snippet.reduced().replace("http://localhost:7860", server.url), tmp_path)
 
 
 # --- Commands that no test runs
@@ -381,14 +370,15 @@ def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: P
         assert interface in text
 
 
-# --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
+# --- An agent of your own -------------------------------------------------------------------------------------------
 
 
-def test_the_agent_of_the_contributors_tour_plays(tmp_path: Path) -> None:
-    (block,) = every("python", "CONTRIBUTING.md")
-    (tmp_path / "queue_agent.py").write_text(block.text, encoding="utf-8")
-    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"`(inferencegym evaluate --task 3 --agent [^`]+)`", tour)
+def test_the_agent_of_the_learning_chapter_plays(tmp_path: Path) -> None:
+    (block,) = (each for each in every("python", "docs/learning.md") if "class Follower" in each.text)
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab/agents.py").write_text(block.text, encoding="utf-8")
+    command = "inferencegym evaluate --task 3 --agent my_lab.agents:Follower"
+    assert f"`{command} " in (ROOT / "docs/learning.md").read_text(encoding="utf-8")
     (result,) = json.loads(shell(f"{command} --agent naive --seeds 2 --json", tmp_path))["results"]
     own, naive = (agent["score"]["mean"] for agent in result["agents"])
     assert own > naive
