@@ -230,7 +230,7 @@ class McpTools:
         return _seen(await self._episode(session_id, scope))
 
     async def _act(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
-        await self._episode(session_id, scope, first_action=arguments)
+        await self._episode(session_id, scope)
         result = await self._sessions.step(session_id, arguments, family=self._family.name)
         return _stepped(result, [result.info()], result.reward)
 
@@ -257,20 +257,11 @@ class McpTools:
             graded = await on_thread(live.env.grade)
             return {**graded, "done": live.env.done, "steps": live.env.n_entries}
 
-    async def _episode(
-        self, session_id: str, scope: Scope, first_action: Mapping[str, Any] | None = None
-    ) -> LiveSession:
-        """The session's episode; a session without one starts the default task.
-
-        Raises InvalidActionError, and starts nothing, if that task cannot play ``first_action``.
-        """
+    async def _episode(self, session_id: str, scope: Scope) -> LiveSession:
+        """The session's episode; a session without one starts the default task."""
         try:
             return await self._sessions.get(session_id, self._family.name)
         except UnknownSessionError:
-            if first_action is not None:
-                env = self._family.make()
-                env.reset(task_id=self._family.default_task)
-                env.check(self._family.parse_action(first_action)[0])
             await self._begin({}, session_id, scope)
             return await self._sessions.get(session_id, self._family.name)
 
