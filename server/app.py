@@ -34,7 +34,7 @@ from server.net.buffers import BoundedBuffers
 from server.net.cpu import CpuBudget
 from server.net.jobs import Jobs
 from server.net.limits import Limits
-from server.net.logs import LineLog, logging_config
+from server.net.logs import logging_config
 from server.net.metrics import Metrics, background
 from server.net.problems import install_problem_handlers
 from server.openenv import openenv_routes
@@ -95,7 +95,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Guard, limits=limits, cpu=cpu)
     if settings.cors != "off":
         app.add_middleware(Cors, methods=["GET", "POST"] if settings.cors == "all" else ["GET"])
-    app.add_middleware(RequestLog, settings=settings, log=LineLog(), metrics=metrics)
+    app.add_middleware(RequestLog, settings=settings, metrics=metrics)
     if settings.trusted_proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies_of(settings))
     return app
@@ -234,7 +234,7 @@ def _listen(settings: Settings, port: int) -> socket.socket:
     if sys.platform == "linux":
         # Connections inherit this: the kernel closes those whose client reads nothing for so long. Neither uvicorn nor
         # ASGI can do this.
-        milliseconds = round(1000 * settings.answer_timeout_s)
+        milliseconds = round(1000 * settings.transfer_timeout_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind((host, port))

@@ -23,7 +23,7 @@ from inferencegym.errors import InferenceGymError, short_text
 from server.net.cpu import PAYER, CpuBudget
 from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
 from server.net.limits import Limits
-from server.net.logs import LineLog, traceback_text
+from server.net.logs import traceback_text, write_line
 from server.net.metrics import Metrics
 from server.net.problems import problem_reply
 from server.settings import Settings
@@ -40,12 +40,11 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 class RequestLog:
     """ASGI middleware that gives every request an id and security headers, counts it and logs it."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, log: LineLog, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
-        self._log = log
         self._metrics = metrics
         self._mode = settings.access_log
-        self._prefix = secrets.token_hex(4)
+        self._prefix = secrets.token_hex(4).encode()
         self._numbers = itertools.count(1)
         self._headers = (
             (b"x-content-type-options", b"nosniff"),
@@ -84,10 +83,8 @@ class RequestLog:
 
     def _request_id(self, scope: Scope) -> bytes:
         """The id that the client chose, or a new one."""
-        for name, value in scope["headers"]:
-            if name == b"x-request-id" and _REQUEST_ID.match(value):
-                return bytes(value)
-        return b"%s-%x" % (self._prefix.encode(), next(self._numbers))
+        sent: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+        return sent if _REQUEST_ID.match(sent) else b"%s-%x" % (self._prefix, next(self._numbers))
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         opened = int(scope["type"] == "websocket")
@@ -102,7 +99,7 @@ class RequestLog:
         client = scope.get("client")
         error = sys.exc_info()[1]
         cause = {} if error is None else {"traceback": traceback_text(error)}
-        self._log.write(
+        write_line(
             {
                 "time": time.time(),
                 "level": "info" if status < 500 else "error",
@@ -153,7 +150,7 @@ class Cors(CORSMiddleware):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+        if scope["type"] == "http" and b"origin" in dict(scope["headers"]):
             await super().__call__(scope, receive, send)
         else:
             await self.app(scope, receive, send)

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any, Final
 from urllib.parse import parse_qs
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from env.family import TRAIN, Family, outcome
 from inferencegym.error_text import write_error
 from inferencegym.errors import (
+    MISSING,
     InferenceGymError,
     InvalidActionError,
     InvalidConfigError,
@@ -95,31 +96,20 @@ def openenv_routes(context: Context) -> list[BaseRoute]:
 # ---------------------------------------------------------------- frames
 
 
+FRAMES: Final[Mapping[str, bool]] = {"step": True, "reset": False, "state": False, "close": False, "mcp": True}
+"""Types of frames, and whether they need ``data``.
+
+``step`` plays one step with the action in ``data``, where ``metadata`` may be too (:class:`StepMetadata`); ``reset``
+starts an episode or continues one, as :class:`ResetArguments` say; ``mcp`` is a request of JSON-RPC; ``state`` asks for
+the state of the episode; ``close`` ends the connection, and the episode stays in its session.
+"""
+
+
 class Frame(Message):
-    """Asks for the state of the episode, or ends the connection; the episode stays in its session."""
+    """What a client sends."""
 
     type: str
-
-
-class DataFrame(Frame):
-    """Plays one step, with the action and possibly ``metadata`` (:class:`StepMetadata`), or is a JSON-RPC request."""
-
-    data: dict[str, Any]
-
-
-class ResetFrame(Frame):
-    """Starts an episode or continues one; ``data`` as :class:`ResetArguments`."""
-
-    data: dict[str, Any] = Field(default_factory=dict)
-
-
-FRAMES: Final[Mapping[str, type[Frame]]] = {
-    "step": DataFrame,
-    "reset": ResetFrame,
-    "state": Frame,
-    "close": Frame,
-    "mcp": DataFrame,
-}
+    data: dict[str, Any] | None = None
 
 
 class ResetArguments(EpisodeChoice):
@@ -170,13 +160,15 @@ def read_object_frame(message: AsgiMessage) -> dict[str, Any]:
     return parse_object(text.encode(), "frame", SMALL)
 
 
-def check_frame(frame: Mapping[str, Any]) -> None:
-    """Raise UnknownFrameError or InvalidRequestError for a frame that is not one of :data:`FRAMES`."""
-    kind = frame.get("type")
-    model = FRAMES.get(kind) if isinstance(kind, str) else None
-    if model is None:
+def read_frame(message: AsgiMessage) -> Frame:
+    """A client's frame. Raises UnknownFrameError, or as :func:`read_object_frame` and :func:`read_request`."""
+    sent = read_object_frame(message)
+    if (kind := sent.get("type")) not in tuple(FRAMES):
         raise UnknownFrameError("type", kind, "one of " + ", ".join(FRAMES))
-    read_request(model, frame)
+    frame = read_request(Frame, sent)
+    if FRAMES[frame.type] and frame.data is None:
+        raise InvalidRequestError("data", MISSING, "an object")
+    return frame
 
 
 # ---------------------------------------------------------------- answers
@@ -298,7 +290,7 @@ class Connection:
             sent = parse_object(text, "frame", SMALL)
             data = sent["data"]
             if sent["type"] == "step" and len(sent) == 2 and not data.pop("metadata", None):
-                result = self._sessions.step_at_once(self._live, data, self._taken + 1, self._reset_id)
+                result = self._sessions.try_step(self._live.session_id, data, self._taken + 1, reset_id=self._reset_id)
                 if result is not None:
                     answer = self._stepped(result)
                     # Counted last: if this failed, answer() asks for the same step, which is not played again.
@@ -309,16 +301,15 @@ class Connection:
     async def answer(self, message: AsgiMessage) -> str | None:
         """Answer a frame with a frame, which may be an error; None ends the connection."""
         try:
-            sent = read_object_frame(message)
-            check_frame(sent)
-            kind, data = sent["type"], sent.get("data")
-            if kind == "step":
-                return await self._step(data or {})
-            if kind == "reset":
-                return await self._reset(data or {})
-            if kind == "state":
+            frame = read_frame(message)
+            data = frame.data or {}
+            if frame.type == "step":
+                return await self._step(data)
+            if frame.type == "reset":
+                return await self._reset(data)
+            if frame.type == "state":
                 return await self._state()
-            return await self._tool(data or {}) if kind == "mcp" else None
+            return await self._tool(data) if frame.type == "mcp" else None
         except InferenceGymError as error:
             return _refused(error)
         except Exception:

@@ -166,13 +166,7 @@ class Settings(BaseModel):
         ge=67_108_864,
         le=1_099_511_627_776,
         description="Bytes of bodies being received and answers being sent that a process holds at once; beyond them "
-        "requests get 503. Those up to 64 KiB are not counted.",
-    )
-    max_buffered_bytes_per_client: int = Field(
-        67_108_864,
-        ge=67_108_864,
-        le=1_099_511_627_776,
-        description="The same for the requests of one client; beyond them it gets 429.",
+        "requests get 503. One client may hold a quarter, or 64 MiB, and gets 429. Those up to 64 KiB are not counted.",
     )
     batch_sessions: int = Field(
         16,
@@ -188,9 +182,8 @@ class Settings(BaseModel):
         description="Episodes times their length over all batch sessions of a process, of which one client may have "
         "three quarters; each takes 200 bytes of memory.",
     )
-    body_timeout_s: float = Field(30.0, ge=0.1, le=3600, description="Longest wait for a request's body.")
-    answer_timeout_s: float = Field(
-        60.0, ge=0.1, le=3600, description="Longest time that a client may take to read an answer."
+    transfer_timeout_s: float = Field(
+        60.0, ge=0.1, le=3600, description="Longest time that a client may take to send a body, or to read an answer."
     )
     resets_per_minute: int = Field(
         12_000,
@@ -204,9 +197,6 @@ class Settings(BaseModel):
         le=100_000,
         description="Processor time of long work (/grader, /play, /reset/batch, playing long episodes again) per "
         "client and process (0 = no limit).",
-    )
-    max_waiting_steps: int = Field(
-        32, ge=1, le=10_000, description="Requests that may wait for one session at once; more are answered with 429."
     )
 
     access_log: Literal["all", "errors", "off"] = Field(

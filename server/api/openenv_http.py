@@ -115,7 +115,7 @@ class InfoRoutes(Routes):
         return {"action": plain_schema(action), "observation": seen, "reset_observation": seen, "state": state}
 
     async def mcp(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES, self._settings.body_timeout_s)
+        body = await read_body(request, MAX_BODY_BYTES, self._settings.transfer_timeout_s)
         try:
             sent = await parse_body(body)
         except InvalidJsonError as error:

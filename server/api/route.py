@@ -132,7 +132,7 @@ class Routes(ABC):
     def _post(
         self, path: str, endpoint: Endpoint, summary: str, most_bytes: int = MAX_BODY_BYTES, **more: Any
     ) -> Route:
-        limits = {"most_bytes": most_bytes, "timeout_s": self._settings.body_timeout_s}
+        limits = {"most_bytes": most_bytes, "timeout_s": self._settings.transfer_timeout_s}
         return self._route(path, endpoint, summary, method="POST", **limits, **more)
 
     def _step(self, path: str, endpoint: StepEndpoint, summary: str, **more: Any) -> Route:

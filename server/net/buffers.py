@@ -2,7 +2,7 @@
 
 Requests and answers pass here in pieces, so that uvicorn's flow control works for large answers too: if it got a whole
 answer at once, it would keep all that the client has not read. The kernel closes connections whose client reads nothing
-(TCP_USER_TIMEOUT, see :mod:`server.app`), and answers slower than ``answer_timeout_s`` are aborted here.
+(TCP_USER_TIMEOUT, see :mod:`server.app`), and answers slower than ``transfer_timeout_s`` are aborted here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ PIECE_BYTES: Final = 65_536
 """Largest piece of an answer, about as much as uvicorn buffers for a client that does not read. Requests and answers up
 to this size are not counted, so steps have no extra cost.
 """
+LEAST_PER_CLIENT_BYTES: Final = 67_108_864
+"""Bytes that the requests of one client may hold in any case: room for the largest body and its answer."""
 
 RETRY_AFTER_S: Final = 1.0
 _HELD_KEY: Final = "inferencegym.held"
@@ -34,8 +36,8 @@ class BoundedBuffers:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self._most = settings.max_buffered_bytes
-        self._most_per_client = settings.max_buffered_bytes_per_client
-        self._timeout_s = settings.answer_timeout_s
+        self._most_per_client = max(LEAST_PER_CLIENT_BYTES, self._most // 4)
+        self._timeout_s = settings.transfer_timeout_s
         self._bytes: Counter[str] = Counter()
         """Bytes held by the requests of each client."""
 
@@ -43,26 +45,37 @@ class BoundedBuffers:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body, answer = Held(self, scope), Held(self, scope)
-        scope[_HELD_KEY] = answer
+        held = scope[_HELD_KEY] = Held(self, scope)
 
         async def receive_counted() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            if body.n_bytes or size > PIECE_BYTES or message.get("more_body", False):
-                body.hold(body.n_bytes + size)
+            if held.body or size > PIECE_BYTES or message.get("more_body", False):
+                held.hold(held.body + size, held.answer)
             return message
 
         async def send_in_pieces(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                body.hold(0)
-            await self._send_in_pieces(message, send)
+            """Raises ClientDisconnect if the client does not read a large answer in time."""
+            if held.body and message["type"] == "http.response.start":
+                held.hold(0, held.answer)
+            body: bytes = message.get("body", b"")
+            if len(body) <= PIECE_BYTES:
+                await send(message)
+                return
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    for at in range(0, len(body), PIECE_BYTES):
+                        piece = body[at : at + PIECE_BYTES]
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    # Waits until nearly everything is read.
+                    await send({**message, "body": b""})
+            except TimeoutError as error:
+                raise ClientDisconnect from error
 
         try:
             await self.app(scope, receive_counted, send_in_pieces)
         finally:
-            body.hold(0)
-            answer.hold(0)
+            held.hold(0, 0)
 
     def count(self, client: str, n_bytes: int) -> None:
         """Count bytes that a client's request holds, or fewer of them. Raises RateLimitedError or OverloadedError."""
@@ -75,36 +88,21 @@ class BoundedBuffers:
         self._bytes[client] += n_bytes
         self._bytes += Counter()  # forgets clients that hold nothing
 
-    async def _send_in_pieces(self, message: Message, send: Send) -> None:
-        """Raises ClientDisconnect if the client does not read a large answer in time."""
-        body: bytes = message.get("body", b"")
-        if len(body) <= PIECE_BYTES:
-            await send(message)
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for at in range(0, len(body), PIECE_BYTES):
-                    piece = body[at : at + PIECE_BYTES]
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                # Waits until nearly everything is read.
-                await send({**message, "body": b""})
-        except TimeoutError as error:
-            raise ClientDisconnect from error
-
 
 @dataclass(slots=True)
 class Held:
-    """Bytes that a request holds: of its body, or of its answer."""
+    """Bytes that a request holds of its body and of its answer."""
 
     buffers: BoundedBuffers
     scope: Scope
-    n_bytes: int = 0
+    body: int = 0
+    answer: int = 0
 
-    def hold(self, n_bytes: int) -> None:
+    def hold(self, body: int, answer: int) -> None:
         """Hold so many bytes instead. Raises RateLimitedError or OverloadedError if they are too many."""
-        if n_bytes != self.n_bytes:
-            self.buffers.count(sender_of(self.scope), n_bytes - self.n_bytes)
-            self.n_bytes = n_bytes
+        if more := body + answer - self.body - self.answer:
+            self.buffers.count(sender_of(self.scope), more)
+        self.body, self.answer = body, answer
 
 
 def reserve_answer(scope: Scope, n_bytes: int) -> None:
@@ -112,6 +110,6 @@ def reserve_answer(scope: Scope, n_bytes: int) -> None:
 
     Raises RateLimitedError or OverloadedError.
     """
-    answer: Held = scope[_HELD_KEY]
+    held: Held = scope[_HELD_KEY]
     if n_bytes > PIECE_BYTES:
-        answer.hold(n_bytes)
+        held.hold(held.body, n_bytes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-import time
 import traceback
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 
@@ -33,29 +33,11 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line).decode()
 
 
-class LineLog:
-    """Writer of log lines.
-
-    If lines cannot be written (a full disk, a closed pipe), requests continue. The lines are lost, and the next one
-    that can be written says how many were.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-        self._lost = 0
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Write one line."""
-        lost = {"time": time.time(), "level": "error", "event": "log_lines_lost", "lines": self._lost}
-        lines = [lost, entry] if self._lost else [entry]
-        stream = self._stream or sys.stderr
-        try:
-            stream.write(b"\n".join(map(orjson.dumps, lines)).decode() + "\n")
-            stream.flush()
-        except OSError:
-            self._lost += 1
-        else:
-            self._lost = 0
+def write_line(entry: dict[str, Any]) -> None:
+    """Write one line; if it cannot be written (a full disk, a closed pipe), it is lost, and requests continue."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(orjson.dumps(entry).decode() + "\n")
+        sys.stderr.flush()
 
 
 def logging_config(level: str = "INFO") -> dict[str, Any]:

@@ -38,8 +38,6 @@ IDLE_S: Final = 600.0
 """Seconds without a step after which a session is closed when room is needed for a new one."""
 CLIENT_SHARE: Final = 0.75
 """Share of the sessions, and of their row steps, that one client may have."""
-MAX_WAITING: Final = 4
-"""Requests that may wait for one session at once."""
 INLINE_SECONDS: Final = 256
 """Requests that play fewer seconds than this (a fraction of a millisecond) are played on the event loop."""
 ACTIONS: Final = (*ACTION_FIELDS, REPLICAS.name)
@@ -195,7 +193,7 @@ class BatchSessions:
 
     async def run(self, session: BatchSession, n_seconds: int, work: Callable[[], T]) -> T:
         """Run ``work()`` with exclusive access to the session, on a thread if it takes long."""
-        async with session.turn(MAX_WAITING):
+        async with session.turn():
             session.touched = time.monotonic()
             if n_seconds <= INLINE_SECONDS:
                 return work()

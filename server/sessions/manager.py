@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -145,12 +145,12 @@ class SessionManager:
         self.families = families
         self.counters = SimpleNamespace(**dict.fromkeys(COUNTERS, 0))
         self.elsewhere = Elsewhere()
-        self._live: OrderedDict[str, LiveSession] = OrderedDict()
+        self.in_memory: OrderedDict[str, LiveSession] = OrderedDict()
+        """Sessions whose environment is in memory, the most recently used last."""
         self.steps_held = 0
         """Log entries of all environments in memory: one per step, or several where actions are held."""
         self._max_live = settings.live_sessions
         self._max_steps_held = settings.live_steps
-        self._max_waiting = settings.max_waiting_steps
         self._ttl_s = settings.session_ttl_s
         self._touch_every_s = min(60.0, settings.session_ttl_s / 10)
         self._touches: set[asyncio.Task[None]] = set()
@@ -160,12 +160,7 @@ class SessionManager:
 
     def __len__(self) -> int:
         """Environments in memory."""
-        return len(self._live)
-
-    @property
-    def in_memory(self) -> Mapping[str, LiveSession]:
-        """Sessions whose environment is in memory, the most recently used last."""
-        return MappingProxyType(self._live)
+        return len(self.in_memory)
 
     # ------------------------------------------------------------ public operations
 
@@ -195,13 +190,13 @@ class SessionManager:
             start = partial(env.reset, seed=seed, task_id=task_id, config=config, session_id=session_id)
             first = await asyncio.to_thread(start) if _starts_long(config) else start()
             record = EpisodeRecord(chosen.name, env.task_id, env.seed, env.config_dict())
-            live = self._live.get(session_id)
+            live = self.in_memory.get(session_id)
             if live is None:
                 token = await self.store.put(session_id, record, caller)
                 live = LiveSession(session_id, chosen, record, token, caller, env)
                 self._keep(live)
             else:
-                self._live.move_to_end(session_id)
+                self.in_memory.move_to_end(session_id)
                 async with live.lock:
                     live.token = await self.store.put(session_id, record, caller)
                     self._replace(live, chosen, record, env)
@@ -222,10 +217,10 @@ class SessionManager:
         Returns None, and changes nothing, if it has to wait (for another request, the store or a replay) or if the step
         is not simply the next one; :meth:`step`, which tries this first, then waits for it or raises the error.
         """
-        live = self._live.get(session_id)
+        live = self.in_memory.get(session_id)
         if live is None:
             return None
-        self._live.move_to_end(session_id)
+        self.in_memory.move_to_end(session_id)
         if live.in_use or live.done or number not in (None, len(live.actions) + 1):
             return None
         if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
@@ -233,12 +228,9 @@ class SessionManager:
         parsed, wanted = live.parse_action(action, len(live.actions))
         if not self.store.append_at_once(session_id, live.token, len(live.actions), wanted):
             return None
-        return self._take(live, parsed, wanted)
-
-    def step_at_once(self, live: LiveSession, action: Any, number: int, reset_id: str) -> StepResult | None:
-        """:meth:`try_step`; a task marks the session as in use where that is due, after the result."""
-        result = self.try_step(live.session_id, action, number, reset_id=reset_id)
-        if result is not None and self._touch_is_due(live):
+        result = self._take(live, parsed, wanted)
+        if self._touch_is_due(live):
+            # By a task: a step in between would replace the info of this one.
             touch = asyncio.create_task(self._touch(live))
             self._touches.add(touch)
             touch.add_done_callback(self._touches.discard)
@@ -260,17 +252,13 @@ class SessionManager:
         StepConflictError.
         """
         try:
-            live = self._live.get(session_id) or await self._load(session_id)
+            live = self.in_memory.get(session_id) or await self._load(session_id)
             result = self.try_step(session_id, action, number, family, reset_id)
             if result is not None:
-                if self._touch_is_due(live):
-                    # With the lock, because another request's step would replace the info of this one.
-                    async with live.lock:
-                        await self._touch(live)
                 return result
             if family is not None:
                 must_be(live.family.name, family, session_id)
-            async with live.turn(self._max_waiting):
+            async with live.turn():
                 return await self._step(live, action, number, reset_id)
         except StoreError:
             self.counters.store_errors += 1
@@ -282,11 +270,11 @@ class SessionManager:
         Where ``family`` is given, a session of another family is an UnknownSessionError.
         """
         with self._counting_store_errors():
-            live = self._live.get(session_id)
+            live = self.in_memory.get(session_id)
             if live is None:
                 live = await self._load(session_id)
             else:
-                self._live.move_to_end(session_id)
+                self.in_memory.move_to_end(session_id)
                 async with live.lock:
                     await self._refresh(live)
         if family is not None:
@@ -304,9 +292,9 @@ class SessionManager:
     async def ping(self) -> str | None:
         """:meth:`SessionStore.ping`; raises StoreError also while the store lacks sessions that are in memory."""
         damage = await self.store.ping()
-        if self._live and await self.store.reopened() != self._reopened:
+        if self.in_memory and await self.store.reopened() != self._reopened:
             raise StoreError(
-                f"the session store was opened anew: {len(self._live):,} sessions in memory are being stored again"
+                f"the session store was opened anew: {len(self.in_memory):,} sessions in memory are being stored again"
             )
         return damage
 
@@ -330,9 +318,9 @@ class SessionManager:
         reopened = await self.store.reopened()
         if reopened == self._reopened:
             return
-        for live in list(self._live.values()):
+        for live in list(self.in_memory.values()):
             async with live.lock:
-                if self._live.get(live.session_id) is not live:
+                if self.in_memory.get(live.session_id) is not live:
                     continue
                 try:
                     await self._refresh(live)
@@ -446,7 +434,7 @@ class SessionManager:
         live = LiveSession(session_id, family, stored.record, stored.token, "", env, last_result(env))
         # The store gets the time of its next step at once: the last one may be almost as old as a session may get.
         live.touched = time.monotonic() - self._touch_every_s
-        other = self._live.get(session_id)
+        other = self.in_memory.get(session_id)
         if other is not None:
             return other  # loaded by another request meanwhile
         self._keep(live)
@@ -538,7 +526,7 @@ class SessionManager:
         """Whether the session exists, to be restarted; raises if it does not and must not be created."""
         if not _SESSION_ID.match(session_id):
             raise InvalidRequestError("session_id", session_id, "1 to 128 letters, digits, dots, colons, - or _")
-        live = self._live.get(session_id)
+        live = self.in_memory.get(session_id)
         if live is not None:
             must_be(live.family.name, family, session_id)
             return True
@@ -554,13 +542,15 @@ class SessionManager:
     # ------------------------------------------------------------ environments in memory
 
     def _keep(self, live: LiveSession) -> None:
-        earlier = self._live.get(live.session_id)
+        earlier = self.in_memory.get(live.session_id)
         if earlier is not None:
             self._drop(earlier)
-        self._live[live.session_id] = live
+        self.in_memory[live.session_id] = live
         self.steps_held += live.n_entries
-        while len(self._live) > self._max_live or (self.steps_held > self._max_steps_held and len(self._live) > 1):
-            victim = next((one for one in self._live.values() if not one.in_use and one is not live), None)
+        while len(self.in_memory) > self._max_live or (
+            self.steps_held > self._max_steps_held and len(self.in_memory) > 1
+        ):
+            victim = next((one for one in self.in_memory.values() if not one.in_use and one is not live), None)
             if victim is None:
                 return
             self._drop(victim)
@@ -572,16 +562,16 @@ class SessionManager:
 
     def _count_held(self, live: LiveSession, steps: int) -> None:
         # A session dropped meanwhile no longer counts.
-        if self._live.get(live.session_id) is live:
+        if self.in_memory.get(live.session_id) is live:
             self.steps_held += steps
 
     def _drop(self, live: LiveSession) -> None:
-        del self._live[live.session_id]
+        del self.in_memory[live.session_id]
         self.steps_held -= live.n_entries
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
-        for live in [one for one in self._live.values() if one.touched < oldest and not one.in_use]:
+        for live in [one for one in self.in_memory.values() if one.touched < oldest and not one.in_use]:
             self._drop(live)
 
 

@@ -8,8 +8,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from server.net.errors import RateLimitedError
+
+MAX_WAITING: Final = 32
+"""Requests that may wait for one session at once."""
 
 
 def new_session_id() -> str:
@@ -34,9 +38,9 @@ class Session:
         return self.waiting > 0 or self.lock.locked()
 
     @asynccontextmanager
-    async def turn(self, most: int) -> AsyncIterator[None]:
-        """Context of a request's turn. Raises RateLimitedError where ``most`` requests wait for theirs already."""
-        if self.waiting >= most:
+    async def turn(self) -> AsyncIterator[None]:
+        """Context of a request's turn. Raises RateLimitedError where too many requests wait for theirs already."""
+        if self.waiting >= MAX_WAITING:
             raise RateLimitedError(f"{self.waiting} requests already wait for this session", retry_after_s=1)
         self.waiting += 1
         try:

@@ -337,7 +337,7 @@ def test_a_second_port_serves_the_same_sessions(tmp_path: Path) -> None:
 
 def test_a_client_that_sends_its_body_too_slowly_is_answered_and_holds_up_nobody(tmp_path: Path) -> None:
     with (
-        running_server(tmp_path, body_timeout_s="0.5") as server,
+        running_server(tmp_path, transfer_timeout_s="0.5") as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow,
     ):
         head = "POST /reset HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"

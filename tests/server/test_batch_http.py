@@ -42,7 +42,7 @@ from inferencegym.tasks import get_task
 from server.api.batch import in_blocks
 from server.app import create_app
 from server.net.json_io import LARGE_JSON_BYTES
-from server.sessions.batch import MAX_WAITING, BatchSession, BatchSessions
+from server.sessions.batch import BatchSession, BatchSessions
 from server.settings import Settings
 from tests.servers import RunningServer, running_server
 
@@ -397,13 +397,15 @@ def test_a_restart_waits_for_the_steps_under_way_and_changes_none_of_them(held: 
     run_in_time(scenario())
 
 
-def test_a_restart_that_is_refused_changes_nothing(held: HeldPlay) -> None:
+def test_a_restart_that_is_refused_changes_nothing(held: HeldPlay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.sessions.session.MAX_WAITING", 4)
+
     async def scenario() -> None:
         session_id, session = await held.start(n=2, seed=9, autoreset=True)
         playing = await held.long_play(session_id, n_rows=2, n_steps=203)
         step = {"session_id": session_id, "actions": random_actions(1, 2).tolist()}
-        waiting = [asyncio.create_task(held.post("/step/batch", step)) for _ in range(MAX_WAITING - 1)]
-        await held.until_waiting(session, MAX_WAITING)
+        waiting = [asyncio.create_task(held.post("/step/batch", step)) for _ in range(3)]
+        await held.until_waiting(session, 4)
         restart = {"session_id": session_id, "n": 2, "seed": 30, "config": {"episode_length": 5}}
         assert (await held.client.post("/reset/batch", json=restart)).status_code == 429
         assert (session.seeds, session.autoreset) == ([9, 10], True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -12,16 +11,12 @@ from server.net.buffers import PIECE_BYTES, BoundedBuffers
 from server.net.errors import OverloadedError, RateLimitedError
 from server.settings import Settings
 
-CLIENT, ALL = 1 << 26, 5 << 25  # the least that settings allow per client, and room for two and a half
-
-
-def settings(**changed: Any) -> Settings:
-    room: dict[str, Any] = {"max_buffered_bytes_per_client": CLIENT, "max_buffered_bytes": ALL, **changed}
-    return Settings(**room)
+CLIENT, ALL = 1 << 26, 5 << 25  # the least that one client may hold, and room for two and a half
+SETTINGS = Settings(max_buffered_bytes=ALL)
 
 
 def test_a_client_and_all_of_them_may_hold_exactly_their_bound() -> None:
-    buffers = BoundedBuffers(Exchange(0).app, settings())
+    buffers = BoundedBuffers(Exchange(0).app, SETTINGS)
     buffers.count("a", CLIENT - 1)
     buffers.count("a", 1)
     with pytest.raises(RateLimitedError):
@@ -36,6 +31,14 @@ def test_a_client_and_all_of_them_may_hold_exactly_their_bound() -> None:
     buffers.count("a", CLIENT)
     with pytest.raises(OverloadedError):
         buffers.count("d", 1)
+
+
+def test_one_client_may_hold_a_quarter_of_a_large_bound() -> None:
+    buffers = BoundedBuffers(Exchange(0).app, Settings(max_buffered_bytes=8 * CLIENT))
+    buffers.count("a", 2 * CLIENT)
+    with pytest.raises(RateLimitedError):
+        buffers.count("a", 1)
+    buffers.count("b", 1)
 
 
 class Exchange:
@@ -74,7 +77,7 @@ class Exchange:
 
 
 def play(exchange: Exchange, bound: BoundedBuffers | None = None, path: str = "/step") -> BoundedBuffers:
-    bound = bound or BoundedBuffers(exchange.app, settings())
+    bound = bound or BoundedBuffers(exchange.app, SETTINGS)
     bound.app = exchange.app
     scope = {"type": "http", "path": path, "client": ("9.9.9.9", 1), "headers": []}
     asyncio.run(bound(scope, exchange.receive, exchange.send))

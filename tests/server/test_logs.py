@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.app import create_app
-from server.net.logs import JsonFormatter, LineLog
+from server.net.logs import JsonFormatter
 from server.settings import Settings
 from tests.servers import ROOT
 
@@ -33,20 +33,22 @@ class Pipe(io.StringIO):
         self.flushed = self.getvalue()
 
 
-def test_a_line_is_out_at_once_and_the_next_one_after_a_fault_says_how_many_are_missing() -> None:
+def test_a_line_is_out_at_once_and_one_that_cannot_be_written_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pipe = Pipe()
-    log = LineLog(pipe)
-    log.write({"n": 0})
-    assert json.loads(pipe.flushed) == {"n": 0}
-    pipe.is_full = True
-    for n in (1, 2):
-        log.write({"n": n})
-    pipe.is_full = False
-    pipe.truncate(0)
-    pipe.seek(0)
-    log.write({"n": 3})
-    lost, line = map(json.loads, pipe.flushed.splitlines())
-    assert (lost["event"], lost["lines"], line) == ("log_lines_lost", 2, {"n": 3})
+    monkeypatch.setattr(sys, "stderr", pipe)
+    with TestClient(create_app(Settings(store_url="memory://", access_log="all"))) as client:
+
+        def paths() -> list[str]:
+            assert client.get("/metadata").status_code == 200
+            return [json.loads(line)["path"] for line in pipe.flushed.splitlines()]
+
+        assert paths() == ["/metadata"]
+        pipe.is_full = True
+        assert paths() == ["/metadata"]
+        pipe.is_full = False
+        assert paths()[0] == "/metadata"
 
 
 def test_a_request_is_logged_with_the_milliseconds_that_it_took(capfd: pytest.CaptureFixture[str]) -> None:

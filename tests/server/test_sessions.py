@@ -241,6 +241,7 @@ def test_an_episode_that_ended_at_once_makes_room_for_others(tmp_path: Path) -> 
         async with manager_on(f"sqlite://{tmp_path}/sessions.db", max_sessions=1) as manager:
             live, _ = await manager.reset(SERVING, seed=1, config={"episode_length": 1})
             assert (await manager.step(live.session_id, {}, 1)).done
+            await asyncio.sleep(0)  # a task tells the store
             await manager.reset(SERVING, seed=2)
 
     asyncio.run(scenario())
@@ -421,6 +422,7 @@ def test_finished_episodes_make_room_and_unfinished_ones_do_not(store_url: str) 
             finished = [(await manager.reset(SERVING, seed=i, config=short))[0].session_id for i in range(5)]
             for session_id in finished:
                 await manager.step(session_id, {})
+                await asyncio.sleep(0)  # a task tells the store that the episode has ended
             running = [(await manager.reset(SERVING, seed=i))[0].session_id for i in range(10)]
             with pytest.raises(CapacityError):
                 await manager.reset(SERVING, seed=99)
@@ -548,6 +550,7 @@ def test_a_client_has_room_for_so_many_unfinished_episodes_and_others_keep_their
             assert await reset("b") not in mine
             for _ in range(2):
                 await manager.step(mine[4], {})
+            await asyncio.sleep(0)  # a task tells the store that the episode has ended
             mine.append(await reset("a"))
             with pytest.raises(RateLimitedError):
                 await reset("a")
@@ -632,9 +635,13 @@ def test_long_episodes_are_bounded_by_their_steps(store_url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_too_many_requests_waiting_for_one_session_are_refused(shared_url: str) -> None:
+def test_too_many_requests_waiting_for_one_session_are_refused(
+    shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.sessions.session.MAX_WAITING", 4)
+
     async def scenario() -> None:
-        async with manager_on(shared_url, max_waiting_steps=4) as manager:
+        async with manager_on(shared_url) as manager:
             live, _ = await manager.reset(SERVING, seed=1)
             async with live.lock:
                 waiting = [asyncio.create_task(manager.step(live.session_id, {})) for _ in range(4)]

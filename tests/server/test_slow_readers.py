@@ -30,9 +30,8 @@ SHARE = ROOM // ANSWER_BYTES
 @pytest.fixture
 def bounded(tmp_path: Path) -> Iterator[RunningServer]:
     """Behind a proxy on this machine, which says who sent a request; patient, so that the test sees what is held."""
-    room = {"max_buffered_bytes": str(2 * ROOM), "max_buffered_bytes_per_client": str(ROOM)}
-    patient = {"answer_timeout_s": "600", "body_timeout_s": "600"}
-    with running_server(tmp_path, trusted_proxies="127.0.0.1", **room, **patient) as running:
+    limits = {"max_buffered_bytes": str(2 * ROOM), "transfer_timeout_s": "600"}
+    with running_server(tmp_path, trusted_proxies="127.0.0.1", **limits) as running:
         yield running
 
 
@@ -142,7 +141,7 @@ def test_a_request_without_room_for_its_answer_plays_nothing(bounded: RunningSer
 
 
 def test_answers_that_nobody_reads_are_cut_off(tmp_path: Path) -> None:
-    with running_server(tmp_path, trusted_proxies="127.0.0.1", answer_timeout_s="3") as server:
+    with running_server(tmp_path, trusted_proxies="127.0.0.1", transfer_timeout_s="3") as server:
         body = open_batch(server)
         sockets = open_sockets(server)
         sent = head("/step/batch", "192.0.2.1", MEDIA_TYPE, len(body)) + body
@@ -159,7 +158,7 @@ def test_answers_that_nobody_reads_are_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_client_that_asks_for_many_small_answers_and_reads_none_is_cut_off(tmp_path: Path) -> None:
-    with running_server(tmp_path, answer_timeout_s="3", access_log="off") as server:
+    with running_server(tmp_path, transfer_timeout_s="3", access_log="off") as server:
         sockets = open_sockets(server)
         # More than the kernel and the server keep of one connection.
         with dial(server, b"GET /info HTTP/1.1\r\nHost: x\r\n\r\n" * 2_000):
