@@ -239,7 +239,7 @@ class BatchRoutes(Routes):
     async def step(self, request: Request) -> Response:
         binary = (b"content-type", MEDIA_TYPE.encode()) in request.scope["headers"]
         most_bytes = MAX_BATCH_BYTES if binary else MAX_BODY_BYTES
-        body = await read_body(request, most_bytes, self._settings.transfer_timeout_s)
+        body = await read_body(request, most_bytes)
         if binary:
             steps = _binary_steps(body)
         elif len(body) > LARGE_JSON_BYTES:

@@ -107,7 +107,7 @@ class EpisodeRoutes(Routes):
     # ------------------------------------------------------------ playing
 
     async def step(self, request: Request) -> Response:
-        body = await parse_body(await read_body(request, MAX_BODY_BYTES, self._settings.transfer_timeout_s))
+        body = await parse_body(await read_body(request))
         if self._family.http.session_is_optional and body.get("session_id") is None:
             body["session_id"] = await self._latest_of(request)
         wanted = read_request(StepRequest, body)

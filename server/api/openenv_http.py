@@ -18,7 +18,7 @@ from server.api.mcp import PARSE_ERROR, SESSION_HEADER, McpTools, rpc_error
 from server.api.route import Route, Routes
 from server.context import Context, Mount
 from server.net.errors import InvalidJsonError
-from server.net.json_io import MAX_BODY_BYTES, parse_body, read_body, reply
+from server.net.json_io import parse_body, read_body, reply
 from server.sessions.session import new_session_id
 
 # Any index is accepted here, so that the error can list the valid ones.
@@ -115,7 +115,7 @@ class InfoRoutes(Routes):
         return {"action": plain_schema(action), "observation": seen, "reset_observation": seen, "state": state}
 
     async def mcp(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES, self._settings.transfer_timeout_s)
+        body = await read_body(request)
         try:
             sent = await parse_body(body)
         except InvalidJsonError as error:

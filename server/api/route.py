@@ -34,8 +34,8 @@ StepEndpoint = Callable[[Request], Awaitable[Response]]
 class Route(APIRoute):
     """FastAPI route; ``statuses`` are those of its errors besides the usual ones.
 
-    The route refuses a body that is longer than ``most_bytes``, takes longer than ``timeout_s`` to arrive, or exceeds
-    the ``bounds`` of its JSON. With ``most_bytes`` None it reads no body.
+    The route refuses a body that is longer than ``most_bytes`` or exceeds the ``bounds`` of its JSON. With
+    ``most_bytes`` None it reads no body.
     ``elsewhere`` may answer a body in another way: with JSON, or None for those that the endpoint answers.
     ``types`` are annotations of the endpoint's parameters, or pairs of annotation and default, where families differ.
     """
@@ -48,7 +48,6 @@ class Route(APIRoute):
         *,
         method: str = "GET",
         most_bytes: int | None = None,
-        timeout_s: float = 0.0,
         bounds: JsonBounds | None = SMALL,
         elsewhere: Callable[[bytes], Awaitable[bytes | None]] | None = None,
         types: Mapping[str, Any] | None = None,
@@ -56,8 +55,7 @@ class Route(APIRoute):
         responses: Mapping[int | str, dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._most_bytes, self._timeout_s, self._bounds = most_bytes, timeout_s, bounds
-        self._elsewhere = elsewhere
+        self._most_bytes, self._bounds, self._elsewhere = most_bytes, bounds, elsewhere
         errors: dict[int | str, Any] = {one: _ERRORS[one] for one in sorted({*_USUAL_STATUSES, *statuses})}
         super().__init__(
             path,
@@ -76,7 +74,7 @@ class Route(APIRoute):
 
         async def handle(request: Request) -> Response:
             if self._most_bytes is not None:
-                body = await read_body(request, self._most_bytes, self._timeout_s)
+                body = await read_body(request, self._most_bytes)
                 if self._elsewhere is not None and (done := await self._elsewhere(body)) is not None:
                     return JsonReply(done)
                 parsed = await parse_body(body, self._bounds)
@@ -132,8 +130,7 @@ class Routes(ABC):
     def _post(
         self, path: str, endpoint: Endpoint, summary: str, most_bytes: int = MAX_BODY_BYTES, **more: Any
     ) -> Route:
-        limits = {"most_bytes": most_bytes, "timeout_s": self._settings.transfer_timeout_s}
-        return self._route(path, endpoint, summary, method="POST", **limits, **more)
+        return self._route(path, endpoint, summary, method="POST", most_bytes=most_bytes, **more)
 
     def _step(self, path: str, endpoint: StepEndpoint, summary: str, **more: Any) -> Route:
         return StepRoute(self._prefix + path, endpoint, summary, tags=[self._tag], **more)

@@ -2,20 +2,21 @@
 
 Requests and answers pass here in pieces, so that uvicorn's flow control works for large answers too: if it got a whole
 answer at once, it would keep all that the client has not read. The kernel closes connections whose client reads nothing
-(TCP_USER_TIMEOUT, see :mod:`server.app`), and answers slower than ``transfer_timeout_s`` are aborted here.
+(TCP_USER_TIMEOUT, see :mod:`server.app`); bodies and answers slower than ``transfer_timeout_s`` are aborted here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.net.errors import OverloadedError, RateLimitedError
+from server.net.errors import BodyTimeoutError, OverloadedError, RateLimitedError
 from server.net.limits import sender_of
 from server.settings import Settings
 
@@ -28,6 +29,8 @@ LEAST_PER_CLIENT_BYTES: Final = 67_108_864
 
 RETRY_AFTER_S: Final = 1.0
 _HELD_KEY: Final = "inferencegym.held"
+ARRIVED_KEY: Final = "inferencegym.arrived"
+"""Key of the ASGI scope's state, set when the whole request has arrived."""
 
 
 class BoundedBuffers:
@@ -46,11 +49,20 @@ class BoundedBuffers:
             await self.app(scope, receive, send)
             return
         held = scope[_HELD_KEY] = Held(self, scope)
+        until_s = asyncio.get_running_loop().time() + self._timeout_s
+        arrived = scope.get("state", {}).get(ARRIVED_KEY, False)
 
         async def receive_counted() -> Message:
-            message = await receive()
-            size = len(message.get("body", b""))
-            if held.body or size > PIECE_BYTES or message.get("more_body", False):
+            """Raises BodyTimeoutError if the client does not send its body in time."""
+            nonlocal arrived
+            try:
+                # A time limit costs more than receiving a body that is there.
+                async with nullcontext() if arrived else asyncio.timeout_at(until_s):
+                    message = await receive()
+            except TimeoutError as error:
+                raise BodyTimeoutError(f"the body did not arrive within {self._timeout_s:g} s") from error
+            size, arrived = len(message.get("body", b"")), not message.get("more_body", False)
+            if held.body or size > PIECE_BYTES or not arrived:
                 held.hold(held.body + size, held.answer)
             return message
 

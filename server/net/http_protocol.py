@@ -8,7 +8,7 @@ from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.net.json_io import ARRIVED_KEY
+from server.net.buffers import ARRIVED_KEY
 
 MAX_HEAD_BYTES: Final = 65_536
 """Most bytes of path, query and headers of a request; uvicorn with httptools does not limit them."""

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -48,13 +47,6 @@ class JobLostError(InferenceGymError, RuntimeError):
     http_status = 503
 
 
-class LibraryMissingError(InferenceGymError, RuntimeError):
-    """The server lacks a library that this work needs. (HTTP 503)"""
-
-    code = "library_missing"
-    http_status = 503
-
-
 class Jobs:
     """Runner of jobs, one at a time; clients take turns."""
 
@@ -70,8 +62,6 @@ class Jobs:
 
         Raises :class:`JobRefusedError`, :class:`JobLostError`, and RateLimitedError where too many wait.
         """
-        if find_spec("pandas") is None:
-            raise LibraryMissingError("pandas is not installed on the server, and this work needs it")
         async with self._place(client), self._turns.setdefault(client, asyncio.Lock()), self._process:
             began, process = time.monotonic(), Elsewhere(MODULE)
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
@@ -16,10 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inferencegym.messages import MAX_DEPTH
-from server.net.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError
+from server.net.errors import BodyTooLargeError, InvalidJsonError
 
-ARRIVED_KEY: Final = "inferencegym.arrived"
-"""Key of the ASGI scope's state, set when the whole request has arrived."""
 REQUEST_ID_KEY: Final = "inferencegym.request_id"
 """Key of the ASGI scope for the request's id."""
 SESSION_KEY: Final = "inferencegym.session"
@@ -87,28 +84,23 @@ def to_json(value: object) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """Bytes of a request's body, whatever its media type: `curl -d` declares JSON as a form.
 
-    Refuses more than ``limit`` bytes (413) and bodies that take longer than ``timeout_s`` (408).
+    Refuses more than ``limit`` bytes (413).
     """
     sent = dict(request.scope["headers"]).get(b"content-length", b"")
     declared = int(sent) if sent.isdigit() else 0
     pieces: list[bytes] = []
     size, more = 0, declared <= limit
-    # A time limit costs more than reading a body that is there, and so does Starlette's stream.
-    arrived = request.scope.get("state", {}).get(ARRIVED_KEY, False)
-    try:
-        async with nullcontext() if arrived else asyncio.timeout(timeout_s):
-            while more and size <= limit:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
+    # Starlette's stream takes longer.
+    while more and size <= limit:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        more = message.get("more_body", False)
     if max(declared, size) > limit:
         raise BodyTooLargeError(f"the body is longer than {limit:,} bytes")
     return b"".join(pieces)

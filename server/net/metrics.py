@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from itertools import accumulate
@@ -88,15 +88,14 @@ class Metrics:
         """Paths that are counted separately; all others are counted together."""
         self._statuses: Counter[tuple[str, int]] = Counter()
         self._seconds: Counter[str] = Counter()
-        self._buckets: dict[str, list[int]] = {}
+        self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(BUCKETS_S) + 1))
 
     def count(self, path: str, status: int, took_s: float) -> None:
         """Add one request."""
         label = path if path in self.paths else OTHER
         self._statuses[label, status] += 1
         self._seconds[label] += took_s  # type: ignore[assignment]  # counters of floats are not typed
-        buckets = self._buckets.setdefault(label, [0] * (len(BUCKETS_S) + 1))
-        buckets[bisect_left(BUCKETS_S, took_s)] += 1
+        self._buckets[label][bisect_left(BUCKETS_S, took_s)] += 1
 
     def snapshot(self) -> Snapshot:
         """All numbers of this process."""

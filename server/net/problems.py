@@ -33,7 +33,6 @@ NEXT: Final[dict[str, str]] = {
     "calibration gives other numbers",
     "store": "send the request again after the time in Retry-After; give a step its number to make that safe",
     "job_lost": "try again after the time in Retry-After with a shorter part of the log",
-    "library_missing": "ask the server's operator to install it: pip install '.[serve]' in a clone has all libraries",
     "capacity": "try again after the time in Retry-After, or restart a session of yours with its session_id",
     "table": "try again after the time in Retry-After; the server's log has the cause",
     "body_too_large": "send less in one request",

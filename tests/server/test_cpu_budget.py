@@ -231,17 +231,6 @@ def test_a_long_log_is_graded_in_another_process_with_the_same_answer(
             assert {name: answer.json()["detail"][name] for name in parts} == parts
 
 
-def test_a_library_that_the_server_lacks_is_named_and_asked_of_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.net.jobs.find_spec", lambda name: None)
-    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
-        refused = client.post("/shadow", json={"log": "arrival,prompt,output\n0,100,20\n1,200,30\n", "task_id": 1})
-    assert refused.status_code == 503, refused.text
-    detail = refused.json()["detail"]
-    assert detail["code"] == "library_missing"
-    assert detail["message"].startswith("pandas is not installed on the server")
-    assert "operator" in detail["next"]
-
-
 def test_a_long_body_without_a_log_is_refused() -> None:
     status, answer = respond("grade", FAMILIES["serving"], b'{"session_id": "x"' + b" " * SMALL_LOG_BYTES + b"}")
     assert (status, json.loads(answer)["code"]) == (1, "invalid_request")

@@ -57,7 +57,7 @@ STATUS_OF_CODE = {
     "rate_limited": 429,
     "error": 500,
     "remote": 502, "server_unavailable": 502,
-    "capacity": 503, "job_lost": 503, "library_missing": 503, "overloaded": 503, "store": 503, "table": 503,
+    "capacity": 503, "job_lost": 503, "overloaded": 503, "store": 503, "table": 503,
 }  # fmt: skip
 """docs/server.md, "Errors"; 502 is what a client says of another server."""
 
