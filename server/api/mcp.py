@@ -230,7 +230,7 @@ class McpTools:
         return _seen(await self._episode(session_id, scope))
 
     async def _act(self, arguments: dict[str, Any], session_id: str, scope: Scope) -> dict[str, Any]:
-        await self._episode(session_id, scope)
+        await self._episode(session_id, scope, arguments)
         result = await self._sessions.step(session_id, arguments, family=self._family.name)
         return _stepped(result, [result.info()], result.reward)
 
@@ -257,11 +257,15 @@ class McpTools:
             graded = await on_thread(live.env.grade)
             return {**graded, "done": live.env.done, "steps": live.env.n_entries}
 
-    async def _episode(self, session_id: str, scope: Scope) -> LiveSession:
-        """The session's episode; a session without one starts the default task."""
+    async def _episode(self, session_id: str, scope: Scope, action: Mapping[str, Any] | None = None) -> LiveSession:
+        """The session's episode; a session without one starts the default task, if that can play ``action``."""
         try:
             return await self._sessions.get(session_id, self._family.name)
         except UnknownSessionError:
+            if action is not None:
+                env = self._family.make()
+                env.reset(task_id=self._family.default_task)
+                env.check(self._family.parse_action(action)[0])
             await self._begin({}, session_id, scope)
             return await self._sessions.get(session_id, self._family.name)
 

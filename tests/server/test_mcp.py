@@ -121,6 +121,12 @@ def test_run_says_how_many_seconds_it_played(server: RunningServer) -> None:
     asyncio.run(play())
 
 
+def test_refused_knobs_start_no_episode(server: RunningServer) -> None:
+    called = rpc("tools/call", name="set_knobs", arguments={"batch_size": 0}, session_id="nobody-began-it")
+    assert server.post("/mcp", called)["error"]["code"] == -32602
+    assert server.client.get("/state", params={"session_id": "nobody-began-it"}).status_code == 404
+
+
 def rpc(method: str, **params: Any) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": "one", "method": method, "params": params}
 
