@@ -27,12 +27,12 @@ READ_ELSEWHERE: Final = frozenset(
     for name in (
         *("TABLE", "TASKS", "TRAFFIC_TASKS"),
         *("LLM_URL", "LLM_KEY", "LLM_MODEL"),
-        *("URL", "DEMO_REPOSITORY", "DEMO_STEPS", "DEMO_TASK"),
+        *("URL", "CLIENT_ID", "DEMO_REPOSITORY", "DEMO_STEPS", "DEMO_TASK"),
         "METRICS_DIR",
     )
 )
-"""Variables of this prefix that are no settings: of the simulator, the language-model agent, the notebook, and the
-directory that a server with several workers makes for their metrics.
+"""Variables of this prefix that are no settings: of the simulator, clients, the language-model agent, the notebook, and
+the directory that a server with several workers makes for their metrics.
 """
 
 OTHER_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from agents.answers import last_object, spoken
 from agents.briefing import GIVEN, Interface
 from agents.integrations.text_episode import TextEpisode
-from inferencegym.client.http import key_header
+from inferencegym.client.http import caller_headers
 from inferencegym.client.retries import Server
 from inferencegym.errors import InvalidActionError, InvalidConfigError, RemoteError
 from inferencegym.models import ACTION_FIELDS
@@ -90,7 +90,7 @@ class TrafficText:
     """Episode of a traffic task; an answer holds for ``every`` seconds."""
 
     def __init__(self, url: str, task_id: str = "task_easy", seed: int = 42, every: int = 1) -> None:
-        self._server = Server(url, key_header())
+        self._server = Server(url, caller_headers())
         listed = self._server.get("/traffic/tasks")["tasks"]
         task = next((task for task in listed if task["id"] == task_id), None)
         if task is None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from inferencegym.batch_format import MEDIA_TYPE, BatchPlayed, BatchSteps, decode_answer, encode_request
 from inferencegym.client.answers import json_of
-from inferencegym.client.http import DEFAULT_URL, key_header
-from inferencegym.client.retries import Retries
+from inferencegym.client.http import DEFAULT_URL, caller_headers
+from inferencegym.client.retries import RETRY_S, Retries
 from inferencegym.errors import InvalidActionError, NotResetError, ServerUnavailableError, UnknownSessionError
 
 RETRY_ADVICE: Final = "Nothing is lost: call the same method again"
@@ -37,15 +37,16 @@ class InferenceGymBatch:
         *,
         api_key: str | None = None,
         timeout_s: float = 60.0,
-        retries: int = 5,
+        client_id: str | None = None,
+        retry_s: float = RETRY_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._retries = Retries(retries, RETRY_ADVICE)
+        self._retries = Retries(retry_s, RETRY_ADVICE)
         self._client = httpx.Client(
             base_url=base_url,
             timeout=timeout_s,
             transport=transport,
-            headers=key_header(api_key),
+            headers=caller_headers(api_key, client_id),
             # The session is in one process of the server; another connection may reach another process.
             limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
         )

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from inferencegym import render
 from inferencegym.client.batch import InferenceGymBatch
 from inferencegym.client.http import InferenceGymHTTP
+from inferencegym.client.retries import RETRY_S
 from inferencegym.errors import InvalidActionError, InvalidConfigError, StepConflictError, UnknownSessionError, refusal
 from inferencegym.models import ServeObservation
 from inferencegym.seeds import SeedSeries
@@ -95,7 +96,8 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
         max_episode_steps: int | None = None,
         api_key: str | None = None,
         timeout_s: float = 60.0,
-        retries: int = 5,
+        client_id: str | None = None,
+        retry_s: float = RETRY_S,
     ) -> None:
         if num_envs < 1:
             raise refusal("num_envs", num_envs, "at least 1")
@@ -103,7 +105,9 @@ class HTTPVectorEnv(AutoresetVectorEnv, ArrayVectorEnv):
         self._remote = _RemoteTask(task_id, with_settings(config, reward=kind, hold=hold), observation, action)
         self.task = self._remote.task
         self.config = self._remote.config
-        self._client = InferenceGymBatch(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
+        self._client = InferenceGymBatch(
+            url, api_key=api_key, timeout_s=timeout_s, client_id=client_id, retry_s=retry_s
+        )
         self._url = url
         self._series = SeedSeries(num_envs)
         self._observation: FloatArray = np.zeros((num_envs, 0))
@@ -200,7 +204,8 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         action: str = "box",
         api_key: str | None = None,
         timeout_s: float = 30.0,
-        retries: int = 5,
+        client_id: str | None = None,
+        retry_s: float = RETRY_S,
         render_mode: str | None = None,
     ) -> None:
         self._reward, kind = reward_format(reward)
@@ -212,7 +217,7 @@ class HTTPGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
         self.render_mode = render_mode
         self.metadata = render.metadata()
         self._picture = render.episode_picture(render_mode, self.task, self.config.episode_length)
-        self._client = InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, retries=retries)
+        self._client = InferenceGymHTTP(url, api_key=api_key, timeout_s=timeout_s, client_id=client_id, retry_s=retry_s)
         self._series = SeedSeries(1)
         self._seed = -1
 

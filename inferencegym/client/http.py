@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import httpx
 
 from inferencegym.client.answers import json_of
-from inferencegym.client.retries import Retries
+from inferencegym.client.retries import RETRY_S, Retries
 from inferencegym.errors import NotResetError
 from inferencegym.models import ServeAction, ServeObservation
 
@@ -98,9 +98,9 @@ class _Episode:
 class _Client:
     """Base of the blocking and the asyncio client."""
 
-    def __init__(self, retries: int) -> None:
+    def __init__(self, retry_s: float) -> None:
         self._episode = _Episode()
-        self._retries = Retries(retries, RETRY_ADVICE)
+        self._retries = Retries(retry_s, RETRY_ADVICE)
 
     @property
     def session_id(self) -> str | None:
@@ -112,8 +112,9 @@ class InferenceGymHTTP(_Client):
     """One serving episode on a server, over HTTP.
 
     ``reset`` and ``step`` have the arguments, results and errors of ``InferenceEnv``'s. ``api_key`` is by default read
-    from the environment variable INFERENCEGYM_API_KEY. ``timeout_s`` bounds one attempt; after a lost answer, a busy
-    server or a restart there are up to ``retries`` more.
+    from the environment variable INFERENCEGYM_API_KEY, and ``client_id`` from INFERENCEGYM_CLIENT_ID: a proxy may send
+    clients at one address to different servers by it. ``timeout_s`` bounds one attempt; after a lost answer, a busy
+    server or a restart there are more for ``retry_s``.
     """
 
     def __init__(
@@ -122,12 +123,13 @@ class InferenceGymHTTP(_Client):
         *,
         api_key: str | None = None,
         timeout_s: float = 30.0,
-        retries: int = 5,
+        client_id: str | None = None,
+        retry_s: float = RETRY_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(retries)
+        super().__init__(retry_s)
         self._client = httpx.Client(
-            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=caller_headers(api_key, client_id)
         )
 
     def reset(
@@ -196,12 +198,13 @@ class AsyncInferenceGymHTTP(_Client):
         *,
         api_key: str | None = None,
         timeout_s: float = 30.0,
-        retries: int = 5,
+        client_id: str | None = None,
+        retry_s: float = RETRY_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(retries)
+        super().__init__(retry_s)
         self._client = httpx.AsyncClient(
-            base_url=base_url, timeout=timeout_s, transport=transport, headers=key_header(api_key)
+            base_url=base_url, timeout=timeout_s, transport=transport, headers=caller_headers(api_key, client_id)
         )
 
     async def reset(
@@ -260,7 +263,11 @@ class AsyncInferenceGymHTTP(_Client):
         return json_of(answer)
 
 
-def key_header(api_key: str | None = None) -> dict[str, str]:
-    """HTTP headers that carry an API key; if it is None, the first key in INFERENCEGYM_API_KEY."""
+def caller_headers(api_key: str | None = None, client_id: str | None = None) -> dict[str, str]:
+    """HTTP headers with an API key and a client's id.
+
+    By default the key is the first one in INFERENCEGYM_API_KEY, and the id that in INFERENCEGYM_CLIENT_ID.
+    """
     key = api_key or os.environ.get("INFERENCEGYM_API_KEY", "").partition(",")[0].strip()
-    return {"x-api-key": key} if key else {}
+    name = client_id or os.environ.get("INFERENCEGYM_CLIENT_ID", "")
+    return {header: value for header, value in (("x-api-key", key), ("x-client-id", name)) if value}

@@ -7,9 +7,9 @@ resume the episode and send the unanswered step again with its number; the serve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from inferencegym.client.http import key_header
+from inferencegym.client.http import caller_headers
 from inferencegym.client.openenv_types import (
     InferenceGymAction,
     InferenceGymObservation,
@@ -19,6 +19,7 @@ from inferencegym.client.openenv_types import (
     TrafficControllerState,
     without_gradio,
 )
+from inferencegym.client.retries import RETRY_S
 from inferencegym.errors import InvalidActionError
 from inferencegym.messages import read
 from inferencegym.models import ServeAction, ServeActionMessage
@@ -44,13 +45,14 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     ``reset`` takes ``task_id``, ``seed``, ``config``, ``episode_id`` (a random one is made if it is left out),
     ``info=True`` (every observation carries POST /step's info) and ``resume=True`` (continue ``episode_id``). Errors
     are the same as in local use (:mod:`inferencegym.errors`). All other arguments are those of OpenEnv's ``EnvClient``;
-    ``headers`` has by default the API key in the environment variable INFERENCEGYM_API_KEY.
+    ``headers`` has by default the API key in the environment variable INFERENCEGYM_API_KEY and the client's id in
+    INFERENCEGYM_CLIENT_ID.
     """
 
-    reconnect_s: float = 60.0
-    """Seconds of trying to connect again after a lost socket; 0 makes the first loss an error.
+    retry_s: float = RETRY_S
+    """Seconds of further attempts where the server or its store does not answer; 0 makes the first failure an error.
 
-    A server that has not noticed the loss still counts the lost socket, so a full server is tried again as well.
+    A server that has not noticed a lost socket still counts it, so a full server is tried again after a loss.
     """
 
     action_type: ClassVar[type[Any]]
@@ -58,7 +60,7 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     state_type: ClassVar[type[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"headers": key_header(), **kwargs})
+        super().__init__(*args, **{"headers": caller_headers(), **kwargs})
         self.episode = Episode(self)
         """The episode and its connection, shared with the synchronous wrapper."""
         # Made now, as OpenEnv runs plain synchronous calls on the event loop of the first wrapper that it knows of.
@@ -68,6 +70,14 @@ class EpisodeClient(EnvClient):  # type: ignore[misc]
     def episode_id(self) -> str | None:
         """Id of the episode, which is the session id for GET /state and POST /grader; None before the first reset."""
         return self.episode.id
+
+    def connect(self) -> Any:
+        """Open the socket; to be awaited in asynchronous code."""
+        return make_calls(self.episode.connect(super(), super().connect))
+
+    def __enter__(self) -> Self:
+        make_calls(self.episode.connect(super(), super().__enter__))
+        return self
 
     def reset(self, **kwargs: Any) -> Any:
         """Start an episode; its first result, to be awaited in asynchronous code."""
@@ -117,7 +127,7 @@ class SyncEpisodeClient:
 
     def connect(self) -> SyncEpisodeClient:
         """Open the socket."""
-        self._plain.connect()
+        make_calls(self._episode.connect(self._plain, self._plain.connect))
         return self
 
     def reset(self, **kwargs: Any) -> Any:

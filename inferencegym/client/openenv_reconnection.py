@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import Any, Final, Protocol
 
-from websockets.exceptions import ConnectionClosed
+import httpx
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from inferencegym.client.answers import error_of
+from inferencegym.client.answers import error_of, json_of
+from inferencegym.client.retries import RETRIED_STATUSES, Attempts
 from inferencegym.error_text import read_error
-from inferencegym.errors import CapacityError, NotResetError, ServerUnavailableError
+from inferencegym.errors import CapacityError, InferenceGymError, NotResetError, StoreError
 
 _LOST: Final = (ConnectionClosed, TimeoutError, OSError)
 """Errors of a dropped, silent or unreachable server; OpenEnv's own ConnectionError is an OSError."""
-FIRST_PAUSE_S: Final = 0.05
-LONGEST_PAUSE_S: Final = 2.0
 
 Calls = Generator[Callable[[], Any] | float, Any, Any]
 """Yields calls of OpenEnv's client and pauses in seconds; receives each call's result, or has its error raised."""
@@ -32,7 +31,7 @@ Calls = Generator[Callable[[], Any] | float, Any, Any]
 class Player(Protocol):
     """Interface that reconnection needs from the client of an episode."""
 
-    reconnect_s: float
+    retry_s: float
 
     @property
     def base_url(self) -> str | None:
@@ -94,19 +93,24 @@ class Episode:
 
         return (yield from self._until_answered(plain, send, resume=True))
 
+    def connect(self, plain: Any, connect: Callable[[], Any]) -> Calls:
+        """Calls that open the socket with OpenEnv's ``connect``."""
+
+        def send(_again: bool) -> Calls:
+            return (yield connect)
+
+        return (yield from self._until_answered(plain, send, resume=False))
+
     def _until_answered(self, plain: Any, send: Callable[[bool], Calls], resume: bool) -> Calls:
-        """Send a request, and repeat it (flag True) for up to ``reconnect_s``."""
+        """Send a request, and repeat it (flag True) for up to ``retry_s``."""
         lost: Exception | None = None
         # A socket that was open may have been lost unnoticed; OpenEnv's client then opens another by itself.
         may_be_lost = resume or self.has_socket
-        pause_s, deadline = FIRST_PAUSE_S, math.inf
-        while time.monotonic() < deadline:
+        attempts = Attempts(self._player.base_url, self._player.retry_s)
+        while True:
             try:
-                if lost is not None:
-                    yield pause_s
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    if resume:
-                        yield from self._with_local_errors(plain, self._resume(plain))
+                if lost is not None and resume and self.id is not None:
+                    yield from self._with_local_errors(plain, self._resume(plain))
                 return (yield from self._with_local_errors(plain, send(lost is not None)))
             except NotResetError as error:
                 # A new socket, which is not connected to the episode yet.
@@ -118,19 +122,23 @@ class Episode:
                 if self.id is None or self.has_socket or (lost is None and not may_be_lost):
                     raise
                 lost = error
-            except _LOST as error:
-                if self.id is None:
-                    raise ServerUnavailableError(
-                        f"{self._player.base_url} cannot be reached ({error!r}): is a server there?"
-                    ) from error
+            except StoreError as error:
                 lost = error
-            deadline = min(deadline, time.monotonic() + self._player.reconnect_s)
-        kind = CapacityError if isinstance(lost, CapacityError) else ServerUnavailableError
-        raise kind(
-            f"the connection to {self._player.base_url} was lost, and {self._player.reconnect_s:g} s of new attempts "
-            f"failed ({lost!r}); the server keeps the episode: "
-            f"reset(episode_id={self.id!r}, resume=True) continues it"
-        ) from lost
+            except _LOST as error:
+                _raise_refusal(error, self._player.base_url)
+                # A provider that cannot start its container has no address.
+                if self._player.base_url is None:
+                    raise
+                lost = error
+            pause_s = attempts.pause_s(repr(lost))
+            if pause_s is None:
+                raise self._given_up(attempts, lost) from lost
+            yield pause_s
+
+    def _given_up(self, attempts: Attempts, lost: Exception) -> InferenceGymError:
+        kept = f"the server keeps the episode: reset(episode_id={self.id!r}, resume=True) continues it"
+        error = attempts.given_up(repr(lost), "" if self.id is None else kept)
+        return type(lost)(str(error)) if isinstance(lost, InferenceGymError) else error
 
     def _resume(self, plain: Any) -> Calls:
         return (yield lambda: plain.reset(episode_id=self.id, resume=True, info=self._info))
@@ -150,6 +158,15 @@ class Episode:
             raise ours from error
         self.has_socket = True
         return answer
+
+
+def _raise_refusal(error: Exception, url: str | None) -> None:
+    """Raise the server's own error where it refused the handshake for good, as without its API key."""
+    refused = error.__cause__
+    if isinstance(refused, InvalidStatus) and refused.response.status_code not in RETRIED_STATUSES:
+        answer = refused.response
+        # OpenEnv's client raises a ConnectionError from it, whose text has only the status.
+        json_of(httpx.Response(answer.status_code, content=bytes(answer.body), request=httpx.Request("GET", url or "")))
 
 
 def make_calls(calls: Calls) -> Any:

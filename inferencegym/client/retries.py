@@ -1,8 +1,12 @@
-"""HTTP requests with retries: repeated after a lost answer or a status that says to try later."""
+"""Attempts at one request: repeated after a lost answer or a status that says to try later, for a minute.
+
+:class:`Attempts` decides when the clients of HTTP and of WebSockets try again; :class:`Retries` sends over HTTP.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -13,63 +17,100 @@ import httpx
 
 from inferencegym.errors import RemoteError, ServerUnavailableError
 
+RETRY_S: Final = 60.0
+"""Seconds of further attempts after the first failure: longer than a restart of the server takes."""
 FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 10.0
+LONGEST_PAUSE_S: Final = 2.0
+"""Longest pause, unless the server asks for a longer one."""
 RETRIED_STATUSES: Final = frozenset({408, 429, 502, 503, 504})
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Attempts at one request of a server at ``url``: the first, and more for ``retry_s`` after it failed."""
+
+    def __init__(self, url: object, retry_s: float) -> None:
+        self.failed = 0
+        self._url, self._retry_s = url, retry_s
+        self._deadline = 0.0
+
+    def pause_s(self, failure: object, asked_s: float | None = None) -> float | None:
+        """Seconds until the next attempt after a failure; None when the time is up.
+
+        ``asked_s`` is the pause that the server asked for; by default pauses grow, with random jitter.
+        """
+        now = time.monotonic()
+        self.failed += 1
+        if self.failed == 1:
+            self._deadline = now + self._retry_s
+        left_s = self._deadline - now
+        if left_s <= 0:
+            return None
+        if self.failed == 3:
+            log.warning("%s cannot answer now (%s); trying again for %.0f s", self._url, failure, left_s)
+        # Jitter, so that clients that failed at the same time do not retry at the same time.
+        grown_s = min(FIRST_PAUSE_S * 2.0 ** min(self.failed - 1, 10), LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+        return min(grown_s if asked_s is None else asked_s, left_s)
+
+    def given_up(self, failure: object, advice: str) -> ServerUnavailableError:
+        """The error for a server that is still not there when the time is up."""
+        return ServerUnavailableError(
+            f"{self._url} gave no answer in {self.failed} attempts over {self._retry_s:g} s, the last failed with "
+            f"{failure}: does the server run, and is this its address? {advice}".rstrip()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retry policy: up to ``most`` more attempts after a lost answer or one of :data:`RETRIED_STATUSES`.
+    """Retry policy: more attempts for ``retry_s`` after a lost answer or one of :data:`RETRIED_STATUSES`.
 
     Only for requests that may be sent twice. ``advice`` ends the message of the error after the last attempt.
     """
 
-    most: int = 5
+    retry_s: float = RETRY_S
     advice: str = ""
 
     def send(self, client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-        """Send until an answer needs no retry; raises :class:`ServerUnavailableError` if the last attempt had none."""
-        attempt = 0
+        """Send until an answer needs no retry; raises :class:`ServerUnavailableError` if the server gave none."""
+        attempts = Attempts(client.base_url, self.retry_s)
         while True:
-            answer, lost = None, None
             try:
-                answer = client.request(method, path, **content)
+                outcome: httpx.Response | httpx.TransportError = client.request(method, path, **content)
             except httpx.TransportError as error:
-                lost = error
-            attempt += 1
-            if answer is not None and self._is_final(attempt, answer):
-                return answer
-            time.sleep(self._pause_s(client.base_url, attempt, answer, lost))
+                outcome = error
+            if (pause_s := self._pause_s(attempts, outcome)) is None:
+                return self._final(attempts, outcome)
+            time.sleep(pause_s)
 
     async def send_async(self, client: httpx.AsyncClient, method: str, path: str, **content: Any) -> httpx.Response:
         """:meth:`send` as a coroutine."""
-        attempt = 0
+        attempts = Attempts(client.base_url, self.retry_s)
         while True:
-            answer, lost = None, None
             try:
-                answer = await client.request(method, path, **content)
+                outcome: httpx.Response | httpx.TransportError = await client.request(method, path, **content)
             except httpx.TransportError as error:
-                lost = error
-            attempt += 1
-            if answer is not None and self._is_final(attempt, answer):
-                return answer
-            await asyncio.sleep(self._pause_s(client.base_url, attempt, answer, lost))
+                outcome = error
+            if (pause_s := self._pause_s(attempts, outcome)) is None:
+                return self._final(attempts, outcome)
+            await asyncio.sleep(pause_s)
 
-    def _is_final(self, attempt: int, answer: httpx.Response) -> bool:
-        return answer.status_code not in RETRIED_STATUSES or attempt > self.most
+    def _pause_s(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> float | None:
+        """Seconds until the next attempt; None if the outcome is final."""
+        if isinstance(outcome, httpx.TransportError):
+            return attempts.pause_s(repr(outcome))
+        if outcome.status_code not in RETRIED_STATUSES:
+            return None
+        asked = outcome.headers.get("retry-after", "")
+        return attempts.pause_s(f"HTTP {outcome.status_code}", float(asked) if asked.isdigit() else None)
 
-    def _pause_s(
-        self, url: httpx.URL, attempt: int, answer: httpx.Response | None, lost: httpx.TransportError | None
-    ) -> float:
-        """Seconds until the next attempt: the server's ``Retry-After``, or else exponential backoff."""
-        if answer is None and attempt > self.most:
-            reason = f"{url} did not answer in {attempt} attempts ({lost!r}): is a server running there?"
-            raise ServerUnavailableError(f"{reason} {self.advice}".rstrip()) from lost
-        asked = "" if answer is None else answer.headers.get("retry-after", "")
-        # Random jitter, so that clients that failed at the same time do not retry at the same time.
-        grown = FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-        return min(float(asked) if asked.isdigit() else grown, LONGEST_PAUSE_S)
+    def _final(self, attempts: Attempts, outcome: httpx.Response | httpx.TransportError) -> httpx.Response:
+        """The last answer; raises where that is none, or one of a proxy whose server is down."""
+        if isinstance(outcome, httpx.TransportError):
+            raise attempts.given_up(repr(outcome), self.advice) from outcome
+        if outcome.status_code in RETRIED_STATUSES and "json" not in outcome.headers.get("content-type", ""):
+            raise attempts.given_up(f"HTTP {outcome.status_code}", self.advice)
+        return outcome
 
 
 class Server:

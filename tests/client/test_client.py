@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from env.inference_env import InferenceEnv
 from inferencegym.client import (
     AsyncInferenceGymHTTP,
+    HTTPVectorEnv,
+    InferenceGymBatch,
     InferenceGymEnv,
     InferenceGymHTTP,
     ServerError,
@@ -29,12 +36,14 @@ from inferencegym.errors import (
     MalformedLogError,
     NotResetError,
     StepConflictError,
+    StoreError,
     UnauthorizedError,
     UnknownSessionError,
     UnknownTaskError,
 )
 from inferencegym.models import QuantTier, ServeAction
-from tests.servers import ROOT, RunningServer, running_server
+from tests.redis_server import RedisServer
+from tests.servers import PATIENT, ROOT, RunningServer, running_server
 
 ACTION = ServeAction(kv_budget=0.9, spec_length=2, batch_size=96, prefill_disagg=False, quant_tier=QuantTier.INT8)
 
@@ -177,7 +186,7 @@ def test_a_server_of_another_kind_is_reported_as_such(tmp_path: Path) -> None:
         "/tasks": httpx.Response(429, json={"detail": {"code": "rate_limited", "message": "slow", "next": "wait"}}),
     }
     transport = httpx.MockTransport(lambda request: pages[request.url.path])
-    with InferenceGymHTTP("http://somewhere", transport=transport, retries=0) as client:
+    with InferenceGymHTTP("http://somewhere", transport=transport, retry_s=0) as client:
         with pytest.raises(ServerUnavailableError, match="/health"):
             client.get("/health")
         with pytest.raises(ServerError) as other:
@@ -206,9 +215,9 @@ def test_steps_are_played_once_over_a_connection_that_fails_every_other_time(ser
 
 def test_a_server_that_never_answers_is_reported_with_what_to_do(server: RunningServer) -> None:
     transport = Unreliable(lambda sent, _: "lost" if sent > 1 else "fine")
-    with InferenceGymHTTP(server.url, transport=transport, retries=2) as client:
+    with InferenceGymHTTP(server.url, transport=transport, retry_s=0.5) as client:
         client.reset()
-        with pytest.raises(ServerUnavailableError, match=r"3 attempts.*resume\(session_id\)"):
+        with pytest.raises(ServerUnavailableError, match=r"[3-5] attempts over 0\.5 s.*resume\(session_id\)"):
             client.step({})
         transport.fate = lambda *_: "fine"
         assert client.step({})[0].timestep == 1
@@ -238,13 +247,120 @@ def test_an_episode_goes_on_when_the_server_was_killed_and_started_again(tmp_pat
             assert stranger.step(ACTION) == local.step(ACTION)
 
 
+# ---------------------------------------------------------------- restarts
+
+
+RESTART_S = 6.0
+"""Seconds without a server: more than the pause of the documents' unit (RestartSec=5)."""
+
+
+def test_every_client_outwaits_the_restart_of_a_crashed_server(tmp_path: Path) -> None:
+    row = np.array([[0.9, 2, 96, 0, 1]] * 2, dtype=np.float32)
+
+    async def first_reset() -> int:
+        async with AsyncInferenceGymHTTP(server.url) as client:
+            return (await client.reset(seed=6)).timestep
+
+    def first_socket() -> int:
+        with InferenceGymEnv(base_url=server.url, **PATIENT).sync() as client:
+            return int(client.reset(seed=6).observation.timestep)
+
+    with (
+        running_server(tmp_path) as server,
+        InferenceGymHTTP(server.url) as http,
+        InferenceGymEnv(base_url=server.url, **PATIENT).sync() as socket,
+        closing(HTTPVectorEnv(server.url, 2, 1)) as batch,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        http.reset(seed=6)
+        socket.reset(seed=6)
+        batch.reset(seed=6)
+        batch.step(row)
+        server.kill()
+        calls = (
+            lambda: http.step(ACTION)[0].timestep,
+            lambda: socket.step(ACTION).observation.timestep,
+            lambda: len(batch.step(row)[1]),
+            lambda: asyncio.run(first_reset()),
+            first_socket,
+        )
+        answers = [threads.submit(call) for call in calls]
+        time.sleep(RESTART_S)
+        assert not any(answer.done() for answer in answers)
+        server.start()
+        assert [answer.result() for answer in answers] == [1, 1, 2, 0, 0]
+
+
+def test_every_client_outwaits_the_restart_of_its_servers_redis(tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path)
+    redis.start()
+    try:
+        with (
+            running_server(tmp_path, store_url=redis.url, store_timeout_s="0.5") as server,
+            InferenceGymHTTP(server.url) as http,
+            InferenceGymEnv(base_url=server.url, **PATIENT).sync() as socket,
+        ):
+            http.reset(seed=6)
+            socket.reset(seed=6)
+            for number, client in enumerate([http, socket, socket, http]):
+                redis.kill()
+                timer = threading.Timer(1.5, redis.start)
+                timer.start()
+                if number == 2:
+                    socket.reset(seed=6)
+                else:
+                    client.step(ACTION)
+                timer.join()
+            assert http.state()["step_count"] == 2
+            assert socket.state().step_count == 0
+            redis.kill()
+            socket.async_client.retry_s = 0.1
+            with pytest.raises(StoreError, match=r"over 0\.1 s"):
+                socket.step(ACTION)
+    finally:
+        redis.kill()
+
+
+def test_a_proxy_whose_server_stays_down_is_told_from_a_server_of_another_kind() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(502, text="<html>"))
+    with (
+        InferenceGymHTTP("http://somewhere", transport=transport, retry_s=0.2) as client,
+        pytest.raises(ServerUnavailableError, match=r"over 0\.2 s.*HTTP 502.*resume\(session_id\)"),
+    ):
+        client.reset()
+
+
+def test_a_client_id_is_sent_by_every_client(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("x-client-id"))
+        return httpx.Response(200, json={})
+
+    transport = httpx.MockTransport(answer)
+    for client_id in ("mine", None):
+        monkeypatch.setenv("INFERENCEGYM_CLIENT_ID", "ours")
+        InferenceGymHTTP("http://somewhere", client_id=client_id, transport=transport).get("/info")
+        asyncio.run(AsyncInferenceGymHTTP("http://somewhere", client_id=client_id, transport=transport).get("/info"))
+        with pytest.raises(KeyError):
+            InferenceGymBatch("http://somewhere", client_id=client_id, transport=transport).reset()
+    assert seen == ["mine"] * 3 + ["ours"] * 3
+    with InferenceGymEnv(base_url=server.url, **PATIENT).sync() as socket:
+        socket.reset(episode_id="an-episode-of-ours", task_id=3)
+    with InferenceGymHTTP(server.url) as client:
+        assert client.get("/state")["task_id"] == 3
+
+
 def test_an_api_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_server(tmp_path, api_key="a-long-secret", store_url="memory://") as server:
         with InferenceGymHTTP(server.url, api_key="a-long-secret") as client:
             client.reset()
         with InferenceGymHTTP(server.url) as client, pytest.raises(UnauthorizedError, match="set INFERENCEGYM_API_KEY"):
             client.reset()
-        with pytest.raises(ConnectionError, match="HTTP 401"), InferenceGymEnv(base_url=server.url).sync():
+        with (
+            pytest.raises(UnauthorizedError, match="set INFERENCEGYM_API_KEY"),
+            InferenceGymEnv(base_url=server.url).sync(),
+        ):
             pass
         monkeypatch.setenv("INFERENCEGYM_API_KEY", "a-long-secret,the-old-one")
         with InferenceGymHTTP(server.url) as client, InferenceGymEnv(base_url=server.url).sync() as env:

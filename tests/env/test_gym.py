@@ -892,7 +892,7 @@ def test_mistakes_with_a_remote_batch_are_named(server: RunningServer) -> None:
         many.reset(seed=0)
     assert refused.value.field == "seeds"
     many.close()
-    nobody = ig.HTTPVectorEnv("http://127.0.0.1:9", 2, 1, retries=0)
+    nobody = ig.HTTPVectorEnv("http://127.0.0.1:9", 2, 1, retry_s=0)
     with pytest.raises(ServerUnavailableError):
         nobody.reset(seed=1)
     nobody.close()
@@ -944,10 +944,10 @@ def test_refusals_and_absence_of_a_server_are_told_in_its_words(server: RunningS
     with pytest.raises(NotResetError):
         remote.step(np.zeros(5, dtype=np.float32))
     remote.close()
-    nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retries=1)
+    nobody = ig.HTTPGymEnv("http://127.0.0.1:9", 1, retry_s=0)
     with pytest.raises(ServerUnavailableError) as unanswered:
         nobody.reset(seed=1)
-    assert "http://127.0.0.1:9 did not answer" in str(unanswered.value)
+    assert "http://127.0.0.1:9 gave no answer" in str(unanswered.value)
     nobody.close()
 
 

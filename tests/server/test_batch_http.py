@@ -296,7 +296,7 @@ def test_sessions_are_limited_and_room_is_made_by_closing(tmp_path: Path) -> Non
         assert server.client.post("/reset/batch", json={"n": 51}).status_code == 422
         assert server.client.post("/reset/batch", json={"n": 50}).status_code == 429  # with the other one too much
         assert server.post("/reset/batch", {"n": 49})["n"] == 49
-        with InferenceGymBatch(server.url, retries=0) as third, pytest.raises(ServerError) as limited:
+        with InferenceGymBatch(server.url, retry_s=0) as third, pytest.raises(ServerError) as limited:
             third.reset(1)
         assert (limited.value.code, limited.value.status) == ("rate_limited", 429)
 

@@ -675,22 +675,26 @@ def test_synchronous_calls_have_the_errors_of_local_use(
     env.close()
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    alone = InferenceGymEnv(base_url=nobody, **PATIENT)
+    alone.retry_s = 0
     with pytest.raises(ServerUnavailableError):
-        face(InferenceGymEnv(base_url=nobody, **PATIENT)).reset()
+        face(alone).reset()
 
 
-def test_a_server_that_is_not_there_is_reported_at_once_and_a_lost_one_after_a_while(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_or_lost_is_reported_when_the_time_is_up(tmp_path: Path) -> None:
     with running_server(tmp_path, store_url="memory://") as server:
 
         async def run() -> None:
             async with InferenceGymEnv(base_url=server.url, **PATIENT) as env:
                 await env.reset(episode_id="kept")
                 server.kill()
-                env.reconnect_s = 0.2
+                env.retry_s = 0.2
                 with pytest.raises(ServerUnavailableError, match=r"reset\(episode_id='kept', resume=True\)"):
                     await env.step({})
-            with pytest.raises(ServerUnavailableError):
-                await InferenceGymEnv(base_url=server.url, **PATIENT).reset()
+            alone = InferenceGymEnv(base_url=server.url, **PATIENT)
+            alone.retry_s = 0.2
+            with pytest.raises(ServerUnavailableError, match=r"over 0\.2 s"):
+                await alone.connect()
 
         asyncio.run(run())
 
@@ -750,7 +754,7 @@ def test_a_server_that_stays_full_is_given_up_after_a_while_and_the_episode_name
         async with way.listening() as url, InferenceGymEnv(base_url=url, **PATIENT) as env:
             await reset_when_there_is_room(env, episode_id="kept")
             way.lose_the_first()
-            env.reconnect_s = 5.0
+            env.retry_s = 5.0
             with pytest.raises(CapacityError, match=r"MAX_CONCURRENT_ENVS.*reset\(episode_id='kept', resume=True\)"):
                 await env.step({})
 
@@ -766,7 +770,7 @@ def test_a_client_that_has_left_is_refused_by_a_full_server_at_once(one_slot: Ru
             await reset_when_there_is_room(left)
             await left.disconnect()
             await reset_when_there_is_room(other)
-            left.reconnect_s = math.inf
+            left.retry_s = math.inf
             with pytest.raises(CapacityError, match="MAX_CONCURRENT_ENVS"):
                 await left.reset()
 
