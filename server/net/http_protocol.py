@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +17,11 @@ MAX_INCOMPLETE_BYTES: Final = 524_288
 """Bytes that may arrive before a head, or a part of a body, is complete: the largest accepted head (64 KB) plus the
 largest read from a socket (256 KB), with some margin. httptools joins the pieces of an endless header again and again.
 """
+MAX_DROPPED_BYTES: Final = 33_554_432
+MAX_DROPPING_S: Final = 10.0
+"""Bytes and seconds of the rest of a refused body that are read before its connection is closed. A close with unread
+bytes resets the connection, and a proxy or client that still sends would not get the answer.
+"""
 log = logging.getLogger(__name__)
 
 
@@ -26,6 +32,7 @@ class BoundedHttp(HttpToolsProtocol):
     """
 
     incomplete_bytes: int = 0
+    dropped_bytes: int = 0
     in_body: bool = False
 
     def data_received(self, data: bytes) -> None:
@@ -37,7 +44,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response("The head of the request is endless.")
 
     def on_message_begin(self) -> None:
-        self.incomplete_bytes, self.in_body = 0, False
+        self.incomplete_bytes, self.dropped_bytes, self.in_body = 0, 0, False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -52,15 +59,28 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         # An upgrade has no cycle; nothing but a head is written for HEAD, and something before it for 100-continue.
         if self.cycle is not earlier and self.scope["method"] != "HEAD" and not self.expect_100_continue:
-            self.cycle.transport = OneWrite(self.transport)
+            self.cycle.transport = OneWrite(self.transport, self.close_after_body)
 
     def on_body(self, body: bytes) -> None:
         self.incomplete_bytes = 0
+        if not self.parser.should_upgrade() and self.cycle.response_complete:
+            self.dropped_bytes += len(body)
+            if self.dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self.scope["state"][ARRIVED_KEY] = True
         super().on_message_complete()
+        if not self.parser.should_upgrade() and self.cycle.response_complete and not self.cycle.keep_alive:
+            self.transport.close()
+
+    def close_after_body(self) -> None:
+        """Close the connection when the rest of the request has arrived, or :data:`MAX_DROPPED_BYTES` of it."""
+        if self.cycle.more_body:
+            self.loop.call_later(MAX_DROPPING_S, self.transport.close)
+        else:
+            self.transport.close()
 
 
 class OneWrite(asyncio.Transport):
@@ -69,8 +89,9 @@ class OneWrite(asyncio.Transport):
     Each write is a system call that may wake the client up, too early for it to get the body.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
+        self._close = close
         self._head: bytes | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -84,4 +105,4 @@ class OneWrite(asyncio.Transport):
         return self._transport.is_closing()
 
     def close(self) -> None:
-        self._transport.close()
+        self._close()

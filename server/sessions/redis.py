@@ -39,6 +39,8 @@ _PUT: Final = """
 local known = redis.call('EXISTS', KEYS[1]) == 1
 if known and ARGV[7] == '0' then return 'known' end
 if not known and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[5]) then return 'full' end
+-- First, because a full Redis refuses a script's first write only, and only one that adds something.
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[6])
 local before = redis.call('HMGET', KEYS[1], 'unfinished', 'latest')
 if before[1] then redis.call('ZREM', before[1], ARGV[6]) end
 if before[2] and redis.call('GET', before[2]) == ARGV[6] then redis.call('DEL', before[2]) end
@@ -47,7 +49,6 @@ redis.call('HSET', KEYS[1], 'token', ARGV[1], 'start', ARGV[2], 'unfinished', KE
 for i = 8, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
-redis.call('ZADD', KEYS[3], ARGV[4], ARGV[6])
 redis.call('ZREM', KEYS[4], ARGV[6])
 redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[3])
 redis.call('ZADD', KEYS[6], ARGV[4], ARGV[6])

@@ -85,6 +85,29 @@ def chunked(path: str) -> bytes:
 # ---------------------------------------------------------------- slow and endless
 
 
+def test_a_client_that_sends_all_of_a_body_that_is_too_long_gets_the_answer(strict: RunningServer) -> None:
+    for n_bytes in (1_100_000, 12_000_000):
+        with connect(strict) as connection:
+            connection.sendall(post("/step", bytes(n_bytes)))
+            received = b""
+            while chunk := connection.recv(65536):  # a reset connection raises
+                received += chunk
+        assert received.startswith(b"HTTP/1.1 413 ")
+
+
+def test_the_rest_of_a_refused_body_is_bounded(strict: RunningServer) -> None:
+    sent = 0
+    with connect(strict) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(post("/step", b"", "X: y").replace(b"Content-Length: 0", b"Content-Length: 10000000000"))
+        while sent < 500_000_000:
+            connection.sendall(bytes(1_000_000))
+            sent += 1_000_000
+    assert 32_000_000 <= sent < 100_000_000
+    with connect(strict) as connection:
+        connection.sendall(post("/step", b"").replace(b"Content-Length: 0", b"Content-Length: 10000000000"))
+        assert all_of(connection).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_head_in_pieces_is_taken_if_it_arrives_in_time(strict: RunningServer) -> None:
     with connect(strict) as connection:
         for piece in (b"GET /hea", b"lth HTTP/1.1\r\nHo", b"st: x\r\nConnection: close\r\n\r\n"):

@@ -1023,3 +1023,18 @@ def test_checkpoints_end_with_the_store(tmp_path: Path) -> None:
     asyncio.run(scenario())
     assert not any(thread.name == "sqlite-checkpoints" for thread in threading.enumerate())
     assert file_of(tmp_path).stat().st_size > 0
+
+
+def test_a_full_redis_refuses_a_reset_and_keeps_nothing_of_it(redis_server: RedisServer) -> None:
+    async def run() -> None:
+        store = RedisStore(Settings(store_url=redis_server.url))
+        with redis_server.client() as client:
+            client.config_set("maxmemory", 1000)
+            with pytest.raises(StoreError):
+                await store.put("a" * 32, START, "me")
+            assert client.dbsize() == 0
+            client.config_set("maxmemory", 0)
+        assert await store.put("a" * 32, START, "me")
+        await store.close()
+
+    asyncio.run(run())
