@@ -233,7 +233,7 @@ def test_the_race_counts_down_to_floods_and_names_one_slider_to_move(visit: Visi
     expect(page.locator(".duel .note").first).to_contain_text("The best policy here", timeout=PATIENCE_MS)
     batch.fill("11")
     page.get_by_role("button", name="Start the race").click()
-    soon = re.compile(r"Flood in 1?\d s: 10 times the load\. Move Batch size up: fewer requests wait\.")
+    soon = re.compile(r"Flood in 1?\d s: 10 times the load\. Move Batch size up \(batch \d+\): fewer requests wait\.")
     expect(about).to_contain_text(soon, timeout=PATIENCE_MS)
     expect(about).to_contain_text(re.compile(r"Flood: 1?\d s left\."), timeout=PATIENCE_MS)
 
@@ -253,7 +253,7 @@ def test_the_first_flood_stops_a_visitor_who_moved_nothing_and_the_slider_it_nam
     page.get_by_role("button", name="Start the race").click()
     about = page.locator(".about")
     expect(about).to_have_text(
-        re.compile(r"^Paused: the flood is here\. \d+ % of the requests are late\. Move Batch size up: "),
+        re.compile(r"^Paused: the flood is here\. \d+ % of the requests are late\. Move Batch size up \(batch \d+\): "),
         timeout=PATIENCE_MS,
     )
     expect(page.locator("#announcer")).to_have_text(re.compile("^Paused: the flood is here"))
@@ -278,27 +278,99 @@ def test_the_first_flood_stops_a_visitor_who_moved_nothing_and_the_slider_it_nam
     expect(page.locator(".readings")).to_contain_text(re.compile(r"[4-9]\d of 200"), timeout=PATIENCE_MS)
 
 
-HINTED = """
+OBEY = """
 () => {
-  const knobs = document.querySelector(".knobs");
-  window.hinted = [];
-  const note = () => knobs.querySelectorAll(".hinted label").forEach((label) => window.hinted.push(label.textContent));
-  new MutationObserver(note).observe(knobs, { subtree: true, attributes: true, attributeFilter: ["class"] });
+  window.obeyed = [];
+  const obey = () => {
+    const knob = document.querySelector(".knob.hinted"), about = document.querySelector(".about").textContent;
+    const [hint, way, value] = about.match(/Move [A-Z][a-zA-Z ]* (up|down) \\((.*?)\\)/) ?? [];
+    if (knob && hint) {
+      const slider = knob.querySelector("input"), output = knob.querySelector("output");
+      for (let moved = 0; output.textContent !== value && moved < 99; moved++) {
+        slider.value = String(slider.valueAsNumber + (way === "up" ? 1 : -1));
+        slider.dispatchEvent(new Event("input", { bubbles: true }));
+      }
+      window.obeyed.push(hint);
+    }
+    setTimeout(obey, 100);
+  };
+  obey();
 }
 """
 
 
-@pytest.mark.parametrize(("task", "hinted"), [("mooncake", set()), ("2", {"KV cache"})])
-def test_hints_name_only_sliders_on_which_the_score_depends(visit: Visit, task: str, hinted: set[str]) -> None:
-    visitor = visit()
-    page = visitor.page
-    with page.expect_response("**/close/batch"):
-        page.goto(f"{visitor.url}/web/#race?task={task}&seed=20261126")
-    page.evaluate(HINTED)
+@pytest.mark.parametrize(
+    ("task", "seed", "gain"), [("autoscale-azure", 20261126, 0.5), ("fleet-mix", 20261202, 0.3), ("mooncake", 5, 0.0)]
+)
+def test_a_visitor_who_obeys_every_hint_scores_no_less_than_one_who_moves_nothing(
+    visit: Visit, task: str, seed: int, gain: float
+) -> None:
+    page = visit().open(f"race?task={task}&seed={seed}")
+    untouched = race_to_the_end(page)
+    page.get_by_role("button", name="Race again").click()
     page.get_by_label("Speed").select_option("25")
-    page.get_by_role("button", name="Start the race").click()
+    page.evaluate(OBEY)
+    expect(page.locator(".result h2")).to_have_count(0)
     expect(page.locator(".result h2")).to_be_visible(timeout=PATIENCE_MS)
-    assert set(page.evaluate("() => window.hinted")) == hinted
+    assert float(page.locator(".result h2 strong").inner_text()) >= untouched + gain
+    assert gain == 0.0 or page.evaluate("() => window.obeyed.length") > 0
+
+
+def test_nobody_races_against_a_score_of_nothing(visit: Visit, server: RunningServer) -> None:
+    assert server.post("/play", {"task_id": "fleet-mix", "seed": 20261202, "agent": "hpa"})["score"] == 0
+    kpa = server.post("/play", {"task_id": "fleet-mix", "seed": 20261202, "agent": "kpa"})["score"]
+    page = visit().open("race?task=fleet-mix&seed=20261202")
+    expect(page.locator(".goal")).to_have_text(f"Beat {kpa:.3f}")
+    expect(page.locator(".about")).to_contain_text("Knative's KPA scores this")
+
+
+def test_a_load_on_which_nobody_has_to_adapt_is_named(visit: Visit) -> None:
+    page = visit().open("race?task=fleet-mix&seed=20261126")
+    told = re.compile("load a constant setting wins, that of vLLM's defaults: nobody has to adapt")
+    expect(page.locator(".about")).to_contain_text(told, timeout=PATIENCE_MS)
+    expect(page.locator(".about")).not_to_contain_text("move Replicas before")
+    race_to_the_end(page)
+    expect(page.locator(".result")).to_contain_text(told)
+
+
+def test_going_back_finds_the_result_as_it_was(visit: Visit) -> None:
+    page = visit().open("race?task=1&seed=6")
+    race_to_the_end(page)
+    result = page.locator(".result").inner_text()
+    page.get_by_role("button", name="Verify it").click()
+    expect(page.locator("#panel-verify h2.good")).to_be_visible(timeout=PATIENCE_MS)
+    page.go_back()
+    expect(page.locator(".result")).to_be_visible()
+    assert page.locator(".result").inner_text() == result
+    assert "Challenger" not in _scores(page)
+    expect(page.get_by_role("button", name="Download the log")).to_be_visible()
+
+
+def test_a_task_that_could_not_be_loaded_is_loaded_when_the_server_is_back(visit: Visit) -> None:
+    visitor = visit()
+    visitor.allowed_errors.append("net::ERR_INTERNET_DISCONNECTED")
+    page = visitor.open("race?task=3&seed=5")
+    page.context.set_offline(True)
+    page.get_by_label("Task").select_option("h200-70b")
+    expect(page.get_by_role("alert")).to_contain_text("the page tries again by itself")
+    expect(page.locator(".goal")).to_have_text("Loading the race …")
+    expect(page.locator(".duel")).not_to_contain_text("LLM servers")
+    page.context.set_offline(False)
+    expect(page.get_by_role("button", name="Start the race")).to_be_enabled(timeout=PATIENCE_MS)
+    expect(page.locator(".goal")).to_contain_text("Beat 0.")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        ("task=3&seed=99999999999999999999", "seed, 99999999999999999999, is not a whole number from 0 to"),
+        ("task=3&seed=5&beat=0.9", "names a score but no run that has it"),
+    ],
+)
+def test_a_link_that_is_not_followed_says_so(visit: Visit, link: str, told: str) -> None:
+    page = visit().open(f"race?{link}")
+    expect(page.get_by_role("alert")).to_contain_text(told)
 
 
 FLOODED = """

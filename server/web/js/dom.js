@@ -81,6 +81,9 @@ export function problem(error) {
 
 export const MAX_SEED = 2 ** 53 - 1;
 
+/** Whether a text is a seed. */
+export const isSeed = (text) => /^\d+$/.test(text) && Number(text) <= MAX_SEED;
+
 /** The seed in a field. Throws an error for the visitor if the field holds no seed. */
 export function seedOf({ value }) {
   const seed = Number(value || NaN);

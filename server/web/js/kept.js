@@ -1,9 +1,9 @@
 /** What a reload shows again, in the session storage. Storage may be denied, as within a frame: the reload then starts anew. */
 
-/** Keep `value` under a name for the address as it is now; null keeps nothing. */
-export function keep(name, value) {
+/** Keep `value` under a name for an address (its part from the `#`); null keeps nothing. */
+export function keep(name, hash, value) {
   try {
-    if (value) sessionStorage.setItem(name, JSON.stringify({ hash: location.hash, value }));
+    if (value) sessionStorage.setItem(name, JSON.stringify({ hash, value }));
     else sessionStorage.removeItem(name);
   } catch { /* denied or full */ }
 }

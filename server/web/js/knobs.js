@@ -20,14 +20,13 @@ const REASONS = {
   spec_length: ["rejected drafts are wasted work", "accepted drafts save time and money"],
   prefill_disagg: ["shared GPUs cost less", "prompts no longer hold up the answers"],
 };
-const CHEAPER = ["replicas", "quant_tier", "spec_length", "prefill_disagg"]; // what lowers the cost
 const FAR = 0.04; // of a knob's range: less than a step of its slider
 
 /** The task's knobs that are far from where `goal` has them: name, value to reach, and the way to move it and why as `text`. */
-export function hints(action, goal, { max_replicas: most, ...task }, part) {
+export function hints(action, goal, { max_replicas: most, ...task }) {
   const gap = (name) => LEVELS[name](Number(goal[name]), most) - LEVELS[name](Number(action[name]), most);
   const offered = knobsOf({ ...task, max_replicas: most });
-  return Object.keys(REASONS).filter((name) => offered.includes(name) && (part !== "cost" || CHEAPER.includes(name)) && Math.abs(gap(name)) > FAR)
+  return Object.keys(REASONS).filter((name) => offered.includes(name) && Math.abs(gap(name)) > FAR)
     .map((name) => ({ name, value: goal[name], text: `Move ${TEXTS[name][0]} ${gap(name) > 0 ? "up" : "down"}: ${REASONS[name][Number(gap(name) > 0)]}.` }));
 }
 

@@ -3,7 +3,7 @@
 import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart, floods } from "./charts.js";
-import { MAX_SEED, announce, copy, download, el, field, fill, problem, seedOf, select } from "./dom.js";
+import { MAX_SEED, announce, copy, download, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
 import { compact, mean, percent, score as shownScore, words } from "./format.js";
 import { Knobs, hints, knobsOf } from "./knobs.js";
 import { keep, takeKept } from "./kept.js";
@@ -18,12 +18,16 @@ const STARTS = ["hpa", "vllm_defaults", "naive"]; // whom to beat first, and who
 const SPEEDS = [[2, "2×"], [5, "5×"], [10, "10×"], [25, "25×"], [1000, "as fast as possible"]];
 const PACE_SECONDS = 10; // over which the speed that the connection allows is taken
 const NOTICE_S = 15; // before a flood, hints prepare for it
-const TREND_S = 5; // over which a part of the score rises or falls, and a hint stays
+const TREND_S = 5; // over which a part of the score rises or falls
+const HINTS = 20; // times in a race that the server is asked which slider to move
+const REACTION_S = 1; // a visitor takes so long to move a slider: a hint gains after it too
 const LATE = 0.2; // of the requests: as the first flood makes so many late, the race stops for a visitor who has moved no slider
 const RACE_S = 45; // a race lasts at most so long at the preset speed
 const FOLLOWED = 25; // times the clock: faster races are not watched
 const RETRY_MS = 1000;
+const LEAST = 0.0005; // in score: less is shown as 0
 const GAIN = 0.005; // in score: advice that gains less is not given
+const MOVE_REPLICAS = "The load rises and falls: move Replicas before it does.";
 const BATCH_SECONDS = 4096; // of all episodes of a batch, in a request
 const KEPT = "race"; // in the session storage: the run that a reload shows again
 
@@ -51,10 +55,10 @@ class Race {
     this.knobs = new Knobs(info.action.properties);
     this.knobs.node.addEventListener("input", () => {
       this.taught = true;
-      this.hintOf = this.advised = null; // a hint that was followed goes
-      if (this.phase === "paused") this.coach();
+      this.hinted = this.advised = null; // a hint that was followed goes
+      if (this.phase === "running" || this.phase === "paused") this.coach();
       this.startsAs = "Your sliders are where you left them.";
-      if (this.phase === "idle" && this.target) this.tellScores();
+      if (this.phase === "idle" && this.rows) this.tellScores();
     });
     this.buildControls();
     this.buildDuel();
@@ -118,8 +122,10 @@ class Race {
 
   /** Called whenever the tab is opened or its address changes. */
   async show(params) {
+    if (this.task && location.hash === this.at) return; // back on this tab, with its race or its result as it was
     const kept = this.task ? null : takeKept(KEPT);
     if (kept) {
+      this.at = location.hash;
       this.taskSelect.value = kept.task;
       this.seedInput.value = kept.seed;
       await this.choose(kept.shared && address.unpackActions(kept.shared), kept);
@@ -131,11 +137,17 @@ class Race {
     const same = this.task && String(this.task.id) === asked && seed === this.seedInput.value && !params.has("you");
     if (same) return;
     if (this.tasks.some((task) => String(task.id) === asked)) this.taskSelect.value = asked;
-    this.seedInput.value = /^\d{1,16}$/.test(seed) ? seed : String(today());
+    this.seedInput.value = isSeed(seed) ? seed : String(today());
     this.claimed = /^[01]\.\d{1,3}$/.test(params.get("beat") ?? "") ? Number(params.get("beat")) : undefined;
-    await this.choose(shared);
-    if (this.taskSelect.value !== asked) fill(this.trouble, problem({ message: `There is no task ${asked.slice(0, 60)} here`, next: "choose one of the list" }));
-    else if (params.has("you") && !shared) fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "start the race to play this episode yourself" }));
+    const wrong = [
+      [this.taskSelect.value !== asked, `There is no task ${asked.slice(0, 60)} here`, "choose one of the list"],
+      [!isSeed(seed), `The link's seed, ${seed.slice(0, 60)}, is not a whole number from 0 to ${MAX_SEED}: this is today's`, "ask for the link again, or enter the seed"],
+      [params.has("you") && !shared, "The link does not contain a valid run", "start the race to play this episode yourself"],
+      [params.has("beat") && !params.has("you"), "The link names a score but no run that has it, so the score to beat is another one", "ask for the link again, or start the race"],
+    ].find(([is]) => is);
+    const chosen = this.choose(shared);
+    if (wrong) fill(this.trouble, problem({ message: wrong[1], next: wrong[2] }));
+    await chosen;
   }
 
   /** Load the policies' episodes for the chosen task and seed, and draw them; `shared` are the actions of a link, `kept` is what `keep` kept. */
@@ -145,6 +157,7 @@ class Race {
     this.waiting = false;
     this.shared = shared;
     const task = this.tasks.find(({ id }) => String(id) === this.taskSelect.value);
+    const before = [this.task, this.seed];
     if (task !== this.task) [this.aim, this.defaults, this.advised] = [kept?.aim, null, null];
     this.task = task;
     this.startButton.disabled = true;
@@ -155,8 +168,9 @@ class Race {
       return;
     }
     const { seed } = this;
-    if (!shared && !kept) address.write("race", { task: task.id, seed });
+    if (!shared && !kept) this.write({ task: task.id, seed });
     fill(this.trouble);
+    if (before[0] && (task !== before[0] || seed !== before[1])) this.clear();
     for (const box of [this.result, this.onward, this.places]) fill(box);
     this.board.classList.add("stale"); // until the charts are those of this episode
     this.story.textContent = task.description;
@@ -171,14 +185,20 @@ class Race {
       const { policies } = await once(`policies?task_id=${encodeURIComponent(task.id)}`);
       const everyone = policies.map(player).reverse(); // the server begins with the baselines
       const oneOf = (names) => names.map((name) => everyone.find(({ key }) => key === name)).find(Boolean) ?? everyone[0];
-      const base = oneOf(STARTS), goal = oneOf([this.aim, base.key]);
+      const base = oneOf(STARTS);
+      let goal = oneOf([this.aim, base.key]);
       const playing = new Map();
       const play = ({ key }) => {
         if (!playing.has(key)) playing.set(key, post("play", { task_id: task.id, seed, agent: key }));
         return playing.get(key);
       };
-      const episode = await play(goal);
+      let episode = await play(goal);
       if (generation !== this.generation) return;
+      if (episode.score < LEAST) { // nobody is beaten by scoring nothing: the weakest of those that score is next
+        const weakest = (await Promise.all(everyone.map(play))).map((played, i) => [everyone[i], played]).filter(([, { score }]) => score >= LEAST).sort((a, b) => a[1].score - b[1].score)[0];
+        if (generation !== this.generation) return;
+        if (weakest) [goal, episode] = weakest;
+      }
       this.length = episode.steps;
       if (!this.ownSpeed) this.setSpeed(SPEEDS.slice(1).find(([times]) => this.length / times <= RACE_S)[0]);
       this.formula.textContent = `The score adds up its parts, each at most 1, and is at least 0. ${explained(episode.breakdown, task.grade).replace(/^./, (letter) => letter.toUpperCase())}.`;
@@ -206,24 +226,45 @@ class Race {
       const episodes = await this.loaded;
       if (generation !== this.generation) return;
       const rivals = everyone.map((rival, i) => ({ ...rival, episode: episodes[i] }));
-      const scores = ({ episode: { score } }) => score >= 0.0005;
+      const scores = ({ episode: { score } }) => score >= LEAST;
       const rest = rivals.filter((rival) => !scores(rival));
       this.rivals = [...(shared ? [this.target] : []), ...rivals.filter(scores)];
       this.best = rivals.reduce((a, b) => (a.episode.score >= b.episode.score ? a : b));
+      this.setting = rivals.find(({ key }) => key === "best_static")?.episode.action;
+      this.isConstant = !task.static && this.lanesOf.every((name) => new Set(this.best.episode.action[name]).size === 1);
+      if (this.isConstant) this.introduction = `${this.introduction.replace(MOVE_REPLICAS, "")} ${this.constantly()}`;
       this.scale += ` The best policy here, ${this.best.called}, has ${shownScore(this.best.episode.score)}.${this.best.episode.score > episode.score + GAIN ? "" : " There is little to win: other tasks have more."}`;
       const why = task.max_replicas ? "in this task, where the number of replicas has to follow the load" : "in this task";
       this.leftOut.textContent = rest.length ? `Left out, because they score 0 ${why}: ${rest.map(({ label }) => label).join(", ")}.` : "";
-      this.idle = new Set();
       this.buildBoard();
       this.draw();
       if (kept?.phase === "over") await this.finish(generation);
-      await this.findIdle(generation);
       await this.replayed;
     } catch (error) {
       if (generation !== this.generation) return;
-      fill(this.trouble, problem(error));
+      const lost = error.status === 0;
+      fill(this.trouble, problem(lost ? { message: error.message, next: "check the connection; the page tries again by itself" } : error));
       this.updateButtons();
+      if (lost && this.phase === "idle" && await this.reconnected(generation)) await this.choose(shared, kept);
     }
+  }
+
+  /** Write the address of this race, by which the tab knows it again. */
+  write(params) {
+    address.write("race", params);
+    this.at = location.hash;
+  }
+
+  /** Empty the first screen while another episode loads. */
+  clear() {
+    this.goal.textContent = "Loading the race …";
+    for (const box of [this.about, this.versus, this.scoreBox, this.lead, this.parts]) fill(box);
+    this.rows = null;
+  }
+
+  /** Why nobody has to adapt on this traffic. */
+  constantly() {
+    return `On ${this.seed === today() ? "today's load" : "this load"} a constant setting wins, that of ${this.best.called}: nobody has to adapt.`;
   }
 
   /** Play the run of a link: its score so far is drawn as it comes, and its score replaces the one that the link claims. */
@@ -261,7 +302,7 @@ class Race {
     this.nameTarget();
     const kind = this.task.difficulty === "easy" ? "A warm-up: nearly every setting scores this much. " : this.task.static ? "Static: a well-tuned constant setting scores as much as policies that adapt. " : "";
     const { floods: known } = this.task;
-    const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? "The load rises and falls: move Replicas before it does. Late requests can cost the whole score." : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
+    const bands = known ? `At second ${known.first_at_s}, a flood brings ${this.flood()} the load.` : this.task.max_replicas ? `${MOVE_REPLICAS} Late requests can cost the whole score.` : floods(this.phases).length ? "Requests come in floods: be ready for them." : "";
     const replicas = this.task.n_replicas, untouched = !this.shared && Object.entries(episode.action).every(([name, column]) => column.every((value) => value === this.defaults.action[name]));
     const scores = !untouched ? `${called[0].toUpperCase()}${called.slice(1)} scores this on ${traffic}.` : `You run ${replicas > 1 ? `${replicas} LLM servers` : "an LLM server"}. If you touch nothing, you score this on ${traffic}.`;
     this.introduction = `${scores} ${kind}${bands}`;
@@ -400,7 +441,7 @@ class Race {
     return `${compact(this.task.floods.arrival_rate_rps / this.task.arrival_rate_rps, 2)} times`;
   }
 
-  /** During a race: when the next flood comes, and which slider to move if one comes soon, a part of the score falls, or the visitor is behind. */
+  /** During a race: when the next flood comes, and which slider to move. */
   coach() {
     const played = this.mine.reward.length, { floods: known } = this.task;
     if (!played) {
@@ -415,17 +456,8 @@ class Race {
       soon = on || next <= NOTICE_S;
       clock = on ? `Flood: ${known.lasts_s - into} s left. ` : played + next < this.length ? `Flood in ${next} s: ${this.flood()} the load. ` : "The last flood is over. ";
     }
-    if (played % TREND_S === 0 || this.hintOf !== this.mine) {
-      const now = this.mine.parts.at(-1), before = this.mine.parts.at(-1 - TREND_S) ?? now;
-      const fall = (name) => before[name] - now[name];
-      const worst = Object.keys(now).reduce((a, b) => (fall(a) >= fall(b) ? a : b)), falls = fall(worst) > 0.01;
-      const behind = this.target.episode.score_so_far[played - 1] - this.mine.score_so_far.at(-1) > 0.02;
-      this.hintOf = this.mine;
-      this.hinted = falls || soon || behind ? this.hint(this.knobs.action(), falls && !soon ? worst : undefined) : undefined;
-      this.falling = falls && !soon ? `${words(worst).replace(/^./, (letter) => letter.toUpperCase())}: falling. ` : "";
-    }
     this.knobs.point(this.hinted?.name);
-    const advice = this.hinted ? `${this.falling}${this.hinted.text}` : "";
+    const advice = this.hinted?.text ?? "";
     if (this.lesson && advice) fill(this.about, el("strong", { class: "soon", text: "Paused: the flood is here. " }), `${percent(this.mine.observation.slo_violation_rate.at(-1))} of the requests are late. ${advice} Then press Resume.`);
     else if (this.lesson) fill(this.about, el("strong", { text: "Now press Resume" }), ` and watch your score leave that of ${this.target.called}.`);
     else {
@@ -434,18 +466,33 @@ class Race {
     }
   }
 
-  /** Which slider of an action to move now towards the best constant setting, and the replicas towards those of the best policy in this second. */
-  hint(action, part) {
-    const goal = this.goalOf((column) => column[Math.max(0, this.mine.reward.length - 1)]);
-    const [found] = goal ? hints(action, goal, this.task, part).filter(({ name }) => !this.idle.has(name)) : [];
-    // A new precision restarts the GPUs: at high load the queue fills meanwhile, so it is for the next race, as is what comes after it.
-    return found?.name === "quant_tier" ? undefined : found;
+  /** Ask the server which move gains most by the end of the episode, if it is made now; it is a hint if it also gains a little later. */
+  async seek() {
+    const { mine, generation } = this, action = this.knobs.action(), asked = JSON.stringify(action);
+    const moves = this.moves(action), held = Math.min(Math.round(REACTION_S * this.speed), this.length - mine.reward.length - 1);
+    const played = rows(mine.action);
+    this.seeking = true;
+    const found = await this.bestOf(moves, action, played)
+      .then((best) => best && this.bestOf([best], action, [...played, ...Array(held).fill(action)])).catch(() => undefined); // what cannot be checked is not advised
+    this.seeking = false;
+    if (generation !== this.generation || mine !== this.mine || asked !== JSON.stringify(this.knobs.action())) return;
+    this.hinted = found && { ...found, text: found.text.replace(":", ` (${shown(found.name, found.value, this.tiers)}):`) };
   }
 
-  /** The best constant setting, with `replicas` picked from those of the best policy; undefined before the policies are there. */
-  goalOf(replicas) {
-    const setting = this.built === this.generation && this.rivals.find(({ key }) => key === "best_static")?.episode.action;
-    return setting ? { ...first(setting), ...(this.task.max_replicas ? { replicas: replicas(this.best.episode.action.replicas) } : {}) } : undefined;
+  /** Moves of one slider: towards the best constant setting, and in tasks that scale to a few replicas more or fewer. */
+  moves(action) {
+    if (this.built !== this.generation) return []; // the other players are still on their way
+    const towards = this.setting ? this.knobs.reach(first(this.setting)) : action, { max_replicas: most } = this.task;
+    const counts = most ? [-2, -1, 1, 2].map((more) => action.replicas + more).filter((count) => count >= 1 && count <= most && count !== towards.replicas) : [];
+    return [towards, ...counts.map((replicas) => ({ ...action, replicas }))].flatMap((goal) => hints(action, goal, this.task));
+  }
+
+  /** The move with the most score after the actions `before`, with its `score` and what no move has, `stay`; undefined if none gains. */
+  async bestOf(moves, action, before = []) {
+    if (!moves.length) return undefined;
+    const scores = await this.scoresOf([action, ...moves.map(({ name, value }) => ({ ...action, [name]: value }))], before);
+    const [stay, ...moved] = scores, score = Math.max(...moved);
+    return score > stay + GAIN ? { ...moves[moved.indexOf(score)], score, stay } : undefined;
   }
 
   tellReadings() {
@@ -484,7 +531,7 @@ class Race {
 
   updateButtons() {
     this.node.dataset.phase = this.phase;
-    this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: "Pause", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
+    this.startButton.textContent = { idle: this.startButton.disabled && !this.trouble.firstChild ? "Loading the race …" : "Start the race", running: this.mine.reward.length ? "Pause" : "Starting …", paused: this.waiting ? "Try now" : "Resume", over: "Race again" }[this.phase];
     this.againButton.hidden = this.phase === "idle" || this.phase === "over";
     // A race is thrown away by "Start over" alone.
     for (const control of [this.taskSelect, this.seedInput, this.daily, this.dice]) control.disabled = this.phase === "running" || this.phase === "paused";
@@ -526,10 +573,12 @@ class Race {
       while (this.phase === "running" && generation === this.generation && this.mine.reward.length < this.length) {
         await this.second();
         if (generation !== this.generation) return;
-        if (this.teaches()) {
+        if (this.mine.reward.length === 1) this.updateButtons();
+        if (await this.teaches()) {
           this.phase = "paused";
           break;
         }
+        if (this.speed <= FOLLOWED && !this.seeking && this.mine.reward.length % Math.round(this.length / HINTS) === 1) this.seek();
         played.push(performance.now());
         if (played.length > PACE_SECONDS) played.shift();
         this.pace = played.length < 5 ? this.speed : 1000 * (played.length - 1) / (played.at(-1) - played[0]);
@@ -554,11 +603,12 @@ class Race {
   }
 
   /** Whether the race stops now, in the first flood, to show what sliders do: for a visitor who has moved none, in the task that is open first, where one slider wins. */
-  teaches() {
+  async teaches() {
     const flooded = this.task === this.first && this.mine.reward.length > this.task.floods?.first_at_s && this.mine.observation.slo_violation_rate.at(-1) > LATE;
-    this.lesson = flooded && !this.taught && this.speed <= FOLLOWED && this.hint(this.knobs.action()) !== undefined;
-    if (this.lesson) this.hintOf = null;
-    this.taught ||= this.lesson;
+    if (!flooded || this.taught || this.speed > FOLLOWED) return false;
+    this.taught = true;
+    await this.seek();
+    this.lesson = Boolean(this.hinted);
     return this.lesson;
   }
 
@@ -573,14 +623,19 @@ class Race {
 
   /** Go on as soon as the server can be reached again, unless the visitor has done something else meanwhile. */
   async reconnect(generation) {
+    if (!await this.reconnected(generation)) return;
+    fill(this.trouble);
+    if (this.phase === "paused") this.run(generation);
+  }
+
+  /** Wait until the server can be reached again; false if the visitor has done something else meanwhile. */
+  async reconnected(generation) {
     const notice = this.trouble.firstChild;
     do {
       await sleep(RETRY_MS);
-      if (generation !== this.generation || this.trouble.firstChild !== notice) return;
+      if (generation !== this.generation || this.trouble.firstChild !== notice) return false;
     } while (!(await get("health").then(() => true, () => false)));
-    if (this.trouble.firstChild !== notice) return;
-    fill(this.trouble);
-    if (this.phase === "paused") this.run(generation);
+    return generation === this.generation && this.trouble.firstChild === notice;
   }
 
   /** Play the next second. */
@@ -607,15 +662,15 @@ class Race {
 
   /** Keep the run for a reload. */
   keep() {
-    const { task, seed, aim, shared, phase, speed, startsAs, mine } = this;
-    keep(KEPT, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed, action: this.knobs.action(), startsAs, mine } : null);
+    const { task, seed, aim, shared, phase, speed, taught, startsAs, mine } = this;
+    keep(KEPT, this.at, mine?.reward.length ? { task: task.id, seed, aim, shared: shared && address.packActions(shared), phase, speed, taught, action: this.knobs.action(), startsAs, mine } : null);
   }
 
   /** Take up the run that was kept. */
-  takeUp({ mine, action, startsAs, speed, phase }) {
+  takeUp({ mine, action, startsAs, speed, phase, taught }) {
     this.mine = oldRun(mine);
     this.knobs.set(action);
-    this.taught = true;
+    this.taught = taught;
     this.startsAs = startsAs;
     this.setSpeed(speed);
     this.phase = "paused";
@@ -633,11 +688,11 @@ class Race {
     this.finished.add(this.task.id);
     this.hide();
     this.knobs.point();
-    this.advised = null;
+    this.advised = this.hinted = null;
     const { called, episode } = this.target;
     const score = shownScore(grade.score), toBeat = shownScore(episode.score), won = Number(score) > Number(toBeat);
     const params = { task: this.task.id, seed: this.seed, beat: score, you: address.packActions(rows(this.mine.action)) };
-    address.write("race", params);
+    this.write(params);
     const log = JSON.stringify({ task_id: this.task.id, seed: this.seed, episode_log: logOf(this.mine) });
     const places = [{ ...YOU, ...grade }, ...this.rivals.map((rival) => ({ ...rival, ...rival.episode }))].sort((a, b) => b.score - a.score);
     const verdict = score === toBeat ? `Level with ${called}.` : won ? `You beat ${called} (${toBeat}).` : `Not yet: ${called} has ${toBeat}.`;
@@ -651,7 +706,7 @@ class Race {
     this.result.className = `result ${won || placeOf(grade, places) === 1 ? "won" : score === toBeat ? "level" : ""}`;
     fill(this.result,
       el("h2", {}, el("strong", { text: score }), " ", el("span", { text: verdict })),
-      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.lateness()}` }), advice);
+      el("p", { text: `Place ${placeOf(grade, places)} of ${places.length}. ${this.lateness()}${this.isConstant && grade.score <= this.best.episode.score ? this.constantly() : ""}` }), advice);
     fill(this.onward, share, onward);
     fill(this.places, scoreBoard(places), el("div", { class: "buttons" },
       el("button", { type: "button", text: "Download the log", on: { click: () => download(`inferencegym-task-${this.task.id}-seed-${this.seed}.json`, log) } }),
@@ -666,38 +721,34 @@ class Race {
    * plays this episode with it; and what the best policy does that no slider that stays can.
    */
   async advise({ score }) {
-    const action = this.knobs.action(), setting = this.rivals.find(({ key }) => key === "best_static")?.episode.action;
-    const moves = setting ? hints(action, this.knobs.reach(first(setting)), this.task) : [];
-    const scores = await this.scoresOf([...moves.map(({ name, value }) => ({ ...action, [name]: value })), action]);
-    const found = scores.findIndex((each) => each > score + GAIN), reached = found < 0 ? score : scores[found];
-    const start = found < moves.length ? moves[found] : { text: "start as your sliders are now. They began elsewhere in this race." };
-    this.advised = found < moves.length ? moves[found] : undefined;
-    const slider = found < 0 ? "" : `${start.text.replace("Move", "move")} ${start.name ? `With ${shown(start.name, start.value, this.tiers)} and` : "With"} nothing else moved, you score ${shownScore(reached)} here.`;
+    const action = this.knobs.action(), moves = this.moves(action), as = await this.scoresOf([action]);
+    const move = await this.bestOf(moves, action);
+    const found = move?.score > score + GAIN ? move : as[0] > score + GAIN ? { text: "start as your sliders are now. They began elsewhere in this race.", score: as[0] } : undefined;
+    this.advised = found?.name ? found : undefined;
+    const reached = found?.score ?? score;
+    const slider = found ? `${found.text.replace("Move", "move")} ${found.name ? `With ${shown(found.name, found.value, this.tiers)} and` : "With"} nothing else moved, you score ${shownScore(reached)} here.` : "";
     const { called, episode } = this.best, settings = (name) => new Set(episode.action[name]).size;
     const moved = this.lanesOf.reduce((a, b) => (settings(a) >= settings(b) ? a : b));
     const adapts = episode.score > reached + GAIN && settings(moved) > 1 && (!slider || this.task.max_replicas);
     return [slider, adapts ? `${slider ? "Still better" : "to score more"}, move ${this.knobs.title(moved)} during the race, as ${called} does (${shownScore(episode.score)}): see Decisions below.` : ""].filter(Boolean).join(" ");
   }
 
-  /** Find the sliders on which the score does not depend: hints during the race leave them out. */
-  async findIdle(generation) {
-    const constant = this.rivals.find(({ key }) => key === "best_static")?.episode;
-    if (!constant) return;
-    const setting = first(constant.action), moves = hints(this.defaults.action, setting, this.task);
-    if (!moves.length) return;
-    const scores = await this.scoresOf(moves.map(({ name }) => ({ ...setting, [name]: this.defaults.action[name] }))).catch(() => []); // not known: hints name all
-    if (generation === this.generation) this.idle = new Set(moves.filter((_, i) => scores[i] > constant.score - GAIN).map(({ name }) => name));
-  }
-
-  /** Scores of this episode under constant settings, as the server plays them. */
-  async scoresOf(settings) {
+  /** Scores of this episode under constant settings, after the actions `before`, as the server plays them. */
+  async scoresOf(settings, before = []) {
     const { session_id } = await post("reset/batch", { task_id: this.task.id, seeds: settings.map(() => this.seed), config: { reward: "score" } });
-    const scores = settings.map(() => 0), most = Math.floor(BATCH_SECONDS / settings.length), actions = [settings.map(address.numbers)];
-    try {
-      for (let left = this.length; left > 0; left -= most) {
-        const { rewards } = await post("step/batch", { session_id, actions, repeat: Math.min(left, most), last: true });
+    const scores = settings.map(() => 0), most = Math.floor(BATCH_SECONDS / settings.length);
+    const hold = async (actions, seconds) => {
+      for (let left = seconds; left > 0; left -= most) {
+        const { rewards } = await post("step/batch", { session_id, actions: [actions.map(address.numbers)], repeat: Math.min(left, most), last: true });
         for (const row of rewards) row.forEach((reward, i) => { scores[i] += reward; });
       }
+    };
+    try {
+      for (let from = 0, until = 1; from < before.length; from = until++) {
+        while (until < before.length && String(address.numbers(before[until])) === String(address.numbers(before[from]))) until++;
+        await hold(settings.map(() => before[from]), until - from);
+      }
+      await hold(settings, this.length - before.length);
     } finally {
       await post("close/batch", { session_id });
     }

@@ -3,7 +3,7 @@
 import * as address from "./address.js";
 import { get, once, post, sleep } from "./api.js";
 import { TimeChart } from "./charts.js";
-import { MAX_SEED, announce, copy, el, field, fill, problem, seedOf, select } from "./dom.js";
+import { MAX_SEED, announce, copy, el, field, fill, isSeed, problem, seedOf, select } from "./dom.js";
 import { compact, percent, score as shownScore } from "./format.js";
 import { keep, takeKept } from "./kept.js";
 import { SHARED, player } from "./players.js";
@@ -16,7 +16,7 @@ const ORACLE = "oracle_constant"; // plays each episode many times, and a visito
 const TICK_S = 10; // between two drawings
 const PACES = [[10, "10×"], [30, "30×"], [160, "as fast as possible"]];
 const WINDOW_S = 30, FIRST_CAP = 12; // the window is the hit rate's
-const FULL = 1, ROOM = 0.75; // shares of the KV pool: above the one, hints say down, below the other up
+const FULL = 1, ROOM = 0.5; // shares of the KV pool: above the one, a hint says down; below the other, much of it is idle
 const QUESTION = "How many agent sessions should one engine run at a time?";
 const KEPT = "rollouts";
 
@@ -63,6 +63,14 @@ export function unpackCaps(text) {
   return caps;
 }
 
+/** In which seconds of a run its cap was too high or too low, in words; an empty text if in few. */
+function nextTime({ context_share: shares, sessions_waiting: waiting }) {
+  const seconds = (is) => shares.filter(is).length, full = seconds((share) => share > FULL), idle = seconds((share, i) => share < ROOM && waiting[i] > 0);
+  if (Math.max(full, idle) < shares.length / 10) return "";
+  if (full > idle) return `lower the cap as soon as the share of the pool nears 100 %. For ${full} of ${shares.length} seconds the conversations did not fit.`;
+  return `try a higher cap. For ${idle} of ${shares.length} seconds more than half of the pool was idle while sessions waited.`;
+}
+
 /** A run of which nothing is played yet, from the answer of POST /reset. */
 const newRun = (begun) => ({ session: begun.session_id, columns: Object.fromEntries(Object.keys(begun.observation).map((name) => [name, []])), caps: [], score: undefined });
 
@@ -98,12 +106,14 @@ class Rollouts {
           el("p", { class: "note", text: "Computed for nothing: prompt tokens computed beyond what the most economical policy computes for each token written. During an episode this is an estimate, because first prompts are all new." }),
           this.scores)));
     this.putCap();
-    addEventListener("pagehide", () => keep(KEPT, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
+    addEventListener("pagehide", () => keep(KEPT, this.at, this.mine?.caps.length ? { task: this.task.task_id, seed: this.seedInput.value, shared: this.shared && packCaps(this.shared), cap: this.cap, pace: this.pace.value, playing: this.playing, mine: this.mine, ghost: this.ghost } : null));
   }
 
   async show(params) {
+    if (this.task && location.hash === this.at) return; // back on this tab, with its run or its result as it was
     const kept = this.task ? null : takeKept(KEPT);
     if (kept) {
+      this.at = location.hash;
       [this.taskSelect.value, this.seedInput.value, this.pace.value] = [kept.task, kept.seed, kept.pace];
       this.choose(kept.shared && unpackCaps(kept.shared), kept);
       return;
@@ -111,11 +121,12 @@ class Rollouts {
     const task = params.get("task"), seed = params.get("seed"), you = params.get("you");
     if (this.task && !you && (!task || task === this.task.task_id) && (!seed || seed === this.seedInput.value)) return;
     if (this.tasks.some(({ task_id }) => task_id === task)) this.taskSelect.value = task;
-    if (/^\d{1,15}$/.test(seed ?? "")) this.seedInput.value = seed;
+    if (isSeed(seed ?? "")) this.seedInput.value = seed;
     this.claimed = /^[01]\.\d{1,3}$/.test(params.get("beat") ?? "") ? params.get("beat") : undefined;
     const shared = you === null ? null : unpackCaps(you);
     const chosen = this.choose(shared); // not awaited: the tab is there at once, and its policies take some seconds to play
-    if (you !== null && !shared) chosen.then(() => fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "press Start to play these sessions yourself" })));
+    if (seed !== null && !isSeed(seed)) fill(this.trouble, problem({ message: `The link's seed, ${seed.slice(0, 60)}, is not a whole number from 0 to ${MAX_SEED}: this is another one`, next: "ask for the link again, or enter the seed" }));
+    else if (you !== null && !shared) chosen.then(() => fill(this.trouble, problem({ message: "The link does not contain a valid run", next: "press Start to play these sessions yourself" })));
   }
 
   /** Called when another tab is opened. */
@@ -135,14 +146,14 @@ class Rollouts {
     this.shared = shared;
     this.task = this.tasks.find(({ task_id }) => task_id === this.taskSelect.value);
     const { task_id, description, sessions } = this.task;
-    if (!shared && !kept) address.write("rollouts", { task: task_id, seed: this.seedInput.value });
+    if (!shared && !kept) this.write({ task: task_id, seed: this.seedInput.value });
     this.pause("Start");
     this.play.disabled = true;
     this.story.textContent = description;
     this.slider.max = String(sessions);
     this.putCap();
     for (const part of [this.out, this.trouble, this.scores, this.lead]) fill(part);
-    this.goal.textContent = QUESTION;
+    [this.goal.textContent, this.goal.hidden] = [QUESTION, false];
     this.board.classList.add("stale"); // until the charts are those of these sessions
     try {
       const seed = seedOf(this.seedInput);
@@ -172,6 +183,12 @@ class Rollouts {
     } catch (error) {
       if (generation === this.generation) fill(this.trouble, problem(error));
     }
+  }
+
+  /** Write the address of this run, by which the tab knows it again. */
+  write(params) {
+    address.write("rollouts", params);
+    this.at = location.hash;
   }
 
   buildBoard() {
@@ -207,13 +224,13 @@ class Rollouts {
     ].map(([name, value, bad]) => el("div", { class: bad ? "bad" : "" }, el("dt", { text: name }), el("dd", { text: value }))));
   }
 
-  /** During a run: who has finished more sessions by now, and which way to move the cap. */
+  /** During a run: who has finished more sessions by now, and whether to move the cap down. There is no hint to move it up: that an idle pool is worth filling is not certain. */
   coach(second, now) {
     const { columns, label } = this.target, on = second > 0 && this.mine.score === undefined;
     const theirs = columns.sessions_finished[Math.min(second, columns.sessions_finished.length) - 1] ?? 0, share = now("context_share"), settled = on && second > WINDOW_S;
-    const down = settled && share > FULL, up = settled && share < ROOM && now("sessions_waiting") > 0;
-    this.knob.classList.toggle("hinted", down || up);
-    const hint = down ? "Move the cap down: the conversations no longer fit into the KV pool and evict each other." : up ? `Move the cap up: ${percent(1 - share)} of the KV pool is idle, and ${now("sessions_waiting")} sessions wait.` : "";
+    const down = settled && share > FULL;
+    this.knob.classList.toggle("hinted", down);
+    const hint = down ? "Move the cap down: the conversations no longer fit into the KV pool and evict each other." : "";
     this.lead.textContent = on ? `${now("sessions_finished")} sessions finished, ${label} has ${theirs} at this second. ${hint}` : second ? "" : `${label}: ${this.target.title.replace(/^./, (letter) => letter.toLowerCase())}`;
   }
 
@@ -282,7 +299,7 @@ class Rollouts {
     this.pause("Run again");
     const score = shownScore(mine.score), other = shownScore(target.score);
     const params = { task: task.task_id, seed: this.seedInput.value, beat: score, you: packCaps(mine.caps) };
-    address.write("rollouts", params);
+    this.write(params);
     this.rank({ ...YOU, ...mine }, ...(ghost ? [ghost] : []));
     const called = target.called ?? target.label;
     const verdict = score === other ? `You are level with ${called}, with ${score}` : mine.score > target.score ? `You beat ${called} (${other}) with ${score}` : `Not yet: ${called} has ${other}, you finish with ${score}`;
@@ -290,8 +307,10 @@ class Rollouts {
     share.addEventListener("click", () => copy(new URL(address.link("rollouts", params), location.href).href, share));
     const nothing = ({ columns }) => compact(wasted(columns, this.least)), hits = ({ columns }) => percent(hitRate(columns, 0) ?? 0);
     this.lead.textContent = "";
-    fill(this.out, el("h2", { text: `${verdict}, after ${mine.caps.length} seconds.` }),
-      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), el("div", { class: "buttons" }, share));
+    const said = `${verdict}, after ${mine.caps.length} seconds.`, advice = nextTime(mine.columns);
+    this.goal.hidden = true; // the verdict takes its place
+    fill(this.out, el("h2", { text: said }),
+      el("p", { text: `You found ${hits(mine)} of the prompt tokens in the cache and computed ${nothing(mine)} for nothing; ${called} ${hits(target)} and ${nothing(target)}.` }), advice && el("p", {}, el("strong", { text: "Next time: " }), advice), el("div", { class: "buttons" }, share));
     announce(this.out.textContent);
   }
 }
