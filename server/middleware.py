@@ -1,4 +1,4 @@
-"""ASGI middleware: request ids, security headers, access log, limits, CORS.
+"""ASGI middleware: request ids, access log, limits, CORS.
 
 All of it is plain ASGI. Starlette's BaseHTTPMiddleware starts a task and two streams per request, which would halve the
 steps per second.
@@ -35,10 +35,11 @@ LOGGED_ID_CHARS: Final = 8
 LOGGED_PATH_CHARS: Final = 200
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
+_NOSNIFF: Final = (b"x-content-type-options", b"nosniff")
 
 
 class RequestLog:
-    """ASGI middleware that gives every request an id and security headers, counts it and logs it."""
+    """ASGI middleware that gives every request an id, counts it and logs it, and lets no browser guess its type."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
@@ -46,12 +47,6 @@ class RequestLog:
         self._mode = settings.access_log
         self._prefix = secrets.token_hex(4).encode()
         self._numbers = itertools.count(1)
-        self._headers = (
-            (b"x-content-type-options", b"nosniff"),
-            (b"referrer-policy", b"no-referrer"),
-            # Not X-Frame-Options: the page is shown in a frame on its Space.
-            (b"content-security-policy", f"frame-ancestors {settings.frame_ancestors}".encode()),
-        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,9 +61,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                given = message.get("headers", ())
-                own = self._headers[: 2 if b"content-security-policy" in dict(given) else 3]
-                message["headers"] = [*given, *own, (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), _NOSNIFF, (b"x-request-id", request_id)]
             await send(message)
 
         try:

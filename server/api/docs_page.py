@@ -13,17 +13,16 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from server.api.openapi import inlined_paths
-from server.api.web import content_policy
+from server.api.web import page_headers
 from server.settings import Settings
 
 
 def docs_route(settings: Settings) -> Route:
     """``GET /docs``."""
-    headers = {"content-security-policy": content_policy(settings), "cache-control": "no-cache"}
 
     async def page(request: Request) -> HTMLResponse:
         document = await asyncio.to_thread(request.app.openapi)
-        return HTMLResponse(await asyncio.to_thread(docs_page, document), headers=headers)
+        return HTMLResponse(await asyncio.to_thread(docs_page, document), headers=page_headers(settings))
 
     return Route("/docs", page, include_in_schema=False)
 

@@ -40,15 +40,21 @@ def web_routes(settings: Settings) -> list[BaseRoute]:
         # Browsers request this on pages without an icon, such as /health.
         Route("/favicon.ico", _to("web/img/icon.svg"), include_in_schema=False),
         Route("/web/site.json", _site(settings), include_in_schema=False),
-        Mount("/web", app=GZipMiddleware(_Page(content_policy(settings, _styles())))),
+        Mount("/web", app=GZipMiddleware(_Page(page_headers(settings, _styles())))),
     ]
 
 
-def content_policy(settings: Settings, styles: str = "") -> str:
-    """Content security policy of a page: this origin, no inline code but ``styles``, frames as the settings say."""
+def page_headers(settings: Settings, styles: str = "") -> dict[str, str]:
+    """Headers of a page. Its content: this origin, no inline code but ``styles``, frames as the settings say.
+
+    It is asked for again each time, and answered with 304 while it is the same.
+    """
     digest = f" 'sha256-{base64.b64encode(hashlib.sha256(styles.encode()).digest()).decode()}'" if styles else ""
     own = f"script-src 'self'; style-src 'self'{digest}; img-src 'self' data:; connect-src 'self'; manifest-src 'self'"
-    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors {settings.frame_ancestors}"
+    # Not X-Frame-Options: the page is shown in a frame on its Space.
+    rest = f"base-uri 'none'; form-action 'none'; frame-ancestors {settings.frame_ancestors}"
+    policy = f"default-src 'none'; {own}; {rest}"
+    return {"content-security-policy": policy, "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 
 
 @cache
@@ -94,12 +100,11 @@ def _site(settings: Settings) -> Endpoint:
 
 
 class _Page(StaticFiles):
-    """The page and its files, under its policy."""
+    """The page and its files, with its headers."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, headers: dict[str, str]) -> None:
         super().__init__(directory=PAGE_DIR)
-        # Asked for again each time, and answered with 304 while it is the same.
-        self._headers = {"content-security-policy": policy, "cache-control": "no-cache"}
+        self._headers = headers
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         is_page = path == "." and scope["method"] in ("GET", "HEAD")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import inferencegym
-from server.api.web import PAGE_DIR, content_policy
+from server.api.web import PAGE_DIR, page_headers
 from server.settings import Settings
 from tests.servers import ROOT, RunningServer, running_server
 
@@ -91,7 +91,9 @@ def test_a_shared_link_has_a_preview_with_its_score_and_a_picture(
 
 
 def test_who_may_frame_the_page_is_a_setting() -> None:
-    assert content_policy(Settings(frame_ancestors="'none'")).endswith("frame-ancestors 'none'")
+    assert page_headers(Settings(frame_ancestors="'none'"))["content-security-policy"].endswith(
+        "frame-ancestors 'none'"
+    )
 
 
 def test_a_file_that_did_not_change_is_not_sent_again(server: RunningServer) -> None:
