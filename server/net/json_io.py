@@ -160,7 +160,7 @@ def parse_object(body: bytes, name: str = "body", bounds: JsonBounds | None = No
     except orjson.JSONDecodeError as error:
         raise InvalidJsonError(f"the {name} is not strict JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidJsonError(f"the {name} must be a JSON object, not {_json_type(value)}")
+        raise InvalidJsonError(f"the {name} must be a JSON object")
     # Each key needs one colon: if there are no more colons than keys that arrived, no key was overwritten.
     n_keys = _count_keys(value, name)
     if body.count(b":") != n_keys and [*counts(body)][-1][2] != n_keys:
@@ -178,8 +178,3 @@ def _count_keys(value: Any, name: str, level: int = 1) -> int:
                 total += _count_keys(item, name, level + 1)
         return total
     return sum(_count_keys(item, name, level + 1) for item in value if isinstance(item, (dict, list)))
-
-
-def _json_type(value: object) -> str:
-    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

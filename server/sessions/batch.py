@@ -139,19 +139,16 @@ class BatchSession(Session):
 
     def _again(self, steps: BatchSteps) -> BatchPlayed:
         if self.last is not None and self.last[1].number == steps.number:
-            if _same_steps(self.last[0], steps):
+            last = self.last[0]
+            alike = (last.n_steps, last.last, last.actions.dtype) == (steps.n_steps, steps.last, steps.actions.dtype)
+            # Bit for bit, so that the second request is a repetition of the first.
+            if alike and last.actions.tobytes() == steps.actions.tobytes():
                 return self.last[1]
             raise StepConflictError(f"step {steps.number} and those after it were taken with other actions")
         raise StepConflictError(
             f"step {steps.number} cannot be taken: {self.taken} steps were taken, so the next is {self.taken + 1}, "
             "and only the latest request is answered again"
         )
-
-
-def _same_steps(one: BatchSteps, other: BatchSteps) -> bool:
-    """Whether two requests are equal bit for bit, so that the second is a repetition of the first."""
-    alike = (one.n_steps, one.last, one.actions.dtype) == (other.n_steps, other.last, other.actions.dtype)
-    return alike and one.actions.tobytes() == other.actions.tobytes()
 
 
 class BatchSessions:

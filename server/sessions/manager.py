@@ -106,35 +106,24 @@ class LiveSession(Session):
     env: EpisodeEnv
     last: StepResult | None = None
     _parsed: tuple[Action, Mapping[str, Any]] = (b"", {})
+    """The action that was parsed last, usually that of the last step, and its values."""
 
     @property
     def actions(self) -> list[Action]:
         """Actions taken so far."""
         return self.record.actions
 
-    @property
-    def n_entries(self) -> int:
-        """Entries of the episode's log, a measure of its memory: one per step, or several where actions are held."""
-        return self.env.n_entries
-
     def parse_action(self, action: Any, at: int) -> tuple[Any, Action]:
         """An action for the step after ``at`` steps, complete, in the forms of the environment and of the record.
 
         Raises InvalidActionError, also for actions that the episode cannot play, because a stored step must play.
         """
-        parsed, kept, values = self.family.parse_action(action, self._values(at - 1) if at else None)
+        kept, values = self._parsed
+        if at and kept is not self.actions[at - 1]:
+            values = self.family.action_json(self.actions[at - 1])
+        parsed, kept, values = self.family.parse_action(action, values if at else None)
         self._parsed = (kept, values)
         return self.env.check(parsed), kept
-
-    def _values(self, at: int) -> Mapping[str, Any]:
-        """Values of an action of the record, which is usually the one that was parsed last."""
-        kept, values = self._parsed
-        return values if kept is self.actions[at] else self.family.action_json(self.actions[at])
-
-    @property
-    def done(self) -> bool:
-        """Whether its episode has ended."""
-        return self.last is not None and self.last.done
 
 
 class SessionManager:
@@ -221,7 +210,7 @@ class SessionManager:
         if live is None:
             return None
         self.in_memory.move_to_end(session_id)
-        if live.in_use or live.done or number not in (None, len(live.actions) + 1):
+        if live.in_use or live.env.done or number not in (None, len(live.actions) + 1):
             return None
         if family not in (None, live.family.name) or reset_id not in (None, live.record.reset_id):
             return None
@@ -363,10 +352,10 @@ class SessionManager:
     def _take(self, live: LiveSession, parsed: Any, wanted: Action) -> StepResult:
         """Play a step that the store has."""
         self.counters.steps += 1
-        before = live.n_entries
+        before = live.env.n_entries
         observation, reward, done = live.env.play(parsed)
         live.actions.append(wanted)
-        self._count_held(live, live.n_entries - before)
+        self._count_held(live, live.env.n_entries - before)
         live.last = StepResult(len(live.actions), observation, reward, done, live.env)
         return live.last
 
@@ -400,7 +389,7 @@ class SessionManager:
         return StepResult(number, observation, reward, done, live.env, info)
 
     def _touch_is_due(self, live: LiveSession) -> bool:
-        return live.done or time.monotonic() - live.touched >= self._touch_every_s
+        return live.env.done or time.monotonic() - live.touched >= self._touch_every_s
 
     async def _touch(self, live: LiveSession) -> None:
         now = time.monotonic()
@@ -482,12 +471,12 @@ class SessionManager:
                 live.family.play(live.env, action)
                 live.actions.append(action)
 
-        before, entries = len(live.actions), live.n_entries
+        before, entries = len(live.actions), live.env.n_entries
         try:
             await self._off_loop(live.family, live.record, len(missed), apply)
         finally:
             self.counters.replayed_steps += len(live.actions) - before
-            self._count_held(live, live.n_entries - entries)
+            self._count_held(live, live.env.n_entries - entries)
             live.last = last_result(live.env)
 
     async def _replay(self, family: Family, record: EpisodeRecord, session_id: str) -> EpisodeEnv:
@@ -546,7 +535,7 @@ class SessionManager:
         if earlier is not None:
             self._drop(earlier)
         self.in_memory[live.session_id] = live
-        self.steps_held += live.n_entries
+        self.steps_held += live.env.n_entries
         while len(self.in_memory) > self._max_live or (
             self.steps_held > self._max_steps_held and len(self.in_memory) > 1
         ):
@@ -557,7 +546,7 @@ class SessionManager:
             self.counters.evictions += 1
 
     def _replace(self, live: LiveSession, family: Family, record: EpisodeRecord, env: EpisodeEnv) -> None:
-        self._count_held(live, env.n_entries - live.n_entries)
+        self._count_held(live, env.n_entries - live.env.n_entries)
         live.family, live.record, live.env, live.last = family, record, env, None
 
     def _count_held(self, live: LiveSession, steps: int) -> None:
@@ -567,7 +556,7 @@ class SessionManager:
 
     def _drop(self, live: LiveSession) -> None:
         del self.in_memory[live.session_id]
-        self.steps_held -= live.n_entries
+        self.steps_held -= live.env.n_entries
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._ttl_s - 2 * self._touch_every_s
