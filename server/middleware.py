@@ -82,12 +82,19 @@ class RequestLog:
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         opened = int(scope["type"] == "websocket")
         self._metrics.websockets += opened
+        started, is_logged = time.perf_counter(), opened and self._mode == "all"
+        if is_logged:
+            self._write(scope, request_id := self._request_id(scope), None, 0.0, "websocket_open")
         try:
             await self.app(scope, receive, send)
         finally:
             self._metrics.websockets -= opened
+            if is_logged:
+                self._write(scope, request_id, None, time.perf_counter() - started, "websocket_close")
 
-    def _write(self, scope: Scope, request_id: bytes, status: int, took_s: float) -> None:
+    def _write(
+        self, scope: Scope, request_id: bytes, status: int | None, took_s: float, event: str = "request"
+    ) -> None:
         session = scope.get(SESSION_KEY)
         client = scope.get("client")
         error = sys.exc_info()[1]
@@ -95,11 +102,11 @@ class RequestLog:
         write_line(
             {
                 "time": time.time(),
-                "level": "info" if status < 500 else "error",
-                "event": "request",
+                "level": "error" if status and status >= 500 else "info",
+                "event": event,
                 "request_id": request_id.decode(),
                 "session": session[:LOGGED_ID_CHARS] if session else None,
-                "method": scope["method"],
+                "method": scope.get("method", "GET"),
                 "path": short_text(scope["path"], LOGGED_PATH_CHARS),
                 "status": status,
                 "ms": round(1000 * took_s, 3),

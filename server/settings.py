@@ -259,11 +259,14 @@ class Settings(BaseModel):
             # For no other user: whoever knows a session's id may play it.
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return make_folder(directory) / "sessions.db"
+            file = make_folder(directory) / "sessions.db"
+            if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+                raise DataFormatError(f"{file} belongs to user {file.stat().st_uid}, not to {os.getuid()}")
+            return file
         except DataFormatError as error:
             raise InvalidConfigError(
                 f"{PREFIX}DATA_DIR: {str(directory)!r} is not allowed: it must be a directory that can be written, or "
-                f"made ({error})"
+                f"made, with its sessions.db ({error})"
             ) from error
 
     def envs_per_client(self) -> int:
@@ -284,7 +287,9 @@ def load_settings(**overrides: Any) -> Settings:
     if file := given.get("api_key_file"):
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
-            given["api_key"] = ",".join([given.get("api_key", ""), *(line for line in lines if line[:1] != "#")])
+            if not (keys := [line for line in lines if line.strip() and line[0] != "#"]):
+                raise OSError("it has no key")
+            given["api_key"] = ",".join([given.get("api_key", ""), *keys])
         except (OSError, UnicodeDecodeError) as error:
             variable = _variable("api_key_file")
             raise InvalidConfigError(f"{variable}: {file!r} cannot be read: {error}", variable) from error
@@ -292,7 +297,9 @@ def load_settings(**overrides: Any) -> Settings:
         settings = Settings.model_validate(given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        raise InvalidConfigError("; ".join(map(_explain, problems)), _variable(str(problems[0]["loc"][0]))) from error
+        raise InvalidConfigError(
+            "; ".join(dict.fromkeys(map(_explain, problems))), _variable(str(problems[0]["loc"][0]))
+        ) from error
     if settings.workers > 1 and settings.store_url.startswith("memory:"):
         raise InvalidConfigError(
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "
@@ -325,7 +332,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = {_variable(name) for name in Settings.model_fields} | READ_ELSEWHERE
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            near = difflib.get_close_matches(variable, known, n=1)
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
             allowed = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(sorted(known))}"
             raise InvalidConfigError(f"{variable} is not a setting: {allowed}", variable)
 

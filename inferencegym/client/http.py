@@ -54,7 +54,10 @@ class _Episode:
         if isinstance(action, ServeAction):
             action.validate()
             action = action.to_dict()
-        body = {"session_id": self.known_id(), "action": dict(action), "step": self.steps + 1}
+        # An action of OpenEnv has metadata for its own interface.
+        dump = getattr(action, "model_dump", lambda **_: dict(action))
+        knobs = dump(exclude={"metadata"}, exclude_unset=True)
+        body = {"session_id": self.known_id(), "action": knobs, "step": self.steps + 1}
         return _Request("POST", "/step", body)
 
     def state(self, session_id: str | None = None) -> _Request:

@@ -21,6 +21,7 @@ from env.inference_env import InferenceEnv
 from inferencegym.client import (
     AsyncInferenceGymHTTP,
     HTTPVectorEnv,
+    InferenceGymAction,
     InferenceGymBatch,
     InferenceGymEnv,
     InferenceGymHTTP,
@@ -328,6 +329,13 @@ def test_a_proxy_whose_server_stays_down_is_told_from_a_server_of_another_kind()
         pytest.raises(ServerUnavailableError, match=r"over 0\.2 s.*HTTP 502.*resume\(session_id\)"),
     ):
         client.reset()
+
+
+def test_an_action_of_openenv_is_played_over_http_too(client: InferenceGymHTTP) -> None:
+    local = InferenceEnv()
+    client.reset(seed=3)
+    local.reset(seed=3)
+    assert client.step(InferenceGymAction(batch_size=96)) == local.step({"batch_size": 96})
 
 
 def test_a_client_id_is_sent_by_every_client(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

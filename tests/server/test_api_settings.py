@@ -84,7 +84,7 @@ def test_keys_come_from_the_variable_and_from_a_file_and_an_empty_file_opens_no_
     file = tmp_path / "key"
     monkeypatch.setenv("INFERENCEGYM_API_KEY_FILE", str(file))
     file.write_text("\n")
-    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_API_KEY: its value is not allowed"):
+    with pytest.raises(InvalidConfigError, match=r"INFERENCEGYM_API_KEY_FILE: .*it has no key"):
         load_settings()
     file.write_text("# of the trainers\nfrom a file\nfrom it too\n")
     assert [key.get_secret_value() for key in load_settings().api_key or ()] == ["from a file", "from it too"]
@@ -197,3 +197,19 @@ def test_one_client_may_have_three_quarters_of_the_websocket_sessions_unless_it_
 ) -> None:
     assert load_settings(max_concurrent_envs=most).envs_per_client() == one_client
     assert load_settings(max_concurrent_envs=most, concurrent_envs_per_client=7).envs_per_client() == 7
+
+
+def test_two_short_keys_are_one_sentence_and_a_far_name_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCEGYM_API_KEY", "short,shorter")
+    with pytest.raises(InvalidConfigError, match=r"^[^;]*$"):
+        load_settings()
+    monkeypatch.setenv("INFERENCEGYM_LOG_LEVEL", "debug")
+    with pytest.raises(InvalidConfigError, match="INFERENCEGYM_LOG_LEVEL is not a setting: allowed are"):
+        load_settings()
+
+
+def test_a_database_of_another_user_is_named_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sessions.db").touch()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "sessions.db")  # root may write all
+    with pytest.raises(InvalidConfigError, match=r"sessions\.db belongs to user \d+, not to \d+"):
+        Settings(data_dir=tmp_path).sqlite_path()

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from websockets.sync.client import connect
 
 from server.app import create_app
 from server.net.logs import JsonFormatter
 from server.settings import Settings
-from tests.servers import ROOT
+from tests.servers import ROOT, running_server
 
 
 class Pipe(io.StringIO):
@@ -95,3 +96,18 @@ def test_a_record_is_one_line_of_json_with_its_traceback() -> None:
     assert "ZeroDivisionError: by hand" in line["traceback"]
     plain = json.loads(JsonFormatter().format(logging.LogRecord("a", logging.INFO, "f.py", 1, "fine", (), None)))
     assert set(plain) == {"time", "level", "logger", "message"}
+
+
+def test_a_socket_has_a_line_when_it_opens_and_one_when_it_closes(tmp_path: Path) -> None:
+    for mode, events in (("all", ["websocket_open", "websocket_close"]), ("off", [])):
+        folder = tmp_path / mode
+        folder.mkdir()
+        with running_server(folder, access_log=mode) as server:
+            with connect(server.url.replace("http", "ws", 1) + "/ws") as socket_to:
+                socket_to.send('{"type": "state"}')
+                socket_to.recv()
+            server.stop()
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        about_it = [line for line in lines if "websocket" in str(line).lower() or "connection" in str(line)]
+        assert [line.get("event") for line in about_it] == events
+        assert {(line["path"], line["client"]) for line in about_it} <= {("/ws", "127.0.0.1")}
