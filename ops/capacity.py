@@ -50,6 +50,7 @@ NOISE_DEVIATIONS: Final = 2.0
 DRAIN_S: Final = 60
 """Seconds after the last arrival in which waiting and running requests may still be served."""
 MAX_SPAN_S: Final = MAX_EPISODE_LENGTH - DRAIN_S
+HOUR_S: Final = 3_600
 TIMELINE_POINTS: Final = 600
 _SIGNALS: Final = ("queue_requests", "running_requests", "ttft_p50_ms", "ttft_p99_ms", "tokens_per_sec", "kv_occupancy")
 _TOLERANCE: Final = 1e-6
@@ -77,8 +78,10 @@ def log_task(
     """
     span_s = math.ceil(float(log.arrival_s[-1]) + 1e-9)
     if span_s > MAX_SPAN_S:
+        from_s = _busiest_hour(log.arrival_s)
         raise DataFormatError(
-            f"the log lasts {span_s} s, but a replay at most {MAX_SPAN_S} s: choose a part of it (--from-s, --to-s)"
+            f"the log lasts {span_s:,} s, but a replay at most {MAX_SPAN_S:,} s: choose a part of it (--from-s, "
+            f"--to-s), such as its busiest hour, from second {from_s} to {from_s + HOUR_S}"
         )
     task = replace(
         _own_task() if like is None else like,
@@ -94,6 +97,12 @@ def log_task(
     if slo_ms is not None:
         task = replace(task, slo_target_ms=slo_ms, classes=tuple(replace(c, slo_ms=slo_ms) for c in task.classes))
     return on_replicas(task, fleet_for(task, tables)) if like is None else task
+
+
+def _busiest_hour(arrival_s: FloatArray) -> int:
+    """Second at which the hour with the most arrivals begins, a multiple of a minute; ``arrival_s`` ascends."""
+    begins = np.arange(0, arrival_s[-1], 60.0)
+    return int(begins[np.argmax(np.searchsorted(arrival_s, begins + HOUR_S) - np.searchsorted(arrival_s, begins))])
 
 
 def _own_task() -> TaskSpec:

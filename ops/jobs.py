@@ -52,7 +52,10 @@ def shadow_job(request: Request) -> dict[str, Any]:
     )
     settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
     export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}
-    told = [*filter(None, [report.refused]), scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES)]
+    told = [
+        *filter(None, [report.refused, report.short]),
+        scaling_note(report.autoscaling, report.log["span_s"], WITHIN_MISSES),
+    ]
     return {
         **report.to_dict(),
         "read": imported.describe(),

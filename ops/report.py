@@ -370,7 +370,7 @@ def shadow_report(report: ShadowReport) -> Report:
         f"them: {shares}.",
     ]
     gpus = f"{report.n_gpus} x {report.hardware} for every policy, objective {report.slo_ms:g} ms"
-    return Report(gpus, tables, lines, [f"{report.refused}."] if report.refused else [])
+    return Report(gpus, tables, lines, [f"{text}." for text in (report.refused, report.short) if text])
 
 
 def verdict(report: ShadowReport) -> str:

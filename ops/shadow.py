@@ -8,6 +8,7 @@ prefill on separate GPUs, half as many replicas with twice the GPUs each; the be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -26,6 +27,7 @@ from ops.capacity import (
     grid,
     log_summary,
     log_task,
+    longest_request,
     noise,
     on_replicas,
     play_policy,
@@ -47,6 +49,12 @@ FINALISTS: Final = 4
 """Number of constants of a sweep that the reference plays."""
 LEAST_REQUESTS: Final = 25
 """Fewest requests of a log on which a policy is recommended."""
+SERVED: Final = 0.99
+"""Share of the requests (those that are not refused for their length) that a fleet sized to a log serves in time."""
+MAX_GPUS: Final = 64
+"""Most GPUs of a fleet sized to a log."""
+LEAST_GAIN: Final = 1e-3
+"""Share of the requests that one more replica has to bring in time while a fleet is sized."""
 LEAST_SERVED: Final = 0.04
 """Smallest share of requests in time for which a policy is recommended."""
 
@@ -57,7 +65,8 @@ class ShadowReport:
 
     ``autoscaling`` is the best constant under autoscalers, with its replicas as the maximum. ``gpu_hour`` is the price
     of a GPU-hour in ``currency``; None if no price was given. ``refused`` says how many requests are too long for any
-    setting; it is empty if none is.
+    setting; it is empty if none is. ``short`` says that no constant setting serves :data:`SERVED` of the others in time
+    on these GPUs, and how many GPUs would do; it is empty if one does.
     """
 
     log: dict[str, Any]
@@ -72,6 +81,7 @@ class ShadowReport:
     gpu_hour: float | None = None
     currency: str = ""
     refused: str = ""
+    short: str = ""
 
     def best(self) -> PolicyOutcome:
         """The recommended policy.
@@ -138,10 +148,11 @@ def shadow(
     """Replay a log under a fixed configuration, under the best constant of a sweep and under each agent.
 
     ``agents`` are registered names (``heuristic``, ``constant:{...}``) or agents. ``task`` gives fleet, objectives and
-    stored policies of a task made from similar traffic; without it the fleet is sized to the log unless ``n_gpus`` is
-    given, and the objective is 500 ms for all classes. ``fixed`` is the user's own setting, as an action or as some of
-    its knobs; knobs left out are vLLM's defaults. Raises :class:`DataFormatError` if the log lasts longer than an
-    episode may, and any error of making an agent.
+    stored policies of a task made from similar traffic; without it the objective is 500 ms for all classes, and the
+    fleet is sized to the log unless ``n_gpus`` is given: the fewest GPUs on which a constant serves :data:`SERVED` of
+    the requests in time, or those for the mean load if no number of GPUs does. ``fixed`` is the user's own setting,
+    as an action or as some of its knobs; knobs left out are vLLM's defaults. Raises :class:`DataFormatError` if the
+    log lasts longer than an episode may, and any error of making an agent.
     """
     if slo_ms is not None and not 1 <= slo_ms <= MAX_SLO_MS:
         raise refusal("slo_ms", slo_ms, f"from 1 to {MAX_SLO_MS:,.0f}")
@@ -151,8 +162,14 @@ def shadow(
     fixed.validate()
     tables.refuse_tier(fixed.quant_tier.value)
     as_task = log_task(log, tables, slo_ms, task)
+    largest_pool = max(tables.kv_pool_tokens(tier, 1.0, False) for tier in range(tables.n_tiers))
+    tokens = log.prompt_tokens + log.output_tokens
+    too_long = float((tokens > longest_request(tables, largest_pool)[0]).mean())
     if n_gpus is None:
-        n_gpus = as_task.fleet.n_replicas * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
+        units = as_task.fleet.n_replicas
+        if task is None:
+            units = _fewest_replicas(as_task, tables, units, too_long) or units
+        n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
     gpus = Field(as_task, tables, n_gpus)
     constant, action = gpus.best_constant()
@@ -167,7 +184,13 @@ def shadow(
     outcomes[0] = replace(outcomes[0], action=fixed.to_dict())
     outcomes[1] = replace(outcomes[1], action=action.to_dict())
     hardware = str(tables.meta["hardware"])
-    largest_pool = max(tables.kv_pool_tokens(tier, 1.0, False) for tier in range(tables.n_tiers))
+    short = ""
+    if outcomes[1].slo_miss_share > too_long + 1 - SERVED:
+        found = _fewest_replicas(as_task, tables, n_gpus // tables.cards_per_replica + 1, too_long)
+        more = "nor would more" if found is None else f"about {found * tables.cards_per_replica} would do"
+        which = " that are not refused" if too_long else ""
+        within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
+        short = f"No constant setting serves {SERVED:.0%} of the requests{which} {within}: {more}"
     return ShadowReport(
         log=log_summary(log),
         n_gpus=n_gpus,
@@ -180,8 +203,25 @@ def shadow(
         autoscaling=scaling,
         gpu_hour=None if prices is None else prices.gpu_hour(hardware),
         currency="" if prices is None else prices.currency,
-        refused=refused(log.prompt_tokens + log.output_tokens, tables, largest_pool),
+        refused=refused(tokens, tables, largest_pool),
+        short=short,
     )
+
+
+def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, too_long: float) -> int | None:
+    """Fewest replicas, from ``least``, on which a constant serves :data:`SERVED` of what is not refused in time.
+
+    Told by the fluid model, as it screens settings. None if one more replica no longer helps, or at :data:`MAX_GPUS`.
+    """
+    before = math.inf
+    for units in range(least, MAX_GPUS // tables.cards_per_replica + 1):
+        missed = float(screen(on_replicas(task, units), tables, grid(False, range(tables.n_tiers))).missed.min())
+        if missed <= too_long + 1 - SERVED:
+            return units
+        if missed > before - LEAST_GAIN:
+            return None
+        before = missed
+    return None
 
 
 def _check_gpus(n_gpus: int, fixed: ServeAction, cards_per_replica: int) -> None:

@@ -27,7 +27,8 @@ UNITS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 USUAL_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "arrival": (
-        *("arrival_s", "arrival_time", "arrived_at", "arrival", "request_start_time", "request_start_ns"),
+        *("arrival_s", "arrival_ms", "arrival_us", "arrival_ns", "arrival_time", "arrival_time_s", "arrival_time_ms"),
+        *("arrived_at", "arrival", "request_start_time", "request_start_ns", "start_time_s", "start_time_ms"),
         *("start_time", "started_at", "start", "request_time", "request_timestamp", "timestamp_s", "timestamp_ms"),
         *("timestamp_us", "timestamp_ns", "timestamp", "time", "ts", "datetime", "date", "created_at", "created", "t"),
     ),
@@ -56,6 +57,9 @@ MAX_COLUMNS: Final = 10_000
 """Most columns of a table, or fields of a JSON record, those of nested objects included."""
 MAX_NAME_CHARS: Final = 1_000
 """Longest name of a column, or path of a field (characters)."""
+_NUMBER: Final = re.compile(r"-?[0-9]+([.][0-9]+)?")
+_VLLM_LINE: Final = re.compile(r"(\(\w+ pid=\d+\) )?(INFO|WARNING|DEBUG|ERROR) \d\d-\d\d \d\d:")
+"""How vLLM's own log lines begin."""
 HEADER_CHARS: Final = 4_096
 """Characters that :func:`check_header` reads: a few milliseconds of work at most."""
 
@@ -123,10 +127,20 @@ def find_columns(source: Source, available: Iterable[str], given: Columns | None
         if quantity not in names and (found := _usual(quantity, there)) is not None:
             names[quantity] = found
     missing = [q for q in REQUIRED if q not in names]
+    if missing and any(_VLLM_LINE.match(name) for name in there):
+        raise source.wrong(
+            "is the text that vLLM prints, which does not tell each request's output tokens; take vLLM's OpenTelemetry "
+            "traces, or the log of a gateway such as LiteLLM"
+        )
+    if missing and there and all(_NUMBER.fullmatch(name) for name in there):
+        raise source.wrong(
+            "begins with numbers, not with the columns' names; put them in a line before, such as "
+            "arrival_s,prompt_tokens,output_tokens"
+        )
     if missing:
         raise source.wrong(
-            f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name them with "
-            "--columns arrival=COLUMN,prompt=COLUMN,output=COLUMN"
+            f"no column with a usual name for {' and '.join(missing)}; there are {_listed(there)}; name "
+            f"{'it' if len(missing) == 1 else 'them'} with --columns {','.join(f'{q}=COLUMN' for q in missing)}"
         )
     return Columns(names, given.unit if given is not None else None)
 

@@ -103,4 +103,5 @@ class ShadowAnswer(BaseModel):
     best: str
     undecided: str | None
     refused: str
+    short: str
     export: dict[str, dict[str, str]]

@@ -106,7 +106,7 @@ def test_a_wrong_header_is_answered_while_no_job_can_run(server: RunningServer) 
             said = answer.json()["detail"]
             assert (answer.status_code, said["code"]) == (422, "data_format")
             assert said["message"].startswith("mine.csv: no column with a usual name for output; there are time, input")
-            assert "columns arrival=COLUMN" in said["message"]
+            assert said["message"].endswith("name it with columns output=COLUMN")
             assert "--columns" not in said["message"]
 
 

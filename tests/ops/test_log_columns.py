@@ -280,6 +280,26 @@ def test_a_benchmark_that_the_report_does_not_hold_is_refused(tmp_path: Path) ->
             import_log(tmp_path / "g.json", run=run)
 
 
+def test_a_time_with_its_unit_in_its_name_is_the_arrival(tmp_path: Path) -> None:
+    lines = [f"{1000 * s:g},{p},{o}" for s, p, o in zip(AFTER_S, PROMPTS, OUTPUTS, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(["arrival_ms,input_tokens,output_tokens", *lines]))
+    check(import_log(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0.00,139,37\n0.20,597,267\n", "begins with numbers, not with the columns' names"),
+        ('INFO 03-01 09:00:00 logger.py:42] Received request cmpl-0: prompt: "hi"\n', "is the text that vLLM prints"),
+        ("when,prompt_tokens,output_tokens\n", "name it with --columns arrival=COLUMN$"),
+    ],
+)
+def test_a_table_without_names_is_refused_with_what_helps(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "log.csv").write_text(text)
+    with pytest.raises(DataFormatError, match=told):
+        import_log(tmp_path / "log.csv")
+
+
 def test_columns_of_a_report_may_be_named_too(tmp_path: Path) -> None:
     requests = [
         {"sent": 100 + s, "prompt_tokens": p, "output_tokens": o}

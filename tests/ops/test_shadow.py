@@ -51,6 +51,33 @@ def flood(seconds: int = 120, calm: float = 2.0, busy: float = 14.0, classes: bo
     )
 
 
+def test_a_fleet_sized_to_a_log_serves_it_in_time_and_a_smaller_one_says_how_many_gpus_would() -> None:
+    log = flood(busy=60.0)
+    sized = shadow(log, [])
+    assert sized.n_gpus > 1
+    assert sized.outcomes[1].slo_miss_share <= 0.01
+    assert sized.short == ""
+    small = shadow(log, [], n_gpus=1)
+    assert small.outcomes[1].slo_miss_share > 0.01
+    assert small.short.endswith(f"within 500 ms on 1 x a100-40gb: about {sized.n_gpus} would do")
+
+
+def test_an_objective_that_no_number_of_gpus_meets_is_said_to_be_one() -> None:
+    report = shadow(flood(), [], slo_ms=1.0)
+    assert report.short.endswith("nor would more")
+
+
+def test_a_log_that_is_too_long_is_refused_with_its_busiest_hour() -> None:
+    arrival = np.concatenate([np.arange(0, 20_000, 10.0), np.arange(9_000, 10_000, 1.0)])
+    log = RequestLog(
+        np.sort(arrival), *(np.full(len(arrival), 100.0) for _ in range(2)), np.zeros(len(arrival), np.int64)
+    )
+    with pytest.raises(DataFormatError, match=r"its busiest hour, from second (\d+) to") as refused:
+        log_task(log, tables_of(None))
+    begin = int(str(refused.value).rpartition(" to ")[2]) - 3600
+    assert 10_000 - 3600 <= begin <= 9_000
+
+
 SMALL = ServeAction(1.0, 0, 16, False, QuantTier.FP16)
 
 

@@ -98,7 +98,7 @@ class PlanTab {
       this.out.scrollIntoView({ block: "nearest" });
       this.report(await post("plan", body));
     } catch (error) {
-      this.tell(refusal(error));
+      this.tell(refusal(error, this.box));
     }
     this.button.disabled = false;
   }
@@ -114,7 +114,7 @@ class PlanTab {
     const plans = first ? report.plans : nearest(report);
     const nodes = [el("h2", { class: "verdict", text: said })];
     for (const text of new Set(Object.values(report.refused))) nodes.push(el("p", { class: "bad", text: `${text}.` }));
-    nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
+    if (first || !tooLong(report)) nodes.push(table(first ? `${priced ? "Cheapest" : "Fewest GPUs"} of each card, the first choice on top` : "Nearest fleet of each card", ["Rent", "Meets", "In time", ...report.objectives.map((text) => told(text)), ...(priced ? [`${report.currency} per hour`] : [])], plans.map(short)),
       el("p", { class: "note", text: `Simulated; latencies at the median error of measured runs.${first ? " Likely: at least half of the measured runs that the simulation was compared with would meet the objectives; 90 % certain: nine tenths of them." : ""}` }));
     if (first) nodes.push(el("ul", {}, ...warnings(report).map((text) => el("li", { text }))), settings(report));
     nodes.push(folded(`All ${report.tried.length} fleets tried: cost against latency`,
@@ -145,6 +145,15 @@ function rent({ n_gpus: gpus, n_replicas: replicas, card }) {
 /** The largest fleet of each card where none meets the objectives, that with the most requests in time first. */
 const nearest = ({ unmet }) => [...unmet].sort((a, b) => b.share_in_time - a.share_in_time || b.margin - a.margin);
 
+/** How many requests no card can serve, such as "30 of 300", if more GPUs serve no more; else undefined. */
+function tooLong(report) {
+  const told = Object.values(report.refused).map((text) => text.match(/^([\d,]+) of ([\d,]+) requests/)), [best] = nearest(report);
+  const [least] = told.filter(Boolean).map(([, some, all]) => [some, all]).sort((a, b) => number(a[0]) - number(b[0]));
+  return least && told.length === new Set(report.unmet.map(({ hardware }) => hardware)).size && best.share_in_time > 1 - number(least[0]) / number(least[1]) - 0.001 ? least.join(" of ") : undefined;
+}
+
+const number = (text) => Number(text.replaceAll(",", ""));
+
 /** An objective in words, such as `TTFT p99 ≤ 500 ms`. */
 const told = (objective) => objective.replace(/^(\w+)_(\w+)=(.*)$/, (_, quantity, statistic, ms) => `${quantity.toUpperCase()} ${statistic} ≤ ${ms} ms`);
 
@@ -171,7 +180,8 @@ function verdict(report, priced) {
   const asked = report.objectives.map((text) => told(text)).join(" and ");
   const [plan] = report.plans;
   if (!plan) {
-    const [best] = nearest(report);
+    const refused = tooLong(report), [best] = nearest(report);
+    if (refused) return `No number of GPUs meets ${asked}: ${refused} requests are too long for every card that was searched. Leave them out of the log to plan for the others.`;
     return `No fleet in the search meets ${asked}: the nearest, ${rent(best)}, serves ${percent(best.share_in_time, 2)} of the requests in time.`;
   }
   const cost = priced ? `, at ${plan.cost_per_hour.toFixed(2)} ${report.currency} per hour, ${compact(plan.cost_per_million_tokens)} per million output tokens` : "";

@@ -42,15 +42,15 @@ export class LogBox extends DropBox {
 
 const IN_THE_FORM = [
   ["n_gpus", "GPUs"], ["prefill_disagg", "separate prefill"], ["--replicas-min 2", "Replicas, at least: 2"], ["Without --drafts they are left out", "With none they are left out"],
-  ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
+  ["columns=", "Columns of the log: "], ["them with columns ", "them under Columns of the log: "], ["it with columns ", "it under Columns of the log: "], ["filter=", "Only rows with: "], ["from_s, to_s", "From second, To second"],
 ];
 
 /** A text of the server with the labels of the form in place of fields and options. */
 export const inTheForm = (text) => IN_THE_FORM.reduce((told, [name, label]) => told.replaceAll(name, label), text);
 
-/** An alert with an error of a form, or of the API in the form's words. */
-export function refusal({ message, code = "", next }) {
-  return problem({ message: inTheForm(message).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || message.includes(" from second ") ? "change it in the form" : next });
+/** An alert with an error of a form, or of the API in the form's words; `box` has the log that it is about. */
+export function refusal({ message, code = "", next }, box) {
+  return problem({ message: inTheForm(message).replaceAll(box.body.name, box.name).replace(/(not allowed: )\w+ must/, "$1it must"), next: code.startsWith("invalid_") || message.includes(" from second ") ? "change it in the form" : next });
 }
 
 /** A part of a result that is folded up. */

@@ -14,7 +14,7 @@ const BASELINES = {
   best_constant: { label: "Best constant", colour: "ink" },
 };
 const UNFINISHED = 0.01; // share of requests beyond which a 99th percentile is named after those that it is of
-const UNCHECKED = ["random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
+const UNCHECKED = ["hill_climb", "random", "naive", "vllm_defaults"]; // the last is the baseline until the visitor sets another
 const KNOBS = ["kv_budget", "spec_length", "batch_size", "prefill_disagg", "quant_tier"];
 
 export async function start(panel) {
@@ -36,8 +36,8 @@ class Trace {
       hint: "Plain CSV as above, or logs of Azure, Mooncake, BurstGPT, GuideLLM, AIPerf or vllm bench. The server does not keep it.",
     });
     this.task = select([["", "sized to the log"], ...tasks.map((task) => [task.id, `as in ${task.id}: ${task.name}`])], "", () => this.offer());
-    const tables = Object.entries(info.hardware).map(([name, { model }]) => [name, `${name} (${model})`]);
-    this.hardware = select([["", "as the fleet's task, else A100-40GB"], ...tables], "", () => this.offerTiers());
+    this.model = select(info.models.map((name) => [name, name]), Object.values(info.hardware)[0].model, () => this.offerTables());
+    this.hardware = select([], "", () => this.offerTiers());
     this.slo = el("input", { type: "number", min: "1", max: "600000", step: "1", placeholder: "500" });
     this.gpus = el("input", { type: "number", min: "1", max: "64", step: "1", placeholder: "auto" });
     this.from = el("input", { type: "number", min: "0", step: "1", placeholder: "0" });
@@ -53,7 +53,7 @@ class Trace {
         el("div", {}, this.box.node,
           el("div", { class: "buttons" }, this.button, this.box.example),
           el("small", { text: "The example is five minutes of an Azure LLM service, November 2023 (Microsoft, CC-BY 4.0)." }),
-          el("div", { class: "controls stacked" }, field("Fleet and objectives", this.task), field("Hardware", this.hardware)),
+          el("div", { class: "controls stacked" }, field("Model", this.model), field("Hardware", this.hardware), field("Fleet and objectives", this.task)),
           el("div", { class: "controls small" }, field("GPUs", this.gpus), field("Objective (ms)", this.slo),
             field("From second", this.from), field("To second", this.to), ...this.box.fields),
           el("fieldset", {}, el("legend", { text: "Your configuration: vLLM's defaults unless you change them" }), this.fixed.node),
@@ -61,8 +61,19 @@ class Trace {
         this.out));
   }
 
+  /** List the tables of the model. */
+  offerTables() {
+    const tables = Object.entries(this.catalogue).filter(([, { model }]) => model === this.model.value).map(([name]) => [name, name]);
+    fill(this.hardware, ...tables.map(([value, text]) => el("option", { value, text })));
+    this.offerTiers();
+  }
+
   /** List the policies to choose from. Stored policies belong to one task; the others work on any log. */
   async offer() {
+    const table = this.hardwareOf.get(this.task.value) ?? (this.hardware.value || Object.keys(this.catalogue)[0]);
+    this.model.value = this.catalogue[table].model;
+    this.offerTables();
+    this.hardware.value = table;
     this.offerTiers();
     const { policies } = await once(`policies?task_id=${encodeURIComponent(this.task.value || this.first)}`);
     const players = policies.filter(({ stored }) => !stored || this.task.value).map(player).reverse();
@@ -72,7 +83,7 @@ class Trace {
 
   /** Name of the table that the log is played on. */
   get table() {
-    return this.hardware.value || this.hardwareOf.get(this.task.value) || Object.keys(this.catalogue)[0];
+    return this.hardware.value;
   }
 
   offerTiers() {
@@ -96,37 +107,42 @@ class Trace {
     const from_s = number(this.from), to_s = number(this.to);
     if (to_s <= (from_s ?? 0)) throw { message: `To second: ${to_s} is not after second ${from_s ?? 0}`, next: "choose a later end, or leave it empty" };
     const task = this.task.value;
-    return { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.hardware.value || undefined,
+    return { ...this.box.body, policies, fixed: this.fixed.action(), hardware: this.table,
       task_id: task ? (/^\d+$/.test(task) ? Number(task) : task) : undefined, gpus: number(this.gpus), slo_ms: number(this.slo), from_s, to_s };
   }
 
   async run() {
-    const { tiers } = this.catalogue[this.table];
+    const { tiers, model } = this.catalogue[this.table];
     this.button.disabled = true;
     try {
       const body = this.request();
-      this.tell(el("p", { text: "Simulating…" }));
+      this.tell(el("p", { text: "Simulating: some seconds for minutes of traffic, half a minute for an hour …" }));
       this.out.scrollIntoView({ block: "nearest" });
-      this.report(await post("shadow", body), tiers, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
+      this.report(await post("shadow", body), tiers, model, body.fixed ? BASELINES.fixed.label : "vLLM's defaults");
     } catch (error) {
-      this.tell(refusal(error));
+      const [, from, to] = error.message.match(/busiest hour, from second (\d+) to (\d+)/) ?? [];
+      const take = to && el("button", { type: "button", text: "Compare on the busiest hour", on: { click: () => {
+        [this.from.value, this.to.value] = [from, to];
+        this.run();
+      } } });
+      this.tell(refusal(error, this.box), ...(take ? [take] : []));
     }
     this.button.disabled = false;
   }
 
-  report(report, tiers, own) {
+  report(report, tiers, model, own) {
     const players = report.outcomes.map((outcome) => ({ ...player({ name: outcome.policy }), ...BASELINES[outcome.policy], outcome }));
     if (own !== players[0].label) Object.assign(players[0], player({ name: "vllm_defaults" }), { key: "fixed" });
-    const said = report.undecided ?? verdict(report, players, tiers), { log } = report;
+    const said = report.undecided ?? verdict({ ...report, model }, players, tiers), { log } = report;
     const chip = ({ label, colour }) => el("span", { class: `chip ink-${colour}`, text: label });
     const late = `Later than ${compact(report.slo_ms)} ms`;
     this.tell();
     this.out.append(...[
       el("h2", { class: "verdict", text: said }),
-      report.refused ? el("p", { class: "bad", text: `${report.refused}.` }) : "",
+      ...[report.refused, report.short].filter(Boolean).map((text) => el("p", { class: "bad", text: `${text}.` })),
       table("Results of each policy, all on the same GPUs", ["Policy", late, "Not finished", "TTFT p99 ms", "TPOT ms", "GPU s /1k tokens"],
         players.map(({ outcome: o, ...each }) => [chip(each), percent(o.slo_miss_share, 1), percent(lost(o), 1), `${compact(o.ttft_p99_ms)}${lost(o) > UNFINISHED ? ", if answered" : ""}`, o.tpot_mean_ms.toFixed(1), o.gpu_s_per_1k_tokens.toFixed(2)])),
-      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens) on ${report.n_gpus} × ${report.hardware} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
+      el("p", { class: "note", text: `${log.requests} requests in ${Math.round(log.span_s)} s (${log.rate_rps.toFixed(2)}/s, prompts ${compact(log.prompt_tokens_p50)} tokens), served with ${model} on ${report.n_gpus} × ${report.hardware} for every policy. Requests without an answer count as late; TTFT and TPOT are of the others. Simulated: the Fidelity tab shows the errors.` }),
       this.settings(report, players),
       folded("Second by second: latency, queue and knobs", this.drawing(report, players, tiers)),
       folded("All figures and notes", table("Figures of each policy", ["Policy", "GPUs", "Goodput /s", "TTFT p50 ms", "Restarts"],
@@ -177,11 +193,11 @@ const inSentence = ({ label }) => label.replace("Your", "your").replace("Best", 
 const lost = ({ completed, rejected, unserved }) => (rejected + unserved) / (completed + rejected + unserved);
 
 /** The recommendation in one sentence: the setting, its cost, and how many requests are late beside the baselines. */
-function verdict({ best, n_gpus: gpus, hardware, slo_ms: slo }, players, tiers) {
+function verdict({ best, n_gpus: gpus, hardware, model, slo_ms: slo }, players, tiers) {
   const one = players.find(({ key }) => key === best), [fixed, constant] = players;
   const { slo_miss_share: late, gpu_s_per_1k_tokens: cost, action } = one.outcome;
   const what = action ? setting(action, tiers[action.quant_tier]) : "";
-  const found = `on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
+  const found = `for ${model} on ${gpus} × ${hardware}, at ${cost.toFixed(2)} GPU s per 1,000 tokens: ${percent(late, 1)} of the requests are later than ${compact(slo)} ms`;
   if (one === fixed) {
     const { slo_miss_share: theirs, tpot_mean_ms: pace } = constant.outcome, faster = theirs <= late && pace < 0.9 * one.outcome.tpot_mean_ms;
     return `Keep ${inSentence(fixed)} (${what}) ${found}, and nothing else here makes fewer late by more than chance explains.${faster ? ` Not judged: the best constant writes a token in ${compact(pace)} ms instead of ${compact(one.outcome.tpot_mean_ms)}.` : ""}`;
