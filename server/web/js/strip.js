@@ -62,7 +62,7 @@ export class Strip {
 
   tell(step) {
     if (!this.columns || step < 0 || step >= this.until) { this.now.textContent = ""; return; }
-    this.now.textContent = `${step + 1} s: ${this.lanes.map((name) => shown(name, this.columns[name][step], this.tiers)).join(" · ")}`;
+    this.now.textContent = `In second ${step + 1}: ${this.lanes.map((name) => shown(name, this.columns[name][step], this.tiers)).join(" · ")}`;
   }
 
   describe() {
