@@ -25,8 +25,8 @@ from agents.policies.ppo import make_ppo
 from agents.policies.stored import policy_dir, policy_path, read_autoscaler, read_constant_policy, read_switching_policy
 from agents.policies.switching_policy import ModeAgent
 from agents.policies.vllm_defaults import VllmDefaultsAgent
-from agents.protocol import Agent, AgentFactory
-from inferencegym.errors import InvalidConfigError
+from agents.protocol import Agent, AgentFactory, blamed
+from inferencegym.errors import InvalidConfigError, did_you_mean
 from inferencegym.messages import parse_json
 from inferencegym.models import ServeAction
 from inferencegym.plugins import plugins
@@ -66,7 +66,8 @@ def make_agent(spec: str, task: TaskSpec) -> Agent:
     """
     name, _, argument = spec.partition(":")
     if name not in AGENTS:
-        raise InvalidConfigError(f"agent {spec!r} is unknown: one of {', '.join(AGENTS)}")
+        advice = did_you_mean(name, AGENTS, f"the agents are {', '.join(AGENTS)}")
+        raise InvalidConfigError(f"agent {spec!r} is unknown: {advice}")
     return AGENTS[name].factory(task, argument)
 
 
@@ -124,8 +125,9 @@ def _own(module: ModuleType, task: TaskSpec, class_name: str) -> Agent:
 
 
 def _made(agent: type[Agent], task: TaskSpec, _: str = "") -> Agent:
-    takes_task = bool(inspect.signature(agent).parameters)
-    return agent(task) if takes_task else agent()  # type: ignore[call-arg]
+    with blamed(agent.__name__, "__init__()"):
+        takes_task = bool(inspect.signature(agent).parameters)
+        return agent(task) if takes_task else agent()  # type: ignore[call-arg]
 
 
 def _constant(task: TaskSpec, argument: str) -> Agent:

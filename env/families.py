@@ -14,7 +14,7 @@ from env.family import Family
 from env.rollouts import family as rollouts
 from env.serving import family as serving
 from env.traffic import family as traffic
-from inferencegym.errors import DataFormatError, UnknownTaskError, short_repr
+from inferencegym.errors import DataFormatError, UnknownTaskError, did_you_mean, short_repr
 from inferencegym.plugins import plugins
 from inferencegym.tasks import TaskId
 
@@ -54,4 +54,5 @@ def family_of(task_id: TaskId, named: str | None = None) -> Family:
         if str(family.listed_id(task_id)) in ids:
             return family
         known += ids
-    raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(known)}")
+    advice = did_you_mean(task_id, known, f"valid ids are {', '.join(known)}")
+    raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}")

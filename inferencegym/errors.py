@@ -3,6 +3,7 @@
 ``InferenceGymError``
     ``InvalidActionError``      an action field is missing, of the wrong type or out of range (422)
     ``InvalidConfigError``      an episode or task setting is unknown or out of range (422)
+    ``AgentError``              an agent that somebody added failed (500)
     ``UnknownTaskError``        no task has this id (422)
     ``UnknownSessionError``     no session has this id (404)
         ``OtherReleaseError``       the session's episode was started on another release (410)
@@ -22,6 +23,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from reprlib import Repr
 from typing import ClassVar, Final
 
@@ -61,6 +64,12 @@ class UnknownField(str):
     """Advice of an error about an unknown field: the known fields, and the one that was probably meant."""
 
     __slots__ = ()
+
+
+def did_you_mean(name: object, known: Iterable[object], otherwise: str) -> str:
+    """``otherwise``, a clause that lists what is known, after the known name that was probably meant, if any is."""
+    near = get_close_matches(short_text(str(name)), [str(one) for one in known], n=1)
+    return f"did you mean {near[0]}? {otherwise[0].upper()}{otherwise[1:]}" if near else otherwise
 
 
 def not_allowed(field: str, value: object, allowed: str) -> str:
@@ -127,6 +136,13 @@ def refusal(field: str, value: object, allowed: str) -> InvalidConfigError:
     found = short_repr(value)
     named = f"{field}={found}" if field else found
     return InvalidConfigError(f"{named} is not allowed: it must be {allowed}", field or None)
+
+
+class AgentError(InferenceGymError, RuntimeError):
+    """An agent raised an exception of its own: when it was made, or in one of its methods. (HTTP 500)"""
+
+    code = "agent"
+    http_status = 500
 
 
 class UnknownTaskError(InferenceGymError, LookupError):

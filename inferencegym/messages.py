@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin
@@ -19,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from inferencegym.errors import MISSING, UnknownField, not_allowed, short_repr, short_text
+from inferencegym.errors import MISSING, UnknownField, did_you_mean, not_allowed, short_repr, short_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -158,9 +157,7 @@ def _allowed_tags(tags: str) -> str:
 
 def unknown_field(name: str, known: Sequence[str]) -> UnknownField:
     """Words for an unknown field: the known fields, and the one that was probably meant."""
-    near = get_close_matches(short_text(name), known, n=1)
-    fields = ", ".join(known)
-    return UnknownField(f"did you mean {near[0]}? The fields are {fields}" if near else f"the fields are {fields}")
+    return UnknownField(did_you_mean(name, known, f"the fields are {', '.join(known)}"))
 
 
 def allowed_object(model: type[BaseModel]) -> str:

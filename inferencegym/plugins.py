@@ -21,10 +21,12 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from inferencegym.errors import InvalidConfigError
+from inferencegym.errors import InvalidConfigError, did_you_mean
 
 GROUP: Final = "inferencegym."
 """Start of the names of the groups of entry points."""
+KINDS: Final = ("tasks", "agents", "families", "players", "engines")
+"""What the names of the groups end in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Plugin:
             raise self.error(f"cannot be loaded: {error!r}") from error
         if not isinstance(found, kinds):
             allowed = " or ".join(kind.__name__ for kind in kinds)
-            raise self.error(f"is of the type {type(found).__name__}, not {allowed}")
+            whole = "" if self.point.attr else ": write package.module:Name"
+            raise self.error(f"is of the type {type(found).__name__}, not {allowed}{whole}")
         return found
 
     def error(self, reason: str) -> InvalidConfigError:
@@ -59,11 +62,20 @@ class Plugin:
 
 
 def plugins(kind: str) -> list[Plugin]:
-    """The entry points of all installed packages in the group ``inferencegym.<kind>``, by name."""
+    """The entry points of all installed packages in the group ``inferencegym.<kind>``, by name.
+
+    Raises :class:`InvalidConfigError` if any is in a group ``inferencegym.*`` that is none of these.
+    """
     return sorted((plugin for plugin in _installed() if plugin.point.group == GROUP + kind), key=lambda each: each.name)
 
 
 @cache
 def _installed() -> list[Plugin]:
     found = entry_points()  # the only look at the installed packages, because it takes some 15 ms
-    return [Plugin(p) for group in found.groups if group.startswith(GROUP) for p in found.select(group=group)]
+    added = [Plugin(p) for group in found.groups if group.startswith(GROUP) for p in found.select(group=group)]
+    for plugin in added:
+        kind = plugin.point.group.removeprefix(GROUP)
+        if kind not in KINDS:
+            advice = did_you_mean(kind, KINDS, f"the groups are {', '.join(KINDS)}")
+            raise plugin.error(f"is in an unknown group: {advice}")
+    return added

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencegym.errors import InvalidConfigError, UnknownTaskError, refusal, short_repr
+from inferencegym.errors import InvalidConfigError, UnknownTaskError, did_you_mean, refusal, short_repr
 from inferencegym.installation import room_folder
 from inferencegym.messages import read
 from inferencegym.models import PRIORITY_CLASSES
@@ -333,9 +333,8 @@ def get_task(task_id: TaskId) -> TaskSpec:
     registry = _registry(user_files)
     own, at, hardware = key.partition(AT)
     if own not in registry:
-        raise UnknownTaskError(
-            f"task_id={short_repr(task_id)} is not a task: valid ids are {', '.join(map(repr, _ids(registry)))}"
-        )
+        advice = did_you_mean(own, registry, f"valid ids are {', '.join(map(repr, _ids(registry)))}")
+        raise UnknownTaskError(f"task_id={short_repr(task_id)} is not a task: {advice}")
     return _task_on(user_files, own, hardware) if at else registry[own]
 
 

@@ -15,8 +15,7 @@ from server.net.json_io import REQUEST_ID_KEY, JsonReply
 
 NEXT: Final[dict[str, str]] = {
     "invalid_action": "correct the action and send the step again; nothing was changed",
-    "invalid_config": "correct the request and send it again; GET /openapi.json has the schemas",
-    "invalid_request": "correct the request and send it again; GET /openapi.json has the schemas",
+    "agent": "choose another agent, and tell who runs this server: a package that they installed is at fault",
     "invalid_json": "send one JSON object as UTF-8, without NaN, Infinity or repeated keys",
     "invalid_batch": "GET /openapi.json describes the layout under {at}/step/batch",
     "unknown_task": "GET {at}/tasks lists the tasks",
@@ -81,7 +80,7 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
 
 
 def _next(code: str, path: str) -> str:
-    text = NEXT.get(code, "correct the request and send it again")
+    text = NEXT.get(code, "correct the request and send it again; GET /openapi.json has the schemas")
     if path.endswith("/batch"):
         text = NEXT_OF_BATCHES.get(code, text)
     return text.format(at=next((f"/{name}" for name in FAMILIES if path.startswith(f"/{name}/")), ""))

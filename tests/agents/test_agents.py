@@ -597,7 +597,11 @@ def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: 
     assert main(["evaluate", "--task", "1", "--agent", "naive", "--seeds", "2"]) == 0
     assert "best known" in capsys.readouterr().out
     assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
-    assert "agent 'nobody' is unknown" in capsys.readouterr().err
+    assert "agent 'nobody' is unknown: the agents are naive, " in capsys.readouterr().err
+    assert main(["evaluate", "--task", "1", "--agent", "huristic"]) == 2
+    assert "agent 'huristic' is unknown: did you mean heuristic? The agents are naive, " in capsys.readouterr().err
+    assert main(["evaluate", "--task", "autoscal"]) == 2
+    assert "'autoscal' is not a task: did you mean autoscale? Valid ids are " in capsys.readouterr().err
 
 
 OWN = """
@@ -679,6 +683,7 @@ def test_an_agent_of_ones_own_that_cannot_be_had_is_refused_with_the_reason(
         (lambda n: [[1.0, 0, 64, 0, 0]] * n, "'list' is not allowed"),
         (lambda n: np.array([1.0, 0, 64, 0, 0]), "(5,) is not allowed"),
         (lambda n: np.ones((n, 4)), "(2, 4) is not allowed"),
+        (lambda n: np.ones((n, 6)), "(2, 6) is not allowed"),  # the task does not scale
         (lambda n: np.ones((1, 5)), "(1, 5) is not allowed"),
         (lambda n: np.full((n, 5), np.nan), "Mine.act(observation)[0, 0]='NaN' is not allowed"),
     ],
@@ -695,6 +700,31 @@ def test_an_agent_of_ones_own_that_answers_no_knobs_is_told_what_it_answered(
     with pytest.raises(InvalidActionError) as refused:
         evaluate(Mine(), get_task(1), [1, 2])
     assert said in str(refused.value)
+
+
+def test_an_agent_of_ones_own_may_set_the_replicas_where_the_task_scales() -> None:
+    class Mine:
+        def reset(self, n_rows: int) -> None: ...
+
+        def act(self, observation: NDArray[np.float64]) -> Any:
+            return np.tile([0.9, 0, 256, 0, 0, 3], (len(observation), 1))
+
+    actions = run_episodes(get_task("autoscale"), Mine(), [1]).actions
+    assert (actions[..., 5] == 3).all()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_an_agent_of_ones_own_that_raises_is_named_with_its_method_and_line(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "class Made:\n    def __init__(self, task, more): ...\n    def reset(self, n_rows): ...\n"
+    text += "    def act(self, observation): ...\nclass Acts(Made):\n    def __init__(self): ...\n"
+    text += "    def act(self, observation):\n        return observation[:, 99]\n"
+    (own_folder / "my_lab" / "fails.py").write_text(text, encoding="utf-8")
+    assert main(["evaluate", "--task", "1", "--agent", "my_lab.fails:Acts", "--seeds", "2"]) == 2
+    assert "agent Acts failed in act(), fails.py:8: IndexError(" in capsys.readouterr().err
+    assert main(["evaluate", "--task", "1", "--agent", "my_lab.fails:Made", "--seeds", "2"]) == 2
+    assert "agent Made failed in __init__(), " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -7,13 +7,19 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from starlette.testclient import TestClient
 
 from agents.families import serving_policies
+from agents.registry import AGENTS, RegisteredAgent
 from env.families import FAMILIES
 from env.traffic.agents import POLICIES as TRAFFIC_POLICIES
 from inferencegym.tasks import list_tasks
 from server.api.policies import played
+from server.app import create_app
+from server.settings import Settings
 from tests.servers import RunningServer
 
 TASKS = [task.task_id for task in list_tasks()]
@@ -131,3 +137,18 @@ def test_an_episode_that_was_played_is_not_played_again() -> None:
     assert played(family, *asked) is played(family, *asked)
     assert json.loads(gzip.decompress(played(family, *asked)))["steps"] == 7
     assert played.cache_info().misses == 1
+
+
+def test_an_agent_that_raises_is_named_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        def reset(self, n_rows: int) -> None: ...
+
+        def act(self, observation: NDArray[np.float64]) -> NDArray[np.float64]:
+            raise ValueError("no forecast")
+
+    monkeypatch.setitem(AGENTS, "fails", RegisteredAgent(lambda *_: Fails(), "Fails.", stored=False))
+    with TestClient(create_app(Settings(store_url="memory://", access_log="off"))) as client:
+        answer = client.post("/play", json={"agent": "fails"})
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (500, "agent")
+    assert "agent Fails failed in act()" in answer.json()["detail"]["message"]
+    assert "no forecast" in answer.json()["detail"]["message"]

@@ -24,9 +24,8 @@ def installed(project: Path, site: Path) -> dict[str, str]:
 
 
 def example(folder: Path) -> dict[str, str]:
-    """The example package, with the thermostat as its family, installed."""
+    """A copy of the example package, installed."""
     shutil.copytree(PLUGIN, folder / "project")
-    shutil.copy(ROOT / "tests" / "thermostat" / "__init__.py", folder / "project" / "night_shift" / "thermostat.py")
     return installed(folder / "project", folder / "site")
 
 
@@ -91,6 +90,8 @@ def test_a_server_serves_a_plugins_task_agent_and_family(
             "is a class without the methods reset(n_rows) and act(observation)",
         ),
         ("agents", "naive", "broken_plugin:Agent", "has the name of another agent"),
+        ("agents", "mine", "broken_plugin", "is of the type module, not type: write package.module:Name"),
+        ("agent", "mine", "broken_plugin:Agent", "is in an unknown group: did you mean agents? The groups are tasks, "),
         ("families", "mine", "broken_plugin:NUMBER", "is of the type int, not Family"),
         ("players", "serving", "broken_plugin:NUMBER", "has the name of a family that has players"),
         ("families", "twin", "twin_plugin:TWIN", "has tasks whose ids are taken: rollout-"),

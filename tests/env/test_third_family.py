@@ -20,7 +20,7 @@ from env.gym import register_envs
 from server.api.openapi import inlined_paths
 from server.app import create_app
 from server.settings import Settings
-from tests.thermostat import FAMILY, POLICIES, make_policy
+from tests.plugin.night_shift.thermostat import FAMILY, POLICIES, make_policy
 
 NIGHT = {"task_id": "frosty-night", "seed": 7, "config": {"episode_length": 6}}
 LEVELS = [2, 1, 0, 3, 1, 1]

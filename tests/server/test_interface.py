@@ -55,7 +55,7 @@ STATUS_OF_CODE = {
     "data_format": 422, "forged_log": 422, "invalid_action": 422, "invalid_batch": 422, "invalid_config": 422,
     "invalid_json": 422, "invalid_request": 422, "malformed_log": 422, "unknown_task": 422,
     "rate_limited": 429,
-    "error": 500,
+    "agent": 500, "error": 500,
     "remote": 502, "server_unavailable": 502,
     "capacity": 503, "job_lost": 503, "overloaded": 503, "store": 503, "table": 503,
 }  # fmt: skip
