@@ -45,7 +45,7 @@ PARTS: Final = {
         "docs/autoscaling.md",
         "docs/hardware.md",
     ],
-    "Trust": ["docs/dynamics.md", "docs/fidelity.md", "docs/traffic.md"],
+    "Trust": ["docs/dynamics.md", "docs/fidelity.md", "docs/policy-fidelity.md", "docs/traffic.md"],
     "Contribute": ["docs/architecture.md", "CONTRIBUTING.md", "TASK_AUTHORING.md", "docs/decisions.md", "CHANGELOG.md"],
 }
 """Parts of the site and their documents; every chapter must be in one."""

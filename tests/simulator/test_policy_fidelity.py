@@ -17,7 +17,7 @@ SHIPPED = ("naive", "heuristic", "best_static", "best_adaptive", "ppo")
 @pytest.mark.parametrize(
     ("task_id", "canary", "steps", "tolerance"),
     # The first flood of task 3 comes in second 30, and the backlog is gone half a minute later. Where prefill placement
-    # goes back and forth the fluid model is too strict: docs/fidelity.md says by how much.
+    # goes back and forth the fluid model is too strict: docs/policy-fidelity.md says by how much.
     [
         (1, "KV dips", 60, 0.05),
         (1, "batch toggles", 60, 0.05),
