@@ -72,7 +72,7 @@ class RequestLog:
             took_s = time.perf_counter() - started
             self._metrics.count(scope["path"], status, took_s)
             if self._mode == "all" or (self._mode == "errors" and status >= 400):
-                self._write(scope, request_id, status, took_s)
+                self._write(scope, "request", request_id, status, took_s)
 
     def _request_id(self, scope: Scope) -> bytes:
         """The id that the client chose, or a new one."""
@@ -84,17 +84,15 @@ class RequestLog:
         self._metrics.websockets += opened
         started, is_logged = time.perf_counter(), opened and self._mode == "all"
         if is_logged:
-            self._write(scope, request_id := self._request_id(scope), None, 0.0, "websocket_open")
+            self._write(scope, "websocket_open", request_id := self._request_id(scope), None, 0.0)
         try:
             await self.app(scope, receive, send)
         finally:
             self._metrics.websockets -= opened
             if is_logged:
-                self._write(scope, request_id, None, time.perf_counter() - started, "websocket_close")
+                self._write(scope, "websocket_close", request_id, None, time.perf_counter() - started)
 
-    def _write(
-        self, scope: Scope, request_id: bytes, status: int | None, took_s: float, event: str = "request"
-    ) -> None:
+    def _write(self, scope: Scope, event: str, request_id: bytes, status: int | None, took_s: float) -> None:
         session = scope.get(SESSION_KEY)
         client = scope.get("client")
         error = sys.exc_info()[1]

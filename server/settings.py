@@ -297,9 +297,8 @@ def load_settings(**overrides: Any) -> Settings:
         settings = Settings.model_validate(given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        raise InvalidConfigError(
-            "; ".join(dict.fromkeys(map(_explain, problems))), _variable(str(problems[0]["loc"][0]))
-        ) from error
+        said = "; ".join(dict.fromkeys(map(_explain, problems)))
+        raise InvalidConfigError(said, _variable(str(problems[0]["loc"][0]))) from error
     if settings.workers > 1 and settings.store_url.startswith("memory:"):
         raise InvalidConfigError(
             f"{PREFIX}STORE_URL: {settings.store_url!r} is not allowed with {settings.workers} workers, of which each "

@@ -193,14 +193,9 @@ class McpTools:
             if isinstance(named, str):
                 raise  # OpenEnv's client knows errors of JSON-RPC only
             return {"content": [{"type": "text", "text": _told(error)}], "isError": True}
-        text = to_json(found).decode()
+        text = {"type": "text", "text": to_json(found).decode()}
         # `data` is where OpenEnv's client looks.
-        return {
-            "content": [{"type": "text", "text": text}],
-            "structuredContent": found,
-            "data": found,
-            "isError": False,
-        }
+        return {"content": [text], "structuredContent": found, "data": found, "isError": False}
 
     # ------------------------------------------------------------ the tools
 

@@ -84,7 +84,7 @@ class LogRoutes(Routes):
     """Endpoints for request logs at one prefix; the work is a job in a separate process."""
 
     def _log(self, path: str, endpoint: Endpoint, summary: str, answer: type[BaseModel], **more: Any) -> Route:
-        return self._post(path, endpoint, summary, MAX_LOG_BYTES, response_model=answer, **more)
+        return self._post(path, endpoint, summary, most_bytes=MAX_LOG_BYTES, response_model=answer, **more)
 
     async def _answer(self, request: Request, job: str, wanted: LogRequest, **more: Any) -> Response:
         try:

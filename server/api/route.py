@@ -127,10 +127,8 @@ class Routes(ABC):
     def _route(self, path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
         return Route(self._prefix + path, endpoint, summary, tags=[self._tag], **more)
 
-    def _post(
-        self, path: str, endpoint: Endpoint, summary: str, most_bytes: int = MAX_BODY_BYTES, **more: Any
-    ) -> Route:
-        return self._route(path, endpoint, summary, method="POST", most_bytes=most_bytes, **more)
+    def _post(self, path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
+        return self._route(path, endpoint, summary, method="POST", **{"most_bytes": MAX_BODY_BYTES, **more})
 
     def _step(self, path: str, endpoint: StepEndpoint, summary: str, **more: Any) -> Route:
         return StepRoute(self._prefix + path, endpoint, summary, tags=[self._tag], **more)

@@ -91,7 +91,7 @@ class OneWrite(asyncio.Transport):
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
-        self._close = close
+        self.close = close  # type: ignore[method-assign]
         self._head: bytes | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -103,6 +103,3 @@ class OneWrite(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._close()

@@ -28,8 +28,6 @@ MAX_NAME_CHARS: Final = 64
 IPV6_CLIENT_BITS: Final = 64
 """Prefix length of IPv6 networks that count as one client: the smallest network that a host is given."""
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 class Limits:
     """Checks of a request before it is handled: host, API key, origin, declared size and rate."""
@@ -144,11 +142,7 @@ def sender_of(scope: Scope) -> str:
 
     Behind trusted proxies, uvicorn's middleware has put the address there that they forward.
     """
-    sent = scope["client"][0] if scope.get("client") else ""
-    found = _address(sent)
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((int(found), IPV6_CLIENT_BITS), strict=False))
-    return str(found or sent[:MAX_NAME_CHARS])
+    return _client(scope["client"][0] if scope.get("client") else "")
 
 
 def caller_of(scope: Scope) -> str:
@@ -166,11 +160,14 @@ def _digest(value: bytes) -> str:
     return hashlib.sha256(value).hexdigest()[:32]
 
 
-@lru_cache(256)  # a request asks for its client's address several times
-def _address(text: str) -> Address | None:
-    """An address; IPv4-mapped IPv6 (``::ffff:10.1.2.3``, as sockets on ``::`` show it) as IPv4. None: no address."""
+@lru_cache(256)  # a request asks for its client several times
+def _client(address: str) -> str:
     try:
-        found = ipaddress.ip_address(text)
+        found = ipaddress.ip_address(address)
     except ValueError:
-        return None
-    return getattr(found, "ipv4_mapped", None) or found
+        return address[:MAX_NAME_CHARS]
+    # IPv4-mapped IPv6 (``::ffff:10.1.2.3``), as sockets on ``::`` show it, is IPv4.
+    found = getattr(found, "ipv4_mapped", None) or found
+    if found.version == 4:
+        return str(found)
+    return str(ipaddress.IPv6Network((int(found), IPV6_CLIENT_BITS), strict=False))

@@ -748,7 +748,7 @@ class Histories(RuleBasedStateMachine):
 def forge(log: list[dict[str, Any]], how: str) -> None:
     """Change the log to something that no replay can produce."""
     if how == "reward":
-        log[-1]["reward"] += 1e-6
+        log[-1]["reward"] += 1e-4  # verification allows for rounding: 1e-6 of a reward
     elif how == "metric":
         name = next(name for name, value in log[0]["metrics"].items() if isinstance(value, float))
         log[0]["metrics"][name] = log[0]["metrics"][name] * 1.001 + 0.001
