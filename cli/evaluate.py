@@ -164,10 +164,12 @@ def _table(result: dict[str, Any]) -> str:
     lines = [f"task {result['task']}, seeds {seeds[0]} to {seeds[-1]}, mean [95% CI]{best}", f"{'agent':<16}{heads}"]
     for entry in sorted(result["agents"], key=lambda e: -float(e["score"]["mean"])):
         label = entry["agent"] if len(entry["agent"]) < 16 else entry["agent"] + "\n" + " " * 16
-        lines.append(f"{label:<16}" + "".join(f"{_cell(entry[name]):>{width}}" for name, width in shown.items()))
+        lines.append(f"{label:<16}" + "".join(f"{_cell(entry, name):>{width}}" for name, width in shown.items()))
     lines += [f"{entry['agent']}: {said}" for entry in result["agents"] for said in entry.get("clamped", ())]
     return "\n".join(lines)
 
 
-def _cell(x: dict[str, float]) -> str:
-    return f"{x['mean']:.3f} [{x['ci95_low']:.3f}, {x['ci95_high']:.3f}]"
+def _cell(entry: Mapping[str, Any], name: str) -> str:
+    """Mean and interval of a column; no score is below 0 or above 1, so neither is its interval."""
+    x, (lowest, highest) = entry[name], (0.0, 1.0) if name == "score" else (-1.0, 1.0)
+    return f"{x['mean']:.3f} [{max(x['ci95_low'], lowest):.3f}, {min(x['ci95_high'], highest):.3f}]"

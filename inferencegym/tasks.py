@@ -266,9 +266,12 @@ class TaskSpec:
     def listed(self) -> bool:
         """Whether task lists include the task by default.
 
-        True for tasks with drawn traffic, the default table and a fixed number of replicas that are not ``hidden``.
+        False for ``hidden`` tasks, those of recorded traffic, and of those that ship, those on another table or that
+        scale.
         """
-        return not self.hidden and not self.recorded and self.hardware is None and self.fleet.max_replicas is None
+        ships = Path(self.calibration_file).parent == DATA_DIR
+        special = self.hardware is not None or self.fleet.max_replicas is not None
+        return not (self.hidden or self.recorded or (ships and special))
 
     def config(self, overrides: Mapping[str, Any] | ConfigOverrides | None = None) -> EpisodeConfig:
         """The episode configuration with ``overrides`` applied; a value of None leaves the setting alone.
@@ -390,7 +393,7 @@ def _task_on(user_files: str, own: str, hardware: str) -> TaskSpec:
 
 
 def list_tasks(include_recorded: bool = False) -> list[TaskSpec]:
-    """All tasks in the order of their files; those of recorded traces and of other hardware only on request."""
+    """All tasks in the order of their files; those that are not :attr:`TaskSpec.listed` only on request."""
     registry = _registry(os.environ.get(TASKS_ENV, ""))
     return [t for t in registry.values() if include_recorded or t.listed]
 

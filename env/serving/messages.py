@@ -51,7 +51,9 @@ _REPORTED: Final[dict[str, Any]] = {
     name: (kind, ...) for name, kind in get_type_hints(MetricsSnapshot, include_extras=True).items()
 }
 _TOGETHER: Final = "of a step of several seconds: " + "; ".join(
-    f"{how} of {', '.join(name for name in _REPORTED if OVER_SECONDS[name] == how)}" for how in ("mean", "sum", "max")
+    f"{how} of {', '.join(names)}"
+    for how in ("mean", "sum", "max", "last")
+    if (names := [name for name in _REPORTED if OVER_SECONDS[name] == how])
 )
 MetricsMessage: Final = create_model("MetricsMessage", __doc__="Metrics of one step of the fleet.", **_REPORTED)
 """Fields of :class:`inferencegym.models.MetricsSnapshot`, all of which an answer holds."""

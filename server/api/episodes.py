@@ -210,7 +210,7 @@ class EpisodeRoutes(Routes):
     async def tasks(self, query: Annotated[TasksQuery, Query()]) -> TasksAnswer:
         shown = [task.description for task in self._tasks if query.all or not task.recorded]
         hidden = len(self._tasks) - len(shown)
-        more = f"GET {self._prefix}/tasks?all=true lists {hidden} more: recorded traffic, other cards, other grades"
+        more = f"GET {self._prefix}/tasks?all=true lists {hidden} more: recorded traffic, other cards, grades, replicas"
         return TasksAnswer(tasks=shown, more=more) if hidden else TasksAnswer(tasks=shown)
 
     async def baseline(self) -> Response:

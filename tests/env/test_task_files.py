@@ -107,6 +107,11 @@ def test_a_hidden_task_is_listed_only_with_all_others(tmp_path: Path, monkeypatc
     assert {"mine", "other"} <= {task.task_id for task in list_tasks(include_recorded=True)}
 
 
+def test_a_users_task_that_scales_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TASKS_ENV, str(write(tmp_path, {"mine": entry(max_replicas=4)})))
+    assert {"mine", "autoscale"} & {task.task_id for task in list_tasks()} == {"mine"}
+
+
 @pytest.mark.parametrize(("gap", "static"), [(None, None), (-0.001, True), (0.0199, True), (0.02, False)])
 def test_a_task_is_static_if_adapting_gains_less_than_two_hundredths(
     tmp_path: Path, gap: float | None, static: bool | None
