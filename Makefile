@@ -122,11 +122,11 @@ test-fast: test-servers $(STAMPS)/rl $(STAMPS)/package
 	$(PYTHON) -m pytest $(TESTS) -m '$(QUICK)' -n 2 --dist loadfile
 
 # The quick tests nearest to what has changed since the last commit (BASE=main: since main): a minute or two, not all
-# that a change may break. Nothing is installed where there is none.
+# that a change may break. Nothing is installed where there is none. MAKE_COMMAND: `make -n` would run a line with MAKE.
 test-changed:
 	@tests=$$(python3 -m scripts.changed_tests --base $(BASE)) || exit 1; \
 	[ -n "$$tests" ] || { echo 'No test is near what has changed; `make test-fast` runs all that are quick'; exit 0; }; \
-	$(MAKE) --no-print-directory $(STAMPS)/rl $(STAMPS)/package || exit 1; \
+	$(MAKE_COMMAND) --no-print-directory $(STAMPS)/rl $(STAMPS)/package || exit 1; \
 	$(PYTHON) -m pytest $$tests -m '$(QUICK)' -n 2 || [ $$? = 5 ]
 
 # They print what they did, and the seed of what is random: SOAK_SEED=... plays those histories again.

@@ -2,7 +2,8 @@
 
 They are the files that import a changed module, and those named after it (``test_policies.py`` after ``policies.py``).
 Where no test imports it, those of the modules that import it count, and so on; where nothing does, as with commands,
-the tests that have its name in quotes. A file that is no module, such as a task file, counts as the modules whose text
+the tests that have its name in quotes. :data:`ALSO` names tests that depend on a folder without importing it, such as
+those of golden files. A file that is no module, such as a task file, counts as the modules whose text
 names it, or its folder. Of those that import a module, the tests of its own room count alone where there are any:
 ``tests/agents`` for ``agents``. This finds what most probably fails, in a minute or two, or more after a change
 of what many tests import; `make test-fast` finds all that does.
@@ -27,6 +28,12 @@ IMPORT: Final = re.compile(r"^[ \t]*(?:from ([\w.]+) import (\([^)]*\)|.*)|impor
 NAME: Final = re.compile(r"\w+")
 CHECKED_OTHERWISE: Final = {".md", ".png", ".gif", ".svg"}
 """Documents and pictures: `make documents` checks them."""
+_GOLDEN: Final = ("tests/env/test_golden_episodes.py", "tests/server/test_interface.py")
+ALSO: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("simulator/", "env/", "grader/", "inferencegym/models.py"), _GOLDEN),
+    "server/web/": ("tests/server/test_page.py",),
+}
+"""Tests of what a file's path starts with, whatever they import."""
 
 
 def main() -> int:
@@ -59,6 +66,8 @@ def nearest_tests(texts: Mapping[str, str], files: Iterable[str]) -> list[str]:
         near = _first_tests(importers, {path for path in start if not _is_test(path)}) or _quoting(texts, file)
         room = f"tests/{Path(file).parts[0]}/"
         found |= {path for path in near if file.endswith(".py") and path.startswith(room)} or near
+        if Path(file).suffix not in CHECKED_OTHERWISE:
+            found |= {path for prefix, paths in ALSO.items() if file.startswith(prefix) for path in paths}
     return sorted(found)
 
 

@@ -67,6 +67,18 @@ def test_files_that_differ_from_a_commit_and_new_ones_have_changed(
         changed("no-such-commit")
 
 
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("inferencegym/models.py", "tests/env/test_golden_episodes.py"),
+        ("simulator/kernel/step.py", "tests/server/test_interface.py"),
+        ("server/web/js/race.js", "tests/server/test_page.py"),
+    ],
+)
+def test_in_this_repository_what_golden_files_and_the_page_depend_on_selects_their_tests(file: str, test: str) -> None:
+    assert test in nearest_tests(sources(), [file])
+
+
 def test_in_this_repository_a_module_and_the_styles_of_the_page_have_tests_near_them() -> None:
     files = ["server/net/slots.py", "server/web/style.css"]
     found = nearest_tests(sources(), files)
