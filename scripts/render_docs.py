@@ -15,13 +15,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from inferencegym.models import Field
 
 DOCUMENTS = (
     "README.md",
@@ -53,8 +56,19 @@ def observation_table() -> str:
     """The fourteen numbers with range, unit and meaning."""
     from inferencegym.models import OBSERVATION_FIELDS
 
+    return _columns(OBSERVATION_FIELDS)
+
+
+def agent_columns() -> str:
+    """The numbers that an agent gets of an episode: observation, knobs in force, replicas where the task scales."""
+    from inferencegym.models import FLEET_FIELDS, OBSERVATION_FIELDS, SCALING_FIELDS
+
+    return _columns({**OBSERVATION_FIELDS, **FLEET_FIELDS, **SCALING_FIELDS})
+
+
+def _columns(fields: Mapping[str, Field]) -> str:
     lines = ["| # | field | range | unit | meaning |", "|---|---|---|---|---|"]
-    for i, f in enumerate(OBSERVATION_FIELDS.values()):
+    for i, f in enumerate(fields.values()):
         name = f"priority_distribution[{i - 9}]" if f.name.startswith("priority_") else f.name
         high = "∞" if f.high == float("inf") else f"{f.high:g}"
         lines.append(f"| {i} | `{name}` | {f.low:g} to {high} | {f.unit} | {f.description} |")
@@ -490,6 +504,7 @@ def written(name: str) -> Callable[[], str]:
 BLOCKS: dict[str, Callable[[], str]] = {
     "action-table": action_table,
     "observation-table": observation_table,
+    "agent-columns": agent_columns,
     "task-table": task_table,
     "calibration-table": calibration_table,
     "quality": quality,

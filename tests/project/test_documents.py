@@ -373,12 +373,14 @@ def test_the_tables_of_speed_are_those_of_the_committed_measurements(tmp_path: P
 # --- An agent of your own -------------------------------------------------------------------------------------------
 
 
-def test_the_agent_of_the_learning_chapter_plays(tmp_path: Path) -> None:
-    (block,) = (each for each in every("python", "docs/learning.md") if "class Follower" in each.text)
+@pytest.mark.parametrize(("agent", "task"), [("agents:Follower", "3"), ("scaling:QueueScaler", "autoscale")])
+def test_the_agents_of_the_learning_chapter_play(tmp_path: Path, agent: str, task: str) -> None:
+    module, name = agent.split(":")
+    (block,) = (each for each in every("python", "docs/learning.md") if f"class {name}" in each.text)
     (tmp_path / "my_lab").mkdir()
-    (tmp_path / "my_lab/agents.py").write_text(block.text, encoding="utf-8")
-    command = "inferencegym evaluate --task 3 --agent my_lab.agents:Follower"
-    assert f"`{command} " in (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    (tmp_path / "my_lab" / f"{module}.py").write_text(block.text, encoding="utf-8")
+    assert f"my_lab.{agent}" in (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    command = f"inferencegym evaluate --task {task} --agent my_lab.{agent}"
     (result,) = json.loads(shell(f"{command} --agent naive --seeds 2 --json", tmp_path))["results"]
     own, naive = (agent["score"]["mean"] for agent in result["agents"])
     assert own > naive
