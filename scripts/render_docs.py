@@ -80,8 +80,8 @@ def task_table() -> str:
     from inferencegym.tasks import list_tasks
 
     lines = [
-        "| id | name | Gymnasium id | difficulty | arrivals/s | floods | replicas | objective TTFT | knobs offered "
-        "| adaptive gap |",
+        "| id | name | Gymnasium id | difficulty | arrivals/s | floods | replicas at the start | objective TTFT "
+        "| knobs offered | adaptive gap |",
         "|" + "---|" * 10,
     ]
     for t in list_tasks(include_recorded=True):
