@@ -49,5 +49,5 @@ def logging_config(level: str = "INFO") -> dict[str, Any]:
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stderr"}},
         "root": {"level": level, "handlers": ["stderr"]},
         # Requests are logged by the server's own middleware, with their session and duration.
-        "loggers": {"uvicorn.access": {"level": "WARNING"}},
+        "loggers": {name: {"level": "WARNING"} for name in ("uvicorn.access", "uvicorn.websocket")},
     }

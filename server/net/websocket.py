@@ -44,7 +44,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, {**app_state, PROTOCOL: self})
         # RequestLog has a line for them: uvicorn's own are left out with those of requests.
-        self.logger = self.conn.logger = logging.getLogger("uvicorn.access")
+        self.logger = self.conn.logger = logging.getLogger("uvicorn.websocket")
         grace_s = config.timeout_graceful_shutdown
         # At shutdown a peer that does not read is dropped before uvicorn aborts all requests in flight.
         self._close_timeout_s = CLOSE_TIMEOUT_S if grace_s is None else min(CLOSE_TIMEOUT_S, grace_s / 2)
