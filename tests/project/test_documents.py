@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -30,8 +31,10 @@ from env.reference import ReferenceFleet
 from env.traffic.report import compare_traffic
 from env.traffic.tasks import list_traffic_tasks
 from inferencegym import InferenceEnv
+from inferencegym.models import MetricsSnapshot
 from inferencegym.tasks import get_task
 from setup import whole_source
+from simulator.kernel.arrays import OVER_SECONDS
 from simulator.kernel.serving import EngineParams
 from tests.ops.test_import_bench import benchmark
 from tests.servers import RunningServer, running_server
@@ -247,6 +250,14 @@ def test_the_laws_are_numbered_without_gaps() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     numbers = [int(n) for n in re.findall(r"(?m)^\| (\d+) \|", text)]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_environment_chapter_says_how_the_seconds_of_every_metric_add_up() -> None:
+    text = (ROOT / "ENVIRONMENT.md").read_text(encoding="utf-8")
+    paragraph = text.partition('- **`info["metrics"]`**: ')[2].partition("Violations in")[0]
+    words = dict(zip(("mean", "sum", "max"), re.split("; (?:sums|maxima) of", paragraph), strict=True))
+    said = {name: how for how, part in words.items() for name in re.findall(r"`(\w+)`", part)}
+    assert said == {name: OVER_SECONDS[name] for name in get_type_hints(MetricsSnapshot)}
 
 
 def prose(text: str) -> Iterator[str]:
