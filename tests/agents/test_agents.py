@@ -600,8 +600,8 @@ def test_the_evaluate_command_prints_a_table_and_refuses_unknown_agents(capsys: 
     assert "0.999 [0.988, 1.000]" in printed  # no score is above 1; the interval of Student's t ends at 1.010
     assert main(["evaluate", "--task", "1", "--agent", "nobody"]) == 2
     assert "agent 'nobody' is unknown: the agents are naive, " in capsys.readouterr().err
-    assert main(["evaluate", "--task", "1", "--agent", "huristic"]) == 2
-    assert "agent 'huristic' is unknown: did you mean heuristic? The agents are naive, " in capsys.readouterr().err
+    assert main(["evaluate", "--task", "1", "--agent", "heuristic_"]) == 2
+    assert "agent 'heuristic_' is unknown: did you mean heuristic? The agents are naive, " in capsys.readouterr().err
     assert main(["evaluate", "--task", "autoscal"]) == 2
     assert "'autoscal' is not a task: did you mean autoscale? Valid ids are " in capsys.readouterr().err
 
