@@ -466,7 +466,7 @@ class _Card:
         return max(self._known[units], key=_merit)
 
     def _finalists(self, units: int) -> list[ServeAction]:
-        ranked: list[tuple[float, float, int, ServeAction]] = []
+        ranked: list[tuple[float, float, ServeAction]] = []
         for apart in (False, True):
             if apart and units % 2:
                 continue
@@ -483,9 +483,10 @@ class _Card:
                     slow = np.maximum(slow, screened.tpot("mean") * error * self._tokens_at(o) / o.limit_ms)
             over = np.maximum(0.0, slow - 1.0)
             missed = np.maximum(screened.missed, [self._too_long(setting) for setting in settings])
-            rows = zip(over.tolist(), missed.tolist(), slow.tolist(), settings, strict=True)
-            ranked += [(o + max(0.0, m - (1.0 - self._required)), m, i, s) for i, (o, m, _, s) in enumerate(rows)]
-        ranked.sort(key=lambda r: r[:3])
+            # Of settings that are rated equal the largest batch size comes first: it serves the most if traffic grows.
+            rows = zip(over.tolist(), missed.tolist(), settings, strict=True)
+            ranked += [(o + max(0.0, m - (1.0 - self._required)), m, s) for o, m, s in rows]
+        ranked.sort(key=lambda r: (*r[:2], r[2].kv_budget, r[2].spec_length, -r[2].batch_size))
         found, most = [], most_running(self._tables)
         for tier in self._tiers:
             # Batch bounds that are never reached and pools that are never full make no difference.

@@ -215,7 +215,7 @@ BAD: list[tuple[str, str | bytes, str]] = [
     ("x.csv", "arrival_s,prompt_tokens,output_tokens\n-1,3,4\n", "line 2: arrival_s='-1' is not allowed"),
     ("x.csv", "arrival_s,prompt_tokens,output_tokens\nnan,3,4\n", "line 2: arrival_s='nan' is not allowed"),
     ("x.csv", "arrival_s,prompt_tokens,output_tokens,class\n0,3,4,vip\n", "line 2: class='vip' is not allowed"),
-    ("x.csv", "arrival_s,prompt_tokens\n0,3\n", "--columns arrival="),
+    ("x.csv", "arrival_s,prompt_tokens\n0,3\n", "--columns output="),
     ("x.csv", "arrival_s,prompt_tokens,output_tokens\n0,3,4\n".encode("utf-16"), "not UTF-8"),
     ("x.csv", b"arrival_s,prompt_tokens,output_tokens\n0,3,4\n1,\xff,5\n", "byte 0xff near line"),
     ("x.csv", "Metric,avg,min\nRequest Latency (ms),5,4\n", "holds summaries, not requests"),
