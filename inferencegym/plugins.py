@@ -64,7 +64,7 @@ class Plugin:
 def plugins(kind: str) -> list[Plugin]:
     """The entry points of all installed packages in the group ``inferencegym.<kind>``, by name.
 
-    Raises :class:`InvalidConfigError` if any is in a group ``inferencegym.*`` that is none of these.
+    Raises :class:`InvalidConfigError` if an entry point is in a group ``inferencegym.*`` that does not exist.
     """
     return sorted((plugin for plugin in _installed() if plugin.point.group == GROUP + kind), key=lambda each: each.name)
 
