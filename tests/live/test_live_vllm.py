@@ -50,10 +50,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def api(server: VllmServer) -> EngineApi:
+    """One for all tests: with one each, all would draw the same prompts, and the engine still has some in its cache."""
+    return EngineApi(server.url, priorities=True)
+
+
 @pytest.fixture
-def engine(server: VllmServer) -> VllmEngine:
+def engine(server: VllmServer, api: EngineApi) -> VllmEngine:
     """The engine, idle and wide open."""
-    found = VllmEngine(EngineApi(server.url, priorities=True), server.control_file)
+    found = VllmEngine(api, server.control_file)
     found.set(Orders({name: high for name, (_, high) in found.limits().items()}))
     play_open(found.api, [EngineRequest(0.0, 8, 1)])  # with which an idle engine reads its orders
     found.wait_until_applied()
