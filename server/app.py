@@ -89,15 +89,17 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     install_problem_handlers(app)
     install_openapi(app)
     metrics.paths.update(route.path for route in app.routes if hasattr(route, "path"))
-    # Added last, run first.
-    app.add_middleware(Steps, routes=app.routes)
-    app.add_middleware(BoundedBuffers, settings=settings)
-    app.add_middleware(Guard, limits=limits, cpu=cpu)
-    if settings.cors != "off":
-        app.add_middleware(Cors, methods=["GET", "POST"] if settings.cors == "all" else ["GET"])
-    app.add_middleware(RequestLog, settings=settings, metrics=metrics)
-    if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies_of(settings))
+    inner = app.build_middleware_stack
+
+    def around() -> Any:
+        """Our middleware around FastAPI's own, which steps do not pass then; the last is run first."""
+        served: Any = Guard(BoundedBuffers(Steps(inner(), app.routes), settings), limits, cpu)
+        if settings.cors != "off":
+            served = Cors(served, ["GET", "POST"] if settings.cors == "all" else ["GET"])
+        served = RequestLog(served, settings, metrics)
+        return ProxyHeadersMiddleware(served, proxies_of(settings)) if settings.trusted_proxies else served
+
+    app.build_middleware_stack = around  # type: ignore[method-assign]
     return app
 
 

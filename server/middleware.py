@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inferencegym.errors import InferenceGymError, short_text
 from server.net.cpu import PAYER, CpuBudget
-from server.net.json_io import REQUEST_ID_KEY, SESSION_KEY
+from server.net.json_io import SESSION_KEY
 from server.net.limits import Limits
 from server.net.logs import traceback_text, write_line
 from server.net.metrics import Metrics
-from server.net.problems import problem_reply
+from server.net.problems import failure_reply, problem_reply
 from server.settings import Settings
 
 CLIENT_WENT_AWAY: Final = 499
@@ -53,9 +53,8 @@ class RequestLog:
             await self._not_http(scope, receive, send)
             return
         request_id = self._request_id(scope)
-        scope[REQUEST_ID_KEY] = request_id
         started = time.perf_counter()
-        status = 500
+        status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -68,8 +67,12 @@ class RequestLog:
             await self.app(scope, receive, send_with_headers)
         except ClientDisconnect:
             status = CLIENT_WENT_AWAY
+        except Exception:
+            if status is None:
+                await (await failure_reply())(scope, receive, send_with_headers)
+            raise
         finally:
-            took_s = time.perf_counter() - started
+            took_s, status = time.perf_counter() - started, status or 500
             self._metrics.count(scope["path"], status, took_s)
             if self._mode == "all" or (self._mode == "errors" and status >= 400):
                 self._write(scope, "request", request_id, status, took_s)

@@ -17,8 +17,6 @@ from starlette.types import Receive, Scope, Send
 from inferencegym.messages import MAX_DEPTH
 from server.net.errors import BodyTooLargeError, InvalidJsonError
 
-REQUEST_ID_KEY: Final = "inferencegym.request_id"
-"""Key of the ASGI scope for the request's id."""
 SESSION_KEY: Final = "inferencegym.session"
 """Key of the ASGI scope for the session id in the log."""
 
@@ -53,7 +51,7 @@ SMALL: Final = JsonBounds()
 P = ParamSpec("P")
 T = TypeVar("T")
 RawHeaders = Sequence[tuple[bytes, bytes]]
-_JSON_HEADERS: Final = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+_IS_JSON: Final = (b"content-type", b"application/json")
 
 
 class JsonReply(Response):
@@ -66,7 +64,7 @@ class JsonReply(Response):
         self.status_code = status_code
         self.body = body
         self.background = None
-        self.raw_headers = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body)), *headers]
+        self.raw_headers = [_IS_JSON, (b"content-length", b"%d" % len(body)), *headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = "http.response" if scope["type"] == "http" else "websocket.http.response"

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from env.families import FAMILIES
 from inferencegym.errors import InferenceGymError
-from server.net.json_io import REQUEST_ID_KEY, JsonReply
+from server.net.json_io import JsonReply
 
 NEXT: Final[dict[str, str]] = {
     "invalid_action": "correct the action and send the step again; nothing was changed",
@@ -55,6 +55,7 @@ NEXT_OF_BATCHES: Final[dict[str, str]] = {
 
 RETRY_AFTER_S: Final = 1
 
+_NO_STORE: Final = (b"cache-control", b"no-store")
 _STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -66,7 +67,7 @@ def problem_reply(error: InferenceGymError, path: str) -> JsonReply:
         if value is not None:
             detail[key] = value if isinstance(value, int) else str(value)
     detail["next"] = _next(error.code, path)
-    headers: list[tuple[bytes, bytes]] = []
+    headers = [_NO_STORE]
     if error.http_status in (429, 503):
         seconds = max(RETRY_AFTER_S, int(getattr(error, "retry_after_s", 0) + 0.999))
         headers.append((b"retry-after", str(seconds).encode()))
@@ -90,7 +91,7 @@ def install_problem_handlers(app: FastAPI) -> None:
     """Answer every kind of error in the same form; unexpected exceptions become a 500 without details."""
     app.add_exception_handler(InferenceGymError, _on_known)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_unknown)
+    app.add_exception_handler(Exception, failure_reply)
 
 
 async def _on_known(request: Request, error: Exception) -> JsonReply:
@@ -103,16 +104,15 @@ async def _on_http(request: Request, error: Exception) -> JsonReply:
     code = _STATUS_CODES.get(error.status_code, "http_error")
     message = error.detail or http.HTTPStatus(error.status_code).phrase
     detail = {"message": str(message), "code": code, "next": _next(code, request.scope["path"])}
-    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    headers = [_NO_STORE, *((k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items())]
     return JsonReply(orjson.dumps({"detail": detail}), error.status_code, headers)
 
 
-async def _on_unknown(request: Request, _error: Exception) -> JsonReply:
-    # This answer bypasses the middleware that adds the header to all others.
-    headers = [(b"x-request-id", request.scope[REQUEST_ID_KEY])] if REQUEST_ID_KEY in request.scope else []
+async def failure_reply(*_: object) -> JsonReply:
+    """The answer to a request on which the server failed; the log has the cause."""
     detail = {
         "message": "the server failed on this request; the cause is in its log under this answer's X-Request-Id",
         "code": "internal",
         "next": "report the request id; if it was a step, send it again with its number",
     }
-    return JsonReply(orjson.dumps({"detail": detail}), 500, headers)
+    return JsonReply(orjson.dumps({"detail": detail}), 500, [_NO_STORE])
