@@ -109,7 +109,7 @@ def by_inspect(url: str, task_id: int, seed: int, play: Play) -> float:
     return float(asyncio.run(model_solver(url, str)(sample, generate)).metadata["score"])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(task_id=st.sampled_from([1, 2, 3]), seed=st.integers(0, 99), play=st.lists(KNOBS, min_size=1, max_size=TURNS))
 def test_a_play_is_paid_its_score_and_one_left_early_that_of_carrying_on(
     server: RunningServer, skyrl: ModuleType, fleet: ModuleType, gym: Any, task_id: int, seed: int, play: Play

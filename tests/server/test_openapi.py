@@ -15,7 +15,7 @@ import pytest
 from tests.servers import ROOT, RunningServer, running_server
 
 
-@pytest.fixture(scope="module", params=["serving", "traffic"])
+@pytest.fixture(scope="module", params=["serving", pytest.param("traffic", marks=pytest.mark.slow)])
 def one_of_both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp(request.param)
     with running_server(directory, env=request.param, access_log="errors") as server:

@@ -90,7 +90,9 @@ def flood(senders: Sequence[socket.socket], *kinds: str) -> None:
                 sent.pop(sender)
 
 
-@pytest.mark.parametrize("kind", FLOODS)
+@pytest.mark.parametrize(
+    "kind", ["answers", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FLOODS if kind != "answers")]
+)
 def test_peers_that_never_read_cost_little_memory_and_hold_nobody_up(tmp_path: Path, kind: str) -> None:
     with running_server(tmp_path, store_url="memory://") as server:
         assert server.process is not None

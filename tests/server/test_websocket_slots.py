@@ -68,7 +68,10 @@ def env_at(server: RunningServer) -> InferenceGymEnv:
     return InferenceGymEnv(base_url=server.url, **PATIENT)
 
 
-@pytest.mark.parametrize("address", ["192.0.2.9", NETWORK_OF_ONE], ids=["ipv4", "ipv6"])
+@pytest.mark.parametrize(
+    "address",
+    [pytest.param("192.0.2.9", id="ipv4"), pytest.param(NETWORK_OF_ONE, id="ipv6", marks=pytest.mark.slow)],
+)
 def test_sockets_of_one_client_take_three_quarters_of_the_slots_and_others_play(tmp_path: Path, address: str) -> None:
     async def run(server: RunningServer) -> list[dict[str, Any]]:
         async with contextlib.AsyncExitStack() as held:
