@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from env.families import FAMILIES
-from env.family import Family, Grade, GymCodec, GymFaces, TaskEntry
+from env.family import EpisodeEnv, Family, Grade, GymCodec, GymFaces, TaskEntry
 from env.inference_env import InferenceEnv
 from env.vector import vector_outcome
 from inferencegym import render
@@ -135,11 +135,7 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
         Raises :class:`InvalidConfigError` for a state of another task or configuration.
         """
-        if (state["task_id"], state["config"]) != (self.task.task_id, self._episode.config_dict()):
-            raise InvalidConfigError(
-                f"the state is of task {state['task_id']!r} with {state['config']}; this environment plays task "
-                f"{self.task.task_id!r} with {self._episode.config_dict()}"
-            )
+        _refuse_another(state, self._episode)
         self._episode.set_state(state)
         if self._picture is not None:
             self._picture.start(self._episode.observation_row())
@@ -156,6 +152,16 @@ class InferenceGymEnv(gymnasium.Env[Float32Array, NDArray[Any]]):
 
     def _observe(self) -> Float32Array:
         return self._observations.encode(self._episode.observation_row(self._observations.needs_fleet))
+
+
+def _refuse_another(state: Mapping[str, Any], episode: EpisodeEnv) -> None:
+    """Raise :class:`InvalidConfigError` for a state of another task or configuration than the episode's."""
+    task_id, config = episode.task_id, episode.config_dict()
+    if (state["task_id"], state["config"]) != (task_id, config):
+        raise InvalidConfigError(
+            f"the state is of task {state['task_id']!r} with {state['config']}; this environment plays task "
+            f"{task_id!r} with {config}"
+        )
 
 
 # ---------------------------------------------------------------- any family
@@ -176,10 +182,11 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
             raise InvalidConfigError(
                 f"family {family!r} has its own Gymnasium environments: make one by its id, InferenceGym/<gym_id>-v1"
             )
-        FAMILIES[family].check_config(task_id, config)
+        self._family = FAMILIES[family]
+        self._family.check_config(task_id, config)
         self._codec = codec
         self._task_id, self._config = task_id, config
-        self._episode = FAMILIES[family].make()
+        self._episode = self._family.make()
         self._series = SeedSeries(1)
         self.action_space, self.observation_space = codec.action_space(), codec.observation_space()
 
@@ -199,6 +206,23 @@ class EpisodeGymEnv(gymnasium.Env[Any, Any]):
         """Take one step; return observation, reward and done, without an info."""
         observation, reward, done = self._episode.play(self._codec.decode(action))
         return self._codec.encode(observation), reward, done
+
+    def get_state(self) -> dict[str, Any]:
+        """The episode so far as JSON, as :meth:`InferenceGymEnv.get_state` gives it."""
+        episode = self._episode
+        episode.observation()  # raises NotResetError before the first reset
+        config, actions = episode.config_dict(), list(episode.actions)
+        return {"task_id": episode.task_id, "seed": episode.seed, "config": config, "actions": actions}
+
+    def set_state(self, state: Mapping[str, Any]) -> Any:
+        """Go on from a state, as :meth:`InferenceGymEnv.set_state` does; returns the observation there."""
+        episode = self._family.make()
+        episode.reset(seed=state["seed"], task_id=self._task_id, config=self._config)
+        _refuse_another(state, episode)
+        for action in state["actions"]:
+            episode.play(self._family.parse_action(action)[0])
+        self._episode = episode
+        return self._codec.encode(episode.observation())
 
     def grade(self) -> Grade:
         """Grade of the steps played so far: ``score``, ``breakdown`` and ``feedback``."""
