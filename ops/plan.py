@@ -61,7 +61,8 @@ SEARCH_REQUESTS: Final = 20_000
 PLAYED_REQUESTS: Final = 200_000
 """Most requests of a log that a plan is played on; of a longer log, its busiest part."""
 FINALISTS: Final = 3
-"""Number of settings of each precision that the reference may play, with different drafts or prefill placement."""
+"""Kinds of settings (drafts, prefill placement) of each precision that the reference plays, each with two batch sizes
+at most: the one that the fluid model ranks first, and the largest."""
 MOST_UNEVEN: Final = 16
 """Most replicas, those for prefill included, of which another number may prefill than decode."""
 MAX_GPUS: Final = 256
@@ -487,16 +488,23 @@ class _Card:
             rows = zip(over.tolist(), missed.tolist(), settings, strict=True)
             ranked += [(o + max(0.0, m - (1.0 - self._required)), m, s) for o, m, s in rows]
         ranked.sort(key=lambda r: (*r[:2], r[2].kv_budget, r[2].spec_length, -r[2].batch_size))
-        found, most = [], most_running(self._tables)
+        found, most, last = [], most_running(self._tables), GRID["batch_size"][-1]
         for tier in self._tiers:
             # Batch bounds that are never reached and pools that are never full make no difference.
             distinct: dict[tuple[int, bool], ServeAction] = {}
+            largest: dict[tuple[int, bool], ServeAction] = {}
             of_tier = [(excess, setting) for excess, *_, setting in ranked if setting.quant_tier.value == tier]
             for _, setting in of_tier:
-                distinct.setdefault((setting.spec_length, setting.prefill_disagg), setting)
-            found += list(distinct.values())[:FINALISTS]
+                kind = setting.spec_length, setting.prefill_disagg
+                distinct.setdefault(kind, setting)
+                if setting.batch_size == last:
+                    largest.setdefault(kind, setting)
+            kinds = list(distinct)[:FINALISTS]
+            found += [distinct[kind] for kind in kinds]
+            # The fluid model may rank a bound first that is too tight for the reference.
+            found += [largest[kind] for kind in kinds if largest[kind] != distinct[kind]]
             # The grid ends where the fluid model's tables end; the reference may play batches that still fit the pool.
-            (excess, best), last = of_tier[0], GRID["batch_size"][-1]
+            excess, best = of_tier[0]
             fit = min(most, self._pool_tokens(best) / self._request_tokens.mean())
             if fit > last and (excess > 0.0 or best.batch_size == last):
                 found.append(replace(best, batch_size=most))

@@ -17,9 +17,9 @@ from inferencegym.errors import InvalidConfigError
 from inferencegym.models import QUANTILES, QuantTier, ServeAction
 from inferencegym.spaces.actions import to_row
 from ops import plan as planning
-from ops.capacity import NEUTRAL, log_task, on_replicas, play_constant, play_policy
+from ops.capacity import NEUTRAL, grid, log_task, on_replicas, play_constant, play_policy
 from ops.export import engine_files
-from ops.objectives import Objective, parse_objective
+from ops.objectives import Objective, margin, parse_objective
 from ops.plan import Plan, action_of, busiest, make_plan, registered_tables
 from ops.report import notes, plan_report
 from simulator.events.requests import Outcome
@@ -236,3 +236,19 @@ def test_where_512_requests_at_a_time_are_too_few_a_plan_goes_to_1024_and_says_t
     # The times of this table are not listed: the bound of the knob holds.
     others = make_plan(log, objectives, registered_tables(["a100-80gb"]), policies=())
     assert max(action_of(each).batch_size for each in others.tried) <= 512
+
+
+def test_no_setting_meets_the_objectives_on_fewer_gpus_than_the_plan_has() -> None:
+    """Short prompts and long answers keep batches full: the fluid model ranks a batch first that is too small."""
+    rng = np.random.default_rng(0)
+    n = 2450
+    arrival = np.cumsum(rng.exponential(1 / 24.5, n))
+    log = RequestLog(arrival - arrival[0], np.full(n, 32.0), np.full(n, 600.0), np.zeros(n, dtype=np.int64))
+    objectives = [parse_objective("ttft_p99=1000"), parse_objective("tpot_p50=53")]
+    tables = registered_tables(["h100-qwen3-32b"])
+    found = make_plan(log, objectives, tables, precisions=["FP8"])
+    (plan,), (table,) = found.plans, tables.values()
+    task = on_replicas(log_task(log, table), plan.n_replicas - 1)
+    for setting in grid(prefill_apart=False, tiers=[table.tier_index("FP8")], drafts=False):
+        assert margin(objectives, play_constant(setting, task, table).figures) < 0
+    assert (plan.n_gpus, found.adapting_saves_gpus) == (2, 0)
