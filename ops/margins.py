@@ -1,10 +1,10 @@
 """How far measured latencies lie above those of the discrete-event reference, by band of load.
 
 ``ops/data/margins.json`` holds measured / simulated latency over public runs
-(``python -m benchmarks.fidelity.hardware --margins`` writes it): medians by card, and 90% bounds, the smallest ratio
-that a further run stays below with a probability of at least 90%, as in split conformal prediction. Bounds of TTFT are
-by card. All others are by machine, because machines with the same card differ more in them than cards do, and the
-largest of any machine counts for every card.
+(``python -m benchmarks.fidelity.hardware --margins`` writes it): medians by card, and 90% bounds by machine, the
+smallest ratio that a further run on it stays below with a probability of at least 90%, as in split conformal
+prediction. Machines with the same card differ more than cards do, so the largest bound of any machine counts for every
+card.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ratio:
     """Measured over simulated latency: median, and 90% bound ``p90`` from ``points`` figures of runs on ``machine``.
 
     Both are at least 1, so that an error in the user's favour excuses no missed limit. ``own`` is False if the card was
-    not measured: then each is the largest of the others.
+    not measured: then the median is the largest of the others.
     """
 
     p50: float
@@ -58,8 +58,7 @@ def ratio(quantity: str, card: str, band: str) -> Ratio:
     medians, bounds = _margins()[quantity]["medians"], _margins()[quantity]["bounds"]
     name = CARDS.get(card, "")
     p50 = max(bands[band]["p50"] for of, bands in medians.items() if of == name or name not in medians)
-    candidates = {name: bounds[name]} if name in bounds else bounds
-    machine, found = max(((each, bands[band]) for each, bands in candidates.items()), key=lambda pair: pair[1]["p90"])
+    machine, found = max(((each, bands[band]) for each, bands in bounds.items()), key=lambda pair: pair[1]["p90"])
     return Ratio(max(1.0, p50), max(1.0, found["p90"]), int(found["points"]), machine, name in medians)
 
 

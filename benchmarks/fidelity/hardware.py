@@ -3,6 +3,7 @@
     python -m benchmarks.fidelity.hardware           writes results/hardware_fidelity.json and .md
     python -m benchmarks.fidelity.hardware --json    prints the JSON and writes nothing
     python -m benchmarks.fidelity.hardware --margins writes ops/data/margins.json, the reference's errors for plans
+    python -m benchmarks.fidelity.hardware --rules   prints how many measured latencies the bounds of plans cover
     python -m benchmarks.fidelity.hardware --widths  prints what widths of the output lengths do to TTFT under load
 
 Two sources: loads that AccelMark served on an A100-80GB and an A100-40GB (see benchmarks/fidelity/hardware_runs.py),
@@ -56,6 +57,12 @@ SERVED_LOADS = {
 }
 CLOSED_LOOPS = {"light": "up to 8 clients", "knee": "9 to 64 clients", SATURATED: "more than 64 clients"}
 """What the bands are in the two tables."""
+RULES = {
+    "all by card": QUANTITIES,
+    "TTFT by card, others by machine": ("ttft",),
+    "all by machine (in force)": (),
+}
+"""Rules for the 90% bounds of plans, in the order they were tried, with the quantities whose bounds are by card."""
 LEAST_FIGURES = 10
 """Fewest figures of a band whose quantiles are used."""
 GOALS = {"TPOT": 0.10, "throughput": 0.08, "makespan": 0.06}
@@ -66,6 +73,8 @@ CLAIM = (
     "76.1% for TTFT on 759 measured points ([accuracy overview](https://github.com/ai-dynamo/aisimulate/pull/216), "
     "second-hand, of other rows and models, and a mean is larger than a median)."
 )
+
+Ratios = dict[str, dict[tuple[str, str], dict[str, list[float]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +229,14 @@ def print_widths() -> None:
         print(f"{system.card}, vLLM {system.version}\n{pd.DataFrame(rows).to_string(index=False)}\n")
 
 
-def write_margins() -> None:
-    """Write measured latency / latency in the reference: medians and 90% bounds by band of load.
+def measured_ratios() -> Ratios:
+    """Measured latency / latency in the reference: by quantity, machine (source and card) and band of load.
 
-    Medians are by card. Bounds are by machine, except for TTFT, which differs more from run to run than between
-    machines, so that its bounds are by card. The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite
-    and, for TPOT only, the closed loops of ``silicon_sample.csv``: TTFT among many clients depends on the spread of the
-    lengths, which that file omits. Where a source gives no end-to-end latency, its TPOT counts for it, of which long
-    answers mostly consist.
+    The runs are AccelMark's (TTFT and TPOT), the *fit* runs of the open suite and, for TPOT only, the closed loops of
+    ``silicon_sample.csv``: TTFT among many clients depends on the spread of the lengths, which that file omits. Where a
+    source gives no end-to-end latency, its TPOT counts for it, of which long answers mostly consist.
     """
-    ratios: dict[str, dict[tuple[str, str], dict[str, list[float]]]] = {quantity: {} for quantity in QUANTITIES}
+    ratios: Ratios = {quantity: {} for quantity in QUANTITIES}
 
     def add(quantity: str, source: str, card: str, band: str, ratio: float) -> None:
         ratios[quantity].setdefault((source, card), {}).setdefault(band, []).append(ratio)
@@ -249,20 +256,53 @@ def write_margins() -> None:
     for loop, tpot_ms in referenced(loop for loop in closed_loops()[0] if loop.engine == "vllm"):
         add("tpot", "aiconfigurator", loop.card, loop.band, loop.tpot_ms / tpot_ms)
     ratios["e2e"] = ratios["tpot"] | ratios["e2e"]
+    return ratios
+
+
+def of_cards(machines: Mapping[tuple[str, str], Mapping[str, Sequence[float]]]) -> dict[str, dict[str, list[float]]]:
+    """Ratios by card and band, all machines with a card together."""
+    cards: dict[str, dict[str, list[float]]] = {}
+    for (_, card), bands in machines.items():
+        for band, values in bands.items():
+            cards.setdefault(card, {}).setdefault(band, []).extend(values)
+    return cards
+
+
+def write_margins() -> None:
+    """Write the ratios that the verdicts of plans allow for: medians by card, 90% bounds by machine, and band."""
     found = {}
-    for quantity, machines in ratios.items():
-        cards: dict[str, dict[str, list[float]]] = {}
-        for (_, card), bands in machines.items():
-            for band, values in bands.items():
-                cards.setdefault(card, {}).setdefault(band, []).extend(values)
-        bounded = cards if quantity == "ttft" else {f"{source}'s {card}": b for (source, card), b in machines.items()}
+    for quantity, machines in measured_ratios().items():
+        named = {f"{source}'s {card}": bands for (source, card), bands in machines.items()}
         found[quantity] = {
-            "medians": {card: _by_band(bands, "p50", np.median) for card, bands in cards.items()},
-            "bounds": {name: _by_band(bands, "p90", bound_90) for name, bands in bounded.items()},
+            "medians": {card: _by_band(bands, "p50", np.median) for card, bands in of_cards(machines).items()},
+            "bounds": {name: _by_band(bands, "p90", bound_90) for name, bands in named.items()},
         }
     text = json.dumps({"ratio": "measured / simulated", "quantities": found}, indent=1)
     write_text(MARGINS_PATH, text + "\n")
     print(text)
+
+
+def rules() -> str:
+    """Measured latencies within the 90% bounds, by split of the open suite, under each of :data:`RULES`."""
+    ratios, played = measured_ratios(), [run for run in open_runs() if run.band != REFUSED]
+    splits = list(dict.fromkeys(run.split for run in played))
+    lines = ["| " + " | ".join(("bounds", *splits)) + " |", "|---" * (1 + len(splits)) + "|"]
+    for rule, by_card in RULES.items():
+        hits: dict[str, list[bool]] = {split: [] for split in splits}
+        for quantity, machines in ratios.items():
+            cards = {card: _by_band(bands, "p90", bound_90) for card, bands in of_cards(machines).items()}
+            largest = [_by_band(bands, "p90", bound_90) for bands in machines.values()]
+            for run in played:
+                own = cards.get(CARDS[run.card])
+                candidates = largest if quantity not in by_card else [own] if own else list(cards.values())
+                bound = max(1.0, *(bands[run.band]["p90"] for bands in candidates))
+                hits[run.split] += [
+                    run.measured[name] <= bound * run.simulated[name]
+                    for name in LATENCIES
+                    if quantity_of(name) == quantity and name in run.measured
+                ]
+        lines.append("| " + " | ".join((rule, *(f"{sum(hits[s])} of {len(hits[s])}" for s in splits))) + " |")
+    return "\n".join(lines)
 
 
 def _by_band(bands: Mapping[str, list[float]], name: str, statistic: Callable[[list[float]], Any]) -> dict[str, Any]:
@@ -293,7 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--widths", action="store_true", help="print the errors by width of the output lengths, write nothing"
     )
     parser.add_argument("--margins", action="store_true", help="write the reference's errors for plans, nothing else")
+    parser.add_argument("--rules", action="store_true", help="print what rules for the bounds cover, write nothing")
     options = parser.parse_args(arguments)
+    if options.rules:
+        print(rules())
+        return
     if options.margins:
         write_margins()
         return

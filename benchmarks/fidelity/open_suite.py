@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ SPLITS: Final = {
     ("h100_sxm", "qwen3-8b"): "fit",
     ("h100_sxm", "gpt-oss-120b"): "fit",
     ("h100_sxm", "gpt-oss-20b"): "validation",
+    ("a100_sxm", "llama-3.1-8b"): "validation",
+    ("h100_sxm", "llama-3.1-8b"): "validation",
     ("h100_sxm", "qwen3-32b"): "held out",
     ("a100_sxm", "qwen3-32b"): "held out",
     (A100_40GB, "llama-3.1-70b"): "held out",
@@ -64,6 +66,8 @@ LATENCIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "I
 QUANTITIES: Final = (*LATENCIES, "tokens/s")
 BUDGETS: Final = {"a100_sxm": (256, 2048), A100_40GB: (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
 """Sequences, and tokens of an iteration: vLLM's defaults on A100 and H100, and what the H200 was started with."""
+LLM_D_8B_TOKENS: Final = 8192
+"""Tokens of an iteration in llm-d's runs of the 8B model: then vLLM's default on the 80 GB A100 too."""
 REPORTED_GB: Final = {"a100_sxm": 85.1, A100_40GB: 42.5, "h100_sxm": 85.1, "h200_sxm": 150.8}
 """Memory that the driver reports, of which vLLM takes its share."""
 LENGTH_SPREAD: Final = 0.2
@@ -109,6 +113,7 @@ def quantity_of(name: str) -> str:
 def runs() -> Iterator[Run]:
     """All runs of all sources."""
     yield from _llm_d()
+    yield from _llm_d_8b()
     yield from _gpustack()
     yield from _llm_k8s()
     yield from _own()
@@ -123,6 +128,19 @@ def _llm_d(load_factor: float = 1.0) -> Iterator[Run]:
         simulated = Simulation(fleet, _requests(rows, rows["arrival_s"].to_numpy() / load_factor))
         name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
         yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), simulated)
+
+
+def _llm_d_8b() -> Iterator[Run]:
+    """Llama-3.1-8B on one card per replica, long prompts of one length; each repeat draws its gamma arrivals anew."""
+    model = "llama-3.1-8b"
+    for repeat, row in enumerate(pd.read_csv(DATA / "llm_d_llama_8b.csv").to_dict("records")):
+        n, replicas, shape = int(row["requests"]), int(row["replicas"]), row["burstiness"]
+        gaps = np.random.default_rng(repeat).gamma(shape, 1.0 / (row["qps"] * shape), n)
+        lengths = [np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens")]
+        fleet = _fleet(row["card"], model, "BF16", 1, 0.9, replicas, max_batched_tokens=LLM_D_8B_TOKENS)
+        simulated = Simulation(fleet, Requests(gaps.cumsum() - gaps[0], *lengths))
+        name = f"{row['prompt_tokens']} + {row['output_tokens']} tokens, {row['qps']:g}/s on {replicas} replicas"
+        yield _run("llm-d-benchmark", row["card"], model, name, replicas, _stated(row), simulated)
 
 
 def _gpustack() -> Iterator[Run]:
@@ -142,15 +160,7 @@ def _gpustack() -> Iterator[Run]:
             ]
             load = f"{clients} client{'s' if clients > 1 else ''}"
         simulated = Simulation(fleet, Requests(np.zeros(n), *lengths), clients=clients)
-        measured = {
-            "TTFT p50": float(row["ttft_p50_ms"]),
-            "TTFT p99": float(row["ttft_p99_ms"]),
-            "TPOT p50": float(row["tpot_p50_ms"]),
-            "ITL p50": float(row["itl_p50_ms"]),
-            "ITL p99": float(row["itl_p99_ms"]),
-            "tokens/s": float(row["output_tokens_per_s"]),
-        }
-        yield _run("GPUStack", row["card"], row["model"], load, 1, measured, simulated)
+        yield _run("GPUStack", row["card"], row["model"], load, 1, _stated(row), simulated)
 
 
 def _llm_k8s() -> Iterator[Run]:
@@ -199,6 +209,18 @@ def _measured(rows: pd.DataFrame) -> dict[str, float]:
     outputs, ttft, tpot = (rows[name].to_numpy() for name in ("output_tokens", "ttft_ms", "tpot_ms"))
     e2e = ttft + np.nan_to_num(tpot) * (outputs - 1)
     return {**_figures(ttft, tpot, e2e), "tokens/s": float(outputs.sum() / (rows["arrival_s"] + e2e / 1e3).max())}
+
+
+def _stated(row: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a run of which only these are published."""
+    return {
+        "TTFT p50": float(row["ttft_p50_ms"]),
+        "TTFT p99": float(row["ttft_p99_ms"]),
+        "TPOT p50": float(row["tpot_p50_ms"]),
+        "ITL p50": float(row["itl_p50_ms"]),
+        "ITL p99": float(row["itl_p99_ms"]),
+        "tokens/s": float(row["output_tokens_per_s"]),
+    }
 
 
 def _figures(ttft_ms: FloatArray, tpot_ms: FloatArray, e2e_ms: FloatArray) -> dict[str, float]:
@@ -253,14 +275,13 @@ def _fleet(
     tp: int,
     memory_share: float,
     replicas: int,
-    async_scheduling: bool = False,
     **changes: float,
 ) -> Fleet:
-    """vLLM's defaults on this card, with a KV pool in this share of its memory."""
+    """vLLM's defaults on this card, with a KV pool in this share of its memory; changes of the engine profile."""
     source = _source(card, model, tier, tp)
     slots, tokens = BUDGETS[card]
     pool_gb = kv_pool_gb(source.memory_gb, memory_share * REPORTED_GB[card], source.weights_gb[tier], 1.0, drafts=False)
-    profile = replace(engine("vllm_v1_8k"), max_batched_tokens=tokens, async_scheduling=async_scheduling, **changes)
+    profile = replace(engine("vllm_v1_8k"), **({"max_batched_tokens": tokens, "async_scheduling": False} | changes))
     pool_tokens = int(pool_gb * 1e9 / source.kv_bytes_per_token)
     return Fleet(source.operators(tier, profile), slots, pool_tokens, replicas=replicas, server=True)
 

@@ -32,9 +32,10 @@ def played() -> list[Run]:
 
 
 def test_every_run_is_played_and_has_a_split(played: list[Run]) -> None:
-    files = ("llm_d_llama_70b.csv", "gpustack.csv", "llm_k8s_llama_70b.csv", "vllm_h200_llama_8b.csv")
-    llm_d, gpustack, llm_k8s, own = (pd.read_csv(DATA / name) for name in files)
-    loads = llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups + len(gpustack)
+    by_request = ("llm_d_llama_70b.csv", "llm_k8s_llama_70b.csv", "vllm_h200_llama_8b.csv")
+    llm_d, llm_k8s, own = (pd.read_csv(DATA / name) for name in by_request)
+    loads = llm_d.groupby(["card", "replicas", "load", "qps"]).ngroups
+    loads += sum(len(pd.read_csv(DATA / name)) for name in ("gpustack.csv", "llm_d_llama_8b.csv"))
     assert len(played) == loads + llm_k8s["qps"].nunique() + own["load"].nunique()
     assert {(run.card, run.model) for run in played} == set(SPLITS)
     assert {run.split for run in played} == {*SPLITS.values(), SERVER_SPLIT}
@@ -65,6 +66,22 @@ def test_arrivals_drawn_again_give_the_published_figures(played: list[Run]) -> N
     for measured, (ttft, tpot, rate) in zip(found, (*published, (349.846, 36.9731, 1780.36)), strict=True):
         assert (measured["TTFT p50"], measured["TPOT p50"]) == pytest.approx((ttft, tpot), abs=0.01)
         assert measured["tokens/s"] == pytest.approx(rate, rel=0.005)
+
+
+def test_whole_prompts_of_the_8b_runs_delay_the_tokens_of_others(played: list[Run]) -> None:
+    # At 312 TFLOPS an A100 takes this long for an iteration of 8,192 tokens, two operations per parameter and token.
+    least_ms = 2 * 8.03e9 * 8_192 / 312e12 * 1e3
+    runs = [run for run in played if (run.card, run.model) == ("a100_sxm", "llama-3.1-8b")]
+    assert len(runs) == 3
+    for run in runs:
+        assert run.measured["ITL p99"] > run.simulated["ITL p99"] > least_ms
+
+
+def test_no_ttft_of_the_runs_that_changed_the_rule_is_beyond_the_bound(played: list[Run]) -> None:
+    runs = [run for run in played if run.model == "llama-3.1-8b" and run.split == "validation"]
+    assert len(runs) == 9
+    assert all(covered(run)[name] for run in runs for name in ("TTFT p50", "TTFT p99"))
+    assert any(run.measured["TTFT p99"] > 2 * run.simulated["TTFT p99"] for run in runs if run.card == "a100_sxm")
 
 
 def test_the_40_gb_card_reads_a_models_weights_more_slowly() -> None:
