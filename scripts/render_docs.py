@@ -388,7 +388,7 @@ def exact(row: dict[str, Any], key: str) -> str:
 SCORE_ROWS = {
     "random": "random",
     "naive": "fixed-32 (`naive`: batch 32, FP16, entire KV pool)",
-    "vllm_defaults": "vLLM's defaults on an A100 (256 slots, 90% of the memory)",
+    "vllm_defaults": "vLLM's defaults on an A100 (`max_num_seqs` 256, 90% of the memory)",
     "best_static": "best constant",
     "heuristic": "a rule: capacity planning (`heuristic`)",
     "hpa": "a rule: Kubernetes' autoscaler (`hpa`, tuned)",

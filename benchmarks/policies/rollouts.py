@@ -109,9 +109,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += ["", f"PPO minus fit {_cell(task['ppo_minus_fit'], sign='+')}; held-out minus training seeds: {gaps}."]
     lines += [
         "",
-        "On rollout-batch an environment with its observations steps {steps_per_s:,.0f} times a second and core, the "
-        "loop alone {loop_steps_per_s:,.0f} times; a step has {iterations_per_step:.0f} iterations of "
-        "{loop_us_per_iteration:.2f} µs.".format(**result["speed"]),
+        "On one core, rollout-batch plays {steps_per_s:,.0f} steps a second, or {loop_steps_per_s:,.0f} without building "
+        "observations; a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
     ]
     return "\n".join(lines) + "\n"
 
