@@ -44,7 +44,7 @@ def test_schemathesis_finds_nothing(one_of_both: RunningServer) -> None:
 
 @pytest.mark.slow
 def test_schemathesis_finds_nothing_in_many_more_tries(one_of_both: RunningServer) -> None:
-    assert schemathesis_run(one_of_both, seed=21, examples=60) > 2_000
+    assert schemathesis_run(one_of_both, seed=21, examples=30) > 1_000
 
 
 @pytest.mark.soak
