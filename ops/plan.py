@@ -66,6 +66,8 @@ at most: the one that the fluid model ranks first, and the largest."""
 MOST_UNEVEN: Final = 16
 """Most replicas, those for prefill included, of which another number may prefill than decode."""
 MAX_GPUS: Final = 256
+LEAST_GAIN: Final = 0.01
+"""Share of the requests that doubling a fleet has to bring in time for the search to go on in any case."""
 ADAPTIVE: Final = ("heuristic", "hill_climb")
 """Policies that need only the observation; they are compared with the plan's constant setting."""
 GROWTH: Final = (1.5, 2.0)
@@ -152,7 +154,7 @@ class PlanReport:
     ``adapting_noise``. ``autoscaling`` is the first plan
     under autoscalers, with its replicas as the maximum. ``left_out`` are tables that were not searched, with the
     reason; ``windows_met`` is the share of five-minute windows in which the objectives must hold, None if they must
-    hold over the whole log; ``unmet`` the largest fleet of each hardware on which nothing met the objectives;
+    hold over the whole log; ``unmet`` the largest fleet that was tried on each hardware where none met the objectives;
     ``warnings`` the catalogue's warnings about the tables of plans; ``refused`` how many requests are too long to be
     served, by table.
     """
@@ -401,8 +403,12 @@ class _Card:
             progress(min(0.95, steps / 10))
             return self._best(units)
 
-        least = _smallest(lambda units: best_on(units).meets, guess, self._most)
+        least = _smallest(best_on, guess, self._most, self._required, self._replicas_min)
         if least is None:
+            if not self._all_searched:  # The whole log is calmer than its busiest part.
+                tried = max(self._known)
+                least = _smallest(self._whole, tried, tried, self._required)
+                self.best = None if least is None else self._whole(least)
             return
         for units in {1, least // 2, least + 1} - {0}:  # show what smaller and larger fleets achieve
             best_on(units)
@@ -415,11 +421,8 @@ class _Card:
             if not whole.meets:
                 break
             self.best = whole
-        for units in range(least, least + 4):
-            if self.best is not None:
-                break
-            whole = self._whole(units)
-            self.best = whole if whole.meets else None
+        if self.best is None and (more := _smallest(self._whole, least, self._most, self._required, least)):
+            self.best = self._whole(more)
 
     def _whole(self, units: int) -> Plan:
         """The best setting of the busiest part, played on all of the log."""
@@ -438,18 +441,14 @@ class _Card:
     def tried(self) -> list[Plan]:
         """Fleets played on all of the log: the finalists or, for a long log, the best for each number of GPUs."""
         if self._all_searched:
-            return [plan for units in self._shown for plan in self._known[units]]
-        return [self._whole(units) for units in self._shown]
-
-    @property
-    def _shown(self) -> list[int]:
-        """Sizes that were played, except the largest, which only shows whether any size suffices."""
-        return [units for units in self._known if units != self._most]
+            return [plan for plans in self._known.values() for plan in plans]
+        return [self._whole(units) for units in self._known]
 
     @property
     def largest(self) -> Plan:
-        """The best setting on the largest fleet."""
-        return self._best(self._most) if self._all_searched else self._whole(self._most)
+        """The best setting on the largest fleet that was played."""
+        units = max(self._known)
+        return self._best(units) if self._all_searched else self._whole(units)
 
     def _best(self, units: int) -> Plan:
         """Best setting with the GPUs of ``units`` replicas, on the busiest part of the log.
@@ -675,11 +674,8 @@ class _Card:
             return played[n]
 
         now = at(units)
-        least = _smallest(
-            lambda n: (n > 1 or not uneven) and at(n * step).meets,
-            max(1, round(units * factor / step)),
-            MAX_GPUS // step,
-        )
+        guess = max(1, round(units * factor / step))
+        least = _smallest(lambda n: at(n * step), guess, self._most // step, self._required, 2 if uneven else 1)
         return {
             "traffic": factor,
             "n_gpus": self.best.n_gpus,
@@ -700,17 +696,26 @@ def action_of(plan: Plan) -> ServeAction:
     return ServeAction(**{**plan.action, "quant_tier": QuantTier(plan.action["quant_tier"])})
 
 
-def _smallest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
-    """Smallest number from 1 to ``most`` for which ``meets`` holds; the search doubles and halves from a guess."""
-    low, high = 0, min(guess, most)
-    while not meets(high):
-        # If the largest fleet does not meet the objectives, no fleet does: this saves many steps.
-        if high >= most or (low == 0 and not meets(most)):
+def _smallest(play: Callable[[int], Plan], guess: int, most: int, required: float, least: int = 1) -> int | None:
+    """Smallest number from ``least`` to ``most`` with a plan that meets the objectives.
+
+    The search doubles and halves from a guess. None if ``most`` does not suffice, or if doubling brings less than
+    :data:`LEAST_GAIN` of the requests in time and as much again would leave margin or ``required`` share missed.
+    """
+    low, high = least - 1, min(max(guess, least), most)
+    plan = play(high)
+    while not plan.meets:
+        if high >= most:
             return None
-        low, high = high, min(2 * high, most)
+        before, low, high = plan, high, min(2 * high, most)
+        plan = play(high)
+        more, wider = plan.share_in_time - before.share_in_time, plan.margin - before.margin
+        short = plan.share_in_time + more < required or plan.margin + wider < 0.0
+        if more < LEAST_GAIN and short and not plan.meets:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
-        if meets(middle):
+        if play(middle).meets:
             high = middle
         else:
             low = middle

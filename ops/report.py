@@ -230,8 +230,8 @@ def notes(report: PlanReport) -> list[str]:
             "listed operator times, and seconds with so many requests count as extrapolated."
         )
     found += [
-        f"No setting on {plan.hardware} meets the objectives: {plan.n_gpus} GPUs serve "
-        f"{plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."
+        f"No setting on {plan.hardware} meets the objectives, and more than {plan.n_gpus} GPUs hardly help: "
+        f"these serve {plan.share_in_time:.2%} in time, with a margin of {_margin(plan)}."
         for plan in report.unmet
     ]
     if report.left_out:

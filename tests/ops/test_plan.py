@@ -19,7 +19,7 @@ from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
 from ops.objectives import parse_objective
-from ops.plan import MAX_GPUS, Plan, PlanReport, busiest, make_plan, pareto, registered_tables
+from ops.plan import Plan, PlanReport, _smallest, busiest, make_plan, pareto, registered_tables
 from ops.prices import Prices
 from ops.report import notes, plan_figure, plan_report
 from ops.shadow import shadow
@@ -316,10 +316,44 @@ def test_tables_without_the_precision_are_left_out_and_what_the_catalogue_warns_
 def test_hardware_on_which_nothing_is_fast_enough_is_named() -> None:
     tables = registered_tables(["a100-40gb", "b200_sxm"], "llama-3.1-8b")
     found = make_plan(flood(20), [parse_objective("tpot_p50=3")], tables, policies=[])
-    assert [(plan.hardware, plan.n_gpus, plan.meets) for plan in found.unmet] == [("a100-40gb", MAX_GPUS, False)]
-    assert MAX_GPUS not in {plan.n_gpus for plan in found.tried}
+    assert [(plan.hardware, plan.meets) for plan in found.unmet] == [("a100-40gb", False)]
     assert [plan.hardware for plan in found.plans] == ["b200-llama-3.1-8b"]
     assert any("a100-40gb" in note and "meets the objectives" in note for note in notes(found))
+
+
+def test_the_search_ends_where_more_gpus_hardly_help() -> None:
+    """On an A100 a token takes 8 ms even if a request is alone: 7.5 ms cannot be had by more cards."""
+    tables = registered_tables(["a100-40gb"])
+    found = make_plan(flood(60), [parse_objective("tpot_p50=7.5")], tables, precisions=["FP16"], policies=[])
+    alone = make_plan(flood(60, 0.2, 0.2), [parse_objective("tpot_p50=7.5")], tables, precisions=["FP16"], policies=[])
+    assert (found.plans, alone.plans) == ([], [])
+    (most,) = found.unmet
+    assert most.n_gpus <= 8
+    assert any(f"more than {most.n_gpus} GPUs hardly help" in note for note in notes(found))
+
+
+@pytest.mark.parametrize(
+    ("plans", "least"),
+    [
+        ({4: (0.5, -0.9), 8: (0.9, -0.5), 16: (1.0, 0.1), 12: (1.0, 0.02), 10: (0.98, -0.1), 11: (1.0, 0.0)}, 11),
+        ({4: (0.990, -0.6), 8: (0.995, -0.2), 16: (0.997, -0.12)}, None),  # -12% and 8 points more
+        ({4: (0.1, -9.0), 8: (0.2, -9.1), 16: (0.205, -9.1)}, None),
+        ({4: (1.0, -0.2), 8: (1.0, 0.0), 6: (1.0, -0.1), 7: (1.0, -0.05)}, 8),
+        ({4: (1.0, 0.5), 2: (0.9, 0.2), 3: (1.0, 0.3)}, 3),
+    ],
+)
+def test_doubling_ends_where_as_much_again_would_not_do(
+    report: PlanReport, plans: dict[int, tuple[float, float]], least: int | None
+) -> None:
+    played = []
+
+    def play(n: int) -> Plan:
+        played.append(n)
+        share, margin = plans[n]
+        return replace(report.plans[0], share_in_time=share, margin=margin, meets=share >= 0.99 and margin >= 0)
+
+    assert _smallest(play, 4, 64, 0.99) == least
+    assert played == list(plans)
 
 
 def test_settings_draft_only_if_asked() -> None:
