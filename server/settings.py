@@ -28,11 +28,11 @@ READ_ELSEWHERE: Final = frozenset(
         *("TABLE", "TASKS", "TRAFFIC_TASKS"),
         *("LLM_URL", "LLM_KEY", "LLM_MODEL"),
         *("URL", "CLIENT_ID", "DEMO_REPOSITORY", "DEMO_STEPS", "DEMO_TASK"),
-        "METRICS_DIR",
+        *("CONTROL_FILE", "ALLOW_UNTESTED", "METRICS_DIR"),
     )
 )
-"""Variables of this prefix that are no settings: of the simulator, clients, the language-model agent, the notebook, and
-the directory that a server with several workers makes for their metrics.
+"""Variables of this prefix that are no settings: of the simulator, clients, the language-model agent, the notebook, an
+engine's scheduler class, and the directory that a server with several workers makes for their metrics.
 """
 
 OTHER_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {

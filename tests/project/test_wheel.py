@@ -287,10 +287,10 @@ def client_only(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Fresh
 
 @pytest.fixture(scope="module")
 def complete(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
-    """`pip install openenv-inferencegym[serve]` where openai-agents is installed."""
+    """`pip install openenv-inferencegym[live,serve]` where openai-agents is installed."""
     environment = fresh(tmp_path_factory.mktemp("complete") / "venv")
     environment.run("pip", "install", "--quiet", OPENAI_AGENTS)
-    environment.install(f"{built.wheel}[serve]")
+    environment.install(f"{built.wheel}[live,serve]")
     return environment
 
 
@@ -408,6 +408,30 @@ def test_an_installed_server_plays_an_episode_and_shows_its_page(complete: Fresh
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_what_the_chapter_on_engines_shows_without_an_engine_runs_where_the_wheel_is_installed(complete: Fresh) -> None:
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / "docs/live.md").read_text(encoding="utf-8"), re.DOTALL)
+    shell = "".join(block for language, block in blocks if language == "bash").replace("\\\n", " ").splitlines()
+    (asked,) = re.findall(r"\$\(python -c '(.*?)'\)", "\n".join(shell))
+    assert (Path(complete.python(asked)) / "inferencegym_scheduler.py").is_file()
+
+    (episode,) = (block for language, block in blocks if language == "python")
+    score = float(complete.python(episode).split()[0])
+    assert 0 < score <= 1
+
+    # The log and the table that the chapter's commands have from a user and from `inferencegym measure`.
+    rows = [f"{t / 2},{500 + 10 * (t % 7)},{100 + t % 5}" for t in range(240)]
+    (complete.folder / "requests.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]))
+    shipped = (
+        complete.folder / "lib/python3.11/site-packages/inferencegym/simulator/data/tables/h100-llama-3.1-8b.parquet"
+    )
+    (complete.folder / "my-engine.parquet").write_bytes(shipped.read_bytes())
+    commands = [line.split() for line in shell if line.startswith("inferencegym ") and "--engine" not in line]
+    assert [command[1] for command in commands] == ["simulate", "plan", "shadow"]
+    for command in commands:
+        assert complete.run(*command).stdout
 
 
 @pytest.mark.slow

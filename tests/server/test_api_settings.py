@@ -12,7 +12,7 @@ import pytest
 from inferencegym.errors import InvalidConfigError
 from server.app import main
 from server.settings import READ_ELSEWHERE, Settings, describe_settings, load_settings
-from tests.servers import ROOT
+from tests.checkout import PACKAGES, ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_variable_that_the_code_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms = ("agents", "benchmarks", "env", "grader", "inferencegym", "notebooks", "scripts", "server", "simulator")
+    rooms = (*PACKAGES, "benchmarks", "notebooks", "scripts")
     places = [ROOT / "Dockerfile", ROOT / "Makefile", ROOT / "docker-compose.yml"]
     places += [
         place for room in rooms for place in (ROOT / room).rglob("*") if place.suffix in (".py", ".ipynb", ".sh")
