@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
 import struct
 from collections import Counter
@@ -95,6 +97,17 @@ class Subject:
         self.server.start()
         self.wait_for_all_workers(before)
         self.totals["restarts"] += 1
+
+    def lose_a_worker(self, which: int) -> None:
+        """Kill one worker, chosen by the remainder, and wait for the one that the supervisor starts in its place."""
+        assert self.server.process is not None
+        supervisor, before = self.server.process.pid, self.started()
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(workers) == self.workers
+        os.kill(int(workers[which % self.workers]), signal.SIGKILL)
+        self.wait_for_all_workers(before + 1 - self.workers)
+        self.totals["workers lost"] += 1
 
     def wait_for_all_workers(self, before: int = 0) -> None:
         """One worker answers before the others are there, and one that then does not find its store ends them all."""

@@ -658,6 +658,17 @@ class Histories(RuleBasedStateMachine):
         self.process_ends(self.subject.server.kill if kill else self.subject.server.stop)
         self.subject.totals["kills"] += kill
 
+    @precondition(lambda self: self.subject.workers > 1 and self.restarts < self.most_restarts)
+    @rule(which=PLACES)
+    def end_of_one_worker(self, which: int) -> None:
+        """kill -9 of one worker, whose supervisor lives: another one takes its place, and every session goes on."""
+        for batch in list(self.open_batches):
+            self.close_batch(batch)
+        for player in self.opened:
+            player.close("drop")
+        self.subject.lose_a_worker(which)
+        self.restarts += 1
+
     @precondition(lambda self: self.restarts < self.most_restarts)
     @rule(episode=episodes, action=ACTIONS, wait_ms=st.sampled_from([0, 0.2, 0.5, 1, 2, 4]))
     def kill_in_the_middle_of_a_step(self, episode: Episode, action: tuple[Any, Any], wait_ms: float) -> None:
@@ -812,4 +823,5 @@ def test_random_histories_get_the_answers_of_the_library(
         if redis is not None:
             redis.kill()
     done = ", ".join(f"{totals[name]:,} {name}" for name in sorted(totals))
+    assert totals["workers lost"] or workers == 1
     print(f"{store}, {workers} workers: {done}; nothing lost")  # noqa: T201
