@@ -22,13 +22,16 @@ def one_of_both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield server
 
 
-def schemathesis_run(server: RunningServer, seed: int, examples: int, *more: str, limit_s: float = 600) -> int:
-    """Requests sent; anything that Schemathesis finds fails the test."""
+def schemathesis_run(server: RunningServer, seed: int, examples: int, *more: str) -> int:
+    """Requests sent; anything that Schemathesis finds fails the test.
+
+    Its requests are limited in number and each in time, so the run ends on a machine of any pace.
+    """
     program = str(Path(sys.executable).with_name("schemathesis"))
     command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed), "--max-examples", str(examples)]
     command += ["--suppress-health-check", "all", "--no-color", *more]
     # From the root, where schemathesis.toml lies.
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     generated = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
     assert generated is not None, run.stdout[-2000:]
@@ -51,7 +54,7 @@ def test_schemathesis_finds_nothing_in_many_more_tries(one_of_both: RunningServe
 def test_schemathesis_finds_nothing_in_thousands_of_tries_from_any_seed(
     one_of_both: RunningServer, soak_seed: int
 ) -> None:
-    tried = schemathesis_run(one_of_both, soak_seed, examples=200, limit_s=3600)
+    tried = schemathesis_run(one_of_both, soak_seed, examples=200)
     counted = one_of_both.client.get("/metrics").text
     assert re.search(r'_http_requests_total\{[^}]*status="500"', counted) is None
     assert "Traceback" not in one_of_both.log.read_text()
