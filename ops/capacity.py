@@ -61,6 +61,8 @@ GRID: Final[dict[str, tuple[float, ...]]] = {
     "batch_size": (16, 32, 64, 128, 256, 512),
 }
 """Values that are tried in all combinations and in each precision, with prefill on the replicas or on separate GPUs."""
+LEAST_REQUESTS: Final = 25
+"""Fewest requests of a log on which anything is recommended."""
 NEUTRAL: Final = Calibration(0.0, 1.0, 1.0, 1.0)
 """Placeholder calibration for constant settings, which do not look at observations."""
 
@@ -294,6 +296,14 @@ class Run:
 def noise(missed: float, other: float, requests: int) -> float:
     """Difference that chance may explain between two shares of this many requests."""
     return NOISE_DEVIATIONS * math.sqrt((missed * (1.0 - missed) + other * (1.0 - other)) / requests)
+
+
+def too_few(requests: float) -> str | None:
+    """Why nothing is recommended on a log of so few requests; None if they are enough."""
+    if requests >= LEAST_REQUESTS:
+        return None
+    counted = f"{requests:g} request{'' if requests == 1 else 's'}"
+    return f"No recommendation: the log has {counted}. Use a log of at least {LEAST_REQUESTS}."
 
 
 def most_running(tables: ServingTables) -> int:

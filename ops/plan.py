@@ -43,6 +43,7 @@ from ops.capacity import (
     play_policy,
     refused,
     screen,
+    too_few,
 )
 from ops.margins import LIKELY, NOT, WITH_90, Ratio, band_of, ratio
 from ops.objectives import ALWAYS, Objective, margin
@@ -105,11 +106,11 @@ class Plan:
     ran out of memory. Where objectives are judged by window, ``windows_met`` is the share of the windows that hold, and
     ``margin`` the one that the required share of the windows keep; otherwise ``windows_met`` is None.
     ``verdict`` is ``"likely"`` then, or ``"meets with 90 %"`` if figures times the 90 % bound are within the limits
-    too; otherwise ``"not"``. Requests longer than the KV pool, which an engine refuses, are not in time. ``hardware``
-    is the table's name, ``card`` the name of its GPUs. Each replica has ``tensor_parallel`` GPUs, and so has each of
-    ``prefill_replicas``, which only prefill (0: replicas prefill themselves). ``tokens_per_s`` and
-    ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during which the GPUs are held. Costs are
-    None without prices.
+    too and there are :data:`ops.capacity.LEAST_REQUESTS`; otherwise ``"not"``. Requests longer than the KV pool, which
+    an engine refuses, are not in time. ``hardware`` is the table's name, ``card`` the name of its GPUs. Each replica
+    has ``tensor_parallel`` GPUs, and so has each of ``prefill_replicas``, which only prefill (0: replicas prefill
+    themselves). ``tokens_per_s`` and ``gpu_hours_per_million_tokens`` count output tokens over the whole log, during
+    which the GPUs are held. Costs are None without prices.
     """
 
     hardware: str
@@ -185,8 +186,8 @@ class PlanReport:
     tried: list[Plan] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
+        """JSON form; ``undecided`` says why no plan is recommended, and is None if one is."""
+        return {**asdict(self), "undecided": too_few(self.log["requests"])}
 
 
 def make_plan(
@@ -598,7 +599,7 @@ class _Card:
             kv_cache_fp8=self._tables.kv_cache_fp8,
             action=None if action is None else action.to_dict(),
             meets=meets,
-            verdict=NOT if not meets else WITH_90 if at_90 >= least else LIKELY,
+            verdict=NOT if not meets else WITH_90 if at_90 >= least and not too_few(offered) else LIKELY,
             margin=left,
             band=band,
             errors=errors,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencegym.files import atomic_write, require_matplotlib, write_text
 from ops import scaling
-from ops.capacity import GRID
+from ops.capacity import GRID, too_few
 from ops.objectives import WINDOW_S, parse_objective
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ Rows = Sequence[Mapping[str, object]]
 class Report:
     """A question, the tables that answer it, by title (empty ones are not shown), and notes, one sentence per line.
 
-    ``refused`` are sentences about requests that are too long to be served; they stand before the tables.
+    ``refused`` are sentences about logs that are too short, and requests that are too long to be served; they stand
+    before the tables.
     """
 
     lead: str
@@ -140,7 +141,8 @@ def plan_report(report: PlanReport) -> Report:
         *notes(report),
         f"{len(report.tried)} fleets played request by request, in {report.wall_s:.1f} s",
     ]
-    return Report(f"model: {report.model}; objectives: {asked}", tables, lines, refused_lines(report))
+    few = filter(None, [too_few(report.log["requests"])])
+    return Report(f"model: {report.model}; objectives: {asked}", tables, lines, [*few, *refused_lines(report)])
 
 
 def _plan_rows(report: PlanReport, plans: Sequence[Plan]) -> Rows:

@@ -34,6 +34,7 @@ from ops.capacity import (
     refused,
     screen,
     thinned,
+    too_few,
 )
 from ops.prices import Prices
 from ops.scaling import Autoscaled, autoscaled
@@ -47,8 +48,6 @@ CONSTANT: Final = "best_constant"
 """Name of the best constant setting that a sweep found."""
 FINALISTS: Final = 4
 """Number of constants of a sweep that the reference plays."""
-LEAST_REQUESTS: Final = 25
-"""Fewest requests of a log on which a policy is recommended."""
 SERVED: Final = 0.99
 """Share of the requests (those that are not refused for their length) that a fleet sized to a log serves in time."""
 MAX_GPUS: Final = 64
@@ -102,9 +101,8 @@ class ShadowReport:
 
     def undecided(self) -> str | None:
         """Why no policy is recommended: too few requests, or nobody serves them. None if one is."""
-        requests = self.log["requests"]
-        if requests < LEAST_REQUESTS:
-            return f"No recommendation: the log has {requests} requests. Use a log of at least {LEAST_REQUESTS}."
+        if few := too_few(self.log["requests"]):
+            return few
         if self.best().slo_miss_share >= 1 - LEAST_SERVED:
             return (
                 f"No recommendation: on {self.n_gpus} x {self.hardware} no policy serves more than {LEAST_SERVED:.0%} "

@@ -8,24 +8,25 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inferencegym.messages import WHOLE
+from inferencegym.messages import WHOLE, Allowed
 from inferencegym.models import Router
 from inferencegym.tasks import table_index
 from ops.objectives import QUANTITIES, STATISTICS
 from ops.prices import PriceList
 from server.api.request_log import LogRequest, LogRoutes
 from server.api.route import Route
-from simulator.hardware.catalogue import hardware_names
+from simulator.hardware.catalogue import hardware_names, tables_named
 
 _PRECISIONS: Final = tuple(dict.fromkeys(tier for entry in table_index().values() for tier in entry["tiers"]))
 _OBJECTIVE: Final = f"^({'|'.join(QUANTITIES)})_({'|'.join(STATISTICS)})=[1-9][0-9]{{0,5}}([.][0-9]{{1,3}})?$"
+_BOUND: Final = Allowed(f"a bound in ms, from 1 to 999,999, on one of {', '.join(QUANTITIES)}, such as ttft_p99=500")
 
 
 class PlanRequest(LogRequest):
     """Body of POST /plan."""
 
     objectives: Annotated[
-        list[Annotated[str, Field(pattern=_OBJECTIVE)]],
+        list[Annotated[str, Field(pattern=_OBJECTIVE), _BOUND]],
         Field(
             min_length=1, max_length=10, description="bounds in ms, such as ttft_p99=500, tpot_p50=50 and e2e_p99=20000"
         ),
@@ -66,6 +67,10 @@ class PlanRequest(LogRequest):
         PriceList | None, Field(description="prices per GPU hour by card; without them, plans are ordered by GPUs")
     ] = None
 
+    def check(self) -> None:
+        super().check()
+        tables_named(self.hardware, self.model)
+
 
 class PlanRoutes(LogRoutes):
     """/plan of the serving fleet at one prefix."""
@@ -94,5 +99,6 @@ class PlanAnswer(BaseModel):
     adapting_saves_gpus: int
     autoscaling: list[dict[str, Any]]
     refused: dict[str, str]
+    undecided: str | None
     notes: list[str]
     export: dict[str, str]

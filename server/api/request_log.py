@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from inferencegym.errors import InferenceGymError
 from inferencegym.messages import WHOLE, Allowed, Message
-from ops.log.names import check_header, file_name
+from ops.log.names import check_table, file_name
 from ops.worker import request_parts
 from server.api.policies import gzipped
 from server.api.route import Endpoint, Route, Routes
@@ -21,9 +22,6 @@ MAX_LOG_BYTES: Final = 4_194_304
 """Longest body."""
 SUFFIXES: Final = (".csv", ".json", ".jsonl")
 _LOG_TEXT: Final = Allowed("the text of a request log")
-_SUFFIX: Final = Allowed("a file name that ends with " + ", ".join(SUFFIXES))
-_COLUMN_PAIRS: Final = Allowed("pairs of a quantity and its column, such as arrival=ts:ms,prompt=tokens_in")
-_ONE_OF: Final = Allowed("a column and the values to keep, such as model=llama-3.1-8b")
 _FILE_NAME: Final = r"[^./]\.([cC][sS][vV]|[jJ][sS][oO][nN][lL]?)$"
 # A name is not only white space, which Python defines more widely than JSON Schema's regular expressions.
 _COLUMN: Final = (
@@ -33,7 +31,6 @@ _COLUMNS: Final = f"^{_COLUMN}(,{_COLUMN})*$"
 _FILTER: Final = r"^[^=]*[^=\s\x85\x1c-\x1f][^=]*=.*$"
 _SOMETHING: Final = "[!-~]"
 """Every log has a printable character; Python and JSON Schema define white space differently."""
-
 
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -48,21 +45,21 @@ class LogRequest(Message):
         Annotated[
             str,
             Field(pattern=_FILE_NAME, description="name of its file, whose suffix distinguishes CSV from JSON"),
-            _SUFFIX,
+            Allowed("a file name that ends with " + ", ".join(SUFFIXES)),
         ]
         | None
     ) = "log.csv"
     columns: Annotated[
         Annotated[str, Field(max_length=1000, pattern=_COLUMNS)] | None,
         Field(description="columns with unusual names, such as arrival=ts:ms,prompt=tokens_in,output=tokens_out"),
-        _COLUMN_PAIRS,
+        Allowed("pairs of a quantity and its column, such as arrival=ts:ms,prompt=tokens_in"),
     ] = None
     filter: Annotated[
         Annotated[str, Field(max_length=1000, pattern=_FILTER)] | None,
         Field(
             description="only requests with one of these values in a column, such as model=llama or model=llama,qwen"
         ),
-        _ONE_OF,
+        Allowed("a column and the values to keep, such as model=llama-3.1-8b"),
     ] = None
     failed: Annotated[
         Literal["count", "skip"] | None,
@@ -79,6 +76,10 @@ class LogRequest(Message):
     from_s: Annotated[_Seconds | None, Field(description="first second of the log to use")] = None
     to_s: Annotated[_Seconds | None, Field(description="second of the log at which to stop (not included)")] = None
 
+    def check(self) -> None:
+        """Refuse at once what needs no job."""
+        check_table(file_name(self.name), self.log, self.columns, self.filter, self.skip_bad or 0)
+
 
 class LogRoutes(Routes):
     """Endpoints for request logs at one prefix; the work is a job in a separate process."""
@@ -88,8 +89,8 @@ class LogRoutes(Routes):
 
     async def _answer(self, request: Request, job: str, wanted: LogRequest, **more: Any) -> Response:
         try:
-            # A job takes seconds to start, which a table without the right columns need not wait for.
-            check_header(file_name(wanted.name), wanted.log, wanted.columns, wanted.filter)
+            # A job takes seconds to start.
+            await asyncio.to_thread(wanted.check)
         except InferenceGymError as error:
             raise JobRefusedError(request_parts(error)) from error
         client = sender_of(request.scope)

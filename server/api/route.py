@@ -1,7 +1,7 @@
 """Routes of the server: FastAPI's, with bounded bodies and one form of errors, and a direct one for steps.
 
-:class:`StepRoute` is documented by FastAPI, and :class:`Steps` calls its endpoint directly: through FastAPI a step
-takes a fifth more instructions.
+:class:`StepRoute` is documented by FastAPI, and :class:`Steps` calls its endpoint directly, since FastAPI's
+routing and validation would lengthen every step.
 """
 
 from __future__ import annotations

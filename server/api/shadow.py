@@ -23,7 +23,6 @@ from server.schemas import Documented, TaskName, family_model, policy_schema
 
 DEFAULT_POLICIES: Final = ("heuristic", "hill_climb")
 MAX_GPUS: Final = 64
-MAX_SLO_MS: Final = 600_000.0
 
 
 class ShadowRequest(LogRequest):
@@ -43,17 +42,7 @@ class ShadowRequest(LogRequest):
         Annotated[int, Field(ge=1, le=MAX_GPUS), WHOLE] | None, Field(description="number of GPUs for every policy")
     ] = None
     prices: Annotated[PriceList | None, Field(description="prices per GPU hour by card, for costs")] = None
-    slo_ms: Annotated[Annotated[float, Field(ge=1, le=MAX_SLO_MS)] | None, Field(description="objective of TTFT")] = (
-        None
-    )
-
-    @property
-    def asked(self) -> list[str]:
-        """Names of policies. Raises InvalidRequestError if one is named twice."""
-        names: list[str] = [*(DEFAULT_POLICIES if self.policies is None else self.policies)]
-        if len(set(names)) != len(names):
-            raise InvalidRequestError("policies", names, "names that differ from each other")
-        return names
+    slo_ms: Annotated[Annotated[float, Field(ge=1, le=600_000)] | None, Field(description="objective of TTFT")] = None
 
 
 class ShadowRoutes(LogRoutes):
@@ -75,16 +64,19 @@ class ShadowRoutes(LogRoutes):
 
 
 def _playable_policies(family: Family, wanted: ShadowRequest) -> list[str]:
+    names = [*(DEFAULT_POLICIES if wanted.policies is None else wanted.policies)]
+    if len(set(names)) != len(names):
+        raise InvalidRequestError("policies", names, "names that differ from each other")
     if wanted.task_id is None:
         stored = players_of(family).stored()
         possible = [name for name in available(family, family.default_task)[1] if name not in stored]
         more = ", unless task_id names the task of the stored policy"
     else:
         possible, more = available(family, wanted.task_id)[1], f" for task {wanted.task_id!r}"
-    for at, name in enumerate(wanted.asked):
+    for at, name in enumerate(names):
         if name not in possible:
             raise InvalidRequestError(f"policies[{at}]", name, f"one of {', '.join(possible)}{more}")
-    return wanted.asked
+    return names
 
 
 class ShadowAnswer(BaseModel):

@@ -21,12 +21,13 @@ import pytest
 
 from inferencegym.errors import DataFormatError
 from ops.jobs import respond
-from ops.log.names import HEADER_CHARS, QUANTITIES, check_header
+from ops.log.names import HEADER_CHARS, QUANTITIES, ROWS_CHARS, check_table
 from ops.log.reader import import_log
 from server.api.request_log import LogRequest
 from tests.servers import PATIENCE_S, ROOT, RunningServer, running_server, until
 
-FEW = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{0.5 * i},{200 + i},{50}\n" for i in range(40))
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+FEW = HEADER + "".join(f"{0.5 * i},{200 + i},{50}\n" for i in range(40))
 JOB = {"log": FEW, "policies": ["naive"]}
 PLAN = {"log": FEW, "objectives": ["ttft_p99=500"], "model": "llama-3.1-8b"}
 
@@ -68,13 +69,18 @@ def test_a_whole_number_may_have_a_decimal_point() -> None:
         "TIMESTAMP,ContextTokens\n1,2\n",
         "Metric,avg,p50\nlatency,1,2\n",
         "\x89PNG\r\n\x1a\n\0\0\0",
+        HEADER + "0,100,10\n1,x y,10\n",
+        HEADER + "0,100,10\n1,5,-3\n",
+        HEADER + "0,100,ten\n1,hundred,3\n",
+        HEADER + "0,100,10\n1,,5\n",
+        "\n" + HEADER.replace(",", ";") + "0;100;10\n\n1;5\n",
     ],
 )
-def test_a_wrong_header_is_refused_as_the_reader_refuses_it(log: str) -> None:
+def test_a_wrong_header_or_count_is_refused_as_the_reader_refuses_it(log: str) -> None:
     with pytest.raises(DataFormatError) as read:
         import_log("log.csv", content=log)
     with pytest.raises(DataFormatError) as checked:
-        check_header("log.csv", log)
+        check_table("log.csv", log)
     assert str(checked.value) == str(read.value)
     assert (checked.value.line, checked.value.field) == (read.value.line, read.value.field)
 
@@ -91,13 +97,16 @@ def test_a_wrong_header_is_refused_as_the_reader_refuses_it(log: str) -> None:
         ("time,,input\n", None),
         ("a,a,b\n", "arrival=a,prompt=a.1,output=b"),
         ("", None),
+        (HEADER + "0, 1e2 ,+10\n\n,,\n,a,b\n1,1,1,a,b\n", None),
+        (HEADER + "0,100,a\n" + "0,100,10\n" * ROWS_CHARS, None),
+        (HEADER.replace("\n", ",status\n") + "0,a,b,error\n", None),
     ],
 )
 def test_a_header_that_may_be_right_is_left_to_the_reader(log: str, columns: str | None) -> None:
-    check_header("log.csv", log, columns)
+    check_table("log.csv", log, columns)
 
 
-def test_a_wrong_header_is_answered_while_no_job_can_run(server: RunningServer) -> None:
+def test_a_wrong_table_or_model_is_refused_while_no_job_can_run(server: RunningServer) -> None:
     with waiting(server, "/plan", PLAN):
         stopped_job(server)
         wrong = {"log": "time,input\n1,2\n", "name": "mine.csv"}
@@ -108,6 +117,13 @@ def test_a_wrong_header_is_answered_while_no_job_can_run(server: RunningServer) 
             assert said["message"].startswith("mine.csv: no column with a usual name for output; there are time, input")
             assert said["message"].endswith("name it with columns output=COLUMN")
             assert "--columns" not in said["message"]
+        for change, line, field in (
+            ({"log": HEADER + "0,many,10\n"}, 2, "prompt_tokens"),
+            ({"model": "x"}, None, "model"),
+        ):
+            answer = server.client.post("/plan", json={**PLAN, **change}, headers={"x-forwarded-for": "10.0.0.3"})
+            said = answer.json()["detail"]
+            assert (answer.status_code, said.get("line"), said["field"]) == (422, line, field)
 
 
 def jobs_of(server: RunningServer) -> list[int]:

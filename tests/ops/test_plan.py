@@ -15,6 +15,7 @@ from cli.main import main
 from inferencegym.errors import InvalidConfigError
 from inferencegym.models import ServeAction
 from inferencegym.tasks import table_index
+from ops.capacity import too_few
 from ops.export import EXPORTS, constant_drafts, engine_files
 from ops.log.reader import import_log
 from ops.margins import LIKELY, NOT, WITH_90, ratio
@@ -94,6 +95,17 @@ def test_costs_are_gpus_times_price(report: PlanReport) -> None:
 def test_without_prices_nothing_costs_money() -> None:
     plans = make_plan(flood(30), OBJECTIVES, registered_tables(["a100-40gb"])).plans
     assert [(p.cost_per_hour, p.cost_per_million_tokens) for p in plans] == [(None, None)]
+
+
+def test_a_handful_of_requests_is_no_ground_for_a_plan(report: PlanReport) -> None:
+    rows = "".join(f"{second},200,50\n" for second in range(24))
+    log = import_log("few.csv", content="arrival_s,prompt_tokens,output_tokens\n" + rows).log
+    few = make_plan(log, OBJECTIVES, registered_tables(["a100-40gb"]))
+    assert {plan.verdict for plan in few.tried if plan.meets} == {"likely"}
+    said = "No recommendation: the log has 24 requests. Use a log of at least 25."
+    assert few.to_dict()["undecided"] == plan_report(few).refused[0] == said
+    assert report.to_dict()["undecided"] is None
+    assert too_few(1) == "No recommendation: the log has 1 request. Use a log of at least 25."
 
 
 def test_nothing_tried_beats_a_point_of_the_front(report: PlanReport) -> None:
@@ -547,6 +559,13 @@ def test_a_mistake_over_http_is_named(server: RunningServer, change: dict[str, A
     answer = server.client.post("/plan", json=body)
     detail = answer.json()["detail"]
     assert (answer.status_code, detail["code"], detail.get("field")) == (422, code, field)
+
+
+def test_a_bound_that_is_not_allowed_is_refused_in_the_words_of_bounds(server: RunningServer) -> None:
+    body = {"log": "arrival_s,prompt_tokens,output_tokens\n0,100,10\n", "objectives": ["tpot_p50=50", "ttft_p99=0"]}
+    said = server.client.post("/plan", json=body).json()["detail"]
+    assert said["field"] == "objectives[1]"
+    assert said["allowed"] == "a bound in ms, from 1 to 999,999, on one of ttft, tpot, itl, e2e, such as ttft_p99=500"
 
 
 def test_a_plan_is_a_row_of_plain_numbers(report: PlanReport) -> None:

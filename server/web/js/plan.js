@@ -105,7 +105,7 @@ class PlanTab {
 
   report(report) {
     const priced = Boolean(report.currency), [first] = report.plans;
-    const said = verdict(report, priced);
+    const said = report.undecided ?? verdict(report, priced);
     const short = (plan) => [el("span", {}, rent(plan), el("small", { text: settingOf(plan) })), CERTAINTY[plan.verdict], percent(plan.share_in_time, 2),
       ...report.objectives.map((objective) => `${compact(latency(plan, objective, "p50"))} ms`), ...(priced ? [plan.cost_per_hour.toFixed(2)] : [])];
     const head = priced ? [...HEAD, `${report.currency} /h`, `${report.currency} /M tokens`] : HEAD;
