@@ -105,6 +105,19 @@ def visit(browser: Browser, server: RunningServer) -> Iterator[Visit]:
         context.close()
 
 
+@pytest.mark.parametrize(("tab", "task"), [("", "3"), ("race?task=autoscale&seed=4", "autoscale"), ("code", None)])
+def test_what_a_race_needs_is_asked_for_once_while_its_modules_load(visit: Visit, tab: str, task: str | None) -> None:
+    visitor, asked = visit(), []
+    visitor.page.on("request", lambda request: asked.append(request.url.removeprefix(visitor.url)))
+    page = visitor.open(tab)
+    if task is not None:
+        expect(page.get_by_role("button", name="Start the race")).to_be_enabled()
+    needed = ["/tasks?all=true", "/info", f"/policies?task_id={task}"] if task else []
+    assert [path for path in asked if path.split("?")[0] in ("/tasks", "/info", "/policies")] == needed
+    early = asked[: asked.index("/health")]  # which main.js asks for
+    assert [path for path in needed if path not in early] == []
+
+
 def race_to_the_end(page: Page) -> float:
     """Press start, wait for the verdict, and return the score it names."""
     page.get_by_label("Speed").select_option("1000")

@@ -44,7 +44,9 @@ async function request(url, body) {
 
 async function send(url, options) {
   try {
-    return await fetch(url, options);
+    const early = options.method ? undefined : globalThis.ahead?.get(url);
+    if (early) globalThis.ahead.delete(url);
+    return await (early ?? fetch(url, options));
   } catch {
     throw new ApiError(0, { message: "The server cannot be reached", next: "check the connection and try again" });
   }

@@ -1,4 +1,9 @@
-/** What a reload shows again, in the session storage. Storage may be denied, as within a frame: the reload then starts anew. */
+/**
+ * What is kept outside the tabs: a log that one tab passes to another, and what a reload shows again, in the session storage.
+ * Storage may be denied, as within a frame: the reload then starts anew.
+ */
+
+export const handed = { text: "" };
 
 /** Keep `value` under a name for an address (its part from the `#`); null keeps nothing. */
 export function keep(name, hash, value) {

@@ -4,7 +4,7 @@ import { once, post } from "./api.js";
 import { TimeChart } from "./charts.js";
 import { announce, el, field, fill, problem, select, table } from "./dom.js";
 import { DropBox } from "./drop.js";
-import { handed } from "./log.js";
+import { handed } from "./kept.js";
 import { scoreBoard } from "./score.js";
 
 /** Fields of a log that are drawn, by environment. */

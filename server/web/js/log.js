@@ -1,2 +1,0 @@
-/** A log that one tab passes to another. */
-export const handed = { text: "" };
