@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.import_trace import add_log_arguments, print_log, read_log
+from cli.tables import add_drafts_argument
 from inferencegym.models import ROUTERS
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quant", action="append", metavar="NAME[,NAME]", help="only these precisions, as BF16,FP8 (default: all)"
     )
-    parser.add_argument(
-        "--drafts", action="store_true", help="also settings with draft tokens, for which you need a draft model"
-    )
+    add_drafts_argument(parser)
     parser.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "fp8"),

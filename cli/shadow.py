@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.import_trace import add_log_arguments, print_log, read_log
-from cli.tables import add_table_arguments, chosen_tables
+from cli.tables import add_drafts_argument, add_table_arguments, chosen_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='prices for costs: {"currency": "USD", "per_gpu_hour": {"a100-40gb": 1.5}} (default: GPU-seconds only)',
     )
     add_table_arguments(parser)
+    add_drafts_argument(parser)
     parser.add_argument("--html", type=Path, help="write a report with figures (extra: report)")
     parser.add_argument(
         "--export", choices=("vllm", "sglang", "helm"), help="write the settings as a configuration file of this engine"
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         task=get_task(args.task) if args.task else None,
         tables=tables,
         prices=load_prices(args.prices) if args.prices else None,
+        drafts=args.drafts,
     )
     if args.json:
         print(json.dumps({**report.to_dict(), "read": imported.describe()}))

@@ -17,6 +17,13 @@ def add_table_arguments(parser: Any) -> None:
     chosen.add_argument("--table", type=Path, help="file of your own table, written by measure or import-bench")
 
 
+def add_drafts_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--drafts`` to a command that searches settings."""
+    parser.add_argument(
+        "--drafts", action="store_true", help="also settings with draft tokens, for which you need a draft model"
+    )
+
+
 def chosen_tables(args: argparse.Namespace) -> ServingTables:
     """The table that was chosen, or the default."""
     from simulator.hardware.catalogue import table_path

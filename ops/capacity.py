@@ -184,7 +184,7 @@ def refused(request_tokens: FloatArray, tables: ServingTables, pool_tokens: int)
 # ---------------------------------------------------------------- hundreds of constant settings at once
 
 
-def grid(prefill_apart: bool, tiers: Sequence[int], drafts: bool = True) -> list[ServeAction]:
+def grid(prefill_apart: bool, tiers: Sequence[int], drafts: bool) -> list[ServeAction]:
     """All settings of :data:`GRID` in these precisions; without ``drafts``, only those that draft no tokens."""
     return [
         ServeAction(kv, int(spec), int(batch), prefill_apart, QuantTier(tier))

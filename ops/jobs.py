@@ -49,6 +49,7 @@ def shadow_job(request: Request) -> dict[str, Any]:
         task=task,
         tables=tables,
         prices=None if request.get("prices") is None else read_prices(request["prices"]),
+        drafts=request.get("drafts", False),
     )
     settings = {outcome.policy: settings_of(report, tables, outcome.policy) for outcome in report.outcomes}
     export = {policy: {name: write(s) for name, write in EXPORTS.items()} for policy, s in settings.items()}

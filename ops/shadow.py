@@ -142,6 +142,7 @@ def shadow(
     task: TaskSpec | None = None,
     tables: ServingTables | None = None,
     prices: Prices | None = None,
+    drafts: bool = False,
 ) -> ShadowReport:
     """Replay a log under a fixed configuration, under the best constant of a sweep and under each agent.
 
@@ -149,8 +150,9 @@ def shadow(
     stored policies of a task made from similar traffic; without it the objective is 500 ms for all classes, and the
     fleet is sized to the log unless ``n_gpus`` is given: the fewest GPUs on which a constant serves :data:`SERVED` of
     the requests in time, or those for the mean load if no number of GPUs does. ``fixed`` is the user's own setting,
-    as an action or as some of its knobs; knobs left out are vLLM's defaults. Raises :class:`DataFormatError` if the
-    log lasts longer than an episode may, and any error of making an agent.
+    as an action or as some of its knobs; knobs left out are vLLM's defaults. Without ``drafts``, which need a draft
+    model, the sweep and the policies draft no tokens; ``fixed`` and constants among the agents keep theirs. Raises
+    :class:`DataFormatError` if the log lasts longer than an episode may, and any error of making an agent.
     """
     if slo_ms is not None and not 1 <= slo_ms <= MAX_SLO_MS:
         raise refusal("slo_ms", slo_ms, f"from 1 to {MAX_SLO_MS:,.0f}")
@@ -166,10 +168,10 @@ def shadow(
     if n_gpus is None:
         units = as_task.fleet.n_replicas
         if task is None:
-            units = _fewest_replicas(as_task, tables, units, too_long) or units
+            units = _fewest_replicas(as_task, tables, units, too_long, drafts) or units
         n_gpus = units * (2 if fixed.prefill_disagg else 1) * tables.cards_per_replica
     _check_gpus(n_gpus, fixed, tables.cards_per_replica)
-    gpus = Field(as_task, tables, n_gpus)
+    gpus = Field(as_task, tables, n_gpus, drafts)
     constant, action = gpus.best_constant()
     scaling = gpus.autoscaled(constant, action)
     runs = [gpus.constant(FIXED, fixed), constant]
@@ -184,7 +186,7 @@ def shadow(
     hardware = str(tables.meta["hardware"])
     short = ""
     if outcomes[1].slo_miss_share > too_long + 1 - SERVED:
-        found = _fewest_replicas(as_task, tables, n_gpus // tables.cards_per_replica + 1, too_long)
+        found = _fewest_replicas(as_task, tables, n_gpus // tables.cards_per_replica + 1, too_long, drafts)
         more = "nor would more" if found is None else f"about {found * tables.cards_per_replica} would do"
         which = " that are not refused" if too_long else ""
         within = f"within {as_task.slo_target_ms:g} ms on {n_gpus} x {hardware}"
@@ -206,14 +208,14 @@ def shadow(
     )
 
 
-def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, too_long: float) -> int | None:
+def _fewest_replicas(task: TaskSpec, tables: ServingTables, least: int, too_long: float, drafts: bool) -> int | None:
     """Fewest replicas, from ``least``, on which a constant serves :data:`SERVED` of what is not refused in time.
 
     Told by the fluid model, as it screens settings. None if one more replica no longer helps, or at :data:`MAX_GPUS`.
     """
-    before = math.inf
+    before, settings = math.inf, grid(False, range(tables.n_tiers), drafts)
     for units in range(least, MAX_GPUS // tables.cards_per_replica + 1):
-        missed = float(screen(on_replicas(task, units), tables, grid(False, range(tables.n_tiers))).missed.min())
+        missed = float(screen(on_replicas(task, units), tables, settings).missed.min())
         if missed <= too_long + 1 - SERVED:
             return units
         if missed > before - LEAST_GAIN:
@@ -232,11 +234,10 @@ def _check_gpus(n_gpus: int, fixed: ServeAction, cards_per_replica: int) -> None
 class Field:
     """A log and a number of GPUs, on which policies are played."""
 
-    def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int) -> None:
-        self._tables = tables
-        knobs = tuple(name for name in task.active_actions if name != "prefill_disagg")
+    def __init__(self, task: TaskSpec, tables: ServingTables, n_gpus: int, drafts: bool) -> None:
+        self._tables, self._drafts = tables, drafts
         units = n_gpus // tables.cards_per_replica
-        self._together = replace(on_replicas(task, units), active_actions=knobs)
+        self._together = _without(on_replicas(task, units), "prefill_disagg")
         self._apart = on_replicas(task, units // 2) if units % 2 == 0 else None
 
     def constant(self, name: str, action: ServeAction) -> Run:
@@ -257,7 +258,7 @@ class Field:
         found: list[tuple[float, ServeAction]] = []
         for task, apart in ((self._together, False), (self._apart, True)):
             if task is not None:
-                settings = grid(apart, range(self._tables.n_tiers))
+                settings = grid(apart, range(self._tables.n_tiers), self._drafts)
                 shares = screen(task, self._tables, settings).missed
                 found += zip(shares.tolist(), settings, strict=True)
         finalists = [action for _, action in sorted(found, key=lambda f: f[0])[:FINALISTS]]
@@ -266,11 +267,22 @@ class Field:
 
     def policy(self, name: str, agent: str | Agent, calibration: Calibration) -> Run:
         """Play a policy with prefill on the replicas and, if it ever asks, on separate GPUs; returns the better run."""
-        together = play_policy(name, _agent(agent, self._together), self._together, self._tables, calibration)
+        together = self._played(name, agent, self._together, calibration)
         if self._apart is None or not together.asked_apart:
             return together
-        apart = play_policy(name, _agent(agent, self._apart), self._apart, self._tables, calibration)
+        apart = self._played(name, agent, self._apart, calibration)
         return min(together, apart, key=lambda run: run.outcome.slo_miss_share)
+
+    def _played(self, name: str, agent: str | Agent, task: TaskSpec, calibration: Calibration) -> Run:
+        held = task if self._drafts else _without(task, "spec_length")
+        made = _agent(agent, held)
+        # The user chose all knobs of a constant.
+        return play_policy(name, made, task if isinstance(made, ConstantAgent) else held, self._tables, calibration)
+
+
+def _without(task: TaskSpec, knob: str) -> TaskSpec:
+    """The task without one of its knobs, which then keeps its default."""
+    return replace(task, active_actions=tuple(name for name in task.active_actions if name != knob))
 
 
 def _agent(agent: str | Agent, task: TaskSpec) -> Agent:

@@ -51,9 +51,6 @@ class PlanRequest(LogRequest):
         Annotated[list[Literal[*_PRECISIONS]], Field(min_length=1)] | None,  # type: ignore[valid-type]
         Field(description="precisions that may be used; by default all of a table"),
     ] = None
-    drafts: Annotated[
-        bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
-    ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"] | None, Field(description="precision of the KV cache; by default that of the tables")
     ] = None

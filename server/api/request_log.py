@@ -75,6 +75,9 @@ class LogRequest(Message):
     ] = None
     from_s: Annotated[_Seconds | None, Field(description="first second of the log to use")] = None
     to_s: Annotated[_Seconds | None, Field(description="second of the log at which to stop (not included)")] = None
+    drafts: Annotated[
+        bool | None, Field(description="whether settings may draft tokens, with a draft model (default false)")
+    ] = None
 
     def check(self) -> None:
         """Refuse at once what needs no job."""

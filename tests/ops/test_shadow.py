@@ -91,6 +91,19 @@ def report() -> ShadowReport:
     )
 
 
+def test_nothing_drafts_tokens_unless_asked_except_constants_that_are_named() -> None:
+    """One request at a time: there the sweep takes drafts if it may."""
+    named = 'constant:{"spec_length": 2}'
+    without, drafting = (
+        shadow(flood(120, 2.0, 2.0), ["heuristic", named], n_gpus=1, slo_ms=100.0, drafts=drafts)
+        for drafts in (False, True)
+    )
+    spec = {o.policy: set(o.timeline["spec_length"]) for o in without.outcomes}
+    assert spec == {"fixed": {0.0}, "best_constant": {0.0}, "heuristic": {0.0}, named: {2.0}}
+    assert max(drafting.outcomes[2].timeline["spec_length"]) > 0
+    assert settings_of(without, load_tables(), "heuristic").drafts == []
+
+
 def test_every_policy_meets_the_same_requests_and_none_gets_lost(report: ShadowReport) -> None:
     arrived = report.log["requests"]
     for outcome in report.outcomes:
