@@ -31,6 +31,7 @@ COMMANDS: Final[dict[str, str]] = {
     "import-trace": "turn a request log into a task",
     "plan": "find the GPUs and settings that serve a request log within objectives",
     "shadow": "compare policies on a request log",
+    "fidelity": "score predictions of any simulator on measured runs",
     "live": "let a policy observe or control a running engine",
     "hardware": "list the lookup tables that ship, and those that can be built",
     "build-table": "build the lookup table of a card and model from measured kernel timings",

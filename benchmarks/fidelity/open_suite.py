@@ -1,9 +1,11 @@
 """Served loads on real engines, played in the discrete-event reference: errors by split, card, model and regime.
 
-    python -m benchmarks.fidelity.open_suite           writes results/open_fidelity.json and .md
-    python -m benchmarks.fidelity.open_suite --json    prints the JSON and writes nothing
-    python -m benchmarks.fidelity.open_suite --server  fits the times of the API server to :data:`SERVER_LOADS`
-    python -m benchmarks.fidelity.open_suite --knee    prints what the errors of TTFT p50 at the knee look like
+    python -m benchmarks.fidelity.open_suite            writes results/open_fidelity.json and .md, and the two files of
+                                                        `inferencegym fidelity` in ops/data/
+    python -m benchmarks.fidelity.open_suite --json     prints the JSON and writes nothing
+    python -m benchmarks.fidelity.open_suite --requests prints the requests of every run as CSV
+    python -m benchmarks.fidelity.open_suite --server   fits the times of the API server to :data:`SERVER_LOADS`
+    python -m benchmarks.fidelity.open_suite --knee     prints what the errors of TTFT p50 at the knee look like
 
 ``data/README.md`` has sources and licences. Runs are split by card and model (:data:`SPLITS`): the errors of the *fit*
 runs go into the verdicts of plans (``benchmarks.fidelity.hardware --margins``), the others test these verdicts. Every
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +29,7 @@ import pandas as pd
 
 from inferencegym.files import write_text
 from ops.capacity import gap_statistics
+from ops.fidelity import FIGURES_PATH, QUANTITIES, RUNS_PATH
 from ops.margins import band_of, ratio
 from simulator.events.fleet import Fleet
 from simulator.events.requests import IntArray, Outcome, Requests
@@ -61,15 +65,25 @@ SERVER_LOADS: Final = ("64 clients, short", "128 clients, short")
 SERVER_SPLIT: Final = "server fit"
 REFUSED: Final = "refused"
 """Band of a run whose requests are longer than the simulated KV pool: it has no simulated figures."""
-LATENCIES: Final = ("TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "ITL p50", "ITL p99")
+LATENCIES: Final = QUANTITIES[:-1]
 """Each source states some of them: those of single requests have no inter-token latency, the others no end-to-end."""
-QUANTITIES: Final = (*LATENCIES, "tokens/s")
 BUDGETS: Final = {"a100_sxm": (256, 2048), A100_40GB: (256, 2048), "h100_sxm": (1024, 8192), "h200_sxm": (256, 2048)}
 """Sequences, and tokens of an iteration: vLLM's defaults on A100 and H100, and what the H200 was started with."""
 LLM_D_8B_TOKENS: Final = 8192
 """Tokens of an iteration in llm-d's runs of the 8B model: then vLLM's default on the 80 GB A100 too."""
 REPORTED_GB: Final = {"a100_sxm": 85.1, A100_40GB: 42.5, "h100_sxm": 85.1, "h200_sxm": 150.8}
 """Memory that the driver reports, of which vLLM takes its share."""
+ENGINES: Final = {
+    ("llm-d-benchmark", "llama-3.1-70b"): ("vLLM of May 2025", 2, 0.95),
+    ("llm-d-benchmark", "llama-3.1-8b"): ("vLLM of May 2025", 1, 0.9),
+    ("GPUStack", "qwen3-8b"): ("vLLM 0.11.0", 1, 0.9),
+    ("GPUStack", "qwen3-32b"): ("vLLM 0.11.0", 1, 0.9),
+    ("GPUStack", "gpt-oss-20b"): ("vLLM 0.11.0", 1, 0.9),
+    ("GPUStack", "gpt-oss-120b"): ("vLLM 0.10.2", 1, 0.9),
+    ("llm-k8s", "llama-3.1-70b"): ("vLLM 0.8.3", 8, 0.9),
+    ("InferenceGym", "llama-3.1-8b"): ("vLLM 0.32.0", 1, 0.92),
+}
+"""Engine, cards per replica, and the share of their memory that the engine took, by source and model."""
 LENGTH_SPREAD: Final = 0.2
 """Half width of the lengths of a closed loop whose source states only their mean."""
 
@@ -81,7 +95,10 @@ PROMPT_MS: Final = (0.0, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measured run, its figures and those of the reference by quantity, and its band of load."""
+    """A measured run, its figures and those of the reference by quantity, its band of load, and what was played.
+
+    With ``clients`` the requests are a closed loop: each client sends the next one when it has its answer.
+    """
 
     source: str
     card: str
@@ -90,6 +107,9 @@ class Run:
     band: str
     measured: dict[str, float]
     simulated: dict[str, float]
+    fleet: Fleet
+    requests: Requests
+    clients: int | None = None
 
     @property
     def split(self) -> str:
@@ -121,32 +141,33 @@ def runs() -> Iterator[Run]:
 
 def _llm_d(load_factor: float = 1.0) -> Iterator[Run]:
     """Llama-3.1-70B on two cards per replica, request by request, as the requests were sent or this much faster."""
-    model, tp = "llama-3.1-70b", 2
+    source, model = "llm-d-benchmark", "llama-3.1-70b"
     frame = pd.read_csv(DATA / "llm_d_llama_70b.csv")
     for (card, replicas, load, qps), rows in frame.groupby(["card", "replicas", "load", "qps"], sort=False):
-        fleet = _fleet(card, model, "BF16", tp, 0.95, int(replicas))
-        simulated = Simulation(fleet, _requests(rows, rows["arrival_s"].to_numpy() / load_factor))
+        fleet = _fleet(source, card, model, "BF16", int(replicas))
+        requests = _requests(rows, rows["arrival_s"].to_numpy() / load_factor)
         name = f"{load}, {qps:g}/s on {replicas} replica{'s' if replicas > 1 else ''}"
-        yield _run("llm-d-benchmark", card, model, name, int(replicas), _measured(rows), simulated)
+        yield _run(source, card, model, name, _measured(rows), fleet, requests)
 
 
 def _llm_d_8b() -> Iterator[Run]:
     """Llama-3.1-8B on one card per replica, long prompts of one length; each repeat draws its gamma arrivals anew."""
-    model = "llama-3.1-8b"
+    source, model = "llm-d-benchmark", "llama-3.1-8b"
     for repeat, row in enumerate(pd.read_csv(DATA / "llm_d_llama_8b.csv").to_dict("records")):
         n, replicas, shape = int(row["requests"]), int(row["replicas"]), row["burstiness"]
         gaps = np.random.default_rng(repeat).gamma(shape, 1.0 / (row["qps"] * shape), n)
         lengths = [np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens")]
-        fleet = _fleet(row["card"], model, "BF16", 1, 0.9, replicas, max_batched_tokens=LLM_D_8B_TOKENS)
-        simulated = Simulation(fleet, Requests(gaps.cumsum() - gaps[0], *lengths))
+        fleet = _fleet(source, row["card"], model, "BF16", replicas, max_batched_tokens=LLM_D_8B_TOKENS)
+        requests = Requests(gaps.cumsum() - gaps[0], *lengths)
         name = f"{row['prompt_tokens']} + {row['output_tokens']} tokens, {row['qps']:g}/s on {replicas} replicas"
-        yield _run("llm-d-benchmark", row["card"], model, name, replicas, _stated(row), simulated)
+        yield _run(source, row["card"], model, name, _stated(row), fleet, requests)
 
 
 def _gpustack() -> Iterator[Run]:
     """vLLM's defaults on one card: closed loops, and floods of requests of one length that are all sent at once."""
     for row in pd.read_csv(DATA / "gpustack.csv").to_dict("records"):
-        fleet = _fleet(row["card"], row["model"], row["precision"], 1, 0.9, 1)
+        source = "GPUStack"
+        fleet = _fleet(source, row["card"], row["model"], row["precision"], 1)
         n = int(row["requests"])
         if np.isnan(row["clients"]):
             lengths = [np.full(n, int(row[name])) for name in ("prompt_tokens", "output_tokens")]
@@ -159,23 +180,22 @@ def _gpustack() -> Iterator[Run]:
                 for name, factor in zip(("prompt_tokens", "output_tokens"), spread, strict=True)
             ]
             load = f"{clients} client{'s' if clients > 1 else ''}"
-        simulated = Simulation(fleet, Requests(np.zeros(n), *lengths), clients=clients)
-        yield _run("GPUStack", row["card"], row["model"], load, 1, _stated(row), simulated)
+        yield _run(
+            source, row["card"], row["model"], load, _stated(row), fleet, Requests(np.zeros(n), *lengths), clients
+        )
 
 
 def _llm_k8s() -> Iterator[Run]:
     """Llama-3.3-70B, of Llama-3.1-70B's shape, on eight cards: the later loads repeat the prompts of the first one."""
-    card, model, tier, tp = A100_40GB, "llama-3.1-70b", "BF16", 8
-    overhead_ms = engine("vllm_v1_8k").step_overhead_ms + _slower_weights_ms(model, tier, tp)
-    fleet = _fleet(card, model, tier, tp, 0.9, 1, step_overhead_ms=overhead_ms)
+    source, card, model, tier = "llm-k8s", A100_40GB, "llama-3.1-70b", "BF16"
+    overhead_ms = engine("vllm_v1_8k").step_overhead_ms + _slower_weights_ms(model, tier, ENGINES[source, model][1])
+    fleet = _fleet(source, card, model, tier, 1, step_overhead_ms=overhead_ms)
     for qps, rows in pd.read_csv(DATA / "llm_k8s_llama_70b.csv").groupby("qps", sort=False):
         cached = rows["cached_tokens"].to_numpy()
         requests = replace(_requests(rows, rows["arrival_s"].to_numpy()), reused_tokens=cached)
-        simulated = Simulation(fleet, requests)
-        simulated.state.prefix_hit = 1.0
         load = f"{len(rows)} at once" if np.isinf(qps) else f"sharegpt, {qps:g}/s"
         name = f"{load}, prompts cached" if cached.any() else load
-        yield _run("llm-k8s", card, model, name, 1, _measured(rows), simulated)
+        yield _run(source, card, model, name, _measured(rows), fleet, requests)
 
 
 def _slower_weights_ms(model: str, tier: str, tp: int) -> float:
@@ -187,16 +207,16 @@ def _slower_weights_ms(model: str, tier: str, tp: int) -> float:
 
 def _own(**changes: float) -> Iterator[Run]:
     """Closed loops and open loads of Llama-3.1-8B's shape on one H200, request by request; changes of the profile."""
-    card, model = "h200_sxm", "llama-3.1-8b"
-    fleet = _fleet(card, model, "BF16", 1, 0.92, 1, async_scheduling=True, **changes)
+    source, card, model = "InferenceGym", "h200_sxm", "llama-3.1-8b"
+    fleet = _fleet(source, card, model, "BF16", 1, async_scheduling=True, **changes)
     frame = pd.read_csv(DATA / "vllm_h200_llama_8b.csv")
     if changes:
         frame = frame[frame["load"].isin(SERVER_LOADS)]
     for load, rows in frame.groupby("load", sort=False):
         closed = rows["clients"].notna().all()
         sent_s = np.zeros(len(rows)) if closed else rows["arrival_s"].to_numpy()
-        simulated = Simulation(fleet, _requests(rows, sent_s), clients=int(rows["clients"].iloc[0]) if closed else None)
-        yield _run("InferenceGym", card, model, str(load), 1, _measured(rows), simulated)
+        clients = int(rows["clients"].iloc[0]) if closed else None
+        yield _run(source, card, model, str(load), _measured(rows), fleet, _requests(rows, sent_s), clients)
 
 
 def _requests(rows: pd.DataFrame, sent_s: FloatArray) -> Requests:
@@ -235,12 +255,23 @@ def _figures(ttft_ms: FloatArray, tpot_ms: FloatArray, e2e_ms: FloatArray) -> di
 
 
 def _run(
-    source: str, card: str, model: str, load: str, replicas: int, measured: dict[str, float], simulation: Simulation
+    source: str,
+    card: str,
+    model: str,
+    load: str,
+    measured: dict[str, float],
+    fleet: Fleet,
+    requests: Requests,
+    clients: int | None = None,
 ) -> Run:
     """Play a run; of the simulated figures those that were measured count."""
+    simulation = Simulation(fleet, requests, clients=clients)
+    if requests.reused_tokens is not None:
+        simulation.state.prefix_hit = 1.0
+    played = (fleet, requests, clients)
     outcome = simulation.run()
     if outcome.rejected.all():
-        return Run(source, card, model, load, REFUSED, measured, dict.fromkeys(measured, np.nan))
+        return Run(source, card, model, load, REFUSED, measured, dict.fromkeys(measured, np.nan), *played)
     gaps: IntArray = simulation.arrays["gaps"]
     itl = gap_statistics(gaps)
     simulated = {
@@ -249,8 +280,8 @@ def _run(
         "ITL p99": itl["itl_p99_ms"],
         "tokens/s": float(outcome.output_tokens.sum() / outcome.makespan_s()),
     }
-    band = band_of(_at_once(outcome) / replicas)
-    return Run(source, card, model, load, band, measured, {name: simulated[name] for name in measured})
+    band = band_of(_at_once(outcome) / fleet.replicas)
+    return Run(source, card, model, load, band, measured, {name: simulated[name] for name in measured}, *played)
 
 
 def _at_once(outcome: Outcome) -> float:
@@ -268,16 +299,9 @@ def _source(card: str, model: str, tier: str, tp: int) -> AiconfiguratorSource:
 
 
 @cache
-def _fleet(
-    card: str,
-    model: str,
-    tier: str,
-    tp: int,
-    memory_share: float,
-    replicas: int,
-    **changes: float,
-) -> Fleet:
-    """vLLM's defaults on this card, with a KV pool in this share of its memory; changes of the engine profile."""
+def _fleet(source_name: str, card: str, model: str, tier: str, replicas: int, **changes: float) -> Fleet:
+    """vLLM's defaults on this card, with the KV pool that its memory has room for; changes of the engine profile."""
+    _, tp, memory_share = ENGINES[source_name, model]
     source = _source(card, model, tier, tp)
     slots, tokens = BUDGETS[card]
     pool_gb = kv_pool_gb(source.memory_gb, memory_share * REPORTED_GB[card], source.weights_gb[tier], 1.0, drafts=False)
@@ -336,7 +360,7 @@ class _SlowerPrompts(KernelModel):
 def _by_wave(prompt_ms: float) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """Of :data:`SERVER_LOADS`, (measured, simulated) TTFT p50 of first and of later requests, and TPOT p50."""
     card, model, tier = "h200_sxm", "llama-3.1-8b", "BF16"
-    fleet = _fleet(card, model, tier, 1, 0.92, 1, async_scheduling=True)
+    fleet = _fleet("InferenceGym", card, model, tier, 1, async_scheduling=True)
     profile = replace(fleet.model.profile, ttft_offset_ms=fleet.model.profile.ttft_offset_ms - prompt_ms)
     slower = _SlowerPrompts(tier, profile, kernels(Deployment(card, model), tier))
     slower.prompt_ms = prompt_ms
@@ -432,11 +456,76 @@ def _text(value: float | None) -> str:
     return REFUSED if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def identified(played: Sequence[Run]) -> dict[str, Run]:
+    """The runs by their id; repeats of a load are numbered."""
+    found: dict[str, Run] = {}
+    for run in played:
+        parts = (run.source, run.card, SERVED.get(run.card, run.model), run.load)
+        name = re.sub(r"[^a-z0-9.]+", "-", " ".join(parts).lower()).strip("-")
+        copies = sum(each == name or each.startswith(f"{name}-run-") for each in found)
+        found[f"{name}-run-{copies + 1}" if copies else name] = run
+    return found
+
+
+def submission_files(played: Sequence[Run]) -> tuple[str, str]:
+    """What ``inferencegym fidelity`` reads, as CSV: descriptions of the runs, and their figures."""
+    descriptions, figures = [], []
+    for name, run in identified(played).items():
+        fleet, requests = run.fleet, run.requests
+        version, tensor_parallel, memory_share = ENGINES[run.source, run.model]
+        descriptions.append(
+            {
+                "run": name,
+                "split": run.split,
+                "source": run.source,
+                "engine": version,
+                "card": run.card,
+                "model": SERVED.get(run.card, run.model),
+                "precision": fleet.model.tier,
+                "cards_per_replica": tensor_parallel,
+                "memory_share": memory_share,
+                "replicas": fleet.replicas,
+                "max_num_seqs": fleet.batch_size,
+                "max_num_batched_tokens": fleet.model.profile.max_batched_tokens,
+                "clients": run.clients,
+                "requests": len(requests.arrival_s),
+                "sent_over_s": round(float(requests.arrival_s.max()), 3),
+                "mean_prompt_tokens": round(float(requests.prompt_tokens.mean()), 1),
+                "mean_output_tokens": round(float(requests.output_tokens.mean()), 1),
+                "mean_cached_tokens": 0.0 if requests.reused_tokens is None else requests.reused_tokens.mean().round(1),
+                "band": run.band,
+            }
+        )
+        figures += [
+            {"run": name, "quantity": q, "measured": f"{value:.6g}", "simulated": run.simulated[q]}
+            for q, value in run.measured.items()
+        ]
+    frames = (pd.DataFrame(descriptions).astype({"clients": "Int64"}), pd.DataFrame(figures))
+    return frames[0].to_csv(index=False), frames[1].to_csv(index=False, float_format="%.6g")
+
+
+def requests_csv(played: Sequence[Run]) -> str:
+    """The requests of every run as CSV: lengths, and the time of sending unless clients of a closed loop send them."""
+    frames = []
+    for name, run in identified(played).items():
+        sent, reused = run.requests.arrival_s, run.requests.reused_tokens
+        columns = {
+            "run": name,
+            "sent_s": sent if run.clients is None else None,
+            "prompt_tokens": run.requests.prompt_tokens,
+            "cached_tokens": 0 if reused is None else reused,
+            "output_tokens": run.requests.output_tokens,
+        }
+        frames.append(pd.DataFrame(columns, index=range(len(sent))))
+    return str(pd.concat(frames).to_csv(index=False, float_format="%.4f"))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Errors of the reference on published runs, by split and regime.")
     parser.add_argument("--json", action="store_true", help="print JSON, write nothing")
     parser.add_argument("--server", action="store_true", help="fit the API server's times, write nothing")
     parser.add_argument("--knee", action="store_true", help="print errors of TTFT p50 at the knee, write nothing")
+    parser.add_argument("--requests", action="store_true", help="print the requests of every run, write nothing")
     options = parser.parse_args(arguments)
     if options.knee:
         print(knee())
@@ -444,12 +533,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.server:
         print("request_ms={:.1f}, token_ms={:.2f}".format(*fit_server()))
         return
-    found = summary(list(runs()))
+    played = list(runs())
+    if options.requests:
+        print(requests_csv(played), end="")
+        return
+    found = summary(played)
     if options.json:
         print(json.dumps(found, indent=1))
         return
     RESULTS.mkdir(exist_ok=True)
     write_text(RESULTS / "open_fidelity.json", json.dumps(found, separators=(",", ":")) + "\n")
+    for path, content in zip((RUNS_PATH, FIGURES_PATH), submission_files(played), strict=True):
+        write_text(path, content)
     text = markdown(found)
     write_text(RESULTS / "open_fidelity.md", text)
     print(text)

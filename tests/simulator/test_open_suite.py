@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,10 +21,14 @@ from benchmarks.fidelity.open_suite import (
     SPLITS,
     Run,
     covered,
+    identified,
     markdown,
+    requests_csv,
     runs,
+    submission_files,
     summary,
 )
+from ops.fidelity import FIGURES_PATH, RUNS_PATH
 from ops.margins import ratio
 from simulator.events.requests import Outcome
 
@@ -44,6 +51,17 @@ def test_every_run_is_played_and_has_a_split(played: list[Run]) -> None:
 def test_the_written_results_are_those_of_the_runs(played: list[Run]) -> None:
     written = (open_suite.RESULTS / "open_fidelity.md").read_text(encoding="utf-8")
     assert written == markdown(summary(played))
+    assert tuple(path.read_text(encoding="utf-8") for path in (RUNS_PATH, FIGURES_PATH)) == submission_files(played)
+
+
+def test_the_requests_of_every_run_are_those_that_were_played(played: list[Run]) -> None:
+    rows = pd.read_csv(StringIO(requests_csv(played)))
+    names = identified(played)
+    assert len(names) == len(played)
+    assert rows.groupby("run").size().to_dict() == {name: len(run.requests.arrival_s) for name, run in names.items()}
+    # Four clients send their requests when they have an answer; the others are sent at stated times.
+    assert rows[rows["run"] == "gpustack-h100-sxm-qwen3-8b-4-clients"]["sent_s"].isna().all()
+    assert rows[rows["run"].str.startswith("llm-d")]["sent_s"].notna().all()
 
 
 def test_a_run_longer_than_the_pool_has_no_simulated_figures(played: list[Run]) -> None:
@@ -97,11 +115,11 @@ def test_requests_at_once_count_those_that_a_request_decodes_beside() -> None:
     assert open_suite._at_once(outcome) == pytest.approx((2 + 2 + 1) / 3)  # noqa: SLF001
 
 
-def test_a_latency_is_covered_up_to_the_ratio_that_plans_allow_for() -> None:
+def test_a_latency_is_covered_up_to_the_ratio_that_plans_allow_for(played: list[Run]) -> None:
     simulated = dict.fromkeys(QUANTITIES, 100.0)
     ttft, tpot = (100.0 * ratio(quantity, "a100_sxm", "light").p90 for quantity in ("ttft", "tpot"))
     measured = {"TTFT p50": ttft - 0.1, "TTFT p99": ttft + 0.1, "TPOT p50": tpot - 0.1, "tokens/s": 1.0}
-    run = Run("a source", "a100_sxm", "llama-3.1-70b", "a load", "light", measured, simulated)
+    run = replace(played[0], card="a100_sxm", band="light", measured=measured, simulated=simulated)
     assert covered(run) == {"TTFT p50": True, "TTFT p99": False, "TPOT p50": True}
 
 
