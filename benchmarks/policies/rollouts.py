@@ -109,8 +109,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += ["", f"PPO minus fit {_cell(task['ppo_minus_fit'], sign='+')}; held-out minus training seeds: {gaps}."]
     lines += [
         "",
-        "On one core, rollout-batch plays {steps_per_s:,.0f} steps a second, or {loop_steps_per_s:,.0f} without building "
-        "observations; a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
+        "On one core, rollout-batch plays {steps_per_s:,.0f} steps a second, or {loop_steps_per_s:,.0f} without "
+        "building observations; a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
     ]
     return "\n".join(lines) + "\n"
 
