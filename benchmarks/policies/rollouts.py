@@ -110,7 +110,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines += [
         "",
         "On one core, rollout-batch plays {steps_per_s:,.0f} steps a second, or {loop_steps_per_s:,.0f} without "
-        "building observations; a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
+        "building observations; "
+        "a step simulates {iterations_per_step:.0f} engine iterations.".format(**result["speed"]),
     ]
     return "\n".join(lines) + "\n"
 
