@@ -1,7 +1,8 @@
 """RLlib's PPO on the native vector environment: ``python -m agents.integrations.rllib --task 3 --iterations 5``.
 
-RLlib is given the registered Gymnasium id; with ``vector_entry_point`` as its vectorisation mode each of its runners
-steps one compiled batch. Needs the extras ``ray`` and ``rl``.
+RLlib is given the registered Gymnasium id ``-v2``, whose spaces and rewards suit a learner as it is; with
+``vector_entry_point`` as its vectorisation mode each of its runners steps one compiled batch. Needs the extras ``ray``
+and ``rl``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ log = logging.getLogger(__name__)
 def rllib_config(task_id: TaskId, n_env_runners: int = 0, n_envs: int = 16, seed: int = 0, **env_config: Any) -> Any:
     """A ``PPOConfig`` for a task; change it, then ``build_algo()``.
 
-    ``env_config`` are arguments of the environment, such as ``reward="grade"``.
+    ``env_config`` are arguments of the environment that differ from those of ``-v2``, such as ``hold=10``.
     """
     from ray.rllib.algorithms import ppo
 
     # Ray's own types are incomplete, and absent where it is not installed.
     rllib: Any = ppo
     # The module before the id is imported wherever RLlib makes the environment, also on other machines.
-    env_id = "inferencegym.gym:" + registered_id(get_task(task_id).gym_id)
+    env_id = "inferencegym.gym:" + registered_id(get_task(task_id).gym_id, version=2)
     return (
         rllib.PPOConfig()
-        .environment(env_id, env_config={"observation": "normalised", "action": "box", **env_config})
+        .environment(env_id, env_config=env_config)
         .env_runners(
             num_env_runners=n_env_runners,
             num_envs_per_env_runner=n_envs,
